@@ -1,0 +1,49 @@
+"""Subnetwork Data Parallelism: every group of devices trains a part of the network; only what groups share is averaged.
+
+This module only hands names on. They are imported when first used, so that ``sdp --help`` does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine.config import Config as Config
+    from .engine.config import load_config as load_config
+    from .engine.engine import SDPEngine as SDPEngine
+    from .engine.errors import ConfigError as ConfigError
+    from .engine.errors import DivergenceError as DivergenceError
+    from .engine.errors import ModelError as ModelError
+    from .engine.errors import PlacementError as PlacementError
+    from .engine.errors import SDPError as SDPError
+    from .engine.initialize import init_distributed as init_distributed
+    from .engine.initialize import initialize as initialize
+    from .engine.mesh import Mesh as Mesh
+    from .engine.placement import Placement as Placement
+    from .engine.units import Unit as Unit
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "config",
+    "load_config": "config",
+    "SDPEngine": "engine",
+    "ConfigError": "errors",
+    "DivergenceError": "errors",
+    "ModelError": "errors",
+    "PlacementError": "errors",
+    "SDPError": "errors",
+    "init_distributed": "initialize",
+    "initialize": "initialize",
+    "Mesh": "mesh",
+    "Placement": "placement",
+    "Unit": "units",
+}
+__all__ = [*_HOMES, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".engine.{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

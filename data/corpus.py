@@ -1,0 +1,104 @@
+"""The corpus where the user names none: Python's own standard library, real text of 10 MB or more on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..engine.errors import DataError
+from .sources import Document, Source
+
+# Tests are a third to two thirds of an installation, and many hold broken text on purpose.
+_SKIPPED_DIRECTORIES = {
+    "__pycache__",
+    "dist-packages",
+    "idle_test",
+    "lib-dynload",
+    "site-packages",
+    "test",
+    "tests",
+}
+_MACHINE_DIRECTORY = "config-"  # build settings of this machine
+_MACHINE_FILE = "_sysconfigdata"
+_DOC_STRINGS = "doc-strings/"
+_DOC_STRINGS_SCRIPT = Path(__file__).with_name("doc_strings.py")
+
+# Modules whose import touches the terminal, a display or the network, or that exist for tests alone.
+_SKIPPED_MODULES = ("_test", "_ctypes_test", "_tkinter", "_xx", "antigravity", "nis", "ossaudiodev", "readline", "xx")
+
+
+@dataclass(frozen=True)
+class StandardLibrary:
+    """The sources of the running Python's standard library and the doc strings of its compiled modules.
+
+    One document a file, in the order of their names, held out by name. Nothing is imported into this process.
+    """
+
+    files: tuple[tuple[str, bytes], ...]
+
+    def sources(self) -> list[Source]:
+        """Name, size and hash of every file."""
+        return [Source(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in self.files]
+
+    def documents(self, piece: int | None = None) -> Iterator[Document]:
+        """All documents in order, or the one with index ``piece``."""
+        for name, data in self.files if piece is None else (self.files[piece],):
+            yield Document(data.decode(), len(data), split_key=name)
+
+
+def standard_library() -> StandardLibrary:
+    """Read the standard library of the running interpreter; raises DataError where it has no readable sources."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = dict(_python_sources(root))
+    if not files:
+        raise DataError(f"{root}: no Python sources to make the default corpus of; name your own files with --input")
+    files.update(_doc_strings(root / "lib-dynload"))
+    return StandardLibrary(tuple(sorted(files.items())))
+
+
+def _python_sources(root: Path) -> Iterator[tuple[str, bytes]]:
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [
+            name
+            for name in subdirectories
+            if name not in _SKIPPED_DIRECTORIES and not name.startswith(_MACHINE_DIRECTORY)
+        ]
+        for name in names:
+            path = Path(directory, name)
+            if path.suffix == ".py" and not name.startswith(_MACHINE_FILE) and _belongs_to(root, path):
+                data = path.read_bytes()
+                if data and _is_utf8(data):
+                    yield path.relative_to(root).as_posix(), data
+
+
+def _belongs_to(root: Path, path: Path) -> bool:
+    # Debian links sitecustomize.py to /etc: a setting of the machine.
+    return path.resolve().is_relative_to(root.resolve())
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _doc_strings(extensions: Path) -> Iterator[tuple[str, bytes]]:
+    command = [sys.executable, "-I", "-S", "-X", "utf8", str(_DOC_STRINGS_SCRIPT), str(extensions), *_SKIPPED_MODULES]
+    result = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    if result.returncode:
+        last = (result.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        raise DataError(
+            f"the doc strings of Python's compiled modules could not be read (status {result.returncode}: {last});"
+            " name your own files with --input"
+        )
+    for module, text in json.loads(result.stdout).items():
+        yield f"{_DOC_STRINGS}{module}", text.encode("utf-8", "replace")

@@ -1,0 +1,139 @@
+"""The index of a prepared directory, ``index.json``: what its token shards hold and where they came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..engine.errors import DataError
+from .tokenizers import INDEX_FILE
+
+FORMAT = "sdp-token-shards"
+VERSION = 1
+SPLITS = ("train", "held_out")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Shard(_Strict):
+    """One ``.bin`` file: raw little-endian token ids. ``documents`` counts those that end in it."""
+
+    file: str = Field(pattern=r"^[A-Za-z0-9_.-]+\.bin$")  # never a path out of the directory
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=0)
+    sha256: str
+
+
+class Split(_Strict):
+    """The shards of one split, in order; every document is followed by one end-of-text token, which counts."""
+
+    shards: list[Shard]
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _check_sum(self) -> Split:
+        if sum(shard.tokens for shard in self.shards) != self.tokens:
+            raise ValueError("the tokens of the shards do not add up to those of the split")
+        return self
+
+
+class Corpus(_Strict):
+    """Where the tokens came from: ``sha256`` over the hashes of its files in reading order; sizes in bytes."""
+
+    sources: list[str]
+    sha256: str
+    files: int
+    bytes: int
+    documents: int
+    text_bytes: int
+
+
+class Index(_Strict):
+    """All of ``index.json``. ``settings`` are the arguments of ``prepare`` that decide the tokens."""
+
+    format: Literal["sdp-token-shards"] = FORMAT
+    version: Literal[1] = VERSION
+    tokenizer: dict[str, Any]
+    vocab_size: int = Field(ge=2)
+    end_of_text: int = Field(ge=0)
+    dtype: Literal["uint16", "uint32"]
+    splits: dict[str, Split]
+    corpus: Corpus
+    settings: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _check_vocabulary(self) -> Index:
+        if self.end_of_text >= self.vocab_size:
+            raise ValueError(f"end_of_text {self.end_of_text} is outside the vocabulary of {self.vocab_size}")
+        return self
+
+    def save(self, directory: Path) -> None:
+        """Write ``index.json`` in one step: a directory with an index is complete."""
+        temporary = directory / f"{INDEX_FILE}.tmp"
+        temporary.write_text(json.dumps(self.model_dump(), indent=1) + "\n")
+        temporary.replace(directory / INDEX_FILE)
+
+    def check_sizes(self, directory: Path) -> None:
+        """Raise DataError for a shard that is missing or not of the size that the index states."""
+        width = int(self.dtype.removeprefix("uint")) // 8
+        for shard in self._shards():
+            path, expected = directory / shard.file, shard.tokens * width
+            if not path.is_file():
+                raise DataError(f"{path}: this token shard is missing; {_again(directory)}")
+            if (size := path.stat().st_size) != expected:
+                raise DataError(
+                    f"{path}: {size:,} bytes instead of {expected:,}, damaged or cut off; {_again(directory)}"
+                )
+
+    def verify(self, directory: Path) -> None:
+        """Raise DataError for a shard whose size or sha256 is not what the index states; reads every shard."""
+        self.check_sizes(directory)
+        for shard in self._shards():
+            path = directory / shard.file
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != shard.sha256:
+                raise DataError(
+                    f"{path}: sha256 {digest[:12]}… instead of {shard.sha256[:12]}…, damaged; {_again(directory)}"
+                )
+
+    def _shards(self) -> list[Shard]:
+        return [shard for split in self.splits.values() for shard in split.shards]
+
+
+def load_index(directory: str | Path) -> Index:
+    """The index of a prepared directory; raises DataError where there is none or it is not sound."""
+    path = Path(directory) / INDEX_FILE
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(f"{directory}: no prepared data here (no {INDEX_FILE}); {_make(Path(directory))}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error}); {_again(path.parent)}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f"{path}: not an index of token shards (no format {FORMAT!r})")
+    if content.get("version") != VERSION:
+        raise DataError(
+            f"{path}: version {content.get('version')!r}, this program reads {VERSION}; {_again(path.parent)}"
+        )
+    try:
+        return Index.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "index"
+        raise DataError(f"{path}: {where}: {first['msg']}; {_again(path.parent)}") from error
+
+
+def _make(directory: Path) -> str:
+    return f"make it with: sdp prepare --output {directory}"
+
+
+def _again(directory: Path) -> str:
+    return f"prepare it again with: sdp prepare --output {directory} --overwrite"

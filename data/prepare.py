@@ -1,0 +1,263 @@
+"""A corpus → a directory of token shards with an index; the work of ``sdp prepare``."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import platform
+import random
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+from ..engine.errors import DataError
+from .corpus import standard_library
+from .encode import EncodedBatch, encode_documents, split_of
+from .index import SPLITS, Corpus, Index, load_index
+from .sources import Document, FileCorpus, Source, expand_inputs
+from .tokenizers import DEFAULT_VOCAB_SIZE, INDEX_FILE, Tokenizer, check_request, make_tokenizer, tokenizer_from_spec
+from .writer import ShardWriter
+
+DEFAULT_SHARD_TOKENS = 2**26  # 128 MiB of uint16
+TOKENIZER_SAMPLE_BYTES = 64 * 2**20
+_OWN_SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.bin(\.tmp)?")
+_PLAIN_LINE_SECONDS = 5.0
+
+
+class _Corpus(Protocol):
+    def sources(self) -> list[Source]: ...
+
+    def documents(self, piece: int | None = None) -> Iterator[Document]: ...
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments that decide the tokens; equal settings and an equal corpus give equal shards."""
+
+    tokenizer: str
+    vocab_size: int | None
+    text_column: str
+    held_out: float
+    seed: int
+    shard_tokens: int
+
+
+def prepare(
+    inputs: Sequence[str] | None,
+    output: str | Path,
+    tokenizer: str = "sentencepiece",
+    vocab_size: int | None = None,
+    text_column: str = "text",
+    held_out: float = 0.05,
+    workers: int | None = None,
+    seed: int = 0,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    progress: bool = True,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Encode a corpus into token shards in ``output`` and return the index (the content of its ``index.json``).
+
+    inputs: glob patterns of .txt, .jsonl(.gz/.zst) and .parquet files; None: Python's standard library.
+    tokenizer: ``sentencepiece`` (trained here on training documents), ``bytes`` or ``hf:NAME``.
+    vocab_size: tokens of a trained tokenizer; the others have their own.
+    held_out: fraction of the documents that the split ``held_out`` gets, by a hash of the document.
+    workers: processes, by default one a core; the result does not depend on it.
+    seed: picks the documents that the tokenizer is trained on.
+    shard_tokens: most tokens in a file. progress: a bar (plain lines where stderr is no terminal).
+    An output that already holds the same corpus with the same settings is returned as it is.
+
+    Raises DataError for bad input, for an empty split, and for an output that holds other data unless ``overwrite``.
+    """
+    check_request(tokenizer, vocab_size)
+    if tokenizer == "sentencepiece" and vocab_size is None:
+        vocab_size = DEFAULT_VOCAB_SIZE
+    settings = _Settings(tokenizer, vocab_size, text_column, held_out, seed, shard_tokens)
+    _check(settings, workers)
+    directory = Path(output)
+    corpus, names = _open_corpus(inputs, text_column)
+    _say(f"reading {', '.join(names)}", progress)
+    sources = corpus.sources()
+    digest = hashlib.sha256("".join(source.sha256 for source in sources).encode()).hexdigest()
+    if (existing := _existing(directory, digest, settings, overwrite)) is not None:
+        _say(f"{directory} already holds this corpus with these settings: nothing to do", progress)
+        return existing.model_dump()
+    _clear(directory)
+    if tokenizer == "sentencepiece":
+        _say(f"training a SentencePiece tokenizer of {vocab_size:,} tokens", progress)
+    made = make_tokenizer(tokenizer, vocab_size, _sample_texts(corpus, sources, settings), directory)
+    total_bytes = sum(source.bytes for source in sources)
+    encoded = encode_documents(corpus.documents(), made.spec(), directory, held_out, workers or _cores())
+    splits, documents, text_bytes = _write(directory, _with_progress(encoded, total_bytes, progress), made, settings)
+    index = Index(
+        tokenizer=made.spec(),
+        vocab_size=made.vocab_size,
+        end_of_text=made.end_of_text,
+        dtype=_dtype_name(made.vocab_size),
+        splits=splits,
+        corpus=Corpus(
+            sources=names,
+            sha256=digest,
+            files=len(sources),
+            bytes=total_bytes,
+            documents=documents,
+            text_bytes=text_bytes,
+        ),
+        settings=vars(settings),
+    )
+    index.save(directory)
+    return index.model_dump()
+
+
+def _say(line: str, progress: bool) -> None:
+    if progress:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _check(settings: _Settings, workers: int | None) -> None:
+    if not 0 < settings.held_out < 1:
+        raise DataError(f"the held-out fraction must lie between 0 and 1, it is {settings.held_out}")
+    if settings.vocab_size is not None and settings.vocab_size < 2:
+        raise DataError(f"the vocabulary size must be at least 2, it is {settings.vocab_size}")
+    if workers is not None and workers < 1:
+        raise DataError(f"the number of workers must be at least 1, it is {workers}")
+    if settings.shard_tokens < 1:
+        raise DataError(f"a shard must hold at least 1 token, shard_tokens is {settings.shard_tokens}")
+
+
+def _open_corpus(inputs: Sequence[str] | None, text_column: str) -> tuple[_Corpus, list[str]]:
+    if inputs is None:
+        return standard_library(), [f"the standard library of Python {platform.python_version()}"]
+    return FileCorpus(expand_inputs(inputs), text_column), list(inputs)
+
+
+def _existing(directory: Path, digest: str, settings: _Settings, overwrite: bool) -> Index | None:
+    """The index in ``directory`` if it is of this corpus and these settings; None if there is none or it may go."""
+    if not (directory / INDEX_FILE).exists():
+        return None
+    try:
+        index = load_index(directory)
+        index.check_sizes(directory)
+        tokenizer_from_spec(index.tokenizer, directory)
+    except DataError:
+        if overwrite:
+            return None
+        raise
+    if index.corpus.sha256 == digest and index.settings == vars(settings):
+        return index
+    if overwrite:
+        return None
+    changed = [key for key, value in vars(settings).items() if index.settings.get(key) != value]
+    if index.corpus.sha256 != digest:
+        changed.insert(0, "the corpus")
+    raise DataError(
+        f"{directory} already holds other data ({', '.join(changed)} differ): choose another output, or add --overwrite"
+    )
+
+
+def _clear(directory: Path) -> None:
+    """Make the directory and take away what an earlier or interrupted run left; the index goes first."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / INDEX_FILE).unlink(missing_ok=True)
+        for path in directory.iterdir():
+            if _OWN_SHARD.fullmatch(path.name):
+                path.unlink()
+    except OSError as error:
+        raise DataError(f"{directory}: cannot be written: {error}") from error
+
+
+def _sample_texts(corpus: _Corpus, sources: list[Source], settings: _Settings) -> Iterator[str]:
+    """Training documents to train a tokenizer on: up to TOKENIZER_SAMPLE_BYTES, spread over the files."""
+    order = list(range(len(sources)))
+    random.Random(settings.seed).shuffle(order)
+    quota = _quota([source.bytes for source in sources], TOKENIZER_SAMPLE_BYTES)
+    left = TOKENIZER_SAMPLE_BYTES
+    for piece in order:
+        taken = 0
+        for document in corpus.documents(piece):
+            if split_of(document, settings.held_out) == "train":
+                yield document.text
+            taken += max(document.source_bytes, len(document.text))  # text counts where the source is compressed
+            if taken >= min(quota, left):
+                break
+        left -= taken
+        if left <= 0:
+            return
+
+
+def _quota(sizes: list[int], budget: int) -> float:
+    """The level q at which the sum of min(size, q) is the budget; infinite where the sizes do not reach it."""
+    for taken, size in enumerate(sorted(sizes)):
+        if size * (len(sizes) - taken) >= budget:
+            return budget / (len(sizes) - taken)
+        budget -= size
+    return math.inf
+
+
+def _write(
+    directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: _Settings
+) -> tuple[dict[str, Any], int, int]:
+    """Write all batches; returns the splits, the number of documents and the bytes of their text."""
+    dtype = np.dtype(_dtype_name(tokenizer.vocab_size)).newbyteorder("<")
+    writers = {
+        split: ShardWriter(directory, split, dtype, settings.shard_tokens, tokenizer.end_of_text) for split in SPLITS
+    }
+    documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    text_bytes = 0
+    with contextlib.ExitStack() as unfinished:
+        for writer in writers.values():
+            unfinished.callback(writer.abort)
+        for batch in batches:
+            for split, tokens in batch.tokens.items():
+                writers[split].write(tokens)
+                documents[split] += batch.documents[split]
+            text_bytes += batch.text_bytes
+        _check_splits(documents, settings.held_out)
+        return {split: writer.finish() for split, writer in writers.items()}, sum(documents.values()), text_bytes
+
+
+def _check_splits(documents: dict[str, int], held_out: float) -> None:
+    total = sum(documents.values())
+    if not total:
+        raise DataError("the corpus is empty: none of its files holds a document with text")
+    for split, count in documents.items():
+        if not count:
+            raise DataError(
+                f"the split {split!r} is empty: {total:,} document(s) with {held_out:g} held out leave it none;"
+                f" give more documents (a .txt file is one) or {'raise' if split == 'held_out' else 'lower'} --held-out"
+            )
+
+
+def _with_progress(batches: Iterable[EncodedBatch], total_bytes: int, enabled: bool) -> Iterator[EncodedBatch]:
+    """Hand the batches on, showing how many bytes of the sources are done: a bar, or a line every few seconds."""
+    if enabled and sys.stderr.isatty():
+        with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="encoding") as bar:
+            for batch in batches:
+                yield batch
+                bar.update(batch.source_bytes)
+        return
+    done, last = 0, time.monotonic()
+    for batch in batches:
+        yield batch
+        done += batch.source_bytes
+        if enabled and time.monotonic() - last >= _PLAIN_LINE_SECONDS:
+            last = time.monotonic()
+            print(f"encoding: {done / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB", file=sys.stderr, flush=True)
+
+
+def _dtype_name(vocab_size: int) -> Any:
+    return "uint16" if vocab_size <= 65535 else "uint32"
+
+
+def _cores() -> int:
+    # The cores this process may use: SLURM and containers give fewer than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,92 @@
+"""Memory-mapped token shards as a map-style data set of fixed-length samples."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from ..engine.errors import DataError
+from .index import Index, load_index
+
+
+class TokenDataset(Dataset[dict[str, torch.Tensor]]):
+    """Sample ``i`` is tokens ``[i × L, (i + 1) × L)`` of a split, with L = ``sequence_length``.
+
+    A sample is ``{"input_ids": (L,), "labels": (L,)}``, int64 and equal: the model shifts the labels, as Hugging Face's
+    do. It may span documents and shards; what is left after the last whole sample is not read. Opening checks that
+    every shard exists with the right size. Raises DataError for a missing, damaged or too small data set, and for a
+    token id outside the vocabulary.
+    """
+
+    def __init__(self, directory: str | Path, split: str, sequence_length: int) -> None:
+        if sequence_length < 1:
+            raise DataError(f"the sequence length must be at least 1, it is {sequence_length}")
+        self.directory = Path(directory)
+        self.index: Index = load_index(directory)
+        if split not in self.index.splits:
+            raise DataError(f"{directory}: no split {split!r}, there are {', '.join(self.index.splits)}")
+        self.index.check_sizes(self.directory)
+        self.split = split
+        self.sequence_length = sequence_length
+        self.vocab_size = self.index.vocab_size
+        self.end_of_text = self.index.end_of_text
+        self.tokens = self.index.splits[split].tokens
+        if self.tokens < sequence_length:
+            raise DataError(
+                f"{directory}: the split {split!r} has {self.tokens:,} tokens, fewer than one sequence of"
+                f" {sequence_length:,}; use a shorter sequence or more text"
+            )
+        shards = self.index.splits[split].shards
+        self._ends = list(itertools.accumulate(shard.tokens for shard in shards))
+        self._maps: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return self.tokens // self.sequence_length
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        if not 0 <= item < len(self):
+            raise IndexError(f"sample {item} of {len(self)}")
+        tokens = self._read(item * self.sequence_length, self.sequence_length)
+        input_ids = torch.from_numpy(tokens)
+        return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+    def verify(self) -> None:
+        """Raise DataError for a shard whose sha256 is not what the index states; reads every shard of every split."""
+        self.index.verify(self.directory)
+
+    def _read(self, start: int, count: int) -> np.ndarray:
+        """``count`` tokens from position ``start`` of the split, int64."""
+        out = np.empty(count, dtype=np.int64)
+        filled = 0
+        while filled < count:
+            shard = bisect.bisect_right(self._ends, start + filled)
+            offset = start + filled - (self._ends[shard - 1] if shard else 0)
+            part = self._map(shard)[offset : offset + count - filled]
+            if (largest := int(part.max())) >= self.vocab_size:
+                raise DataError(
+                    f"{self._path(shard)}: damaged: token id {largest} near position {offset:,} is outside the"
+                    f" vocabulary of {self.vocab_size:,}; check with: sdp prepare --output {self.directory} --verify"
+                )
+            out[filled : filled + len(part)] = part
+            filled += len(part)
+        return out
+
+    def _path(self, shard: int) -> Path:
+        return self.directory / self.index.splits[self.split].shards[shard].file
+
+    def _map(self, shard: int) -> np.ndarray:
+        # Mapped on first use: a run of thousands of shards does not open all of them in every worker.
+        if shard not in self._maps:
+            dtype = np.dtype(self.index.dtype).newbyteorder("<")
+            self._maps[shard] = np.memmap(self._path(shard), dtype=dtype, mode="r")
+        return self._maps[shard]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled memory map carries its whole content; each worker process maps the files itself.
+        return {**self.__dict__, "_maps": {}}

@@ -1,0 +1,201 @@
+"""Documents out of .txt, .jsonl (plain, .gz, .zst) and .parquet files; errors name the file and the line or row."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import zstandard
+
+from ..engine.errors import DataError
+
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+_HASHING_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text of the corpus.
+
+    split_key: what decides whether it is held out; None: the text itself, so that equal texts stay together.
+    source_bytes: bytes of the source that were read for it, for the progress bar.
+    """
+
+    text: str
+    source_bytes: int
+    split_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file (or other piece) of a corpus: its name, its size in bytes and the sha256 of its bytes."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class FileCorpus:
+    """The user's files, in the order in which they are read."""
+
+    paths: tuple[Path, ...]
+    text_column: str
+
+    def sources(self) -> list[Source]:
+        """Name, size and hash of every file; reads all of them once."""
+        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+            return list(pool.map(_source_of, self.paths))
+
+    def documents(self, piece: int | None = None) -> Iterator[Document]:
+        """All documents in order, or those of the file with index ``piece``; texts that are empty are left out."""
+        paths = self.paths if piece is None else (self.paths[piece],)
+        for path in paths:
+            yield from read_documents(path, self.text_column)
+
+
+def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
+    """The files that match the glob patterns (``**`` descends), sorted, each once; raises DataError where none does."""
+    if not patterns:
+        raise DataError("no input is named: give at least one file or pattern")
+    found: dict[Path, Path] = {}
+    for pattern in patterns:
+        matches = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))  # noqa: PTH207 absolute patterns
+        if not matches:
+            raise DataError(f"no file matches {pattern!r}")
+        for match in map(Path, matches):
+            if match.is_file():
+                _suffix(match)
+                found.setdefault(match.resolve(), match)
+            elif len(matches) == 1:
+                raise DataError(f"{match} is a directory: give a pattern of files, such as {match}/**/*.jsonl")
+    if not found:
+        raise DataError(f"no file matches {', '.join(map(repr, patterns))}, only directories do")
+    return tuple(sorted(found.values()))
+
+
+def read_documents(path: Path, text_column: str = "text") -> Iterator[Document]:
+    """The documents of one file, chosen by its suffix; raises DataError naming file and line (or row)."""
+    suffix = _suffix(path)
+    try:
+        if suffix == ".txt":
+            documents = _read_text(path)
+        elif suffix == ".parquet":
+            documents = _read_parquet(path, text_column)
+        else:
+            documents = _read_json_lines(path, text_column)
+        yield from (document for document in documents if document.text)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _suffix(path: Path) -> str:
+    for suffix in SUFFIXES:
+        if path.name.lower().endswith(suffix):
+            return suffix
+    raise DataError(f"{path}: this kind of file is not read; supported are {', '.join(SUFFIXES)}")
+
+
+def _source_of(path: Path) -> Source:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Source(str(path), path.stat().st_size, digest)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_text(path: Path) -> Iterator[Document]:
+    data = path.read_bytes()
+    try:
+        yield Document(data.decode("utf-8-sig"), len(data))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
+
+
+def _read_json_lines(path: Path, column: str) -> Iterator[Document]:
+    number = 0
+    with path.open("rb") as raw:
+        position = 0
+        try:
+            for number, line in enumerate(_decompressed(path, raw), start=1):
+                # The position on disk: behind a decompressor it jumps by blocks, which a progress bar can bear.
+                consumed, position = raw.tell() - position, raw.tell()
+                text = _text_of_line(line, column, f"{path}, line {number}") if line.strip() else ""
+                yield Document(text, consumed)
+        except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+            raise DataError(
+                f"{path}, after line {number}: damaged or cut off ({error}); fetch the file again"
+            ) from error
+
+
+def _decompressed(path: Path, raw: IO[bytes]) -> Iterator[bytes]:
+    name = path.name.lower()
+    if name.endswith(".gz"):
+        yield from gzip.GzipFile(fileobj=raw)
+    elif name.endswith(".zst"):
+        stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+        yield from io.BufferedReader(stream)  # pyright: ignore[reportArgumentType]  # a RawIOBase in all but name
+    else:
+        yield from raw
+
+
+def _text_of_line(line: bytes, column: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a JSON object is expected, this is a {type(row).__name__}")
+    if column not in row:
+        raise DataError(_missing_column(where, column, list(row)))
+    if not isinstance(row[column], str):
+        raise DataError(f"{where}: {column!r} must be a string, it is {type(row[column]).__name__}")
+    # JSON can spell half of a surrogate pair, which no encoding of text can hold.
+    return row[column].encode("utf-8", "replace").decode("utf-8")
+
+
+def _missing_column(where: str, column: str, columns: list[str]) -> str:
+    return f"{where}: no column {column!r} (there are: {', '.join(columns) or 'none'}); choose one with --text-column"
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[Document]:
+    import pyarrow  # here, because loading it takes longer than preparing a small corpus without it
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        schema = file.schema_arrow
+        if column not in schema.names:
+            raise DataError(_missing_column(str(path), column, schema.names))
+        kind = schema.field(column).type
+        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise DataError(f"{path}: column {column!r} must hold strings, it holds {kind}")
+        bytes_per_row = path.stat().st_size / max(file.metadata.num_rows, 1)
+        row = 0
+        for batch in file.iter_batches(batch_size=1024, columns=[column]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                yield Document(_checked_cell(text, f"{path}, row {row}", column), _share(bytes_per_row, row))
+    except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a readable Parquet file ({error}); fetch the file again") from error
+
+
+def _checked_cell(text: Any, where: str, column: str) -> str:
+    if text is None:
+        raise DataError(f"{where}: {column!r} is null; leave such rows out of the file")
+    return text
+
+
+def _share(bytes_per_row: float, row: int) -> int:
+    return int(row * bytes_per_row) - int((row - 1) * bytes_per_row)

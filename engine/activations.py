@@ -1,0 +1,48 @@
+"""Activation checkpointing of units: nothing, everything, or all but matrix products and attention is recomputed in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from .units import Unit
+
+# Expensive to recompute against the bytes of their results; the list of torchtitan's selective mode.
+_SAVED = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def checkpoint_activations(model: nn.Module, units: Iterable[Unit], mode: Literal["none", "full", "selective"]) -> None:
+    """Make every unit recompute activations in backward. The forward is replaced in place, so that parameter names stay."""
+    if mode == "none":
+        return
+    for unit in units:
+        block = model.get_submodule(unit.name)
+        block.forward = _recomputing(block.forward, selective=mode == "selective")  # type: ignore[method-assign]
+
+
+def _recomputing(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+
+    def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+
+    return recomputing_forward
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE

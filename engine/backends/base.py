@@ -1,0 +1,56 @@
+"""What the engine needs of a backend. ``reference.py`` is the specification; every other backend must match it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..layout import Layout
+from ..traffic import Traffic
+
+
+class Backend(Protocol):
+    """Holds this process's part of the model and brings its gradients to g_u = Σ_{w∈H_u} Σ_f ∂ℓ_{w,f}/∂θ_u / (k_u·F)."""
+
+    layout: Layout
+    module: nn.Module
+    device: torch.device
+    traffic: Traffic
+    parameters: dict[str, nn.Parameter]  # canonical name → this rank's parameter (a DTensor where it is sharded)
+
+    @property
+    def data_ranks_here(self) -> int:
+        """Data ranks that this process stands for: 1, or all of them in the reference."""
+        ...
+
+    def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        """What the model returns for this process's micro-batch."""
+        ...
+
+    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
+        """Accumulate gradients of ``loss``; at the ``boundary`` leave g_u in ``.grad`` of every parameter."""
+        ...
+
+    def squared_grad_norm(self) -> torch.Tensor:
+        """Σ_u ‖g_u‖² + ‖g_S‖² over the full model, the same number on every rank."""
+        ...
+
+    def evaluate(self, batches: Sequence[Any]) -> float:
+        """Token-weighted mean loss of the full model over the batches of all ranks; collective."""
+        ...
+
+    def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
+        """Token-weighted mean loss of every group's own subnetwork, each over the batches of its ranks; collective."""
+        ...
+
+    def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every tensor of the full model by canonical name, whole, on rank 0 (None elsewhere); collective."""
+        ...
+
+    def checkpointing(self) -> AbstractContextManager[None]:
+        """While inside, parameters are in their sharded form."""
+        ...

@@ -1,0 +1,144 @@
+"""The native backend: FSDP2 shards a group's state inside the group, ``sync.py`` averages shards between groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ..clip import squared_norm
+from ..evaluation import StreamedEvaluation, subnetwork_losses
+from ..gather import stream_full_state
+from ..layout import Layout
+from ..mesh import Communicators
+from ..subnetwork import PassThrough
+from ..sync import GradientSync
+from ..traffic import Traffic
+from .fsdp2_comm import CountingAllGather, CountingReduceScatter
+
+
+class FSDP2Backend:
+    """One rank's subnetwork. The model must be carved already; it may be on the meta device (see :meth:`materialise`)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        stand_ins: dict[str, PassThrough],
+        device: torch.device,
+        *,
+        stage: int,
+        compute_dtype: torch.dtype,
+    ):
+        self.layout, self.module, self.device, self.stand_ins = layout, model, device, stand_ins
+        self.rank = dist.get_rank()
+        self.at = layout.mesh.coordinates(self.rank)
+        self.stage, self.compute_dtype = stage, compute_dtype
+        self.traffic = Traffic()
+        self.communicators = Communicators.build(
+            layout.mesh, {info.holders for info in layout.parameters.values()}, replicate_inside=stage == 0
+        )
+        # One shard and float32 compute need nothing of FSDP2: plain parameters, so that no second copy of the weights exists.
+        self.shards = layout.mesh.fsdp if stage > 0 else 1
+        self.uses_fsdp = self.shards > 1 or compute_dtype != torch.float32
+        if self.uses_fsdp:
+            self._shard(self.communicators.fsdp_mesh(device.type))
+
+    @property
+    def shard_index(self) -> int:
+        """Which shard of its group's state this rank holds."""
+        return self.at.fsdp if self.shards > 1 else 0
+
+    @property
+    def data_ranks_here(self) -> int:
+        return 1
+
+    def _shard(self, mesh: DeviceMesh) -> None:
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if self.compute_dtype == torch.float32 else self.compute_dtype, reduce_dtype=torch.float32
+        )
+        # Stages 1 and 2 keep parameters whole between forward and backward. With one shard, resharding after forward is what
+        # keeps the compute-precision copy from living through the step.
+        reshard = self.stage == 3 or self.shards == 1
+        names = [unit.name for unit in self.layout.units if unit.name not in self.stand_ins]
+        own_groups = getattr(self.module, "sharding_groups", None)
+        names += own_groups() if own_groups is not None else []
+        for module in [self.module.get_submodule(name) for name in names] + [self.module]:
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            assert isinstance(module, FSDPModule)
+            module.set_custom_all_gather(CountingAllGather(self.traffic))
+            module.set_custom_reduce_scatter(CountingReduceScatter(self.traffic))
+
+    def ready(self) -> None:
+        """To be called once parameters have their values: hooks the cross-group layer to them."""
+        self.parameters = dict(self.module.named_parameters())
+        self._sync = GradientSync(self.layout.buckets(), self.parameters, self.communicators.holders, self.traffic)
+
+    def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        return call(self.module, batch)
+
+    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
+        if isinstance(self.module, FSDPModule):
+            # Stage 1 reduces gradients inside the group once, at the boundary; 2 and 3 every micro-batch. Stages 1 and 2 gather
+            # parameters once a step.
+            self.module.set_requires_gradient_sync(boundary or self.stage >= 2)
+            self.module.set_reshard_after_backward(boundary or self.stage == 3 or self.shards == 1)
+            self.module.set_is_last_backward(boundary)
+        if boundary:
+            self._sync.arm()
+        loss.backward()
+        if boundary:
+            self._sync.finish()
+
+    def squared_grad_norm(self) -> torch.Tensor:
+        counted = [
+            self.parameters[name].grad
+            for name, info in self.layout.parameters.items()
+            if info.trainable and self.layout.counts_norm(info, self.at, sharded=self.shards > 1)
+        ]
+        total = squared_norm([grad for grad in counted if grad is not None], self.device)
+        self.all_reduce_control(total)
+        return total
+
+    def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """All-reduce a few numbers among all ranks in place."""
+        self.traffic.record("control", "all_reduce", values.nbytes, self.layout.mesh.world_size)
+        dist.all_reduce(values, op=op)
+
+    def evaluate(self, batches: Sequence[Any]) -> float:
+        with self._evaluating():
+            return StreamedEvaluation(self).run(batches)
+
+    def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
+        with self._evaluating():
+            return subnetwork_losses(self, batches)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """No gradients; the root's parameters stay gathered until the end, because batches take turns inside its forward."""
+        root = self.module if isinstance(self.module, FSDPModule) else None
+        with torch.no_grad():
+            if root is not None:
+                root.set_reshard_after_forward(False, recurse=False)
+            try:
+                yield
+            finally:
+                if root is not None:
+                    root.set_reshard_after_forward(self.stage == 3 or self.shards == 1, recurse=False)
+                    self.reshard()
+
+    def reshard(self) -> None:
+        """Bring every parameter into its sharded form and free gathered copies."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        self.reshard()
+        return stream_full_state(self)

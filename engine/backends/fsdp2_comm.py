@@ -1,0 +1,35 @@
+"""FSDP2's own collectives, counted where they are sent."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from ..traffic import Traffic
+
+
+class CountingAllGather(DefaultAllGather):
+    """FSDP2's default all-gather; its whole output is the buffer."""
+
+    def __init__(self, traffic: Traffic):
+        self._traffic = traffic
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._traffic.record("inside groups", "all_gather", output_tensor.nbytes, group.size())
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class CountingReduceScatter(DefaultReduceScatter):
+    """FSDP2's default reduce-scatter; its whole input is the buffer."""
+
+    def __init__(self, traffic: Traffic):
+        self._traffic = traffic
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp, async_op: bool = False
+    ) -> dist.Work | None:
+        self._traffic.record("inside groups", "reduce_scatter", input_tensor.nbytes, group.size())
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)

@@ -1,0 +1,107 @@
+"""The executable specification: N × F virtual workers in one process, on one device.
+
+Nothing here is clever on purpose: the full model is in memory, each worker runs its own subnetwork of it on its own rows of the
+batch, and the gradient of a unit is the mean over its holders' ranks. Also usable for real runs on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from ..batch import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
+from ..clip import squared_norm
+from ..layout import Layout
+from ..subnetwork import PassThrough, masked
+from ..traffic import Traffic
+
+
+class ReferenceBackend:
+    """All workers of the layout, one after the other. A batch holds the rows of all data ranks, in rank order."""
+
+    def __init__(self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32):
+        self.layout, self.module, self.device = layout, model, device
+        self.traffic = Traffic()
+        self.parameters = dict(model.named_parameters())
+        self._compute_dtype = compute_dtype
+        self._stand_ins = [self._make_stand_ins(group) for group in range(layout.mesh.sdp)]
+
+    def _make_stand_ins(self, group: int) -> dict[str, PassThrough]:
+        import copy
+
+        absent = [unit for unit in self.layout.units if not self.layout.placement.holds(group, unit.index)]
+        return {unit.name: PassThrough(unit.name, copy.deepcopy(self.module.get_submodule(unit.name))) for unit in absent}
+
+    @property
+    def data_ranks_here(self) -> int:
+        return self.layout.mesh.data_ranks
+
+    def _run(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        if self._compute_dtype == torch.float32:
+            return call(self.module, batch)
+        return call(_Cast(self.module, self._compute_dtype), batch)
+
+    def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        mesh = self.layout.mesh
+        outputs = []
+        for worker, rows in enumerate(split_rows(batch, mesh.data_ranks)):
+            with masked(self.module, self._stand_ins[worker // mesh.fsdp]):
+                outputs.append(self._run(call, rows))
+        return merge_outputs(outputs)
+
+    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
+        # ``loss`` is the mean over the workers; a unit's gradient is the sum over its holders' workers divided by their number.
+        (loss * self.layout.mesh.data_ranks).backward()
+        if not boundary:
+            return
+        for name, info in self.layout.parameters.items():
+            parameter = self.parameters[name]
+            if info.trainable:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad /= len(info.holders) * self.layout.mesh.fsdp
+
+    def squared_grad_norm(self) -> torch.Tensor:
+        return squared_norm([p.grad for p in self.parameters.values() if p.grad is not None], self.device)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Any]) -> float:
+        return self._mean_loss(batches)
+
+    @torch.no_grad()
+    def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
+        losses = []
+        for stand_ins in self._stand_ins:
+            with masked(self.module, stand_ins):
+                losses.append(self._mean_loss(batches))
+        return losses
+
+    def _mean_loss(self, batches: Sequence[Any]) -> float:
+        total = weight = 0.0
+        for batch in batches:
+            count = target_count(batch)
+            total += loss_of(self._run(call_model, to_device(batch, self.device))).item() * count
+            weight += count
+        return total / weight
+
+    def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        for name in (*self.layout.parameters, *self.layout.buffers):
+            yield name, self.module.state_dict()[name].detach()
+
+
+class _Cast(nn.Module):
+    """The module computing in ``dtype`` with float32 master weights: parameters and floating inputs are cast, as FSDP2 casts them."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self._hidden, self._dtype = (module,), dtype
+        self.forward = module.forward  # for its signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._hidden[0]
+        cast = {name: p.to(self._dtype) if p.is_floating_point() else p for name, p in module.named_parameters()}
+        return functional_call(module, cast, args, kwargs)

@@ -1,0 +1,48 @@
+"""DeepSpeed's batch arithmetic: train_batch_size = micro-batch × accumulation steps × data ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import Config
+from .errors import ConfigError
+from .mesh import Mesh
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """Samples per optimizer step (``train``), per forward pass of a rank (``micro``), and forward passes per step."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+    @classmethod
+    def resolve(cls, config: Config, mesh: Mesh) -> BatchSize:
+        """Complete what the configuration gives, by DeepSpeed's rules. Raises :class:`ConfigError` with every factor and its source."""
+        train = config.train_batch_size
+        micro = config.train_micro_batch_size_per_gpu
+        accumulation = config.gradient_accumulation_steps
+        given = (train, micro, accumulation)
+        ranks = mesh.data_ranks
+        if micro is None:
+            accumulation = accumulation or 1
+            micro = train // (accumulation * ranks) if train is not None else 1
+        elif accumulation is None:
+            accumulation = train // (micro * ranks) if train is not None else 1
+        result = cls(train if train is not None else micro * accumulation * ranks, micro, accumulation)
+        if result.micro < 1 or result.accumulation < 1 or result.train != result.micro * result.accumulation * ranks:
+            raise ConfigError(result._mismatch(given, mesh))
+        return result
+
+    def _mismatch(self, given: tuple[int | None, ...], mesh: Mesh) -> str:
+        def source(value: int | None) -> str:
+            return "from the configuration" if value is not None else "derived"
+
+        train, micro, accumulation = given
+        product = self.micro * self.accumulation * mesh.data_ranks
+        return (
+            f"train_batch_size {self.train} ({source(train)}) is not train_micro_batch_size_per_gpu {self.micro} ({source(micro)}) × "
+            f"gradient_accumulation_steps {self.accumulation} ({source(accumulation)}) × data ranks {mesh.data_ranks} "
+            f"(sdp.groups {mesh.sdp} × fsdp {mesh.fsdp}) = {product}; change one of them"
+        )

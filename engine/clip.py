@@ -1,0 +1,25 @@
+"""The global gradient norm, every parameter counted once whatever its holders and shards, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .sync import local_tensor
+
+
+def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Σ‖g‖² of the local shards in float64, a scalar tensor on ``device``."""
+    locals_ = [local_tensor(gradient) for gradient in gradients]
+    if not locals_:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack(torch._foreach_norm(locals_, 2, dtype=torch.float32))
+    return norms.double().square().sum()
+
+
+def clip_(gradients: Sequence[torch.Tensor], norm: float, max_norm: float) -> None:
+    """Scale the gradients in place by ``max_norm / norm`` where the norm is larger (the formula of torch's ``clip_grad_norm_``)."""
+    scale = max_norm / (norm + 1e-6)
+    if scale < 1:
+        torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], scale)

@@ -1,0 +1,259 @@
+"""The JSON file → validated objects.
+
+DeepSpeed's own keys keep DeepSpeed's meaning; the sections ``sdp``, ``model``, ``data`` and ``training`` are ours. Unknown keys
+anywhere are errors with a suggestion. What DeepSpeed knows and we do not act on is sorted out in ``config_deepspeed.py`` first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+
+from .config_deepspeed import known_keys, split_foreign_keys
+from .errors import ConfigError, suggestion
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A strict section: unknown keys and implicit conversions ("4" for 4) are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class NamedParams(Section):
+    """DeepSpeed's ``{"type": name, "params": {…}}`` of optimizer and scheduler; ``params`` is checked by its builder."""
+
+    type: str
+    params: dict[str, Any] = {}
+
+
+class Enabled(Section):
+    """A section that is only a switch."""
+
+    enabled: bool = False
+
+
+class ZeroSection(Section):
+    """How state is sharded inside an SDP group (0 replicas, 1 optimizer, 2 + gradients, 3 + parameters)."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+
+
+class TensorParallelSection(Section):
+    """Degree of tensor parallelism inside an SDP group."""
+
+    autotp_size: PositiveInt = 1
+
+
+class ActivationCheckpointingSection(Section):
+    """Which activations of a unit are recomputed in backward: none, all of them, or all but matrix products and attention."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+
+
+class MonitorSection(Section):
+    """DeepSpeed's ``tensorboard`` and ``csv_monitor``: files go to ``output_path/job_name`` (default: the run's dump directory)."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "sdp"
+
+
+class WandbSection(Section):
+    """DeepSpeed's ``wandb`` section; needs the package wandb."""
+
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "sdp"
+
+
+class SDPSection(Section):
+    """Subnetwork Data Parallelism: which group of ranks holds which part of the model."""
+
+    groups: PositiveInt = 1
+    capacity: float | list[float] = 1.0
+    granularity: Literal["block", "neuron"] = "block"
+    masking: Literal["forward", "backward"] = "forward"
+    placement: Literal["cyclic", "balanced", "random"] | dict[str, list[NonNegativeInt]] = "cyclic"
+    profile: Literal["uniform", "depth"] | list[PositiveInt] = "uniform"
+    units: Literal["auto"] | list[str] = "auto"
+    protect: list[str] = []
+    branch_scale: Literal["none", "train", "eval"] = "none"
+    neuron_groups: PositiveInt = 8
+    seed: NonNegativeInt = 0
+    engine: Literal["fsdp2", "deepspeed", "reference"] = "fsdp2"
+    check_interval: NonNegativeInt = 100
+
+
+class DataSection(Section):
+    """Token shards to train on; without ``path`` the sources of Python's standard library are prepared and used."""
+
+    path: str | None = None
+    sequence_length: PositiveInt = 512
+    tokenizer: str = "sentencepiece"
+    vocab_size: PositiveInt | None = None
+    num_workers: NonNegativeInt = 0
+
+
+class TrainingSection(Section):
+    """Length of the run, evaluation and saving (in optimizer steps; 0 = never)."""
+
+    steps: PositiveInt | None = None
+    tokens: PositiveInt | None = None
+    evaluate_every: NonNegativeInt = 0
+    evaluate_batches: PositiveInt = 8
+    save_every: NonNegativeInt = 0
+    keep: PositiveInt = 2
+    seed: NonNegativeInt = 0
+    compile: bool = False
+
+
+class Config(Section):
+    """A whole run. See the README for what each key means; ``sdp config --schema`` prints the JSON schema."""
+
+    train_batch_size: PositiveInt | None = None
+    train_micro_batch_size_per_gpu: PositiveInt | None = None
+    gradient_accumulation_steps: PositiveInt | None = None
+    gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
+    steps_per_print: PositiveInt = 10
+    wall_clock_breakdown: bool = False
+    optimizer: NamedParams | None = None
+    scheduler: NamedParams | None = None
+    bf16: Enabled = Enabled()
+    zero_optimization: ZeroSection = ZeroSection()
+    tensor_parallel: TensorParallelSection = TensorParallelSection()
+    activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
+    tensorboard: MonitorSection = MonitorSection()
+    csv_monitor: MonitorSection = MonitorSection()
+    wandb: WandbSection = WandbSection()
+    sdp: SDPSection = SDPSection()
+    model: dict[str, Any] = {}
+    data: DataSection = DataSection()
+    training: TrainingSection = TrainingSection()
+
+    _hints: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """DeepSpeed's performance hints found in the file that have no effect here."""
+        return self._hints
+
+
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Read and validate a configuration.
+
+    ``source`` is a path to a JSON file or a mapping; ``overrides`` are ``section.key=value`` strings whose value is JSON, or a
+    bare string. Raises :class:`ConfigError` in one line: unknown key (with a suggestion), wrong type, a value out of range, or
+    a setting that this version cannot honour.
+    """
+    raw = _read(source)
+    for override in overrides:
+        _apply_override(raw, override)
+    ours, hints = split_foreign_keys(raw)
+    try:
+        config = Config.model_validate(ours)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, ours)) from None
+    config._hints = hints
+    _refuse_unavailable(config)
+    return config
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of the configuration file."""
+    return Config.model_json_schema()
+
+
+def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(source, Mapping):
+        return json.loads(json.dumps(source))  # a deep copy that is sure to be JSON
+    path = Path(source)
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON ({error.msg})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: a JSON object is expected, not {type(raw).__name__}")
+    return raw
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ConfigError(f"{key}: this key stands twice in one section; remove one")
+        seen[key] = value
+    return seen
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    path, separator, text = override.partition("=")
+    if not separator or not path.strip():
+        raise ConfigError(f"--set {override}: expected section.key=value")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    *parents, key = path.strip().split(".")
+    section = raw
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"--set {override}: {parent} is not a section")
+    section[key] = value
+
+
+def _one_line(error: ValidationError, raw: dict[str, Any]) -> str:
+    """The first problem as ``path: what is wrong``; unknown keys first, since they often explain the others."""
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    problem = problems[0]
+    path = _path_in(raw, problem["loc"])
+    if problem["type"] == "missing":
+        return f"{'.'.join(str(part) for part in (*path, problem['loc'][-1]))}: this key is required"
+    where = ".".join(str(part) for part in path)
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: unknown key{suggestion(str(path[-1]), known_keys(path[:-1], Config))}"
+    # A union of alternatives reports one problem for each; name them all, they are the ways to mend it.
+    ways = [p["msg"] for p in problems if _path_in(raw, p["loc"])[: len(path)] == path]
+    message = " or ".join(dict.fromkeys(way[0].lower() + way[1:] for way in ways))
+    return f"{where}: {message} (found {json.dumps(problem['input'])})"
+
+
+def _path_in(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """``location`` without pydantic's names of union members, which are no keys of the file."""
+    path: list[int | str] = []
+    for part in location:
+        inside = (isinstance(raw, dict) and part in raw) or (isinstance(raw, list) and isinstance(part, int))
+        if inside:
+            raw = raw[part] if not isinstance(raw, list) or part < len(raw) else None
+            path.append(part)
+    return tuple(path)
+
+
+def _refuse_unavailable(config: Config) -> None:
+    """A setting that this version cannot honour is an error, never ignored."""
+    sdp = config.sdp
+    unavailable = {
+        "sdp.granularity": (sdp.granularity != "block", sdp.granularity, 'use "block"'),
+        "sdp.masking": (sdp.masking != "forward", sdp.masking, 'use "forward"'),
+        "sdp.placement": (sdp.placement in ("balanced", "random"), sdp.placement, 'use "cyclic" or name the holders'),
+        "sdp.capacity": (isinstance(sdp.capacity, list), sdp.capacity, "use one number for all groups"),
+        "sdp.branch_scale": (sdp.branch_scale != "none", sdp.branch_scale, 'use "none"'),
+        "sdp.engine": (sdp.engine == "deepspeed", sdp.engine, 'use "fsdp2" or "reference"'),
+        "tensor_parallel.autotp_size": (config.tensor_parallel.autotp_size > 1, config.tensor_parallel.autotp_size, "use 1"),
+        "training.compile": (config.training.compile, True, "use false"),
+    }
+    for path, (refused, value, remedy) in unavailable.items():
+        if refused:
+            raise ConfigError(f"{path}: {json.dumps(value)} is not available in this version; {remedy}")

@@ -1,0 +1,68 @@
+"""Holders never drift: checksums of weights and optimizer state, compared across the holders of every unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from .errors import DivergenceError
+from .layout import Layout
+from .sync import local_tensor
+from .units import SHARED
+
+_CHUNK = 1 << 20
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """A 63-bit checksum of the tensors' bits; any single changed value changes it."""
+    total = 0
+    for tensor in tensors:
+        flat = local_tensor(tensor.detach()).contiguous().view(-1)
+        words = flat.view(torch.int32 if flat.element_size() % 4 == 0 else torch.uint8)
+        for start in range(0, words.numel(), _CHUNK):
+            chunk = words[start : start + _CHUNK].long()
+            positions = torch.arange(start + 1, start + 1 + chunk.numel(), device=chunk.device)
+            total = (total * 1_000_003 + int((chunk * (2 * positions + 1)).sum())) & ((1 << 63) - 1)
+    return total
+
+
+def check_holders(layout: Layout, parameters: dict[str, torch.nn.Parameter], optimizer: Optimizer, rank: int, *, sharded: bool) -> None:
+    """Compare every unit's weights and optimizer state bitwise across its holders. Collective.
+
+    Raises :class:`DivergenceError` on every rank, naming the unit and the groups that disagree.
+    """
+    names = [SHARED, *(unit.name for unit in layout.units)]
+    device = next(iter(parameters.values())).device
+    mine = torch.zeros(len(names), dtype=torch.int64, device=device)
+    for index, unit in enumerate(names):
+        held = [parameters[info.name] for info in layout.parameters.values() if info.unit == unit and info.name in parameters]
+        mine[index] = checksum(t for p in held for t in (p, *_state_of(optimizer, p)))
+    everyones = mine.new_empty((layout.mesh.world_size, len(names)))
+    dist.all_gather(list(everyones.unbind()), mine)
+    for index, unit in enumerate(names):
+        holders = layout.everyone if unit == SHARED else layout.placement.holders[index - 1]
+        _compare(layout, unit, holders, everyones[:, index].tolist(), sharded=sharded)
+
+
+def _state_of(optimizer: Optimizer, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+    state = optimizer.state.get(parameter, {})
+    return [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor) and value.dim()]
+
+
+def _compare(layout: Layout, unit: str, holders: tuple[int, ...], sums: list[int], *, sharded: bool) -> None:
+    mesh = layout.mesh
+    for tp in range(mesh.tp):
+        for fsdp in range(mesh.fsdp):
+            # Without shards the replicas inside a group must agree too.
+            first = mesh.rank(holders[0], fsdp if sharded else 0, tp)
+            for group in holders:
+                other = mesh.rank(group, fsdp, tp)
+                if sums[other] != sums[first]:
+                    what = "the shared part" if unit == SHARED else f"unit {unit!r}"
+                    raise DivergenceError(
+                        f"{what}: weights or optimizer state of rank {other} (group {group}) differ from those of rank {first} "
+                        f"(group {holders[0]}); holders must stay bitwise equal: check the hardware, and resume from the last checkpoint"
+                    )

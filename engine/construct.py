@@ -1,0 +1,94 @@
+"""From the full model to this rank's part of it: carve, shard, give every parameter its value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .activations import checkpoint_activations
+from .backends.base import Backend
+from .backends.fsdp2 import FSDP2Backend
+from .backends.reference import ReferenceBackend
+from .config import Config
+from .errors import ModelError
+from .initialisation import ModuleInit, plan_initialisation
+from .layout import Layout
+from .subnetwork import carve
+from .sync import local_tensor
+
+
+def build_backend(model: nn.Module, config: Config, layout: Layout, device: torch.device) -> Backend:
+    """Cut ``model`` in place for this rank. A model on the meta device is initialised from ``training.seed``; one with weights keeps
+    rank 0's. Raises :class:`ModelError` for a model of which only some parameters have values.
+    """
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta and len(on_meta) < len(layout.parameters):
+        raise ModelError(f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two")
+    plan = plan_initialisation(model, config.training.seed) if on_meta else None
+    if plan is None:
+        _require_float32(model)
+    compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
+    mode = config.activation_checkpointing.mode
+    if config.sdp.engine == "reference":
+        _give_values(model, layout, plan, device, shards=1, index=0)
+        backend = ReferenceBackend(model, layout, device, compute_dtype=compute_dtype)
+        checkpoint_activations(model, layout.units, mode)  # after the backend has copied the blocks' skeletons
+        return backend
+    if plan is None:
+        _take_values_of_rank_0(model, device)
+    at = layout.mesh.coordinates(dist.get_rank())
+    stand_ins = carve(model, layout.units, layout.placement, at.sdp)
+    checkpoint_activations(model, [unit for unit in layout.units if unit.name not in stand_ins], mode)
+    native = FSDP2Backend(
+        model, layout, stand_ins, device, stage=config.zero_optimization.stage, compute_dtype=compute_dtype
+    )
+    _give_values(model, layout, plan, device, shards=native.shards, index=native.shard_index)
+    native.ready()
+    return native
+
+
+def _require_float32(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            raise ModelError(
+                f"parameter {name!r} is {parameter.dtype}; master weights are float32: call model.float() first, and set "
+                "bf16.enabled to compute in bfloat16"
+            )
+
+
+def _take_values_of_rank_0(model: nn.Module, device: torch.device) -> None:
+    """Parameters and buffers of every rank become rank 0's, one at a time."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        value = tensor.detach().to(device)
+        dist.broadcast(value, src=0)
+        tensor.detach().copy_(value)
+
+
+def _give_values(
+    model: nn.Module, layout: Layout, plan: Sequence[ModuleInit] | None, device: torch.device, *, shards: int, index: int
+) -> None:
+    """Put the model on ``device``; where it was on the meta device, allocate and fill this rank's shards alone."""
+    if plan is None:
+        model.to(device)
+        return
+    model.to_empty(device=device)
+    _restore_ties(model, layout.aliases)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for init in plan:
+        if not any(name in tensors for name in init.names):
+            continue  # of a unit that is not held
+        for name, fill in init.fillers().items():
+            info = layout.parameters.get(name)
+            local = local_tensor(tensors[name].detach())
+            if local.numel():
+                fill(local, info.shard_rows(shards, index)[0] if info else 0)
+
+
+def _restore_ties(model: nn.Module, aliases: Mapping[str, str]) -> None:
+    """``to_empty`` unties: give every further name of a tied parameter the canonical one's tensor again."""
+    for alias, name in aliases.items():
+        parent, _, key = alias.rpartition(".")
+        setattr(model.get_submodule(parent), key, model.get_parameter(name))

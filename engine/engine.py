@@ -1,0 +1,229 @@
+"""The engine that a training loop talks to: the calls of ``deepspeed.DeepSpeedEngine``, whatever the backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from .backends.base import Backend
+from .batch import call_model, loss_of
+from .batch_size import BatchSize
+from .clip import clip_
+from .config import Config
+from .consistency import check_holders
+from .layout import Layout
+from .memory import StateBytes, measure_state_bytes, predict_state_bytes
+from .schedules import Schedule
+from .sync import local_tensor
+from .traffic import Traffic
+
+
+class SDPEngine:
+    """Trains one group's subnetwork: ``loss = engine(batch); engine.backward(loss); engine.step()``.
+
+    Made by :func:`sdp.initialize`. ``step`` acts at the accumulation boundary only, as DeepSpeed's does.
+    """
+
+    def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer, scheduler: Schedule | Any | None):
+        self._backend, self.config, self._batch = backend, config, batch
+        self.optimizer, self.lr_scheduler = optimizer, scheduler
+        self.loader: Any = None
+        self.global_steps = 0
+        self.micro_steps = 0
+        self.global_samples = 0
+        self._grad_norm: float | None = None
+        self._gradient_bytes = 0
+        self._reduced = False
+        self._syncing = True
+
+    # -- training --------------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for this rank's micro-batch. A single mapping or tuple is spread over ``forward``'s arguments."""
+        if kwargs or len(args) != 1:
+            # The reference cuts batches by rows, so arguments travel as one tree.
+            return self._backend.forward(lambda module, batch: module(*batch[0], **batch[1]), (args, kwargs))
+        return self._backend.forward(call_model, args[0])
+
+    forward = __call__
+
+    def backward(self, loss: Any) -> torch.Tensor:
+        """Accumulate the gradients of ``loss`` (a scalar, or an output that holds one), the mean over this rank's micro-batch.
+
+        At the accumulation boundary gradients are averaged within the group and among holders, overlapped with this pass.
+        """
+        scalar = loss_of(loss)
+        boundary = self.is_gradient_accumulation_boundary() and self._syncing
+        self._backend.backward(scalar / self._batch.accumulation, boundary=boundary)
+        self._reduced = boundary
+        return scalar
+
+    def step(self) -> None:
+        """At the accumulation boundary: clip by the global norm, update the weights, advance the schedule; else only count."""
+        if not self._syncing:
+            raise RuntimeError("step() inside no_sync(): gradients are not averaged there; leave the block first")
+        if self.is_gradient_accumulation_boundary():
+            if not self._reduced:
+                raise RuntimeError("step() at an accumulation boundary needs a backward() before it, outside no_sync()")
+            self._update()
+        self.micro_steps += 1
+
+    def _update(self) -> None:
+        gradients = [p.grad for p in self._backend.parameters.values() if p.grad is not None]
+        self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
+        self._grad_norm = math.sqrt(self._backend.squared_grad_norm().item())
+        if self.config.gradient_clipping > 0:
+            clip_(gradients, self._grad_norm, self.config.gradient_clipping)
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.zero_grad()
+        self._reduced = False
+        self.global_steps += 1
+        self.global_samples += self._batch.train
+        interval = self.config.sdp.check_interval
+        if interval and self.global_steps % interval == 0:
+            self.check_holders()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without averaging them; ``step`` is an error inside."""
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch at hand is the last one before an optimizer step."""
+        return (self.micro_steps + 1) % self._batch.accumulation == 0
+
+    # -- the full model --------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """Token-weighted mean loss of the full model over the batches of all ranks. Collective.
+
+        Units that this group lacks are streamed from their holders, one at a time for a chunk of batches. Ranks may bring
+        different numbers of batches, at least one each.
+        """
+        return self._in_eval_mode(self._backend.evaluate, batches)
+
+    def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
+        """Token-weighted mean loss of every group's own subnetwork, by group. Collective."""
+        return self._in_eval_mode(self._backend.evaluate_subnetworks, batches)
+
+    def _in_eval_mode(self, evaluation: Callable[[list[Any]], Any], batches: Iterable[Any]) -> Any:
+        training = self.module.training
+        self.module.eval()
+        try:
+            return evaluation(list(batches))
+        finally:
+            self.module.train(training)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """On rank 0 the whole model's weights and persistent buffers under their canonical names, on the CPU; None elsewhere.
+
+        Collective; tied parameters appear under each of their names. Units cross the network one parameter at a time.
+        """
+        state = {name: tensor.detach().cpu().clone() for name, tensor in self._backend.stream_state() if tensor is not None}
+        if self.global_rank != 0:
+            return None
+        return state | {alias: state[name] for alias, name in self.layout.aliases.items()}
+
+    # -- facts -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's subnetwork (of the reference: the full model)."""
+        return self._backend.module
+
+    @property
+    def layout(self) -> Layout:
+        return self._backend.layout
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes sent by this rank."""
+        return self._backend.traffic
+
+    @property
+    def device(self) -> torch.device:
+        return self._backend.device
+
+    @property
+    def parameters_here(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by canonical name; DTensors where they are sharded."""
+        return self._backend.parameters
+
+    @property
+    def data_ranks_here(self) -> int:
+        """Data ranks that this process stands for: 1, or all of them in the reference."""
+        return self._backend.data_ranks_here
+
+    @property
+    def global_rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self.device.index or 0
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def train(self, mode: bool = True) -> SDPEngine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> SDPEngine:
+        return self.train(False)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the full model's averaged gradient before clipping, at the last step; None before the first."""
+        return self._grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of every parameter group, for the step to come."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def train_batch_size(self) -> int:
+        return self._batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._batch.accumulation
+
+    def predicted_state_bytes(self) -> StateBytes:
+        """Parameter, gradient and optimizer bytes of this rank by the placement."""
+        return predict_state_bytes(self.layout, self.global_rank, self.optimizer, shards=self._shards, everything=self._is_reference)
+
+    def measured_state_bytes(self) -> StateBytes:
+        """Bytes of this rank's tensors: parameters and optimizer state as they are now, gradients as at the last step."""
+        return measure_state_bytes(self._backend.parameters.values(), self.optimizer, self._gradient_bytes)
+
+    @property
+    def _is_reference(self) -> bool:
+        return self.config.sdp.engine == "reference"
+
+    @property
+    def _shards(self) -> int:
+        return 1 if self.config.zero_optimization.stage == 0 or self._is_reference else self.layout.mesh.fsdp
+
+    def check_holders(self) -> None:
+        """Compare weights and optimizer state bitwise across holders; raises DivergenceError naming the unit. Collective."""
+        if self.world_size > 1:
+            check_holders(self.layout, self._backend.parameters, self.optimizer, self.global_rank, sharded=self._shards > 1)

@@ -1,0 +1,175 @@
+"""Evaluate the full model: units are streamed from their holders to the ranks that lack them.
+
+Unit-major over a chunk of batches: every batch of the chunk is computed up to a unit, the unit is broadcast once for all of them,
+they go on. One guest unit is in memory at a time, beside hidden states of the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from .batch import call_model, loss_of, target_count, to_device
+from .errors import DataError
+from .gather import Rank, assemble, gather_inside, padded_shard
+from .lockstep import Lockstep
+from .subnetwork import PassThrough
+from .units import Unit
+
+CHUNK = 8  # batches that share one pass of units over the network
+
+
+class EvaluatedRank(Rank, Protocol):
+    """A backend whose full model can be evaluated."""
+
+    stand_ins: dict[str, PassThrough]
+    compute_dtype: torch.dtype
+
+    def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = ...) -> None: ...
+
+
+def _common_count(rank: EvaluatedRank, batches: Sequence[Any]) -> int:
+    """The largest number of batches on any rank: every rank must take the same number of steps."""
+    counts = torch.tensor([len(batches), -len(batches)], device=rank.device)
+    rank.all_reduce_control(counts, dist.ReduceOp.MAX)
+    most, fewest = int(counts[0]), -int(counts[1])
+    if fewest == 0:
+        raise DataError("evaluate: a rank has no batch; give every rank at least one")
+    return most
+
+
+def _mean_over_ranks(rank: EvaluatedRank, sums: torch.Tensor) -> list[float]:
+    """Σ loss·weight / Σ weight from pairs of shape (n, 2), summed over all ranks."""
+    rank.all_reduce_control(sums)
+    return (sums[:, 0] / sums[:, 1]).tolist()
+
+
+class StreamedEvaluation:
+    """One evaluation of the full model. Collective: every rank of the world takes part."""
+
+    def __init__(self, rank: EvaluatedRank):
+        self._rank = rank
+        self._lockstep: Lockstep[tuple[float, int]] = Lockstep(rank.device)
+        partly_held = [unit for unit in rank.layout.units if len(rank.layout.placement.holders[unit.index]) < rank.layout.mesh.sdp]
+        self._units = {unit.name: unit for unit in partly_held}
+        self._guest: dict[str, torch.Tensor] = {}
+
+    def run(self, batches: Sequence[Any]) -> float:
+        """Token-weighted mean loss over the batches of all ranks."""
+        steps = _common_count(self._rank, batches)
+        # A rank with fewer batches repeats its last one with weight 0.
+        padded = [(batch, 1) for batch in batches] + [(batches[-1], 0)] * (steps - len(batches))
+        sums = torch.zeros((1, 2), dtype=torch.float64, device=self._rank.device)
+        undo = self._install()
+        try:
+            for start in range(0, steps, CHUNK):
+                passes = [self._pass(batch, weight) for batch, weight in padded[start : start + CHUNK]]
+                for loss, count in self._lockstep.run(passes, self._stream):
+                    sums += torch.tensor([[loss * count, count]], dtype=torch.float64, device=self._rank.device)
+                self._guest = {}
+        finally:
+            undo()
+        return _mean_over_ranks(self._rank, sums)[0]
+
+    def _pass(self, batch: Any, weight: int) -> Callable[[], tuple[float, int]]:
+        def work() -> tuple[float, int]:
+            output = call_model(self._rank.module, to_device(batch, self._rank.device))
+            return loss_of(output).item(), target_count(batch) * weight
+
+        return work
+
+    def _install(self) -> Callable[[], None]:
+        """Make held units stop the passes and absent ones run as guests; returns how to undo it."""
+        handles = []
+        for name in self._units:
+            module = self._rank.module.get_submodule(name)
+            if isinstance(module, PassThrough):
+                module.forward = self._run_guest(module)  # type: ignore[method-assign]
+            else:
+                # Before FSDP2's own hook, which gathers the parameters and must see one pass at a time.
+                hook = lambda *_, name=name: self._lockstep.stop(name)  # noqa: E731
+                handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+            for stand_in in self._rank.stand_ins.values():
+                stand_in.__dict__.pop("forward", None)
+
+        return undo
+
+    def _run_guest(self, stand_in: PassThrough) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._lockstep.stop(stand_in.name)
+            cast = self._rank.compute_dtype
+            if cast != torch.float32:
+                args, kwargs = tree_map(lambda x: x.to(cast) if _is_float(x) else x, (args, kwargs))
+            return functional_call(stand_in.skeleton, self._guest, args, kwargs)
+
+        return forward
+
+    def _stream(self, name: str) -> None:
+        """Broadcast the unit from its first holder: shards between groups, then a gather inside each group that lacks it."""
+        rank, unit = self._rank, self._units[name]
+        self._guest = {}  # the one before is no longer needed
+        holders = rank.layout.placement.holders[unit.index]
+        absent = rank.at.sdp not in holders
+        skeleton = rank.module.get_submodule(name)
+        if isinstance(skeleton, PassThrough):
+            skeleton = skeleton.skeleton
+        shard = self._broadcast(self._unit_shard(unit, holders[0]), holders[0])
+        buffers = self._broadcast_buffers(skeleton, holders[0])
+        if absent:
+            self._guest = self._assemble(unit, gather_inside(rank, shard)) | buffers
+
+    def _unit_shard(self, unit: Unit, source: int) -> torch.Tensor:
+        """The unit's padded shards side by side, in compute precision: filled at the source, empty elsewhere."""
+        rank = self._rank
+        infos = [rank.layout.parameters[part.parameter] for part in unit.slices]
+        if rank.at.sdp == source:
+            return torch.cat([padded_shard(rank, info).to(rank.compute_dtype) for info in infos])
+        size = sum(info.padded_shard_numel(rank.shards) for info in infos)
+        return torch.empty(size, dtype=rank.compute_dtype, device=rank.device)
+
+    def _broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        rank = self._rank
+        everyone = rank.communicators.holders[rank.layout.everyone]
+        from_rank = rank.layout.mesh.rank(source, rank.at.fsdp if rank.shards > 1 else 0, rank.at.tp)
+        if rank.rank == from_rank:
+            rank.traffic.record("between groups", "broadcast", tensor.nbytes, dist.get_world_size(everyone))
+        dist.broadcast(tensor, src=from_rank, group=everyone)
+        return tensor
+
+    def _broadcast_buffers(self, module: nn.Module, source: int) -> dict[str, torch.Tensor]:
+        held = self._rank.at.sdp == source
+        return {
+            name: self._broadcast(buffer.detach().clone() if held else torch.empty_like(buffer, device=self._rank.device), source)
+            for name, buffer in module.named_buffers()
+        }
+
+    def _assemble(self, unit: Unit, shards: torch.Tensor) -> dict[str, torch.Tensor]:
+        infos = [self._rank.layout.parameters[part.parameter] for part in unit.slices]
+        pieces = shards.split([info.padded_shard_numel(self._rank.shards) for info in infos], dim=1)
+        return {info.name.removeprefix(f"{unit.name}."): assemble(piece, info) for info, piece in zip(infos, pieces, strict=True)}
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def subnetwork_losses(rank: EvaluatedRank, batches: Sequence[Any]) -> list[float]:
+    """Token-weighted mean loss of every group's own subnetwork over the batches of its ranks. Collective."""
+    steps = _common_count(rank, batches)
+    sums = torch.zeros((rank.layout.mesh.sdp, 2), dtype=torch.float64, device=rank.device)
+    for step in range(steps):  # collectives inside the group: ranks must take the same number of steps
+        batch = batches[min(step, len(batches) - 1)]
+        loss = loss_of(call_model(rank.module, to_device(batch, rank.device))).item()
+        count = target_count(batch) if step < len(batches) else 0
+        sums[rank.at.sdp] += torch.tensor([loss * count, count], dtype=torch.float64, device=rank.device)
+    return _mean_over_ranks(rank, sums)

@@ -1,0 +1,77 @@
+"""Bring tensors of the full model together from the groups that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .layout import Layout, TensorInfo
+from .mesh import Communicators, Coordinates
+from .sync import local_tensor
+from .traffic import Traffic
+
+
+class Rank(Protocol):
+    """What these functions need to know of a backend."""
+
+    layout: Layout
+    module: nn.Module
+    device: torch.device
+    traffic: Traffic
+    rank: int
+    at: Coordinates
+    communicators: Communicators
+    parameters: dict[str, nn.Parameter]
+
+    @property
+    def shards(self) -> int: ...
+
+
+def padded_shard(rank: Rank, info: TensorInfo) -> torch.Tensor:
+    """This rank's shard of a parameter that its group holds, flat, padded to the size of the first shard."""
+    local = local_tensor(rank.parameters[info.name].detach()).reshape(-1)
+    missing = info.padded_shard_numel(rank.shards) - local.numel()
+    return torch.cat([local, local.new_zeros(missing)]) if missing else local
+
+
+def gather_inside(rank: Rank, shard: torch.Tensor) -> torch.Tensor:
+    """All shards of the group, shape (shards, numel of one)."""
+    if rank.shards == 1:
+        return shard[None]
+    whole = shard.new_empty((rank.shards, shard.numel()))
+    rank.traffic.record("inside groups", "all_gather", whole.nbytes, rank.shards)
+    dist.all_gather(list(whole.unbind()), shard.contiguous(), group=rank.communicators.fsdp)
+    return whole
+
+
+def assemble(shards: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+    """The whole parameter from its padded shards, shape (shards, padded numel)."""
+    return shards.reshape(-1)[: info.numel].view(info.shape)
+
+
+def stream_full_state(rank: Rank) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every parameter and persistent buffer of the full model in turn, whole, on rank 0; None elsewhere. Collective.
+
+    The first holder's ranks gather a parameter inside their group, and its first rank sends it to rank 0: one parameter is in
+    memory at a time.
+    """
+    buffers = dict(rank.module.named_buffers())
+    for name, info in (*rank.layout.parameters.items(), *rank.layout.buffers.items()):
+        owner, source = info.holders[0], rank.layout.mesh.rank(info.holders[0])
+        whole = None
+        if rank.at.sdp == owner:
+            if name in rank.parameters:
+                whole = assemble(gather_inside(rank, padded_shard(rank, info)), info)
+            else:
+                whole = buffers[name].detach()
+        if source != 0 and rank.rank == source:
+            assert whole is not None
+            dist.send(whole.contiguous(), dst=0)
+        elif source != 0 and rank.rank == 0:
+            whole = torch.empty(info.shape, dtype=info.dtype, device=rank.device)
+            dist.recv(whole, src=source)
+        yield name, whole if rank.rank == 0 else None

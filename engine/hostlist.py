@@ -1,0 +1,51 @@
+"""SLURM's compressed lists: ``n[01-03,7],login`` → host names, ``2(x3),1`` → counts."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+from .errors import LaunchError
+
+_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The host names of a list with bracketed ranges, in order; leading zeros are kept.
+
+    Raises :class:`LaunchError` where the brackets or ranges make no sense.
+    """
+    items = _ITEM.findall(text)
+    if not items or ",".join(items) != text:
+        raise LaunchError(f"node list {text!r} cannot be read; expected the form n[01-03,7],login")
+    return [host for item in items for host in _expand_item(item, text)]
+
+
+def expand_counts(text: str) -> list[int]:
+    """The numbers of a list in which ``2(x3)`` stands for 2, 2, 2. Raises :class:`LaunchError` for anything else."""
+    counts: list[int] = []
+    for item in text.split(","):
+        match = _COUNT.fullmatch(item)
+        if not match:
+            raise LaunchError(f"task counts {text!r} cannot be read; expected the form 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _expand_item(item: str, text: str) -> list[str]:
+    alternatives = [
+        [plain] if plain else [index for span in inner.split(",") for index in _expand_range(span, text)]
+        for inner, plain in _PART.findall(item)
+    ]
+    return ["".join(parts) for parts in product(*alternatives)]
+
+
+def _expand_range(span: str, text: str) -> list[str]:
+    match = _RANGE.fullmatch(span)
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise LaunchError(f"node list {text!r} cannot be read at {span!r}; expected a number or a range such as 01-03")
+    first, last = int(match[1]), int(match[2] or match[1])
+    return [f"{index:0{len(match[1])}d}" for index in range(first, last + 1)]

@@ -1,0 +1,144 @@
+"""Initialise parameters so that the same seed gives the same full model under any layout.
+
+A parameter of a model that states its own rule (``parameter_init(name)``) is filled in blocks of rows, each from a generator
+seeded by sha256(seed, canonical name, block), on the CPU: a shard generates only the blocks that it overlaps, and holders agree
+without a broadcast. Other models run their ``_init_weights`` (Hugging Face) or ``reset_parameters`` (torch) module by module
+under a generator forked for that module.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from .errors import ModelError
+
+BLOCK_ELEMENTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent normal values with standard deviation ``std`` and mean 0."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every element equals ``value``."""
+
+    value: float
+
+
+Init = Normal | Constant
+
+# Fills rows [start, start + len(out)) of one parameter into ``out``.
+Filler = Callable[[torch.Tensor, int], None]
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit seed from the parts' text, equal on all machines."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def fill_rows(out: torch.Tensor, start: int, shape: torch.Size, init: Init, seed: int, name: str) -> None:
+    """Write rows [start, start + len(out)) of the parameter ``name`` of the full ``shape`` into ``out``."""
+    if isinstance(init, Constant):
+        out.fill_(init.value)
+        return
+    rows = shape[0] if shape else 1
+    block_rows = max(1, BLOCK_ELEMENTS // max(1, shape[1:].numel()))
+    stop = start + (out.shape[0] if shape else 1)
+    for block in range(start // block_rows, -(-stop // block_rows)):
+        first, last = block * block_rows, min(rows, (block + 1) * block_rows)
+        generator = torch.Generator().manual_seed(seed_of(seed, name, block))
+        values = torch.randn((last - first, *shape[1:]) if shape else (), generator=generator) * init.std
+        a, b = max(first, start), min(last, stop)
+        if shape:
+            out[a - start : b - start].copy_(values[a - first : b - first])
+        else:
+            out.copy_(values)
+
+
+@dataclass(frozen=True)
+class ModuleInit:
+    """The initialisation of one module's own tensors: their canonical ``names``, and a function that makes their fillers."""
+
+    names: tuple[str, ...]
+    fillers: Callable[[], dict[str, Filler]]
+
+
+def plan_initialisation(model: nn.Module, seed: int) -> list[ModuleInit]:
+    """One :class:`ModuleInit` for every module of ``model`` with parameters or buffers of its own.
+
+    Call it before the model is sharded and make the fillers after; ``model`` may be on the meta device. Full parameters are in
+    memory only while a module's fillers are. Tied parameters appear once. Raises :class:`ModelError` if nothing says how a
+    parameter is initialised.
+    """
+    rule = getattr(model, "parameter_init", None)
+    whole = getattr(model, "_init_weights", None)
+    plan: list[ModuleInit] = []
+    done: set[int] = set()
+    for path, module in model.named_modules():
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        own = {f"{path}.{key}" if path else key: tensor for key, tensor in tensors if id(tensor) not in done}
+        done |= {id(tensor) for tensor in own.values()}
+        if own and rule is not None:
+            shapes = {name: tensor.shape for name, tensor in own.items()}
+            make = partial(_rule_fillers, shapes, {name: rule(name) for name in own}, seed)
+            plan.append(ModuleInit(tuple(own), make))
+        elif own:
+            reset = _module_reset(module, path, next(iter(own)), whole)
+            make = partial(_module_fillers, _without_children(module), list(own), reset, seed_of(seed, path))
+            plan.append(ModuleInit(tuple(own), make))
+    return plan
+
+
+def _rule_fillers(shapes: dict[str, torch.Size], rules: dict[str, Init], seed: int) -> dict[str, Filler]:
+    return {
+        name: partial(fill_rows, shape=shape, init=rules[name], seed=seed, name=name)  # type: ignore[misc]
+        for name, shape in shapes.items()
+    }
+
+
+def _module_reset(
+    module: nn.Module, path: str, name: str, whole: Callable[[nn.Module], None] | None
+) -> Callable[[nn.Module], None]:
+    if whole is not None:
+        return whole
+    if hasattr(module, "reset_parameters"):
+        return lambda lone: lone.reset_parameters()  # type: ignore[operator]
+    raise ModelError(
+        f"{path or type(module).__name__}: nothing says how {name!r} is initialised; give {type(module).__name__} a "
+        "reset_parameters(), or build the model with its weights instead of on the meta device"
+    )
+
+
+def _module_fillers(lone: nn.Module, names: list[str], reset: Callable[[nn.Module], None], seed: int) -> dict[str, Filler]:
+    """Fill a copy of the module on the CPU under a generator of its own, and hand out rows of it."""
+    filled = copy.copy(lone).to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        reset(filled)
+    values = dict(filled.named_parameters(recurse=False)) | dict(filled.named_buffers(recurse=False))
+    return {name: partial(_copy_rows, full=values[name.rpartition(".")[2]].detach()) for name in names}
+
+
+def _copy_rows(out: torch.Tensor, start: int, full: torch.Tensor) -> None:
+    out.copy_(full[start : start + out.shape[0]] if full.dim() else full)
+
+
+def _without_children(module: nn.Module) -> nn.Module:
+    """A meta copy of the module's own parameters and attributes, without its children."""
+    lone = copy.copy(module)
+    lone._parameters = {k: p if p is None else nn.Parameter(torch.empty_like(p, device="meta")) for k, p in module._parameters.items()}
+    lone._buffers = {k: b if b is None else torch.empty_like(b, device="meta") for k, b in module._buffers.items()}
+    lone._modules = {}
+    return lone

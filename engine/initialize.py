@@ -1,0 +1,221 @@
+"""``sdp.initialize``: the same arguments and the same four-tuple as ``deepspeed.initialize``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from . import environment
+from .batch_size import BatchSize
+from .config import Config, NamedParams, load_config
+from .construct import build_backend
+from .engine import SDPEngine
+from .errors import ConfigError
+from .layout import Layout
+from .loader import ResumableLoader
+from .mesh import Mesh
+from .optim import build_optimizer
+from .schedules import build_scheduler
+
+log = logging.getLogger("sdp")
+
+
+def init_distributed() -> torch.device:
+    """Join the processes that a launcher started (or be the only one) and choose this rank's device.
+
+    Gloo on a CPU, NCCL on CUDA. Does nothing to a process group that exists already. Raises LaunchError where the launcher's
+    variables are incomplete.
+    """
+    cuda = torch.cuda.is_available()
+    found = environment.detect()
+    device = torch.device("cuda", found.local_rank if found else 0) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        if found is None:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            environment.publish(found)
+            dist.init_process_group(backend, device_id=device if cuda else None)
+            log.info("rank %d of %d, from the variables of %s", found.rank, found.world_size, found.source)
+    return device
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    config_params: str | Mapping[str, Any] | None = None,
+) -> tuple[SDPEngine, Optimizer, ResumableLoader | None, Any]:
+    """Cut ``model`` for this rank's SDP group and return ``(engine, optimizer, loader, scheduler)``.
+
+    ``model``: any module whose units can be found (see the configuration's ``sdp.units``), with weights (rank 0's are taken) or
+    on the meta device (initialised from ``training.seed``); it is cut in place. ``config``: a path, a mapping or a Config.
+    ``model_parameters``: parameters or parameter groups to train; ``optimizer``: an optimizer over the uncut model's parameters,
+    or a function from parameters to one; ``lr_scheduler``: a scheduler, or a function from the optimizer to one. All three
+    default to the configuration. ``training_data``: a map-style data set.
+
+    Raises an :class:`~sdp.engine.errors.SDPError` in one line for what cannot be honoured.
+    """
+    if model is None:
+        raise ConfigError("sdp.initialize: model is missing")
+    if mpu is not None:
+        raise ConfigError("sdp.initialize: mpu cannot be honoured; the layout comes from sdp.groups and the number of processes")
+    settings = _settings(args, config if config is not None else config_params)
+    reference = settings.sdp.engine == "reference"
+    device = _reference_device() if reference else init_distributed()
+    mesh = _mesh(settings, reference)
+    batch = BatchSize.resolve(settings, mesh)
+    layout = Layout.of(model, settings, mesh)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = _named_groups(model_parameters, optimizer, names)
+    backend = build_backend(model, settings, layout, device)
+    built, note = _build_optimizer(settings, optimizer, _groups_here(groups, backend.parameters), device)
+    scheduler = _build_scheduler(settings, lr_scheduler, built)
+    engine = SDPEngine(backend, settings, batch, built, scheduler)
+    if training_data is not None:
+        engine.loader = _loader(engine, training_data, collate_fn)
+    if engine.global_rank == 0:
+        _announce(engine, note)
+    return engine, built, engine.loader, scheduler
+
+
+def _settings(args: Any, config: Any) -> Config:
+    if config is None:
+        config = getattr(args, "deepspeed_config", None)
+    if config is None:
+        raise ConfigError("sdp.initialize: config is missing; give a path to a JSON file or a dict")
+    return config if isinstance(config, Config) else load_config(config)
+
+
+def _reference_device() -> torch.device:
+    found = environment.detect()
+    if found is not None and found.world_size > 1:
+        raise ConfigError(f'sdp.engine: "reference" runs all workers in one process, but {found.world_size} processes were started; start one')
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _mesh(config: Config, reference: bool) -> Mesh:
+    tp = config.tensor_parallel.autotp_size
+    if reference:
+        return Mesh(config.sdp.groups, _virtual_fsdp(config), tp)
+    return Mesh.for_world(dist.get_world_size(), config.sdp.groups, tp)
+
+
+def _virtual_fsdp(config: Config) -> int:
+    """The reference has no world to divide: its ranks per group are what is left of the batch, where all of it is given."""
+    train, micro, accumulation = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if train is None or micro is None or accumulation is None:
+        return 1
+    return max(1, train // (micro * accumulation * config.sdp.groups))
+
+
+def _loader(engine: SDPEngine, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> ResumableLoader:
+    mesh, here = engine.layout.mesh, engine.data_ranks_here
+    return ResumableLoader(
+        dataset,
+        engine.train_micro_batch_size_per_gpu() * here,
+        data_rank=mesh.data_rank(engine.global_rank),
+        data_ranks=mesh.data_ranks // here,
+        seed=engine.config.training.seed,
+        collate_fn=collate_fn,
+        num_workers=engine.config.data.num_workers,
+        pin_memory=engine.device.type == "cuda",
+    )
+
+
+# -- optimizer and schedule ------------------------------------------------------------------------------------------------------
+
+
+def _named_groups(model_parameters: Iterable[Any] | None, optimizer: Any, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Parameter groups with canonical names in place of the uncut model's parameters."""
+    if isinstance(optimizer, Optimizer):
+        if optimizer.state:
+            raise ConfigError("sdp.initialize: the optimizer has stepped before; give one without state")
+        given: list[Any] = optimizer.param_groups
+    elif model_parameters is not None:
+        given = list(model_parameters)
+    else:
+        return [{"params": list(names.values())}]
+    if not given or not isinstance(given[0], Mapping):
+        given = [{"params": given}]
+    groups = []
+    for group in given:
+        parameters = group["params"]
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        unknown = [p for p in parameters if id(p) not in names]
+        if unknown:
+            raise ConfigError(
+                f"sdp.initialize: a parameter of shape {tuple(unknown[0].shape)} is given to the optimizer but is none of the model's"
+            )
+        groups.append({**group, "params": [names[id(p)] for p in parameters]})
+    return groups
+
+
+def _groups_here(groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """The groups with this rank's parameters; a group may become empty, so that all ranks have the same groups."""
+    here = []
+    for group in groups:
+        held = [parameters[name] for name in group["params"] if name in parameters]
+        here.append({**group, "params": [parameter for parameter in held if parameter.requires_grad]})
+    return here
+
+
+def _build_optimizer(
+    config: Config, given: Any, groups: list[dict[str, Any]], device: torch.device
+) -> tuple[Optimizer, str]:
+    if isinstance(given, Optimizer):
+        given.param_groups.clear()
+        for group in groups:
+            given.add_param_group(group)
+        return given, f"optimizer: {type(given).__name__}, as given to sdp.initialize"
+    if given is not None:
+        built = given(groups)
+        return built, f"optimizer: {type(built).__name__}, as given to sdp.initialize"
+    section = config.optimizer or NamedParams(type="AdamW")
+    default = "" if config.optimizer else " (the configuration names none)"
+    built, note = build_optimizer(section.type, section.params, groups, device)
+    return built, f"optimizer: {note}{default}"
+
+
+def _build_scheduler(config: Config, given: Any, optimizer: Optimizer) -> Any:
+    if given is not None:
+        return given if hasattr(given, "step") else given(optimizer)
+    if config.scheduler is None:
+        return None
+    return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
+
+
+def _announce(engine: SDPEngine, optimizer_note: str) -> None:
+    """Print each decision that was made for the user, and its reason."""
+    config, layout = engine.config, engine.layout
+    mesh = layout.mesh
+    kind = "virtual workers in one process" if engine.data_ranks_here > 1 else "processes"
+    log.info("layout: sdp %d × fsdp %d × tp %d %s, ZeRO stage %d", mesh.sdp, mesh.fsdp, mesh.tp, kind, config.zero_optimization.stage)
+    if layout.units:
+        log.info("placement: %s", layout.placement.describe())
+        for warning in layout.placement.warnings() if mesh.sdp > 1 else []:
+            log.warning("placement: %s", warning)
+    log.info(
+        "batch: %d samples a step = micro-batch %d × accumulation %d × %d data ranks",
+        engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), mesh.data_ranks,
+    )  # fmt: skip
+    log.info("%s", optimizer_note)
+    if config.hints:
+        log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(config.hints))

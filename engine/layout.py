@@ -1,0 +1,114 @@
+"""What every rank agrees on before anything is cut: mesh, units, placement and the full model's parameter table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .config import Config
+from .mesh import Coordinates, Holders, Mesh
+from .placement import Placement, place
+from .sync import Bucket, plan_buckets
+from .units import SHARED, Unit, find_units, unit_of_parameters
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One parameter or persistent buffer of the full model. ``unit`` is a unit's name or ``"shared"``."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    trainable: bool
+    unit: str
+    holders: Holders
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def shard_rows(self, shards: int, index: int) -> tuple[int, int]:
+        """First and last (exclusive) row of shard ``index``: dimension 0 cut as ``torch.chunk`` and FSDP2 cut it."""
+        rows = self.shape[0] if self.shape else 1
+        size = -(-rows // shards)
+        return min(rows, index * size), min(rows, (index + 1) * size)
+
+    def shard_numel(self, shards: int, index: int) -> int:
+        """Elements of shard ``index``."""
+        first, last = self.shard_rows(shards, index)
+        return (last - first) * self.shape[1:].numel()
+
+    def padded_shard_numel(self, shards: int) -> int:
+        """Elements of a shard as it travels in a gather: all shards padded to the first one's size."""
+        return self.shard_numel(shards, 0)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh, units, placement and the tables of the full model's parameters and persistent buffers, in the model's order.
+
+    ``aliases``: further names of tied tensors → their canonical (first) name.
+    """
+
+    mesh: Mesh
+    units: tuple[Unit, ...]
+    placement: Placement
+    parameters: dict[str, TensorInfo]
+    buffers: dict[str, TensorInfo]
+    aliases: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, config: Config, mesh: Mesh) -> Layout:
+        """Find the units of the full ``model``, place them, and record its tensors."""
+        section = config.sdp
+        explicit = list(section.placement) if isinstance(section.placement, dict) else None
+        units = find_units(model, section.units, explicit) if mesh.sdp > 1 or explicit or section.units != "auto" else _units_if_any(model)
+        placement = place(section, units)
+        unit_of = unit_of_parameters(units)
+        everyone = tuple(range(mesh.sdp))
+
+        def info(name: str, tensor: torch.Tensor, unit: Unit | None) -> TensorInfo:
+            holders = placement.holders[unit.index] if unit else everyone
+            return TensorInfo(name, tensor.shape, tensor.dtype, tensor.requires_grad, unit.name if unit else SHARED, holders)
+
+        parameters = {name: info(name, p, unit_of.get(name)) for name, p in model.named_parameters()}
+        canonical = {id(p): name for name, p in model.named_parameters()}
+        every_name = model.named_parameters(remove_duplicate=False)
+        aliases = {name: canonical[id(p)] for name, p in every_name if canonical[id(p)] != name}
+        persistent = model.state_dict(keep_vars=True)
+        buffers = {
+            name: info(name, buffer, next((unit for unit in units if name.startswith(f"{unit.name}.")), None))
+            for name, buffer in model.named_buffers()
+            if name in persistent
+        }
+        return cls(mesh, tuple(units), placement, parameters, buffers, aliases)
+
+    @property
+    def everyone(self) -> Holders:
+        return tuple(range(self.mesh.sdp))
+
+    def held(self, group: int) -> Iterator[TensorInfo]:
+        """The parameters in the memory of ``group``."""
+        return (info for info in self.parameters.values() if group in info.holders)
+
+    def buckets(self) -> list[Bucket]:
+        """The global list of reductions, in launch order."""
+        trainable = {name: info.numel for name, info in self.parameters.items() if info.trainable}
+        return plan_buckets(trainable, lambda name: self.parameters[name].holders, lambda name: self.parameters[name].unit)
+
+    def counts_norm(self, info: TensorInfo, at: Coordinates, *, sharded: bool) -> bool:
+        """Whether the rank at ``at`` counts its part of this parameter in the global norm: one holder does, and one replica."""
+        return at.sdp == info.holders[0] and (sharded or at.fsdp == 0)
+
+
+def _units_if_any(model: nn.Module) -> list[Unit]:
+    """Units of a dense run, where they only decide how FSDP2 groups parameters: none is no mistake."""
+    from .errors import ModelError
+
+    try:
+        return find_units(model, "auto")
+    except ModelError:
+        return []

@@ -1,0 +1,248 @@
+"""Endless, resumable reading of a map-style data set by many data ranks; the whole state is three integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from .errors import CheckpointError, DataError, SDPError
+
+
+class ResumableBatchSampler:
+    """Yields lists of data-set indices without end; any later layout can go on where this one stopped.
+
+    The *sample order* of a run is the permutation of epoch 0, then that of epoch 1, and so on. One global micro-batch
+    is the next ``data_ranks × micro_batch_size`` positions of that order, and data rank ``r`` reads rows
+    ``[r × micro_batch_size, (r + 1) × micro_batch_size)`` of it: one process with ``micro_batch_size = R × m`` reads
+    exactly the rows of R ranks in rank order. A global micro-batch may straddle the end of an epoch, so nothing is left
+    out and nothing is read twice within an epoch.
+
+    ``consumed`` counts samples of all data ranks since the start of the run. Raises DataError for an empty data set.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_ranks: int,
+        seed: int,
+        shuffle: bool = True,
+        consumed: int = 0,
+    ) -> None:
+        if num_samples < 1:
+            raise DataError("the data set has no samples; give it more data or a shorter sequence length")
+        if micro_batch_size < 1 or not 0 <= data_rank < data_ranks:
+            raise ValueError(f"no data rank {data_rank} of {data_ranks} with micro-batch {micro_batch_size}")
+        if seed < 0 or consumed < 0:
+            raise ValueError(f"seed ({seed}) and consumed ({consumed}) must not be negative")
+        self.num_samples = num_samples
+        self.micro_batch_size = micro_batch_size
+        self.data_rank = data_rank
+        self.data_ranks = data_ranks
+        self.seed = seed
+        self.shuffle = shuffle
+        self.consumed = consumed
+        self._epoch = -1
+        self._order: np.ndarray | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples that all data ranks read together in one micro-batch."""
+        return self.data_ranks * self.micro_batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next sample belongs to, from 0."""
+        return self.consumed // self.num_samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            start = self.consumed + self.data_rank * self.micro_batch_size
+            rows = self._rows(start, self.micro_batch_size)
+            self.consumed += self.global_batch_size
+            yield rows
+
+    def state_dict(self) -> dict[str, int]:
+        """The whole state: ``seed``, ``consumed`` and ``num_samples``, the same on every data rank."""
+        return {"seed": self.seed, "consumed": self.consumed, "num_samples": self.num_samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after ``state``, whatever its layout was; raises CheckpointError where data or seed differ."""
+        self.consumed = self.checked_position(state)
+
+    def checked_position(self, state: Mapping[str, Any]) -> int:
+        """``state["consumed"]`` if the state is complete and of this data set and seed, else CheckpointError."""
+        for key in ("seed", "consumed", "num_samples"):
+            value = state.get(key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise CheckpointError(f"data loader state: {key!r} must be an integer of at least 0, it is {value!r}")
+        if state["num_samples"] != self.num_samples:
+            raise CheckpointError(
+                f"data loader state: the checkpoint read a data set of {state['num_samples']:,} samples, this one has"
+                f" {self.num_samples:,}; use the same data and sequence length, or start a new run"
+            )
+        if state["seed"] != self.seed:
+            raise CheckpointError(
+                f"data loader state: the checkpoint shuffled with seed {state['seed']}, this run with {self.seed};"
+                f" set the seed to {state['seed']}, or start a new run"
+            )
+        return state["consumed"]
+
+    def _rows(self, start: int, count: int) -> list[int]:
+        rows: list[int] = []
+        while count:
+            epoch, offset = divmod(start, self.num_samples)
+            taken = min(count, self.num_samples - offset)
+            rows += self._epoch_order(epoch)[offset : offset + taken].tolist()
+            start, count = start + taken, count - taken
+        return rows
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        # One epoch is kept: a rank's positions only grow. 4 bytes a sample up to 4 billion samples.
+        if self._order is None or self._epoch != epoch:
+            order = np.arange(self.num_samples, dtype=np.uint32 if self.num_samples < 2**32 else np.int64)
+            if self.shuffle:
+                np.random.Generator(np.random.PCG64([self.seed, epoch])).shuffle(order)
+            self._epoch, self._order = epoch, order
+        return self._order
+
+
+class ResumableLoader:
+    """An endless iterable over the micro-batches of one data rank whose state counts what was *handed out*.
+
+    Batches that worker processes fetched ahead are not in the state, so a resumed run reads them again. Each ``iter()``
+    goes on after the last batch handed out and ends the iterators before it. Raises DataError for an empty data set.
+
+    dataset: any map-style data set, the same on every data rank. collate_fn, num_workers, pin_memory: as in
+    ``torch.utils.data.DataLoader``.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        micro_batch_size: int,
+        data_rank: int = 0,
+        data_ranks: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.sampler = ResumableBatchSampler(
+            _length(dataset), micro_batch_size, data_rank, data_ranks, seed, shuffle=shuffle
+        )
+        self._collate_fn = collate_fn
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._consumed = 0
+        self._generation = 0
+
+    @property
+    def consumed(self) -> int:
+        """Samples of all data ranks that were handed out since the start of the run."""
+        return self._consumed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next sample belongs to, from 0."""
+        return self._consumed // self.sampler.num_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        self._generation += 1
+        return self._batches(self._generation)
+
+    def _batches(self, generation: int) -> Iterator[Any]:
+        self._refuse_stale(generation)
+        self.sampler.consumed = self._consumed
+        # Its own generator: else to start iterating would draw from torch's global one, and a resumed run would differ.
+        batches = DataLoader(
+            self.dataset,
+            batch_sampler=self.sampler,  # pyright: ignore[reportArgumentType]  # any iterable of lists will do
+            collate_fn=self._collate_fn,
+            num_workers=self._num_workers,
+            pin_memory=self._pin_memory,
+            generator=torch.Generator().manual_seed(self.sampler.seed),
+        )
+        for batch in _plain_errors(batches):
+            self._refuse_stale(generation)
+            self._consumed += self.sampler.global_batch_size
+            yield batch
+
+    def _refuse_stale(self, generation: int) -> None:
+        if generation != self._generation:
+            raise RuntimeError("this iterator ended when its loader was iterated or loaded again; call iter(loader)")
+
+    def state_dict(self) -> dict[str, int]:
+        """``seed``, ``consumed`` and ``num_samples``: JSON-able, the same on every data rank."""
+        return {**self.sampler.state_dict(), "consumed": self._consumed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after ``state``, whatever its layout was; raises CheckpointError where data or seed differ."""
+        self._consumed = self.sampler.checked_position(state)
+        self._generation += 1
+
+
+def evaluation_batches(
+    dataset: Dataset[Any],
+    micro_batch_size: int,
+    data_rank: int = 0,
+    data_ranks: int = 1,
+    limit: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader[Any]:
+    """A finite, unshuffled, re-iterable loader with equally many batches (at most ``limit``) on every data rank.
+
+    The samples are spread evenly over the data set, so that a ``limit`` does not mean its first documents only; which
+    ones depends on ``data_ranks × micro_batch_size`` alone. Fewer than one global micro-batch of samples is left out.
+    Raises DataError where there is less than one batch per data rank.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1 batch, it is {limit}")
+    samples, global_batch = _length(dataset), data_ranks * micro_batch_size
+    batches = samples // global_batch
+    if batches < 1:
+        raise DataError(
+            f"the evaluation data has {samples} samples: {data_ranks} data ranks with micro-batch {micro_batch_size}"
+            f" need at least {global_batch}: hold out more data, or use a shorter sequence or a smaller micro-batch"
+        )
+    batches = min(batches, limit or batches)
+    total = batches * global_batch
+    first_rows = [(batch * data_ranks + data_rank) * micro_batch_size for batch in range(batches)]
+    indices = [[(row + i) * samples // total for i in range(micro_batch_size)] for row in first_rows]
+    return DataLoader(
+        dataset,
+        batch_sampler=indices,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),
+    )
+
+
+def _plain_errors(batches: Iterable[Any]) -> Iterator[Any]:
+    """Hand ``batches`` on; an SDPError of a worker process, which torch wraps in a traceback, is one line again."""
+    try:
+        yield from batches
+    except SDPError as error:
+        lines = str(error).strip().splitlines() or [""]
+        if len(lines) == 1:
+            raise
+        raise type(error)(lines[-1].partition(f"{type(error).__name__}: ")[2] or lines[-1]) from error
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    try:
+        return len(dataset)  # pyright: ignore[reportArgumentType]  # torch's Dataset declares no __len__
+    except TypeError:
+        raise DataError(
+            f"{type(dataset).__name__} has no length: a map-style data set (__len__ and __getitem__) is needed"
+        ) from None

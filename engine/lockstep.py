@@ -1,0 +1,101 @@
+"""Run several forward passes in lockstep: each stops before a unit, all go on together once every one has arrived.
+
+Any model's forward can be cut between units this way without knowing how it is written. One pass runs at a time (each in a thread
+of its own, handing over a baton), so results do not depend on scheduling.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class _Aborted(BaseException):
+    """Ends the passes that wait when another one failed."""
+
+
+class _Pass(Generic[T]):
+    def __init__(self) -> None:
+        self.go, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self.at: str | None = None
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+
+class Lockstep(Generic[T]):
+    """``run`` the passes; a pass calls :meth:`stop` with a unit's name before that unit."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._current: _Pass[T] | None = None
+        self._aborted = False
+
+    def stop(self, unit: str) -> None:
+        """Called inside a pass: wait until all passes have come to ``unit``. Outside of ``run`` it does nothing."""
+        current = self._current
+        if current is None:
+            return
+        current.at = unit
+        current.stopped.release()
+        current.go.acquire()
+        if self._aborted:
+            raise _Aborted
+
+    def run(self, passes: Sequence[Callable[[], T]], at_unit: Callable[[str], None]) -> list[T]:
+        """Results of the passes, in order. ``at_unit`` is called in this thread once all have stopped before a unit."""
+        states = [self._start(work) for work in passes]
+        try:
+            while True:
+                for state in states:
+                    self._resume(state)
+                stops = {state.at for state in states}
+                if stops == {None}:
+                    return [state.result for state in states]  # type: ignore[misc]
+                if len(stops) > 1:
+                    raise RuntimeError(f"batches took different ways through the model (stopped before {sorted(map(str, stops))})")
+                at_unit(stops.pop())  # type: ignore[arg-type]
+        finally:
+            self._end(states)
+
+    def _start(self, work: Callable[[], T]) -> _Pass[T]:
+        state: _Pass[T] = _Pass()
+        grad_enabled = torch.is_grad_enabled()
+
+        def body() -> None:
+            state.go.acquire()
+            try:
+                if not self._aborted:
+                    if self._device.type == "cuda":
+                        torch.cuda.set_device(self._device)
+                    with torch.set_grad_enabled(grad_enabled):  # grad mode is a thread's own
+                        state.result = work()
+            except BaseException as error:
+                state.error = error
+            state.at = None
+            state.stopped.release()
+
+        state.thread = threading.Thread(target=body, name="sdp-evaluation", daemon=True)
+        state.thread.start()
+        return state
+
+    def _resume(self, state: _Pass[T]) -> None:
+        self._current = state
+        state.go.release()
+        state.stopped.acquire()
+        self._current = None
+        if state.error is not None:
+            raise state.error
+
+    def _end(self, states: Sequence[_Pass[T]]) -> None:
+        self._aborted = True
+        for state in states:
+            state.go.release()
+            assert state.thread is not None
+            state.thread.join()
+        self._aborted = False

@@ -1,0 +1,129 @@
+"""The grid ``arange(world).view(sdp, fsdp, tp)`` and the process groups cut out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import ConfigError
+
+Holders = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in the grid."""
+
+    sdp: int
+    fsdp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The whole layout of a run: ``sdp`` groups, each of ``fsdp × tp`` ranks; tensor ranks are neighbours, groups outermost."""
+
+    sdp: int
+    fsdp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def for_world(cls, world_size: int, groups: int, tp: int = 1) -> Mesh:
+        """The mesh of ``groups`` SDP groups in a world; the fsdp degree is what is left. Raises :class:`ConfigError`."""
+        if world_size % (groups * tp):
+            raise ConfigError(
+                f"world size {world_size} is not divisible by sdp.groups {groups} × tensor_parallel.autotp_size {tp} = {groups * tp}; "
+                f"start a multiple of {groups * tp} processes or change sdp.groups"
+            )
+        return cls(groups, world_size // (groups * tp), tp)
+
+    @property
+    def world_size(self) -> int:
+        return self.sdp * self.fsdp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that read different data."""
+        return self.sdp * self.fsdp
+
+    @property
+    def grid(self) -> torch.Tensor:
+        """Global ranks, shape (sdp, fsdp, tp)."""
+        return torch.arange(self.world_size).view(self.sdp, self.fsdp, self.tp)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        group, rest = divmod(rank, self.fsdp * self.tp)
+        return Coordinates(group, *divmod(rest, self.tp))
+
+    def rank(self, sdp: int, fsdp: int = 0, tp: int = 0) -> int:
+        return (sdp * self.fsdp + fsdp) * self.tp + tp
+
+    def data_rank(self, rank: int) -> int:
+        """Index of the data that ``rank`` reads, 0 … ``data_ranks`` − 1; tensor ranks read the same."""
+        return rank // self.tp
+
+
+@dataclass
+class Communicators:
+    """The process groups of one rank.
+
+    ``fsdp``: the ranks among which this group's state is sharded. ``holders[h]``: the ranks that average a gradient held by the
+    SDP groups ``h``; absent where that is this rank alone. With ``replicate_inside`` (ZeRO stage 0) nothing is sharded, and the
+    ranks of a group average among themselves in the same all-reduce.
+    """
+
+    mesh: Mesh
+    rank: int
+    replicate_inside: bool
+    fsdp: dist.ProcessGroup | None = None
+    holders: dict[Holders, dist.ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, mesh: Mesh, holder_sets: Iterable[Holders], *, replicate_inside: bool) -> Communicators:
+        """Create all groups of the world; every rank must call this with the same arguments.
+
+        Groups are created in world order (``use_local_synchronization`` hangs on cyclic overlaps), equal rank lists once.
+        """
+        self = cls(mesh, dist.get_rank(), replicate_inside)
+        at = mesh.coordinates(self.rank)
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
+
+        def group_of(ranks: list[int]) -> dist.ProcessGroup:
+            key = tuple(ranks)
+            if key not in made:
+                made[key] = dist.new_group(ranks)  # type: ignore[assignment]
+            return made[key]
+
+        grid = mesh.grid
+        shards_state = not replicate_inside and mesh.fsdp > 1
+        if shards_state:
+            for group in range(mesh.sdp):
+                for tp in range(mesh.tp):
+                    made_group = group_of(grid[group, :, tp].tolist())
+                    if (group, tp) == (at.sdp, at.tp):
+                        self.fsdp = made_group
+        for holders in sorted(set(holder_sets) | {tuple(range(mesh.sdp))}):
+            rows = grid[list(holders)]
+            for tp in range(mesh.tp):
+                cuts = [slice(None)] if replicate_inside else [slice(f, f + 1) for f in range(mesh.fsdp)]
+                for cut in cuts:
+                    ranks = rows[:, cut, tp].flatten().tolist()
+                    if len(ranks) > 1:
+                        made_group = group_of(ranks)
+                        if self.rank in ranks:
+                            self.holders[holders] = made_group
+        return self
+
+    @property
+    def everyone(self) -> Holders:
+        return tuple(range(self.mesh.sdp))
+
+    def fsdp_mesh(self, device_type: str) -> DeviceMesh:
+        """The 1-D device mesh on which ``fully_shard`` shards this group's state; one rank alone where nothing is sharded."""
+        if self.fsdp is not None:
+            return DeviceMesh.from_group(self.fsdp, device_type, mesh_dim_names=("fsdp",))
+        return DeviceMesh(device_type, torch.tensor([self.rank]), mesh_dim_names=("fsdp",), _init_backend=False)

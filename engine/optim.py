@@ -1,0 +1,253 @@
+"""Optimizers by DeepSpeed's names, on torch's fused kernels or NVIDIA Apex's; which one was taken is always said."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, Field, ValidationError
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .config import Section
+from .errors import ConfigError, suggestion
+
+NonNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+SectionType = TypeVar("SectionType", bound=BaseModel)
+
+
+class AdamParams(Section):
+    """``optimizer.params`` of AdamW, Adam and FusedAdam, with DeepSpeed's names and defaults.
+
+    ``weight_decay`` is 0 where it is not given, as in DeepSpeed's own kernels (torch's AdamW would take 0.01).
+    ``adam_w_mode``: decoupled weight decay (the default, also for "Adam"). ``torch_adam`` is accepted and changes
+    nothing: torch's is what is taken.
+    """
+
+    lr: NonNegative = 1e-3
+    betas: Annotated[Sequence[Beta], Field(min_length=2, max_length=2)] = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    adam_w_mode: bool = True
+    torch_adam: bool = False
+    bias_correction: Literal[True] = True
+    amsgrad: Literal[False] = False
+
+
+class SGDParams(Section):
+    """``optimizer.params`` of SGD (torch's names)."""
+
+    lr: NonNegative = 1e-3
+    momentum: NonNegative = 0.0
+    dampening: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0
+    nesterov: bool = False
+
+
+def build_optimizer(
+    type: str, params: Mapping[str, Any], parameters: Parameters, device: torch.device
+) -> tuple[Optimizer, str]:
+    """The optimizer of the configuration's ``optimizer`` section, and a line: which implementation was taken, and why.
+
+    ``type`` is "AdamW", "Adam", "FusedAdam" or "SGD" (in any case); ``parameters`` are parameters or parameter groups,
+    plain tensors or DTensors on ``device``. Raises :class:`ConfigError` for an unknown type, an unknown key or an
+    ill-typed value.
+    """
+    builders = {"AdamW": _build_adam, "Adam": _build_adam, "FusedAdam": _build_fused_adam, "SGD": _build_sgd}
+    name = next((known for known in builders if known.lower() == type.lower()), None)
+    if name is None:
+        hint = suggestion(type, list(builders)) or f"; known: {', '.join(builders)}"
+        raise ConfigError(f'optimizer.type: unknown optimizer "{type}"{hint}')
+    if "max_grad_norm" in params:
+        raise ConfigError(
+            "optimizer.params.max_grad_norm: not an optimizer's setting; use gradient_clipping at top level"
+        )
+    return builders[name](name, params, list(parameters), device)
+
+
+def _build_adam(
+    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
+) -> tuple[Optimizer, str]:
+    settings = parse_section(AdamParams, params, "optimizer.params")
+    optimizer, line = _torch_adam(settings, parameters, device, decoupled=name == "AdamW" or settings.adam_w_mode)
+    return optimizer, f"{name}: {line}"
+
+
+def _build_fused_adam(
+    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
+) -> tuple[Optimizer, str]:
+    settings = parse_section(AdamParams, params, "optimizer.params")
+    kernel, reason = _apex_kernel(device)
+    if kernel is None:
+        optimizer, line = _torch_adam(settings, parameters, device, decoupled=settings.adam_w_mode)
+        return optimizer, f"{name}: {line}, because {reason}"
+    return ApexFusedAdam(parameters, kernel, settings), f"{name}: {reason}"
+
+
+def _torch_adam(
+    settings: AdamParams, parameters: list[Any], device: torch.device, decoupled: bool
+) -> tuple[Optimizer, str]:
+    implementation = torch.optim.AdamW if decoupled else torch.optim.Adam
+    chosen = {
+        "lr": settings.lr,
+        "betas": (settings.betas[0], settings.betas[1]),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+    label = f"torch.optim.{implementation.__name__}"
+    obstacle = _obstacle_to_fusing(implementation, device)
+    if obstacle is None:
+        return implementation(parameters, **chosen, fused=True), f"{label}, fused"
+    line = f"{label}, foreach, because fused fails here ({obstacle})"
+    return implementation(parameters, **chosen, foreach=True), line
+
+
+def _obstacle_to_fusing(implementation: type[torch.optim.Adam], device: torch.device) -> str | None:
+    """Why torch has no fused kernel on ``device``; torch itself says so in the first step only, so one is tried."""
+    probe = nn.Parameter(torch.zeros(1, device=device))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        implementation([probe], fused=True).step()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _build_sgd(
+    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
+) -> tuple[Optimizer, str]:
+    settings = parse_section(SGDParams, params, "optimizer.params")
+    if settings.nesterov and (settings.momentum == 0 or settings.dampening != 0):
+        raise ConfigError("optimizer.params.nesterov: needs momentum above 0 and dampening 0")
+    optimizer = torch.optim.SGD(parameters, **settings.model_dump(), foreach=True)
+    return optimizer, f"{name}: torch.optim.SGD, foreach, because torch's fused SGD does not take sharded parameters"
+
+
+class AdamKernel:
+    """Apex's multi-tensor Adam kernel on one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._apply = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
+        self._adam = importlib.import_module("amp_C").multi_tensor_adam
+        self._overflow = torch.zeros(1, dtype=torch.int, device=device)
+
+    def __call__(self, tensors: list[list[Tensor]], group: Mapping[str, Any], step: int, decoupled: bool) -> None:
+        """Update in place; ``tensors`` are gradients, parameters, first and second moments."""
+        beta1, beta2 = group["betas"]
+        mode, bias_correction = int(decoupled), 1
+        self._apply(
+            *(self._adam, self._overflow, tensors),
+            *(group["lr"], beta1, beta2, group["eps"], step, mode, bias_correction, group["weight_decay"]),
+        )
+
+
+def _apex_kernel(device: torch.device) -> tuple[AdamKernel | None, str]:
+    """Apex's kernel where it can be used on ``device``, and a phrase that names it or the reason against it."""
+    if device.type != "cuda":
+        return None, f"NVIDIA Apex's kernel needs CUDA and this run is on {device.type}"
+    if importlib.util.find_spec("apex") is None:
+        return None, "NVIDIA Apex is not installed"
+    # amp_C is asked for first: PyPI's package of the same name should not even be imported.
+    if importlib.util.find_spec("amp_C") is None:
+        return None, (
+            "the installed package apex has no amp_C: it is PyPI's unrelated project of that name, "
+            "or NVIDIA Apex without its CUDA extensions (install NVIDIA's from github.com/NVIDIA/apex)"
+        )
+    try:
+        importlib.import_module("apex.optimizers").FusedAdam  # noqa: B018 - its absence is what is tested
+        return AdamKernel(device), "the kernel of NVIDIA Apex's apex.optimizers.FusedAdam"
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return None, f"the installed package apex cannot be used ({error})"
+
+
+class ApexFusedAdam(Optimizer):
+    """Apex's FusedAdam for sharded parameters, with the state of ``torch.optim.AdamW``.
+
+    Apex's own class hands tensors to CUDA as they are, which a DTensor does not survive, and keeps the step in the
+    parameter group. This one hands over local shards, and its state (step, exp_avg, exp_avg_sq per parameter) loads
+    into torch's AdamW and back. ``kernel`` is called as :class:`AdamKernel`.
+    """
+
+    def __init__(self, parameters: Parameters, kernel: Callable[..., None], settings: AdamParams) -> None:
+        self._kernel = kernel
+        self._decoupled = settings.adam_w_mode
+        defaults = settings.model_dump(include={"lr", "eps", "weight_decay"}) | {"betas": tuple(settings.betas)}
+        super().__init__(parameters, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient; a ``closure`` is evaluated first, and its result returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for (_, step), tensors in self._buckets(group["params"]).items():
+                self._kernel([list(column) for column in zip(*tensors, strict=True)], group, step, self._decoupled)
+        return loss
+
+    def _buckets(self, parameters: list[nn.Parameter]) -> dict[tuple[torch.dtype, int], list[tuple[Tensor, ...]]]:
+        """Local (gradient, parameter, first, second moment), by dtype and step: one kernel launch takes one of each."""
+        buckets: dict[tuple[torch.dtype, int], list[tuple[Tensor, ...]]] = defaultdict(list)
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["step"] += 1
+            local = [_local(t) for t in (parameter.grad, parameter, state["exp_avg"], state["exp_avg_sq"])]
+            # An empty shard at the end of the list would keep the kernel from its last launch.
+            if local[1].numel():
+                buckets[parameter.dtype, int(state["step"])].append(tuple(local))
+        return buckets
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parse_section(schema: type[SectionType], raw: Mapping[str, Any], path: str) -> SectionType:
+    """``raw`` validated as ``schema``; raises a :class:`ConfigError` of one line that begins with the key's path."""
+    try:
+        return schema.model_validate(dict(raw))
+    except ValidationError as error:
+        # Unknown keys first, since a misspelt one often explains what is missing; then the deepest: it says most.
+        problems = [(_path_in(raw, problem["loc"]), problem) for problem in error.errors()]
+        location, problem = max(problems, key=lambda pair: (pair[1]["type"] == "extra_forbidden", len(pair[0])))
+        raise ConfigError(_explain(problem, ".".join([path, *location]), list(schema.model_fields))) from None
+
+
+def _path_in(raw: Any, location: tuple[int | str, ...]) -> list[str]:
+    """``location`` without pydantic's names of union members, which are no keys of the file."""
+    path: list[str] = []
+    part: Any
+    for part in location:
+        is_key = isinstance(raw, Mapping) and part in raw
+        if is_key or (isinstance(raw, (list, tuple)) and isinstance(part, int)):
+            raw = raw[part]
+            path.append(str(part))
+    return path
+
+
+def _explain(problem: Any, where: str, known: list[str]) -> str:
+    if problem["type"] == "extra_forbidden":
+        hint = suggestion(where.rpartition(".")[2], known) or f"; known: {', '.join(known)}"
+        return f"{where}: unknown key{hint}"
+    if problem["type"] == "missing":
+        return f"{where}.{problem['loc'][-1]}: this key is required"
+    if problem["type"] == "value_error":  # our own words
+        return f"{where}: {problem['ctx']['error']}"
+    return (
+        f"{where}: {problem['msg'][0].lower()}{problem['msg'][1:]} (found {json.dumps(problem['input'], default=str)})"
+    )

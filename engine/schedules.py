@@ -1,0 +1,263 @@
+"""Learning-rate schedules: DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, and WSD.
+
+The first three give DeepSpeed 0.19.8's values at every step, its first ones included: the rate set on construction
+serves the first optimizer step, and iteration 0, which the first ``step()`` sets, serves the second.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch.optim import Optimizer
+
+from .config import NonNegativeInt, PositiveInt, Section
+from .errors import CheckpointError, ConfigError, suggestion
+from .optim import NonNegative, parse_section
+
+log = logging.getLogger(__name__)
+
+Rates = NonNegative | list[NonNegative]  # one for all parameter groups, or one for each
+Ratio = Annotated[float, Field(ge=0, le=1)]
+
+
+class WarmupParams(Section):
+    """Settings that DeepSpeed's three schedules share."""
+
+    warmup_num_steps: PositiveInt = 1000
+    warmup_type: Literal["log", "linear"] = "log"
+    last_batch_iteration: Literal[-1] = -1  # where a run goes on is the checkpoint's affair
+
+
+class WarmupLRParams(WarmupParams):
+    """``scheduler.params`` of WarmupLR; a maximum of null stands for the optimizer's own rate."""
+
+    warmup_min_lr: Rates = 0.0
+    warmup_max_lr: Rates | None = None
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """``scheduler.params`` of WarmupDecayLR."""
+
+    total_num_steps: PositiveInt
+    warmup_max_lr: Rates | None = 0.001
+
+
+class WarmupCosineLRParams(WarmupParams):
+    """``scheduler.params`` of WarmupCosineLR; ratios are of the optimizer's own rate."""
+
+    total_num_steps: PositiveInt
+    warmup_min_ratio: Ratio = 0.0
+    cos_min_ratio: Ratio = 0.0001
+
+
+class WSDParams(Section):
+    """``scheduler.params`` of WSD; ``min_lr_ratio`` is of the optimizer's own rate."""
+
+    total_num_steps: PositiveInt
+    decay_num_steps: PositiveInt
+    warmup_num_steps: NonNegativeInt = 0
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = "1-sqrt"
+    min_lr_ratio: Ratio = 0.0
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> Self:
+        if self.warmup_num_steps + self.decay_num_steps > self.total_num_steps:
+            raise ValueError(
+                f"warmup_num_steps {self.warmup_num_steps} + decay_num_steps {self.decay_num_steps} "
+                f"exceed total_num_steps {self.total_num_steps}"
+            )
+        return self
+
+
+class Schedule(ABC):
+    """Sets the rate of every parameter group of ``optimizer``, once on construction and then with every ``step()``.
+
+    Its calls are those of DeepSpeed's schedulers. Base rates are the optimizer's at construction, so it must be built
+    before a checkpoint is loaded; its own state is one integer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self.last_batch_iteration = -1
+
+    @abstractmethod
+    def rates_at(self, iteration: int) -> list[float]:
+        """The rate of each parameter group after ``step()`` number ``iteration`` (from 0); -1: before the first."""
+
+    def get_lr(self) -> list[float]:
+        """The rate of each parameter group by the present iteration."""
+        return self.rates_at(self.last_batch_iteration)
+
+    def get_last_lr(self) -> list[float]:
+        """The rates last set."""
+        return list(self._last_lr)
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next iteration, or to the one given, and set its rates."""
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
+        self._set_rates()
+
+    def state_dict(self) -> dict[str, int]:
+        """All that a restart needs beside the configuration."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state`` and set its rates; raises :class:`CheckpointError` where it is not a schedule's."""
+        iteration = state.get("last_batch_iteration")
+        if type(iteration) is not int or iteration < -1:
+            raise CheckpointError(f"scheduler state: last_batch_iteration is {iteration!r}, not an integer from -1")
+        self.last_batch_iteration = iteration
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            if isinstance(group["lr"], torch.Tensor):  # a rate that compiled or captured steps read
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+class _Warmup(Schedule):
+    def __init__(self, optimizer: Optimizer, params: WarmupParams) -> None:
+        super().__init__(optimizer)
+        self._steps = max(2, params.warmup_num_steps)  # DeepSpeed's least: log(1) = 0 is divided by
+        self._type = params.warmup_type
+        self._inverse_log = 1.0 / math.log(self._steps)
+
+    def _warmup_fraction(self, iteration: int) -> float:
+        if self._type == "log":
+            return self._inverse_log * math.log(iteration + 1)
+        return iteration / self._steps
+
+    def _warn_if_all_warmup(self, total: int) -> None:
+        if total < self._steps:
+            log.warning(
+                "scheduler.params: total_num_steps %d is less than warmup_num_steps %d; the maximum is never reached",
+                *(total, self._steps),
+            )
+
+
+class WarmupLR(_Warmup):
+    """From a minimum up to a maximum rate, which then stays."""
+
+    def __init__(self, optimizer: Optimizer, params: WarmupLRParams) -> None:
+        super().__init__(optimizer, params)
+        self._minimum = self._per_group(params.warmup_min_lr, "warmup_min_lr")
+        maximum = self.base_lrs if params.warmup_max_lr is None else params.warmup_max_lr
+        self._maximum = self._per_group(maximum, "warmup_max_lr")
+        self._set_rates()
+
+    def rates_at(self, iteration: int) -> list[float]:
+        if iteration < 0:
+            return list(self._minimum)
+        fraction = self._warmup_fraction(iteration) if iteration < self._steps else self._after_warmup(iteration)
+        return [low + (high - low) * fraction for low, high in zip(self._minimum, self._maximum, strict=True)]
+
+    def _after_warmup(self, iteration: int) -> float:
+        return 1.0
+
+    def _per_group(self, rates: float | list[float], key: str) -> list[float]:
+        if not isinstance(rates, list):
+            return [rates] * len(self.base_lrs)
+        if len(rates) != len(self.base_lrs):
+            raise ConfigError(
+                f"scheduler.params.{key}: {len(rates)} rates for {len(self.base_lrs)} parameter groups; "
+                "give one number, or one for each group"
+            )
+        return list(rates)
+
+
+class WarmupDecayLR(WarmupLR):
+    """As :class:`WarmupLR`, then down along a straight line to the minimum at ``total_num_steps``."""
+
+    def __init__(self, optimizer: Optimizer, params: WarmupDecayLRParams) -> None:
+        self._total = params.total_num_steps
+        super().__init__(optimizer, params)
+        self._warn_if_all_warmup(self._total)
+
+    def _after_warmup(self, iteration: int) -> float:
+        return max(0.0, (self._total - iteration) / max(1.0, self._total - self._steps))
+
+
+class WarmupCosineLR(_Warmup):
+    """Up to the optimizer's own rate, then down along half a cosine to ``cos_min_ratio`` of it."""
+
+    def __init__(self, optimizer: Optimizer, params: WarmupCosineLRParams) -> None:
+        super().__init__(optimizer, params)
+        self._params = params
+        self._warn_if_all_warmup(params.total_num_steps)
+        self._set_rates()
+
+    def rates_at(self, iteration: int) -> list[float]:
+        return [rate * self._ratio(iteration) for rate in self.base_lrs]
+
+    def _ratio(self, iteration: int) -> float:
+        if iteration < 0:
+            return 0.0  # whatever warmup_min_ratio is: DeepSpeed's first optimizer step changes nothing
+        if iteration < self._steps:
+            low = self._params.warmup_min_ratio
+            return low + self._warmup_fraction(iteration) * (1.0 - low)
+        low = self._params.cos_min_ratio
+        decay_steps = max(1, self._params.total_num_steps - self._steps)
+        progress = min(1.0, (iteration - self._steps + 1) / decay_steps)
+        return max(0.0, low + (1.0 - low) * ((1 + math.cos(math.pi * progress)) / 2))
+
+
+class WSD(Schedule):
+    """Warm-up, a stable rate, and a decay over the last ``decay_num_steps`` of ``total_num_steps``.
+
+    Sources: Hu et al. (MiniCPM, arXiv 2404.06395) for the three phases; Hägele et al. (arXiv 2405.18392) for the shapes
+    of the decay, of which 1 - sqrt did best there. Unlike with DeepSpeed's schedules no optimizer step is spent at rate
+    0: step t (from 0) has (t + 1) / warmup_num_steps of the rate in warm-up, and all of it as the decay's first.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: WSDParams) -> None:
+        super().__init__(optimizer)
+        self._params = params
+        self._set_rates()
+
+    def rates_at(self, iteration: int) -> list[float]:
+        return [rate * self._ratio(iteration + 1) for rate in self.base_lrs]
+
+    def _ratio(self, step: int) -> float:
+        params = self._params
+        if step < params.warmup_num_steps:
+            return (step + 1) / params.warmup_num_steps
+        decayed = step - (params.total_num_steps - params.decay_num_steps)
+        progress = min(1.0, max(0.0, decayed / params.decay_num_steps))
+        shapes = {
+            "linear": 1.0 - progress,
+            "cosine": (1.0 + math.cos(math.pi * progress)) / 2,
+            "1-sqrt": 1.0 - math.sqrt(progress),
+        }
+        return params.min_lr_ratio + (1.0 - params.min_lr_ratio) * shapes[params.decay_type]
+
+
+SCHEDULES: Mapping[str, tuple[type[Section], type[Schedule]]] = {
+    "WarmupLR": (WarmupLRParams, WarmupLR),
+    "WarmupDecayLR": (WarmupDecayLRParams, WarmupDecayLR),
+    "WarmupCosineLR": (WarmupCosineLRParams, WarmupCosineLR),
+    "WSD": (WSDParams, WSD),
+}
+
+
+def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedule:
+    """The schedule of the configuration's ``scheduler`` section; it sets the optimizer's first rate at once.
+
+    Raises :class:`ConfigError` for an unknown type, an unknown key or an ill-typed value.
+    """
+    if type not in SCHEDULES:
+        hint = suggestion(type, list(SCHEDULES)) or f"; known: {', '.join(SCHEDULES)}"
+        raise ConfigError(f'scheduler.type: unknown schedule "{type}"{hint}')
+    schema, schedule = SCHEDULES[type]
+    return schedule(optimizer, parse_section(schema, params, "scheduler.params"))  # type: ignore[call-arg]

@@ -1,0 +1,165 @@
+"""The cross-group layer: averages gradient shards among the holders of a unit, overlapped with backward.
+
+A bucket is a run of parameters with one holder set. When the last of its gradients is ready at the accumulation boundary, they are
+laid side by side in one buffer, which replaces them (no second copy stays), and an asynchronous all-reduce starts. Buckets are
+started in one global order, last parameter of the model first, whatever the order in which autograd fires: every communicator then
+sees the same sequence on all of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .mesh import Holders
+from .traffic import Traffic
+
+BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Canonical parameter names that are reduced together, and the groups that hold them."""
+
+    holders: Holders
+    names: tuple[str, ...]
+
+
+def plan_buckets(numels: Mapping[str, int], holders_of: Callable[[str], Holders], unit_of: Callable[[str], str]) -> list[Bucket]:
+    """Buckets in launch order from the full model's trainable parameters (name → elements, in the model's order).
+
+    Neighbours of one unit share a bucket up to ``BUCKET_BYTES`` of float32. Every rank computes the same list.
+    """
+    buckets: list[Bucket] = []
+    size, last = 0, None
+    for name in reversed(list(numels)):
+        nbytes = numels[name] * 4
+        if last == unit_of(name) and size + nbytes <= BUCKET_BYTES:
+            buckets[-1] = Bucket(buckets[-1].holders, (name, *buckets[-1].names))
+            size += nbytes
+        else:
+            buckets.append(Bucket(holders_of(name), (name,)))
+            size, last = nbytes, unit_of(name)
+    return buckets
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass
+class _Pending:
+    """A bucket of this rank on its way: how many gradients are still missing, and its reduction once started."""
+
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup | None
+    ranks: int
+    missing: int = 0
+    work: dist.Work | None = None
+    buffer: torch.Tensor | None = None
+
+
+class GradientSync:
+    """Averages the gradients of one rank's parameters with the other holders.
+
+    ``buckets``: the global list; ``parameters``: this rank's, by canonical name; ``groups[holders]``: the communicator, absent
+    where this rank is the only one.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        parameters: Mapping[str, nn.Parameter],
+        groups: Mapping[Holders, dist.ProcessGroup],
+        traffic: Traffic,
+    ):
+        self._traffic = traffic
+        self._pending: list[_Pending] = []
+        self._armed = False
+        self._next = 0
+        for bucket in buckets:
+            held = [parameters[name] for name in bucket.names if name in parameters]
+            if not held:
+                continue
+            group = groups.get(bucket.holders)
+            pending = _Pending(held, group, dist.get_world_size(group) if group is not None else 1)
+            self._pending.append(pending)
+            for parameter in held:
+                parameter.register_post_accumulate_grad_hook(self._hook(pending))
+
+    def arm(self) -> None:
+        """The backward pass that comes is the last one before the optimizer step: reduce as gradients become ready."""
+        for pending in self._pending:
+            pending.missing, pending.work, pending.buffer = len(pending.parameters), None, None
+        self._armed, self._next = True, 0
+
+    def _hook(self, pending: _Pending) -> Callable[[torch.Tensor], None]:
+        def ready(_: torch.Tensor) -> None:
+            if self._armed:
+                pending.missing -= 1
+                self._launch_ready()
+
+        return ready
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self._pending) and self._pending[self._next].missing == 0:
+            self._launch(self._pending[self._next])
+            self._next += 1
+
+    def _launch(self, pending: _Pending) -> None:
+        if pending.group is None:
+            return
+        pending.buffer = _coalesce(pending.parameters)
+        if pending.buffer.numel() == 0:
+            return  # no rank of this communicator has a row of these parameters
+        self._traffic.record("between groups", "all_reduce", pending.buffer.nbytes, pending.ranks)
+        pending.work = dist.all_reduce(pending.buffer, group=pending.group, async_op=True)
+
+    def finish(self) -> None:
+        """Start what is left (a parameter that took no part in the pass counts as a zero gradient), await all, divide by the holders."""
+        for pending in self._pending[self._next :]:
+            for parameter in pending.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            pending.missing = 0
+        self._launch_ready()
+        self._armed = False
+        for pending in self._pending:
+            if pending.work is not None and pending.buffer is not None:
+                pending.work.wait()
+                pending.buffer.div_(pending.ranks)
+            pending.work = pending.buffer = None
+
+
+def _coalesce(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """The local gradients as one flat buffer, of which ``.grad`` become views; no copy where they already lie side by side."""
+    grads = [local_tensor(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
+    if _side_by_side(grads):
+        return grads[0].as_strided((sum(grad.numel() for grad in grads),), (1,))
+    buffer = torch.cat([grad.reshape(-1) for grad in grads])
+    views = buffer.split([grad.numel() for grad in grads])
+    for parameter, grad, view in zip(parameters, grads, views, strict=True):
+        flat = view.view(grad.shape)
+        if isinstance(parameter, DTensor):
+            parameter.grad = DTensor.from_local(
+                flat, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
+        else:
+            parameter.grad = flat
+    return buffer
+
+
+def _side_by_side(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors fill one stretch of one storage, in order (FSDP2's sharded gradients do where shards are even)."""
+    storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != end:
+            return False
+        end += tensor.numel()
+    return True

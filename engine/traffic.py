@@ -1,0 +1,47 @@
+"""Bytes sent, counted where they are sent.
+
+A rank's share of a collective over n ranks is that of the ring algorithms (as in nccl-tests' "bus bandwidth"): all-reduce
+2(n − 1)/n of the buffer, reduce-scatter and all-gather (n − 1)/n of the whole buffer. A broadcast counts once, at its source.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+Scope = Literal["between groups", "inside groups", "control"]
+
+
+def sent_bytes(kind: Kind, nbytes: int, ranks: int) -> float:
+    """Bytes that one rank sends in a collective over ``ranks`` ranks whose whole (unsharded) buffer has ``nbytes`` bytes."""
+    if ranks == 1:
+        return 0.0
+    if kind == "broadcast":
+        return float(nbytes)
+    return (2 if kind == "all_reduce" else 1) * nbytes * (ranks - 1) / ranks
+
+
+class Traffic:
+    """Counts what this rank sends, by (scope, kind, number of ranks)."""
+
+    def __init__(self) -> None:
+        self._buffers: Counter[tuple[Scope, Kind, int]] = Counter()
+
+    def record(self, scope: Scope, kind: Kind, nbytes: int, ranks: int) -> None:
+        """Count one collective over ``ranks`` ranks; ``nbytes`` is its whole buffer, not yet divided by the number of ranks."""
+        if ranks > 1:
+            self._buffers[scope, kind, ranks] += nbytes
+
+    def reset(self) -> None:
+        self._buffers.clear()
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes sent by this rank since the last reset, by "scope/kind"."""
+        totals: Counter[str] = Counter()
+        for (scope, kind, ranks), nbytes in self._buffers.items():
+            totals[f"{scope}/{kind}"] += sent_bytes(kind, nbytes, ranks)  # type: ignore[assignment]
+        return {name: round(total) for name, total in sorted(totals.items())}
+
+    def total(self) -> int:
+        return sum(self.by_kind().values())

@@ -1,0 +1,150 @@
+"""Find the units of a model: the parts that a placement gives to groups.
+
+A unit is a list of (canonical parameter, dimension, index ranges). A block is the case of whole parameters.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from .errors import ModelError, PlacementError, suggestion
+
+SHARED = "shared"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Part of a canonical parameter: index ``ranges`` (half open) along ``dim``; ``dim=None`` is the whole parameter."""
+
+    parameter: str
+    dim: int | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of the model that a group holds or does not hold.
+
+    ``index``: position in the model's order. ``name``: the module's path. ``numel``: number of parameters (elements).
+    """
+
+    index: int
+    name: str
+    slices: tuple[Slice, ...]
+    numel: int
+
+
+def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterable[str] | None = None) -> list[Unit]:
+    """The block units of ``model`` in the order of its modules.
+
+    ``patterns``: module paths in which ``*`` stands for one path component, or ``"auto"``: the units named by an ``explicit``
+    placement, else what the model states (``unit_patterns()``), else the children of its longest ModuleList or Sequential of
+    equal blocks. Raises :class:`ModelError` if a pattern matches nothing, units nest, or weights are tied across units.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    modules.pop("")
+    if patterns != "auto":
+        names = _match_patterns(modules, [patterns] if isinstance(patterns, str) else patterns)
+    elif explicit is not None:
+        names = {resolve_name(name, modules) for name in explicit}
+    elif hasattr(model, "unit_patterns"):
+        names = _match_patterns(modules, model.unit_patterns())  # type: ignore[operator]
+    else:
+        names = _longest_chain(model)
+    ordered = [name for name in modules if name in names]
+    _refuse_nested(ordered)
+    return _units(model, modules, ordered)
+
+
+def resolve_name(name: str, known: Iterable[str]) -> str:
+    """The module or unit that ``name`` means: its whole path, or an ending of exactly one path ("layers.0"). Raises :class:`PlacementError`."""
+    known = list(known)
+    if name in known:
+        return name
+    endings = [path for path in known if path.endswith(f".{name}")]
+    if len(endings) == 1:
+        return endings[0]
+    if endings:
+        raise PlacementError(f"sdp.placement: {name!r} could be {endings[0]!r} or {endings[1]!r}; write the whole path")
+    raise PlacementError(f"sdp.placement: {name!r} is no module of the model{suggestion(name, known)}")
+
+
+def _match_patterns(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[str]:
+    matched: set[str] = set()
+    for pattern in patterns:
+        hits = {name for name in modules if _matches(name, pattern)}
+        if not hits:
+            raise ModelError(f"sdp.units: {pattern!r} matches no module of the model{suggestion(pattern, modules)}")
+        matched |= hits
+    return matched
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, globs = name.split("."), pattern.split(".")
+    return len(parts) == len(globs) and all(fnmatch.fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True))
+
+
+def _longest_chain(model: nn.Module) -> set[str]:
+    """The children of the longest ModuleList / Sequential whose members with parameters are all of one class."""
+    best: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+            blocks = [(path, child) for path, child in children if next(child.parameters(), None) is not None]
+            one_class = len({type(child) for _, child in blocks}) == 1
+            if one_class and len(blocks) == len(children) and len(blocks) > len(best):
+                best = [path for path, _ in blocks]
+    if len(best) < 2:
+        raise ModelError(
+            'sdp.units: "auto" finds no ModuleList or Sequential of two or more blocks of one class; '
+            'name the residual blocks by patterns, for example ["encoder.layers.*"]'
+        )
+    return set(best)
+
+
+def _refuse_nested(names: Sequence[str]) -> None:
+    chosen = set(names)
+    for name in names:
+        parts = name.split(".")
+        for cut in range(1, len(parts)):
+            outer = ".".join(parts[:cut])
+            if outer in chosen:
+                raise ModelError(f"sdp.units: {name!r} lies inside the unit {outer!r}; units must not nest, keep one of them")
+
+
+def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[str]) -> list[Unit]:
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    owner: dict[int, str] = {}
+    units = []
+    for index, name in enumerate(names):
+        parameters = list(modules[name].parameters())
+        for parameter in parameters:
+            first = owner.setdefault(id(parameter), name)
+            if first != name or not canonical[id(parameter)].startswith(f"{name}."):
+                other = first if first != name else canonical[id(parameter)]
+                raise ModelError(
+                    f"{name}: its parameter {canonical[id(parameter)]!r} is tied to {other!r}; a tied weight cannot lie in a unit, "
+                    "leave that module out of sdp.units so that it is shared by all groups"
+                )
+        slices = tuple(Slice(canonical[id(parameter)]) for parameter in parameters)
+        units.append(Unit(index, name, slices, sum(parameter.numel() for parameter in parameters)))
+    outside = {id(p) for path, m in modules.items() if not _inside(path, names) for p in m.parameters(recurse=False)}
+    for parameter_id in outside & set(owner):
+        raise ModelError(
+            f"{owner[parameter_id]}: its parameter {canonical[parameter_id]!r} is tied to a module outside the unit; "
+            "leave the unit out of sdp.units so that it is shared by all groups"
+        )
+    return units
+
+
+def _inside(path: str, names: Iterable[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+def unit_of_parameters(units: Iterable[Unit]) -> dict[str, Unit]:
+    """Canonical parameter name → the block unit that it belongs to; parameters of the shared part are absent."""
+    return {part.parameter: unit for unit in units for part in unit.slices}

@@ -1,0 +1,83 @@
+"""How many processes a run takes, from its degrees of parallelism and the devices that are there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..engine.config import Config
+from ..engine.errors import LaunchError
+
+# One of these exists where a driver is loaded: NVIDIA, NVIDIA under WSL, AMD.
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Degrees of parallelism; ``fsdp`` is None where it is left over: world / (groups * tp)."""
+
+    groups: int
+    fsdp: int | None
+    tp: int
+    in_one_process: bool
+
+    @classmethod
+    def of(cls, config: Config, fsdp: int | None) -> Degrees:
+        """The degrees that ``config`` asks for, with ``--fsdp``."""
+        return cls(
+            groups=config.sdp.groups,
+            fsdp=fsdp,
+            tp=config.tensor_parallel.autotp_size,
+            in_one_process=config.sdp.engine == "reference",
+        )
+
+    def check(self, processes: int, source: str) -> None:
+        """Raise :class:`LaunchError`, with every factor, unless ``processes`` (from ``source``) makes a whole grid."""
+        factors = f"groups {self.groups} (sdp.groups) * tp {self.tp} (tensor_parallel.autotp_size)"
+        if self.in_one_process:
+            if processes != 1 or self.fsdp not in (None, 1):
+                raise LaunchError(
+                    f'sdp.engine "reference" runs all {self.groups} groups in one process, without sharding; found'
+                    f" {processes} processes ({source}) and fsdp {self.fsdp or 1}; use 1 of each, or sdp.engine fsdp2"
+                )
+        elif self.fsdp is not None and processes != self.groups * self.fsdp * self.tp:
+            raise LaunchError(
+                f"{processes} processes ({source}) are not {factors} * fsdp {self.fsdp} (--fsdp)"
+                f" = {self.groups * self.fsdp * self.tp}; change one of them"
+            )
+        elif processes % (self.groups * self.tp):
+            raise LaunchError(
+                f"{processes} processes ({source}) are not a multiple of {factors} = {self.groups * self.tp};"
+                " change one of them"
+            )
+
+    def processes(self, nproc: int | None, devices: int) -> int:
+        """How many processes to start on this host: ``nproc``, else one per device, else as few as the degrees allow.
+
+        ``devices`` is the number of visible accelerators, 0 on a CPU. Raises :class:`LaunchError` where the numbers do
+        not fit.
+        """
+        if nproc is not None:
+            count, source = nproc, "--nproc"
+        elif self.in_one_process:
+            count, source = 1, "this process"
+        elif devices and self.fsdp is None:
+            count, source = devices, "visible devices"
+        else:
+            count, source = self.groups * (self.fsdp or 1) * self.tp, "groups * fsdp * tp"
+        self.check(count, source)
+        if 0 < devices < count:
+            raise LaunchError(
+                f"{count} processes ({source}) need {count} devices, {devices} visible; use fewer,"
+                ' CUDA_VISIBLE_DEVICES= for the CPU, or sdp.engine "reference" for all groups on one device'
+            )
+        return count
+
+
+def visible_devices() -> int:
+    """The accelerators that a process started here would see; torch is imported only where a driver is loaded."""
+    if not any(Path(file).exists() for file in _DEVICE_FILES):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,266 @@
+"""Start the ranks of a run as processes on this host, watch them, and leave none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import site
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..engine import environment as env
+from ..engine.errors import LaunchError
+from .supervised import FatalError
+
+GRACE_SECONDS = 10.0
+
+_POLL_SECONDS = 0.05
+# Failures come in company: a rank that fails breaks the collectives of the others. This long after the first, those
+# that have ended are compared, so that the cause is reported and not what followed from it.
+_SETTLE_SECONDS = 0.5
+_LAST_LOG_BYTES = 4096
+# glibc's <malloc.h>
+_MALLOPT = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_ARENA_MAX": -8}
+
+
+@dataclass
+class _Rank:
+    """One started process; ``log_start`` is where this run's part of an appended log begins (bytes)."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_start: int
+    error_file: Path
+
+    def ended(self) -> bool:
+        """Has the process ended? Then whatever it started and left in its process group is ended as well."""
+        if self.process.returncode is None and _has_exited(self.process):
+            self.kill()  # before the process is reaped: afterwards its group id could be another's
+            self.process.wait()
+        return self.process.returncode is not None
+
+    def failure(self) -> FatalError | None:
+        """Why it failed, if it did: by its own report, which may come before its end, or by its exit status."""
+        code = self.process.returncode
+        if code == 0:
+            return None
+        report = FatalError.read(self.error_file)
+        if report is not None or code is None:
+            return report
+        return FatalError(code, self._last_log_line(), time.time())
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _last_log_line(self) -> str:
+        """The last line that a rank above 0 logged in this run; rank 0's is on the terminal."""
+        if self.rank == 0:
+            return ""
+        with self.log.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self.log_start, size - _LAST_LOG_BYTES))
+            lines = log.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def start_local(
+    argv: Sequence[str],
+    processes: int,
+    log_dir: Path,
+    *,
+    on_cpu: bool = True,
+    grace_seconds: float = GRACE_SECONDS,
+    command: Sequence[str] | None = None,
+) -> int:
+    """Run ``sdp`` with ``argv`` in ``processes`` processes on this host and return the exit code of the whole.
+
+    Rank 0 keeps this process's terminal; the output of rank R > 0 is appended to ``log_dir/rank-R.log``. When a rank
+    fails, or this process gets SIGINT, SIGTERM or SIGHUP, the others are told by a signal and killed ``grace_seconds``
+    later. The exit code is 0, 2 if the rank that failed first ended with 2 (the user's mistake), 1 for other failures,
+    or 128 + the signal. ``command`` replaces ``python -m sdp.launcher.main``.
+    Raises :class:`LaunchError` where a process or log cannot be started.
+    """
+    threads = env.thread_settings(processes)
+    _announce(processes, threads, log_dir)
+    defaults = env.allocator_settings() if on_cpu else {}
+    settings = {**_search_path(), **threads}
+    port = env.free_port()
+    ranks: list[_Rank] = []
+    with _caught_signals() as received:
+        try:
+            for rank in range(processes):
+                place = env.local_environment(rank, processes, port).variables()
+                environ = env.child_environment({**settings, **place}, defaults)
+                ranks.append(_start(rank, [*(command or _command()), *argv], environ, log_dir))
+            _wait(ranks, lambda: bool(received) or any(rank.failure() for rank in ranks))
+            if not received:
+                _wait(ranks, lambda: bool(received), _SETTLE_SECONDS)
+            failures = [(rank, failure) for rank in ranks if (failure := rank.failure())]
+            interrupted = bool(received)  # a signal that comes while failed ranks are being ended is no cause
+            if interrupted:
+                _say(f"{signal.Signals(received[0]).name} received, ending {processes} processes (again: kill them)")
+        finally:
+            _end(ranks, received, grace_seconds)
+        exit_code = 128 + received[0] if interrupted else _report(failures)
+        for rank in ranks:
+            rank.error_file.unlink(missing_ok=True)
+    return exit_code
+
+
+def become_single(*, on_cpu: bool = True) -> None:
+    """Make this process a run of one rank; on a CPU with the allocator settings that started ranks have."""
+    if on_cpu:
+        _tune_allocator()
+    env.publish(env.local_environment(0, 1, env.free_port()))
+
+
+def _start(rank: int, command: Sequence[str], environ: dict[str, str], log_dir: Path) -> _Rank:
+    log, error_file = log_dir / f"rank-{rank}.log", log_dir / f"rank-{rank}.error"
+    environ |= {env.PARENT_PID: str(os.getpid()), env.ERROR_FILE: str(error_file.absolute())}
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        error_file.unlink(missing_ok=True)
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else output,
+                stderr=None if rank == 0 else subprocess.STDOUT,
+                process_group=0,  # Ctrl-C reaches this process alone, which forwards it once
+            )
+            return _Rank(rank, process, log, output.tell(), error_file)
+    except OSError as error:
+        raise LaunchError(f"rank {rank} cannot be started with its log in {log_dir}: {error}") from None
+
+
+def _has_exited(process: subprocess.Popen[bytes]) -> bool:
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return process.poll() is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _wait(ranks: Sequence[_Rank], until: Callable[[], bool], seconds: float = float("inf")) -> None:
+    """Return when every rank has ended, ``until`` holds, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while [rank for rank in ranks if not rank.ended()]:
+        if until() or time.monotonic() >= deadline:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _end(ranks: Sequence[_Rank], received: list[int], grace_seconds: float) -> None:
+    """Ask the ranks that still run to end, then kill them; a second signal shortens the wait."""
+    for rank in ranks:
+        if not rank.ended():
+            rank.process.send_signal(received[0] if received else signal.SIGTERM)
+    known = len(received)
+    _wait(ranks, lambda: len(received) > known, grace_seconds)
+    for rank in ranks:
+        if not rank.ended():
+            rank.kill()
+    _wait(ranks, lambda: False)
+
+
+def _report(failures: Sequence[tuple[_Rank, FatalError]]) -> int:
+    """Say in one message which rank failed first and why; the exit code of the whole run."""
+    if not failures:
+        return 0
+    rank, failure = min(failures, key=lambda item: _lateness(*item))
+    if rank.rank == 0 and failure.text:
+        with contextlib.suppress(OSError), rank.log.open("a", encoding="utf-8") as log:
+            log.write(failure.text.rstrip() + "\n")
+    if failure.exit_code == 2:
+        if failure.text:
+            print(failure.text, file=sys.stderr, flush=True)
+        return 2
+    lines = failure.text.strip().splitlines() or [""]
+    if rank.rank == 0 and len(lines) > 1:
+        print(failure.text.rstrip(), file=sys.stderr, flush=True)
+    reason = f" ({lines[-1].removeprefix('sdp: error: ')})" if lines[-1] else ""
+    _say(f"error: rank {rank.rank} {_how(failure.exit_code)}{reason}; its log: {rank.log}")
+    return 1
+
+
+def _lateness(rank: _Rank, failure: FatalError) -> tuple[bool, bool, float, int]:
+    """Sorts causes before consequences.
+
+    A rank killed from outside cannot be a consequence; SIGABRT can: it is how communication libraries end a process
+    whose peer is gone. A user's mistake is no consequence either. Among the rest the first report counts.
+    """
+    killed = failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT
+    return not killed, failure.exit_code != 2, failure.time, rank.rank
+
+
+def _how(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
+    return f"was killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collects SIGINT, SIGTERM and SIGHUP instead of dying of them; those that are ignored (nohup) stay ignored."""
+    received: list[int] = []
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                previous[number] = signal.signal(number, lambda caught, _: received.append(caught))
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _command() -> list[str]:
+    # -P: a folder "sdp" in the working directory must not take the place of the package that runs here.
+    return [sys.executable, "-P", "-m", __name__.rpartition(".")[0] + ".main"]
+
+
+def _search_path() -> dict[str, str]:
+    """Settings under which a child imports the very package that runs here.
+
+    An installed package, editable or not, is found without help. One found on the parent's search path is found by a
+    child if the folder that holds it is on PYTHONPATH; site-packages must not be put there, it would go before the
+    standard library.
+    """
+    package = Path(__file__).absolute().parent.parent
+    root = __name__.partition(".")[0]
+    installed = [*site.getsitepackages(), site.getusersitepackages()]
+    if package.name != root or str(package.parent) in installed:
+        return {}
+    return env.search_path_settings(package.parent)
+
+
+def _tune_allocator() -> None:
+    """The allocator settings for a process that is already running, by glibc's ``mallopt``; elsewhere nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        resolved = env.child_environment({}, env.allocator_settings())
+        for name, parameter in _MALLOPT.items():
+            if resolved[name].isdecimal():
+                mallopt(parameter, int(resolved[name]))
+
+
+def _announce(processes: int, threads: Mapping[str, str], log_dir: Path) -> None:
+    if threads:
+        count = f"OMP_NUM_THREADS={threads['OMP_NUM_THREADS']} for {env.usable_cores()} cores"
+    else:
+        count = "OMP_NUM_THREADS as it was set"
+    _say(f"starting {processes} processes on this host, {count}; logs in {log_dir}")
+
+
+def _say(text: str) -> None:
+    print(f"sdp: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,218 @@
+"""The command line ``sdp``: parses arguments, starts processes where none were started, turns errors into exit codes.
+
+Exit codes: 0 done, 2 the user's mistake (one line, no traceback), 1 a failure of the program, 130 interrupted. Commands
+are imported only when they are used: ``sdp --help`` and ``sdp config`` do not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from configparser import ConfigParser
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..engine.environment import detect, supervision
+from ..engine.errors import ConfigError, SDPError
+from .supervised import report_fatal, tie_to_parent
+
+
+@dataclass(frozen=True)
+class _Command:
+    """A sub-command: its own arguments and what runs it."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong arguments are the user's mistake like any other: one line, exit code 2."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: this process's) and return its exit code."""
+    above = supervision()
+    if above is not None:
+        tie_to_parent(above.parent_pid)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+    except SDPError as error:
+        report_fatal("sdp: error: " + " ".join(str(error).split()), error.exit_code, above)
+        return error.exit_code
+    except Exception:
+        report_fatal(traceback.format_exc().rstrip(), 1, above)
+        return 1
+
+
+def _run(argv: list[str]) -> int:
+    parser = _Parser(
+        prog="sdp", description="Subnetwork Data Parallelism: pre-train with a part of the network per device group."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, command in _COMMANDS.items():
+        own = commands.add_parser(name, help=command.help, description=command.help)
+        if name == chosen:
+            command.add_arguments(own)
+    args = parser.parse_args(_one_value_per_set(argv))
+    args.argv = argv
+    return _COMMANDS[args.command].run(args)
+
+
+def _one_value_per_set(argv: Sequence[str]) -> list[str]:
+    """``--set a=1 b=2`` as ``--set a=1 --set b=2``; argparse's own lists would swallow the CONFIG that follows."""
+    spread: list[str] = []
+    setting = False
+    for word in argv:
+        if setting and "=" in word and not word.startswith("-") and spread[-1] != "--set":
+            spread.append("--set")
+        setting = word == "--set" or (setting and "=" in word and not word.startswith("-"))
+        spread.append(word)
+    return spread
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _add_config_arguments(parser: argparse.ArgumentParser, config_help: str, nargs: str | None = None) -> None:
+    parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=config_help)
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a key of CONFIG; may be repeated",
+    )
+
+
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_config_arguments(parser, "the run's JSON file")
+    parser.add_argument("--groups", metavar="N", type=_positive, help="SDP groups (sdp.groups)")
+    parser.add_argument(
+        "--fsdp", metavar="F", type=_positive, help="ranks that share a group's state (default: what is left)"
+    )
+    parser.add_argument(
+        "--tp", metavar="T", type=_positive, help="tensor-parallel degree (tensor_parallel.autotp_size)"
+    )
+    parser.add_argument("--nproc", metavar="P", type=_positive, help="processes to start here where no launcher did")
+    parser.add_argument(
+        "--dump-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME of CONFIG)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in the dump directory"
+    )
+
+
+def _train(args: argparse.Namespace) -> int:
+    """Train in this process where a launcher started it, or where one process is enough; else start the processes.
+
+    Adds to ``args``, for ``tools.train``: ``overrides``, all that changes CONFIG in the form of ``--set``.
+    """
+    from ..engine.config import load_config
+    from .layout import Degrees, visible_devices
+
+    args.overrides = [*args.set]
+    args.overrides += [f"sdp.groups={args.groups}"] if args.groups else []
+    args.overrides += [f"tensor_parallel.autotp_size={args.tp}"] if args.tp else []
+    args.dump_dir = args.dump_dir or Path("runs") / args.config.stem
+    degrees = Degrees.of(load_config(args.config, args.overrides), args.fsdp)
+    place = detect()
+    if place is not None:
+        if args.nproc not in (None, place.world_size):
+            raise ConfigError(
+                f"--nproc {args.nproc}: {place.source} started {place.world_size} processes; leave it out"
+            )
+        degrees.check(place.world_size, place.source)
+        return _tool("train").run(args)
+    devices = visible_devices()
+    processes = degrees.processes(args.nproc, devices)
+    if processes > 1:
+        from .local import start_local
+
+        return start_local(args.argv, processes, args.dump_dir / "logs", on_cpu=devices == 0)
+    from .local import become_single
+
+    become_single(on_cpu=devices == 0)
+    return _tool("train").run(args)
+
+
+def _add_show_config_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_config_arguments(parser, "the JSON file to resolve", nargs="?")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of all keys instead")
+
+
+def _show_config(args: argparse.Namespace) -> int:
+    import json
+
+    from ..engine.config import json_schema, load_config
+
+    if args.schema == (args.config is not None):
+        raise ConfigError("give either a CONFIG to resolve or --schema; see sdp config --help")
+    print(
+        json.dumps(json_schema(), indent=2)
+        if args.schema
+        else load_config(args.config, args.set).model_dump_json(indent=2)
+    )
+    return 0
+
+
+def _show_version(_: argparse.Namespace) -> int:
+    print(f"sdp {_own_version()}, Python {platform.python_version()}, torch {_version_of('torch')}")
+    return 0
+
+
+def _own_version() -> str:
+    """A checkout's setup.cfg goes first: another release may be installed beside it."""
+    metadata = ConfigParser()
+    metadata.read(Path(__file__).absolute().parent.parent / "setup.cfg", encoding="utf-8")
+    return metadata.get("metadata", "version", fallback="") or _version_of("sdp-engine")
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return installed_version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _tool(name: str) -> Any:
+    return importlib.import_module(f"..tools.{name}", __package__)
+
+
+def _tool_command(name: str, help_text: str) -> _Command:
+    """A command whose arguments stand in its own module, imported when it is used."""
+    return _Command(help_text, lambda parser: _tool(name).add_arguments(parser), lambda args: _tool(name).run(args))
+
+
+_COMMANDS = {
+    "train": _Command("train a model from one JSON file", _add_train_arguments, _train),
+    "prepare": _tool_command("prepare", "turn text into memory-mapped token shards"),
+    "config": _Command(
+        "print a configuration with all defaults, or the schema", _add_show_config_arguments, _show_config
+    ),
+    "report": _tool_command("report", "summarise and compare finished runs"),
+    "version": _Command("print versions", lambda _: None, _show_version),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

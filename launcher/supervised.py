@@ -1,0 +1,88 @@
+"""The started process's half of the local launcher: it ends with its parent, and reports a fatal error once.
+
+A job of many ranks fails with one message. Under the local launcher a rank leaves its error in a file and the launcher
+prints the one that came first; under another launcher ranks above 0 hold theirs back until rank 0 could have failed
+alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..engine.environment import Supervision, detect
+from ..engine.errors import LaunchError
+
+_PR_SET_PDEATHSIG = 1
+# Launchers look at their processes every 0.1 s (torchrun) to 1 s (DeepSpeed) and end all after the first failure.
+_HOLD_BACK_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class FatalError:
+    """Why a rank ended: the exit code it is about to have, the text for the user, when (seconds since the epoch)."""
+
+    exit_code: int
+    text: str
+    time: float
+
+    def write(self, path: Path) -> None:
+        """Write to ``path`` at once: a reader sees all of it or nothing."""
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        aside.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> FatalError | None:
+        """What a rank wrote to ``path``, or None."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def tie_to_parent(parent_pid: int) -> None:
+    """End this process when the launcher ends, even by SIGKILL."""
+    # Rank 0 runs in a background process group of the terminal: writing to it must not stop it under `stty tostop`.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # the launcher died before the line above
+        os._exit(1)
+
+
+def report_fatal(text: str, exit_code: int, supervision: Supervision | None) -> None:
+    """Tell the user why this process ends, once for all ranks."""
+    rank = _rank()
+    if supervision is not None:
+        with contextlib.suppress(OSError):  # a full disk must not hide the error itself
+            FatalError(exit_code, text, time.time()).write(supervision.error_file)
+            if rank == 0:
+                return
+    elif rank > 0:
+        time.sleep(_HOLD_BACK_SECONDS)
+    print(text, file=sys.stderr, flush=True)
+
+
+def _rank() -> int:
+    try:
+        environment = detect()
+    except LaunchError:
+        return 0
+    return environment.rank if environment else 0
+
+
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

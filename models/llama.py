@@ -1,0 +1,258 @@
+"""LLaMA: parameter names and numerics of Hugging Face's ``LlamaForCausalLM``, so that weights go either way unchanged.
+
+Sources: Touvron et al., arXiv 2302.13971 (the model); Su et al., arXiv 2104.09864 (rotary embedding); Shazeer,
+arXiv 2002.05202 (SwiGLU); Ainslie et al., arXiv 2305.13245 (grouped-query attention). Letters of shapes: B sequences,
+S tokens, D hidden size, H attention heads, K key/value heads, E head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from ..engine.config import PositiveInt, Section
+from ..engine.errors import ConfigError, ModelError
+from ..engine.initialisation import Constant, Init, Normal
+
+IGNORE_INDEX = -100
+"""Label of a token that does not count in the loss (Hugging Face's convention)."""
+
+
+class LlamaConfig(Section):
+    """Shape of a LLaMA, under Hugging Face's field names; ``vocab_size`` may be left to the data."""
+
+    vocab_size: PositiveInt | None = None
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    max_position_embeddings: PositiveInt = 2048
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    tie_word_embeddings: bool = False
+    initializer_range: Annotated[float, Field(gt=0, le=1)] = 0.02
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
+            )
+        if self.num_attention_heads % self.key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not divisible by "
+                f"num_key_value_heads {self.key_value_heads}"
+            )
+        if self.head_size % 2:
+            raise ValueError(
+                f"head_dim {self.head_size} (default: hidden_size / num_attention_heads) is odd; "
+                "rotary embedding turns pairs of elements, so it must be even"
+            )
+        return self
+
+    @property
+    def key_value_heads(self) -> int:
+        """K: ``num_key_value_heads``, or one per attention head where that is not set."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """E: ``head_dim``, or hidden size / heads where that is not set."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+
+class LlamaRMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in float32 and returned in the input's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def rotary_table(tokens: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding for positions 0 … ``tokens`` - 1.
+
+    Both (S, E), in the dtype and on the device of ``like``; angles are computed in float32, whatever that dtype is.
+    """
+    even = torch.arange(0, config.head_size, 2, dtype=torch.float32, device=like.device)
+    frequencies = 1.0 / config.rope_theta ** (even / config.head_size)
+    positions = torch.arange(tokens, dtype=torch.float32, device=like.device)
+    angles = repeat(torch.outer(positions, frequencies), "s e -> s (two e)", two=2)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs (i, i + E/2) of ``heads`` (B, H, S, E) by the angles behind ``cos`` and ``sin`` (S, E)."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class LlamaAttention(nn.Module):
+    """Causal self-attention with rotary positions; K < H heads share keys and values (grouped-query attention)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        queries, keys = config.num_attention_heads * self.head_size, config.key_value_heads * self.head_size
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # The number of heads follows from the projections' width, so that column-parallel ones need no change here.
+        query, key, value = (
+            rearrange(projection(hidden), "b s (h e) -> b h s e", e=self.head_size)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        attended = causal_attention(rotate(query, cos, sin), rotate(key, cos, sin), value)
+        return self.o_proj(rearrange(attended, "b h s e -> b s (h e)"))
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of ``query`` (B, H, S, E) over ``key`` and ``value`` (B, K, S, E); K divides H."""
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and query.dtype == torch.float32:
+        # In float32 CUDA has only the memory-efficient kernel, which knows no groups; asking for them there would fall
+        # back to a kernel that materialises S x S scores.
+        share = query.shape[1] // key.shape[1]
+        key, value = (repeat(heads, "b k s e -> b (k share) s e", share=share) for heads in (key, value))
+        grouped = False
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+
+
+class LlamaMLP(nn.Module):
+    """SwiGLU feed-forward: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class LlamaDecoderLayer(nn.Module):
+    """A residual block: attention, then feed-forward, each normalised first and added to its input."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(config)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``hidden`` (B, S, D) → (B, S, D), with ``cos`` and ``sin`` (S, E); skipping a layer is the identity."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class LlamaModel(nn.Module):
+    """Embedding, decoder layers and final norm: token ids (B, S) → hidden states (B, S, D)."""
+
+    def __init__(self, config: LlamaConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed_tokens(input_ids)
+        # Computed anew in each forward and handed down: without buffers there is nothing to materialise or to move.
+        cos, sin = rotary_table(input_ids.shape[1], self.config, like=hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin)
+        return self.norm(hidden)
+
+
+class Llama(nn.Module):
+    """A LLaMA with its language-model head; state dicts interchange with Hugging Face's ``LlamaForCausalLM``.
+
+    Raises :class:`ConfigError` where ``config.vocab_size`` is not filled in.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ConfigError("model.vocab_size: not set, and no data states one; add it to the model section")
+        self.config = config
+        self.model = LlamaModel(config, config.vocab_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (B, S, V) of ``input_ids`` (B, S); with ``labels`` the mean cross-entropy instead, a float32 scalar.
+
+        ``labels`` (B, S) are the input ids themselves: they are shifted here, and -100 marks tokens that do not count.
+        Raises :class:`ModelError` where a sequence is longer than ``max_position_embeddings``.
+        """
+        tokens, limit = input_ids.shape[1], self.config.max_position_embeddings
+        if tokens > limit:
+            raise ModelError(
+                f"a sequence of {tokens} tokens is longer than model.max_position_embeddings = {limit}; "
+                "raise it, or lower data.sequence_length"
+            )
+        logits = self.lm_head(self.model(input_ids))
+        return logits if labels is None else next_token_loss(logits, labels)
+
+    def unit_patterns(self) -> list[str]:
+        """Patterns of the modules that are units: the decoder layers."""
+        return ["model.layers.*"]
+
+    def parameter_init(self, name: str) -> Init:
+        """How the parameter of this (canonical) name is initialised: Hugging Face's scheme.
+
+        Raises :class:`ModelError` for a name that is no parameter of this model.
+        """
+        module, _, leaf = name.rpartition(".")
+        kind = module.rpartition(".")[2]
+        if leaf == "weight" and kind.endswith("norm"):
+            return Constant(1.0)
+        if leaf == "weight" and kind.endswith(("_proj", "embed_tokens", "lm_head")):
+            return Normal(self.config.initializer_range)
+        raise ModelError(f"{name}: LLaMA has no parameter of this name")
+
+    def sharding_groups(self) -> list[str]:
+        """Modules outside the units that are sharded on their own; a tied pair must share one group: none then."""
+        return [] if self.config.tie_word_embeddings else ["model.embed_tokens", "lm_head"]
+
+    def flops_per_token(self, sequence_length: int) -> dict[str, float]:
+        """Floating-point operations of forward and backward per token, by unit name, and ``"shared"`` for the rest.
+
+        2 operations per weight of a matrix product, and 4 H E S for the two products of attention, times 3 (backward
+        costs twice forward): PaLM (arXiv 2204.02311), appendix B. As there, the whole S x S attention counts although
+        its causal half suffices; norms, rotary embedding, the embedding look-up and recomputation are left out.
+        """
+        config = self.config
+        assert config.vocab_size is not None  # checked on construction
+        queries, keys = config.num_attention_heads * config.head_size, config.key_value_heads * config.head_size
+        weights = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+        layer = 3.0 * (2 * weights + 4 * queries * sequence_length)
+        head = 3.0 * 2 * config.hidden_size * config.vocab_size
+        return {f"model.layers.{index}": layer for index in range(config.num_hidden_layers)} | {"shared": head}
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy in float32 of ``logits`` (B, S, V) at each position against the next position's label."""
+    # The labels are shifted, not the logits: a shifted copy of those is the largest tensor of the step.
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX)

@@ -1,0 +1,62 @@
+"""The ``model`` section of the configuration → a model on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.config import Section
+from ..engine.errors import ConfigError, suggestion
+from ..engine.optim import parse_section
+from .llama import Llama, LlamaConfig
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model that can be named in the configuration: the schema of its section, and how to build it."""
+
+    config: type[Section]
+    build: Callable[[Any], nn.Module]
+
+
+MODELS: Mapping[str, Entry] = {"llama": Entry(LlamaConfig, Llama)}
+
+
+def build_model(section: Mapping[str, Any], vocab_size: int | None = None) -> nn.Module:
+    """The model that ``section`` (``{"name": "llama", …}``) describes, on the meta device.
+
+    ``vocab_size`` is that of the data (None: the model reads no tokens, or the section alone decides); it fills in a
+    section that names none. Raises :class:`ConfigError` for an unknown name or key, an ill-typed value, or vocabularies
+    that differ.
+    """
+    fields = dict(section)
+    entry = _entry(fields.pop("name", None))
+    if vocab_size is not None and "vocab_size" in entry.config.model_fields:
+        fields["vocab_size"] = _agreed_vocabulary(fields.get("vocab_size"), vocab_size)
+    config = parse_section(entry.config, fields, "model")
+    with torch.device("meta"):
+        return entry.build(config)
+
+
+def _entry(name: object) -> Entry:
+    known = ", ".join(MODELS)
+    if name is None:
+        raise ConfigError(f"model.name: this key is required; known: {known}")
+    if not isinstance(name, str) or name not in MODELS:
+        hint = suggestion(str(name), list(MODELS)) or f"; known: {known}"
+        raise ConfigError(f'model.name: unknown model "{name}"{hint}')
+    return MODELS[name]
+
+
+def _agreed_vocabulary(stated: object, data: int) -> object:
+    # A stated value that is no integer is left for the schema to refuse.
+    if isinstance(stated, int) and stated != data:
+        raise ConfigError(
+            f"model.vocab_size: {stated}, but the data's tokenizer has {data}; remove model.vocab_size to take the "
+            "data's, or prepare the data with the tokenizer that this model was meant for"
+        )
+    return data if stated is None else stated

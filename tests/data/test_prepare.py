@@ -1,0 +1,258 @@
+"""Preparing: the same result for any number of workers, documents joined by end-of-text, and clear refusals."""
+
+import argparse
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from sdp.data import encode, sources
+from sdp.data import prepare as room
+from sdp.data.prepare import prepare
+from sdp.data.shards import TokenDataset
+from sdp.data.tokenizers import load_tokenizer
+from sdp.engine.errors import DataError, LaunchError
+from sdp.tools import prepare as command
+
+TEXTS = [f"Document {i}\n\n" + "\n".join(f"    line {i * j}: some text" for j in range(i % 7 + 1)) for i in range(60)]
+
+
+def write_json_lines(path: Path, texts=TEXTS) -> str:
+    data = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return str(path)
+
+
+def quiet(inputs, output, **arguments):
+    return prepare(
+        inputs, output, **{"tokenizer": "bytes", "workers": 1, "progress": False, "held_out": 0.2, **arguments}
+    )
+
+
+def documents_of(directory: Path, split: str) -> list[str]:
+    """The documents of a split, decoded from its shards."""
+    dataset, tokenizer = TokenDataset(directory, split, 1), load_tokenizer(directory)
+    ids = [int(dataset[i]["input_ids"]) for i in range(len(dataset))]
+    ends = [i for i, token in enumerate(ids) if token == tokenizer.end_of_text]
+    assert ends[-1] == len(ids) - 1
+    return [tokenizer.decode(ids[a + 1 : b]) for a, b in zip([-1, *ends], ends, strict=False)]
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize(("tokenizer", "vocab_size"), [("bytes", None), ("sentencepiece", 310)])
+def test_result_does_not_depend_on_the_workers(tmp_path, monkeypatch, tokenizer, vocab_size):
+    monkeypatch.setattr(encode, "_BATCH_CHARACTERS", 300)
+    inputs = [write_json_lines(tmp_path / "a.jsonl"), write_json_lines(tmp_path / "b.jsonl.gz", TEXTS[::-1])]
+    for workers in (1, 2):
+        arguments = {"tokenizer": tokenizer, "vocab_size": vocab_size, "shard_tokens": 1000, "workers": workers}
+        quiet(inputs, tmp_path / str(workers), **arguments)
+    assert content(tmp_path / "1") == content(tmp_path / "2")
+    assert len(list((tmp_path / "1").glob("train-*.bin"))) > 3
+
+
+def test_documents_come_back_in_order_and_in_one_split_each(tmp_path):
+    index = quiet([write_json_lines(tmp_path / "a.jsonl")], tmp_path / "out", shard_tokens=64)
+    train, held_out = documents_of(tmp_path / "out", "train"), documents_of(tmp_path / "out", "held_out")
+    assert sorted(train + held_out) == sorted(TEXTS)
+    assert [text for text in TEXTS if text in train] == train
+    assert 5 <= len(held_out) <= 20
+    corpus = index["corpus"]
+    assert corpus["documents"] == len(TEXTS)
+    assert corpus["text_bytes"] == sum(map(len, TEXTS))
+    assert {name: split["documents"] for name, split in index["splits"].items()} == {
+        "train": len(train),
+        "held_out": len(held_out),
+    }
+    assert index == json.loads((tmp_path / "out" / "index.json").read_text())
+
+
+def test_kinds_of_files_give_the_same_tokens(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i, text in enumerate(TEXTS):
+        (tmp_path / "text" / f"{i:03d}.txt").write_text(text)
+    pyarrow.parquet.write_table(pyarrow.table({"body": TEXTS}), tmp_path / "a.parquet", row_group_size=7)
+    quiet([write_json_lines(tmp_path / "a.jsonl")], tmp_path / "1")
+    quiet([f"{tmp_path}/text/*.txt"], tmp_path / "2")
+    quiet([str(tmp_path / "a.parquet")], tmp_path / "3", text_column="body")
+    shards = [{k: v for k, v in content(tmp_path / n).items() if k.endswith(".bin")} for n in "123"]
+    assert shards[0] == shards[1] == shards[2]
+
+
+def test_large_vocabulary_uses_uint32(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "_dtype_name", lambda vocab_size: "uint32")
+    index = quiet([write_json_lines(tmp_path / "a.jsonl")], tmp_path / "out")
+    assert index["dtype"] == "uint32"
+    assert sum(np.fromfile(tmp_path / "out" / "train-00000.bin", "<u4") == 256) == index["splits"]["train"]["documents"]
+    monkeypatch.undo()
+    assert [room._dtype_name(size) for size in (65535, 65536)] == ["uint16", "uint32"]
+
+
+def test_tokenizer_is_trained_on_training_documents_only(tmp_path):
+    path = write_json_lines(tmp_path / "a.jsonl")
+    quiet([path], tmp_path / "out")
+    corpus = sources.FileCorpus((Path(path),), "text")
+    arguments = room._Settings("sentencepiece", 310, "text", 0.2, 0, 1000)
+    sample = list(room._sample_texts(corpus, corpus.sources(), arguments))
+    assert sample == documents_of(tmp_path / "out", "train")
+
+
+def test_tokenizer_sample_is_spread_over_the_files(tmp_path, monkeypatch):
+    paths = tuple(Path(write_json_lines(tmp_path / f"{i}.jsonl", [f"{i} {t}" for t in TEXTS])) for i in range(3))
+    corpus = sources.FileCorpus(paths, "text")
+    arguments = room._Settings("sentencepiece", 310, "text", 0.01, 0, 1000)
+    monkeypatch.setattr(room, "TOKENIZER_SAMPLE_BYTES", 3_000)
+    sample = list(room._sample_texts(corpus, corpus.sources(), arguments))
+    assert {text[0] for text in sample} == {"0", "1", "2"}
+    assert 1_500 < sum(map(len, sample)) < 4_500
+    assert room._quota([5, 1, 100, 100], 40) == 17
+    assert room._quota([5, 5], 40) == float("inf")
+
+
+def test_same_preparation_is_not_repeated_and_another_is_refused(tmp_path, capsys):
+    path, out = write_json_lines(tmp_path / "a.jsonl"), tmp_path / "out"
+    first = quiet([path], out)
+    before = {file.name: file.stat().st_mtime_ns for file in out.iterdir()}
+    assert quiet([path], out, progress=True) == first
+    assert "already holds this corpus with these settings" in capsys.readouterr().err
+    assert {file.name: file.stat().st_mtime_ns for file in out.iterdir()} == before
+    with pytest.raises(DataError, match=r"already holds other data \(held_out differ\): .* --overwrite"):
+        quiet([path], out, held_out=0.3)
+    write_json_lines(tmp_path / "a.jsonl", TEXTS[:40])
+    with pytest.raises(DataError, match=r"other data \(the corpus differ\)"):
+        quiet([path], out)
+    assert quiet([path], out, overwrite=True)["corpus"]["documents"] == 40
+
+
+def test_overwriting_leaves_no_old_shard(tmp_path):
+    path, out = write_json_lines(tmp_path / "a.jsonl"), tmp_path / "out"
+    quiet([path], out, shard_tokens=100)
+    (out / "notes.bin").write_text("the user's")
+    quiet([path], out, overwrite=True)
+    assert sorted(file.name for file in out.iterdir()) == [
+        "held_out-00000.bin",
+        "index.json",
+        "notes.bin",
+        "train-00000.bin",
+    ]
+
+
+def test_damaged_output_is_named_and_can_be_made_again(tmp_path):
+    path, out = write_json_lines(tmp_path / "a.jsonl"), tmp_path / "out"
+    first = quiet([path], out)
+    (out / "train-00000.bin").write_bytes(b"xx")
+    with pytest.raises(DataError, match=r"train-00000\.bin: 2 bytes instead of"):
+        quiet([path], out)
+    assert quiet([path], out, overwrite=True) == first
+    TokenDataset(out, "train", 8).verify()
+
+
+def test_default_vocabulary_size_is_the_same_as_naming_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "DEFAULT_VOCAB_SIZE", 310)
+    path = write_json_lines(tmp_path / "a.jsonl")
+    first = quiet([path], tmp_path / "out", tokenizer="sentencepiece")
+    assert quiet([path], tmp_path / "out", tokenizer="sentencepiece", vocab_size=310) == first
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece"])
+def test_empty_corpus(tmp_path, tokenizer):
+    path = write_json_lines(tmp_path / "a.jsonl", [""])
+    with pytest.raises(DataError, match="the corpus is empty"):
+        quiet([path], tmp_path / "out", tokenizer=tokenizer)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_empty_split_says_what_to_do(tmp_path):
+    path = write_json_lines(tmp_path / "a.jsonl", TEXTS[:1])
+    with pytest.raises(DataError, match=r"the split 'held_out' is empty: 1 document.* raise --held-out"):
+        quiet([path], tmp_path / "out", held_out=1e-9)
+    with pytest.raises(DataError, match=r"the split 'train' is empty.* lower --held-out"):
+        quiet([path], tmp_path / "out", held_out=1 - 1e-9)
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"held_out": 0}, "between 0 and 1, it is 0"),
+        ({"held_out": 1.5}, "between 0 and 1, it is 1.5"),
+        ({"tokenizer": "sentencepiece", "vocab_size": 1}, "at least 2, it is 1"),
+        ({"workers": 0}, "at least 1, it is 0"),
+        ({"shard_tokens": 0}, "at least 1 token"),
+        ({"tokenizer": "gpt2"}, "unknown tokenizer 'gpt2'"),
+    ],
+)
+def test_bad_arguments(tmp_path, arguments, message):
+    with pytest.raises(DataError, match=message):
+        quiet([write_json_lines(tmp_path / "a.jsonl")], tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_that_cannot_be_written(tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(DataError, match="out: cannot be written"):
+        quiet([write_json_lines(tmp_path / "a.jsonl")], tmp_path / "out")
+
+
+def test_error_in_the_corpus_leaves_no_index(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(Path(write_json_lines(path)).read_bytes() + b"{\n")
+    with pytest.raises(DataError, match=f"line {len(TEXTS) + 1}: not valid JSON"):
+        quiet([str(path)], tmp_path / "out")
+    assert not (tmp_path / "out" / "index.json").exists()
+    assert not list((tmp_path / "out").glob("*.tmp"))
+
+
+def test_dead_worker_is_a_clear_error(tmp_path):
+    # A script without the main guard: its workers die while they import it.
+    inputs, output = [write_json_lines(tmp_path / "a.jsonl")], str(tmp_path / "out")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from sdp.data.prepare import prepare\nfrom sdp.engine.errors import LaunchError\n"
+        f"try:\n    prepare({inputs!r}, {output!r}, 'bytes', held_out=0.2, workers=2)\n"
+        "except LaunchError as error:\n    print('LaunchError', error)\n"
+    )
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=60)
+    assert f"LaunchError {LaunchError('a worker process ended unexpectedly')}" in result.stdout
+
+
+def test_workers_need_no_torch():
+    code = "import sys, sdp.tools.prepare, sdp.data.encode; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def run_command(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+def test_command_prepares_and_verifies(tmp_path, capsys):
+    path, out = write_json_lines(tmp_path / "a.jsonl"), str(tmp_path / "out")
+    common = ["--output", out, "--tokenizer", "bytes", "--workers", "1"]
+    assert run_command("--input", path, *common, "--held-out", "0.2") == 0
+    printed = capsys.readouterr().out
+    for part in ("60 documents", "sha256", "bytes, 257 tokens", "(0.99 bytes each) in 2 shard(s)", "held_out"):
+        assert part in printed
+    assert run_command("--output", out, "--verify") == 0
+    assert "every shard and the tokenizer are sound" in capsys.readouterr().out
+    (tmp_path / "out" / "train-00000.bin").write_bytes(bytes((tmp_path / "out" / "train-00000.bin").stat().st_size))
+    with pytest.raises(DataError, match="sha256"):
+        run_command("--output", out, "--verify")
+
+
+def test_command_without_input_reads_the_standard_library(tmp_path, capsys):
+    assert run_command("--output", str(tmp_path), "--tokenizer", "bytes", "--workers", "1") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("no --input: using the sources and doc strings of Python's standard library\n")
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert index["corpus"]["text_bytes"] >= 10_000_000
+    share = index["splits"]["held_out"]["tokens"] / index["splits"]["train"]["tokens"]
+    assert 0.01 < share < 0.2

@@ -1,0 +1,155 @@
+"""Shards: what is written is what is read, across shard boundaries; damage is found and named."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sdp.data.index import Corpus, Index, load_index
+from sdp.data.shards import TokenDataset
+from sdp.data.writer import ShardWriter
+from sdp.engine.errors import DataError
+from torch.utils.data import DataLoader
+
+END = 256
+
+
+def write(directory, tokens, shard_tokens=10, vocab_size=257, dtype="uint16", split="train") -> Index:
+    """A prepared directory with ``tokens`` in one split, written in uneven parts."""
+    writer = ShardWriter(directory, split, np.dtype(dtype).newbyteorder("<"), shard_tokens, END)
+    for part in np.split(np.asarray(tokens), [3, 4, 17]):
+        writer.write(part)
+    index = Index(
+        tokenizer={"kind": "bytes"},
+        vocab_size=vocab_size,
+        end_of_text=END,
+        dtype=dtype,  # pyright: ignore[reportArgumentType]  # pydantic checks it
+        splits={split: writer.finish()},
+        corpus=Corpus(sources=["made"], sha256="", files=1, bytes=1, documents=1, text_bytes=1),
+        settings={},
+    )
+    index.save(directory)
+    return index
+
+
+@pytest.fixture
+def tokens() -> np.ndarray:
+    tokens = np.random.default_rng(0).integers(0, 256, 37)
+    tokens[[4, 9, 36]] = END
+    return tokens
+
+
+def test_shards_are_bounded_raw_little_endian_files(tmp_path, tokens):
+    index = write(tmp_path, tokens)
+    shards = index.splits["train"].shards
+    assert [shard.tokens for shard in shards] == [10, 10, 10, 7]
+    assert [shard.documents for shard in shards] == [2, 0, 0, 1]
+    assert [shard.file for shard in shards] == [f"train-0000{i}.bin" for i in range(4)]
+    raw = b"".join((tmp_path / shard.file).read_bytes() for shard in shards)
+    assert raw == tokens.astype("<u2").tobytes()
+    assert not list(tmp_path.glob("*.tmp"))
+    assert load_index(tmp_path) == index
+
+
+@pytest.mark.parametrize("length", [1, 4, 10, 23, 37])
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "uint16"), (70_000, "uint32")])
+def test_samples_span_shards(tmp_path, tokens, length, vocab_size, dtype):
+    write(tmp_path, tokens, vocab_size=vocab_size, dtype=dtype)
+    dataset = TokenDataset(tmp_path, "train", length)
+    assert len(dataset) == 37 // length
+    for i in range(len(dataset)):
+        sample = dataset[i]
+        expected = torch.from_numpy(tokens[i * length : (i + 1) * length])
+        assert sample["input_ids"].dtype == torch.int64
+        assert torch.equal(sample["input_ids"], expected)
+        assert torch.equal(sample["labels"], expected)
+        assert sample["labels"].data_ptr() != sample["input_ids"].data_ptr()
+    with pytest.raises(IndexError):
+        dataset[len(dataset)]
+    dataset.verify()
+
+
+def test_spawned_workers_read_the_same(tmp_path, tokens):
+    write(tmp_path, tokens)
+    dataset = TokenDataset(tmp_path, "train", 4)
+    first = dataset[0]["input_ids"]
+    assert len(pickle.dumps(dataset)) < 5_000
+    loader = DataLoader(dataset, batch_size=3, num_workers=1, multiprocessing_context="spawn")
+    batches = list(loader)
+    assert torch.equal(batches[0]["input_ids"][0], first)
+    assert [tuple(batch["labels"].shape) for batch in batches] == [(3, 4)] * 3
+
+
+def test_token_outside_the_vocabulary_is_a_data_error(tmp_path, tokens):
+    index = write(tmp_path, tokens)
+    path = tmp_path / index.splits["train"].shards[1].file
+    values = np.fromfile(path, dtype="<u2")
+    values[5] = 999
+    values.tofile(path)
+    dataset = TokenDataset(tmp_path, "train", 4)
+    dataset[0]
+    with pytest.raises(DataError, match=r"train-00001\.bin: damaged: token id 999 .* vocabulary of 257"):
+        dataset[3]
+    with pytest.raises(DataError, match=r"train-00001\.bin: sha256 .* damaged; prepare it again"):
+        dataset.verify()
+
+
+def test_missing_and_cut_off_shards_are_named_when_opening(tmp_path, tokens):
+    index = write(tmp_path, tokens)
+    path = tmp_path / index.splits["train"].shards[2].file
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(
+        DataError, match=r"train-00002\.bin: 17 bytes instead of 20, damaged .* prepare it again with: sdp"
+    ):
+        TokenDataset(tmp_path, "train", 4)
+    path.unlink()
+    with pytest.raises(DataError, match=r"train-00002\.bin: this token shard is missing"):
+        TokenDataset(tmp_path, "train", 4)
+
+
+def test_bad_requests(tmp_path, tokens):
+    write(tmp_path, tokens)
+    with pytest.raises(DataError, match="no split 'held_out', there are train"):
+        TokenDataset(tmp_path, "held_out", 4)
+    with pytest.raises(DataError, match="37 tokens, fewer than one sequence of 38"):
+        TokenDataset(tmp_path, "train", 38)
+    with pytest.raises(DataError, match="at least 1, it is 0"):
+        TokenDataset(tmp_path, "train", 0)
+    with pytest.raises(DataError, match=r"no prepared data here .* make it with: sdp prepare --output"):
+        TokenDataset(tmp_path / "nothing", "train", 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: index.update(format="other"), "not an index of token shards"),
+        (lambda index: index.update(version=2), "version 2, this program reads 1"),
+        (lambda index: index.update(extra=1), "extra: "),
+        (lambda index: index.pop("dtype"), "dtype: Field required"),
+        (lambda index: index.update(end_of_text=257), "end_of_text .* outside the vocabulary"),
+        (lambda index: index["splits"]["train"].update(tokens=36), "do not add up"),
+        (lambda index: index["splits"]["train"]["shards"][0].update(file="../x.bin"), r"shards\.0\.file"),
+    ],
+)
+def test_unsound_index_is_refused(tmp_path, tokens, change, message):
+    write(tmp_path, tokens)
+    content = json.loads((tmp_path / "index.json").read_text())
+    change(content)
+    (tmp_path / "index.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=message) as caught:
+        load_index(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_index_that_is_no_json(tmp_path):
+    (tmp_path / "index.json").write_text("{")
+    with pytest.raises(DataError, match=r"index\.json: cannot be read as JSON"):
+        load_index(tmp_path)
+
+
+def test_aborted_writer_leaves_nothing(tmp_path, tokens):
+    writer = ShardWriter(tmp_path, "train", np.dtype("<u2"), 100, END)
+    writer.write(tokens)
+    writer.abort()
+    assert not list(tmp_path.iterdir())

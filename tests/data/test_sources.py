@@ -1,0 +1,134 @@
+"""Readers: every supported kind gives its documents; every kind of damage gives one line that names file and place."""
+
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from sdp.data.sources import FileCorpus, expand_inputs, read_documents
+from sdp.engine.errors import DataError
+
+TEXTS = ["one\n  two\t", "é漢字😀", "third"]
+
+
+def json_lines(texts, column="text") -> bytes:
+    return "".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def write_parquet(path, texts, column="text", kind=None) -> None:
+    table = pyarrow.table({"id": list(range(len(texts))), column: pyarrow.array(texts, type=kind)})
+    pyarrow.parquet.write_table(table, path, row_group_size=2)
+
+
+def texts_of(path, column="text") -> list[str]:
+    return [document.text for document in read_documents(path, column)]
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [
+        ("a.jsonl", bytes),
+        ("a.jsonl.gz", gzip.compress),
+        ("a.jsonl.zst", zstandard.ZstdCompressor().compress),
+        # Two frames, as parallel compressors write them.
+        ("b.jsonl.zst", lambda data: b"".join(zstandard.ZstdCompressor().compress(p) for p in (data[:30], data[30:]))),
+    ],
+)
+def test_json_lines(tmp_path, name, pack):
+    path = tmp_path / name
+    path.write_bytes(pack(json_lines([*TEXTS[:2], "", TEXTS[2]]) + b"\n"))
+    assert texts_of(path) == TEXTS
+    assert sum(document.source_bytes for document in read_documents(path)) <= path.stat().st_size
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), "str")])
+def test_parquet(tmp_path, kind):
+    write_parquet(tmp_path / "a.parquet", TEXTS, kind=kind)
+    assert texts_of(tmp_path / "a.parquet") == TEXTS
+
+
+def test_text_and_its_byte_order_mark(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfline\r\n\tend\n")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    assert texts_of(tmp_path / "a.txt") == ["line\r\n\tend\n"]
+    assert texts_of(tmp_path / "empty.txt") == []
+
+
+def test_other_columns(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS, "content"))
+    write_parquet(tmp_path / "a.parquet", TEXTS, "content")
+    assert texts_of(tmp_path / "a.jsonl", "content") == texts_of(tmp_path / "a.parquet", "content") == TEXTS
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\\ud800b"}\n')
+    assert texts_of(tmp_path / "a.jsonl") == ["a?b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2: not valid JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\n[1]\n', r"line 3: a JSON object is expected, this is a list"),
+        (
+            "a.jsonl",
+            b'{"body": "a", "id": 1}\n',
+            r"line 1: no column 'text' \(there are: body, id\); choose one with --te",
+        ),
+        ("a.jsonl", b'{"text": 5}\n', r"line 1: 'text' must be a string, it is int"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"line 1: not valid JSON"),
+        ("a.jsonl.gz", gzip.compress(json_lines(TEXTS))[:-9], r"a\.jsonl\.gz, after line \d: damaged or cut off"),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz, after line 0: damaged or cut off"),
+        ("a.jsonl.zst", b"no zstd", r"a\.jsonl\.zst, after line 0: damaged or cut off"),
+        ("a.txt", b"ab\xff", r"a\.txt: byte 2 is not UTF-8"),
+        ("a.parquet", b"no parquet at all", r"a\.parquet: not a readable Parquet file"),
+    ],
+)
+def test_damage_is_named(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=message) as caught:
+        texts_of(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_parquet_columns_are_checked(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, ["a", "b", None])
+    with pytest.raises(DataError, match=r"a\.parquet, row 3: 'text' is null"):
+        texts_of(path)
+    with pytest.raises(DataError, match=r"a\.parquet: no column 'body' \(there are: id, text\)"):
+        texts_of(path, "body")
+    with pytest.raises(DataError, match="column 'id' must hold strings, it holds int64"):
+        texts_of(path, "id")
+
+
+def test_globs_are_expanded_sorted_and_unique(tmp_path):
+    for name in ("b.txt", "a.txt", "sub/c.txt", "sub/d.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    paths = expand_inputs([f"{tmp_path}/*.txt", f"{tmp_path}/**/*.txt", f"{tmp_path}/sub/d.jsonl"])
+    assert [path.relative_to(tmp_path).as_posix() for path in paths] == ["a.txt", "b.txt", "sub/c.txt", "sub/d.jsonl"]
+
+
+def test_bad_inputs_are_named(tmp_path):
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(DataError, match=r"no file matches '.*\*\.jsonl'"):
+        expand_inputs([f"{tmp_path}/*.jsonl"])
+    with pytest.raises(DataError, match=r"a\.csv: this kind of file is not read; supported are \.txt"):
+        expand_inputs([f"{tmp_path}/*"])
+    with pytest.raises(DataError, match="is a directory: give a pattern"):
+        expand_inputs([str(tmp_path)])
+    with pytest.raises(DataError, match="no input is named"):
+        expand_inputs([])
+
+
+def test_corpus_reads_files_in_order_or_one_of_them(tmp_path):
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.txt").write_text(text)
+    corpus = FileCorpus(expand_inputs([f"{tmp_path}/*.txt"]), "text")
+    assert [document.text for document in corpus.documents()] == TEXTS
+    assert [document.text for document in corpus.documents(1)] == TEXTS[1:2]
+    assert [source.bytes for source in corpus.sources()] == [len(text.encode()) for text in TEXTS]
+    assert len({source.sha256 for source in corpus.sources()}) == 3

@@ -1,0 +1,167 @@
+"""Tokenizers: lossless round trips, reproducible training, and clear errors."""
+
+import json
+import sys
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from sdp.data.tokenizers import (
+    BytesTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    check_request,
+    load_tokenizer,
+    make_tokenizer,
+    tokenizer_from_spec,
+    train_sentencepiece,
+)
+from sdp.engine.errors import DataError
+
+TEXTS = [
+    "def square(value):\n    if value > 1000:\n\t\treturn value * value\n\n\n        # done  \n",
+    "class Square:\n    def __init__(self, value):\n        self.value = value  # keep\n",
+] * 20
+AWKWARD = [
+    "",
+    " ",
+    "  lead and trail  ",
+    "a\n\n\n\tb\r\n",
+    "\x00\x01",
+    "▁",
+    " ▁▁ x▁",
+    "é漢字😀\ufeff\u2028",
+    "<|endoftext|><unk></s><0x41>",
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> bytes:
+    return train_sentencepiece(TEXTS, 320)
+
+
+@pytest.fixture(scope="module")
+def piece(model) -> SentencePieceTokenizer:
+    return SentencePieceTokenizer(model)
+
+
+@pytest.fixture(scope="module")
+def hf_directory(tmp_path_factory):
+    """A byte-level BPE of ``transformers`` made on the spot: nothing is downloaded."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    directory = tmp_path_factory.mktemp("hf")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(directory)
+    return directory
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+@example("a ▁ b")
+def test_bytes_and_sentencepiece_lose_nothing(piece, text):
+    for tokenizer in (BytesTokenizer(), piece):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_text not in ids
+        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+        assert tokenizer.decode([*ids, tokenizer.end_of_text]) == text
+
+
+@pytest.mark.parametrize("text", [*AWKWARD, TEXTS[0]])
+def test_awkward_text(piece, hf_directory, text):
+    for tokenizer in (BytesTokenizer(), piece, HuggingFaceTokenizer(str(hf_directory))):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_text not in ids
+
+
+def test_sentencepiece_is_reproducible_and_of_the_size_asked_for(model, piece):
+    assert train_sentencepiece(TEXTS, 320) == model
+    assert piece.vocab_size == 320
+    assert len(piece.encode(TEXTS[0])) < len(TEXTS[0]) / 2
+
+
+def test_saved_tokenizers_come_back(tmp_path, hf_directory):
+    for request, size in (("bytes", None), ("sentencepiece", 320), (f"hf:{hf_directory}", None)):
+        directory = tmp_path / request[:2]
+        directory.mkdir()
+        made = make_tokenizer(request, size, TEXTS, directory)
+        (directory / "index.json").write_text(json.dumps({"tokenizer": made.spec()}))
+        loaded = load_tokenizer(directory)
+        assert loaded.spec() == made.spec()
+        assert (loaded.vocab_size, loaded.end_of_text) == (made.vocab_size, made.end_of_text)
+        assert loaded.encode(TEXTS[0]) == made.encode(TEXTS[0])
+
+
+def test_foreign_sentencepiece_model_is_refused(tmp_path, model, piece):
+    with pytest.raises(DataError, match=r"tokenizer\.model: cannot be read"):
+        tokenizer_from_spec(piece.spec(), tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(model + b" ")
+    with pytest.raises(DataError, match=r"tokenizer\.model: not the tokenizer that made these shards"):
+        tokenizer_from_spec(piece.spec(), tmp_path)
+
+
+def test_unknown_kind_and_missing_index(tmp_path):
+    with pytest.raises(DataError, match="unknown kind of tokenizer, 'pickle'"):
+        tokenizer_from_spec({"kind": "pickle"}, tmp_path)
+    with pytest.raises(DataError, match="run sdp prepare first"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("request_", "size", "message"),
+    [
+        ("sentencpiece", None, "unknown tokenizer 'sentencpiece': choose sentencepiece, bytes or hf:NAME"),
+        ("hf:", None, "hf: must be followed by"),
+        ("bytes", 256, "the bytes tokenizer has 257 tokens, not 256"),
+        ("hf:gpt2", 50257, "the vocabulary of 'hf:gpt2' is fixed"),
+    ],
+)
+def test_bad_requests(request_, size, message):
+    with pytest.raises(DataError, match=message):
+        check_request(request_, size)
+
+
+@pytest.mark.parametrize(
+    ("texts", "size", "message"),
+    [
+        (
+            TEXTS,
+            100_000,
+            r"too small for a SentencePiece vocabulary of 100,000: it gives \d+ tokens; use --vocab-size \d+",
+        ),
+        (TEXTS, 100, r"a SentencePiece vocabulary of 100 is too small: this corpus needs more than \d+ tokens"),
+        ([], 300, "the corpus is empty"),
+    ],
+)
+def test_training_errors_say_what_to_do(texts, size, message):
+    with pytest.raises(DataError, match=message):
+        train_sentencepiece(texts, size)
+
+
+def test_missing_transformers_is_a_clear_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match=r"needs the transformers package: pip install 'sdp-engine\[huggingface\]'"):
+        HuggingFaceTokenizer("gpt2")
+
+
+def test_hugging_face_tokenizer_must_exist_and_end_documents(tmp_path, hf_directory):
+    with pytest.raises(DataError, match="cannot be loaded"):
+        HuggingFaceTokenizer(str(tmp_path / "nothing"))
+    for file in hf_directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.pop("eos_token")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="has no end-of-sequence token"):
+        HuggingFaceTokenizer(str(tmp_path))

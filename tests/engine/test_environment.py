@@ -1,0 +1,288 @@
+"""Each launcher's variables, as recorded from real starts, and the incomplete sets that must be refused."""
+
+import dataclasses
+import os
+import stat
+
+import pytest
+from sdp.engine import environment
+from sdp.engine.environment import Environment, detect
+from sdp.engine.errors import LaunchError
+from sdp.engine.hostlist import expand_counts, expand_hosts
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "gpu-01",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+DEEPSPEED = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_SIZE": "4",
+    "CROSS_RANK": "1",
+    "CROSS_SIZE": "2",
+    "MASTER_ADDR": "192.0.2.1",
+    "MASTER_PORT": "29500",
+}
+OPEN_MPI = {  # Open MPI 4.1, mpirun -n 3 on one host
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+    "OMPI_COMM_WORLD_NODE_RANK": "2",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "PMIX_NAMESPACE": "2072051713",
+    "PMIX_RANK": "2",
+    "PMIX_HOSTNAME": "vm",
+}
+MPICH = {  # MPICH 4.0, mpiexec.hydra -n 3 on one host
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALNRANKS": "3",
+    "MPI_LOCALRANKID": "2",
+    "PMI_FD": "14",
+    "PMI_RANK": "2",
+    "PMI_SIZE": "3",
+}
+SRUN = {  # SLURM 22.05, srun -N2 -n3
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOB_NAME": "bash",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NODELIST": "n[1-2]",
+    "SLURM_NPROCS": "3",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "2",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_TASKS_PER_NODE": "2,1",
+}
+BATCH_SCRIPT = {  # sbatch -N2 -n4: a rank-like set of variables, but no step
+    "SLURM_JOB_ID": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "3,1",
+}
+SALLOC_SHELL = {  # salloc -N2 -n4, shell on the submitting host
+    "SLURM_JOB_ID": "3",
+    "SLURM_JOB_NAME": "interactive",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "3,1",
+}
+INTERACTIVE_STEP = {  # salloc with LaunchParameters=use_interactive_step
+    **SALLOC_SHELL,
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_PTY_PORT": "39427",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NODELIST": "n1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+PTY_SHELL = {  # srun --pty bash
+    "SLURM_JOB_ID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_PTY_PORT": "42157",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+SRUN_IN_SHELL = {**SRUN, "SLURM_PTY_PORT": "45849"}  # srun inside an interactive shell inherits SLURM_PTY_PORT
+SRUN_PMI2 = {**SRUN, "PMI_RANK": "2", "PMI_SIZE": "3", "PMI_FD": "15", "PMI_JOBID": "1.0"}
+
+SLURM_PLACE = Environment(2, 3, 0, 1, 1, "n1", 0, "SLURM")
+CASES = {
+    "torchrun": (TORCHRUN, Environment(5, 8, 1, 4, 1, "gpu-01", 29400, "torchrun")),
+    "deepspeed": (DEEPSPEED, Environment(5, 8, 1, 4, 1, "192.0.2.1", 29500, "deepspeed")),
+    "local start": (
+        environment.local_environment(2, 4, 1234).variables() | {"SDP_ERROR_FILE": "/tmp/e"},
+        Environment(2, 4, 2, 4, 0, "127.0.0.1", 1234, "sdp"),
+    ),
+    "five variables": (
+        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        Environment(1, 4, 1, None, None, "a", 1, "torchrun"),
+    ),
+    "four variables, loopback": (
+        {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+        Environment(1, 4, 1, 4, 0, "localhost", 1, "torchrun"),
+    ),
+    "one process": ({"RANK": "0", "WORLD_SIZE": "1"}, Environment(0, 1, 0, 1, 0, "127.0.0.1", 0, "torchrun")),
+    "Open MPI": (OPEN_MPI, Environment(2, 3, 2, 3, 0, "127.0.0.1", 0, "Open MPI")),
+    "Open MPI, two hosts": (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "a"},
+        Environment(2, 3, 0, 1, None, "a", 0, "Open MPI"),
+    ),
+    "MPICH": (MPICH, Environment(2, 3, 2, 3, 0, "127.0.0.1", 29500, "PMI")),
+    "SLURM": (SRUN, SLURM_PLACE),
+    "SLURM, given master": (
+        {**SRUN, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "777"},
+        dataclasses.replace(SLURM_PLACE, master_addr="10.0.0.9", master_port=777),
+    ),
+    "srun in a shell": (SRUN_IN_SHELL, SLURM_PLACE),
+    "srun --mpi=pmi2": (SRUN_PMI2, SLURM_PLACE),
+    "torchrun in mpirun in SLURM": (
+        {**SRUN, **OPEN_MPI, **TORCHRUN},
+        Environment(5, 8, 1, 4, 1, "gpu-01", 29400, "torchrun"),
+    ),
+    "torchrun in an interactive step": (
+        {**INTERACTIVE_STEP, **TORCHRUN},
+        Environment(5, 8, 1, 4, 1, "gpu-01", 29400, "torchrun"),
+    ),
+    "mpirun in SLURM": ({**SRUN, **MPICH}, Environment(2, 3, 2, 3, 0, "127.0.0.1", 29500, "PMI")),
+    "WORLD_SIZE exported by a batch script": ({**SRUN, "WORLD_SIZE": "3"}, SLURM_PLACE),
+    "nothing": ({"PATH": "/bin", "MASTER_ADDR": "a"}, None),
+    "batch script": (BATCH_SCRIPT, None),
+    "salloc shell": (SALLOC_SHELL, None),
+    "interactive step": (INTERACTIVE_STEP, None),
+    "srun --pty shell": (PTY_SHELL, None),
+    "srun --pty shell with pmi2": ({**PTY_SHELL, "PMI_RANK": "0", "PMI_SIZE": "1"}, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_detects_the_place_of_a_process(name: str) -> None:
+    environ, expected = CASES[name]
+    found = detect(environ)
+    if expected is None or found is None:
+        assert found is expected
+        return
+    if expected.master_port == 0:  # derived or free: only that it is a usable port
+        assert 1024 <= found.master_port < 65536
+        found = dataclasses.replace(found, master_port=0)
+    assert found == expected
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+REFUSED = {
+    "no world": (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE"),
+    "no address": (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR missing"),
+    "no address on one host": (without({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "MASTER_ADDR"), "MASTER_ADDR missing"),
+    "no port": (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT missing"),
+    "no local rank": (without(TORCHRUN, "LOCAL_RANK"), "LOCAL_RANK missing"),
+    "two missing": (without(TORCHRUN, "LOCAL_RANK", "MASTER_ADDR"), "LOCAL_RANK, MASTER_ADDR missing"),
+    "world only": ({"WORLD_SIZE": "2"}, "RANK missing"),
+    "local rank only": ({"LOCAL_RANK": "0"}, "RANK missing"),
+    "rank too high": ({**TORCHRUN, "RANK": "8"}, "RANK=8 but WORLD_SIZE=8"),
+    "local rank too high": ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 of 4"),
+    "not a number": ({**TORCHRUN, "RANK": "x"}, "RANK='x' is not"),
+    "negative": ({**TORCHRUN, "RANK": "-1"}, "RANK='-1' is not"),
+    "port too high": ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+    "Open MPI without size": (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE missing"),
+    "Open MPI without rank": (without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK missing"),
+    "Open MPI, two hosts, no master": (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        "MASTER_ADDR",
+    ),
+    "MPICH, two hosts, no master": (
+        {**MPICH, "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"},
+        "MASTER_ADDR, MASTER_PORT",
+    ),
+    "MPICH without size": (without(MPICH, "PMI_SIZE"), "PMI_SIZE missing"),
+    "SLURM without tasks": (without(SRUN, "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"), "SLURM_NTASKS missing"),
+    "SLURM without local id": (without(SRUN, "SLURM_LOCALID"), "SLURM_LOCALID missing"),
+    "SLURM without nodes": (
+        without(SRUN, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        "MASTER_ADDR missing",
+    ),
+    "SLURM without job id": (without(SRUN, "SLURM_JOB_ID"), "MASTER_PORT missing"),
+    "SLURM with a broken list": ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_incomplete_or_contradictory_sets(name: str) -> None:
+    environ, message = REFUSED[name]
+    with pytest.raises(LaunchError) as caught:
+        detect(environ)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_of_a_job_agree_on_a_port_and_steps_differ() -> None:
+    def port(**changes: str) -> int:
+        found = detect({**SRUN, **changes})
+        assert found is not None
+        return found.master_port
+
+    assert port(SLURM_PROCID="0", SLURM_NODEID="0") == port()
+    assert port(SLURM_STEP_ID="1") != port()
+    assert port(SLURM_JOB_ID="99") != port()
+
+
+def test_variables_describe_the_same_place() -> None:
+    found = detect(TORCHRUN)
+    assert found is not None
+    assert detect(found.variables()) == found
+
+
+def test_scontrol_is_asked_where_it_is_on_the_path(tmp_path) -> None:
+    script = tmp_path / "scontrol"
+    script.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames n[1-2]" ] && printf "real1\\nreal2\\n"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    found = detect({**SRUN, "PATH": str(tmp_path)})
+    assert found is not None
+    assert found.master_addr == "real1"
+    script.write_text("#!/bin/sh\nexit 1\n")
+    found = detect({**SRUN, "PATH": str(tmp_path)})
+    assert found is not None
+    assert found.master_addr == "n1"
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("login", ["login"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10,12],gpu-a,b7", ["n08", "n09", "n10", "n12", "gpu-a", "b7"]),
+        ("r[1-2]c[1-2].ib", ["r1c1.ib", "r1c2.ib", "r2c1.ib", "r2c2.ib"]),
+    ],
+)
+def test_expands_node_lists(text: str, hosts: list[str]) -> None:
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "n[1-", "n]1[", "n[3-1]", "n[a-b]", "a,,b", "a,"])
+def test_refuses_broken_node_lists(text: str) -> None:
+    with pytest.raises(LaunchError, match="cannot be read"):
+        expand_hosts(text)
+
+
+def test_expands_task_counts() -> None:
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(LaunchError):
+        expand_counts("2(3)")
+
+
+def test_settings_leave_what_the_user_set() -> None:
+    assert environment.thread_settings(4, {"OMP_NUM_THREADS": "3"}) == {}
+    assert environment.thread_settings(10_000, {}) == {"OMP_NUM_THREADS": "1"}
+    assert environment.thread_settings(1, {}) == {"OMP_NUM_THREADS": str(environment.usable_cores())}
+
+
+def test_search_path_is_extended_once(tmp_path) -> None:
+    added = environment.search_path_settings(tmp_path, {"PYTHONPATH": "/other"})
+    assert added == {"PYTHONPATH": f"{tmp_path}{os.pathsep}/other"}
+    assert environment.search_path_settings(tmp_path, added) == {}

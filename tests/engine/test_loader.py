@@ -1,0 +1,217 @@
+"""Sampler and loader: every sample is read once, in an order that no layout and no resumption changes."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sdp.engine.errors import CheckpointError, DataError
+from sdp.engine.loader import ResumableBatchSampler, ResumableLoader, evaluation_batches
+from torch.utils.data import Dataset
+
+
+class Numbers(Dataset):
+    """Sample i is the tensor i."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, item: int) -> torch.Tensor:
+        return torch.tensor(item)
+
+
+def sampler(samples: int, micro: int, rank: int, ranks: int, consumed: int = 0, seed: int = 3) -> ResumableBatchSampler:
+    return ResumableBatchSampler(samples, micro, rank, ranks, seed=seed, consumed=consumed)
+
+
+def read_global(samples: int, micro: int, ranks: int, batches: int, consumed: int = 0) -> list[int]:
+    """The indices of ``batches`` global micro-batches in the order of the run: batch by batch, rank by rank."""
+    per_rank = [list(itertools.islice(sampler(samples, micro, r, ranks, consumed), batches)) for r in range(ranks)]
+    return [index for batch in range(batches) for rank in range(ranks) for index in per_rank[rank][batch]]
+
+
+@given(
+    samples=st.integers(1, 60),
+    before=st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 12)),
+    after=st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 12)),
+)
+def test_any_layout_reads_the_same_order_and_goes_on_where_another_stopped(samples, before, after):
+    consumed = before[0] * before[1] * before[2]
+    read = read_global(samples, *before) + read_global(samples, *after, consumed=consumed)
+    assert read == read_global(samples, 1, 1, len(read))
+    whole_epochs = len(read) // samples
+    for epoch in range(whole_epochs):
+        assert sorted(read[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+    rest = read[whole_epochs * samples :]
+    assert len(set(rest)) == len(rest)
+
+
+def test_epochs_have_different_orders_that_depend_on_the_seed():
+    first, second = read_global(50, 50, 1, 1), read_global(50, 50, 1, 1, consumed=50)
+    assert first != second
+    assert first != sorted(first)
+    assert list(itertools.islice(sampler(50, 50, 0, 1, seed=4), 1)) != [first]
+
+
+def test_unshuffled_order_is_the_data_set_s():
+    unshuffled = ResumableBatchSampler(5, 3, 0, 1, seed=0, shuffle=False)
+    assert list(itertools.islice(unshuffled, 3)) == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+
+
+def test_order_is_pinned():
+    # A change of this order would silently change what a resumed run reads.
+    assert read_global(10, 10, 1, 2) == [9, 6, 0, 2, 1, 4, 7, 5, 3, 8, 4, 1, 2, 8, 5, 0, 7, 9, 6, 3]
+
+
+def test_sampler_state_round_trip():
+    one = sampler(20, 2, 0, 2)
+    batches = iter(one)
+    for _ in range(2):
+        next(batches)
+    assert one.state_dict() == {"seed": 3, "consumed": 8, "num_samples": 20}
+    other = sampler(20, 2, 0, 2)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert next(iter(other)) == next(batches)
+    assert other.epoch == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_four_data_ranks_resume_as_two(num_workers):
+    """The stop falls inside an epoch and the continuation crosses its end; prefetched batches must not be lost."""
+    samples, micro = 37, 2
+
+    def loaders(ranks: int) -> list[ResumableLoader]:
+        return [
+            ResumableLoader(Numbers(samples), micro, rank, ranks, seed=3, num_workers=num_workers)
+            for rank in range(ranks)
+        ]
+
+    def take(iterators, count: int) -> list[int]:
+        return [i for _ in range(count) for iterator in iterators for i in next(iterator).tolist()]
+
+    four = loaders(4)
+    iterators = [iter(loader) for loader in four]
+    read = take(iterators, 3)
+    states = [loader.state_dict() for loader in four]
+    del iterators
+    assert states == [{"seed": 3, "consumed": 24, "num_samples": samples}] * 4
+    two = loaders(2)
+    for loader in two:
+        loader.load_state_dict(states[0])
+    read += take([iter(loader) for loader in two], 7)
+    assert read == read_global(samples, 1, 1, 24 + 28)
+    assert sorted(read[:samples]) == list(range(samples))
+
+
+def test_loader_goes_on_after_a_break_and_ends_older_iterators():
+    loader = ResumableLoader(Numbers(10), 2, seed=3)
+    old = iter(loader)
+    read = next(old).tolist()
+    for batch in loader:
+        read += batch.tolist()
+        break
+    assert read == read_global(10, 2, 1, 2)
+    assert loader.consumed == 4
+    with pytest.raises(RuntimeError, match="call iter"):
+        next(old)
+
+
+def test_loading_ends_older_iterators():
+    loader = ResumableLoader(Numbers(10), 2, seed=3)
+    old = iter(loader)
+    next(old)
+    loader.load_state_dict({"seed": 3, "consumed": 8, "num_samples": 10})
+    with pytest.raises(RuntimeError):
+        next(old)
+    assert next(iter(loader)).tolist() == read_global(10, 2, 1, 1, consumed=8)
+    assert loader.epoch == 1
+
+
+def test_iterating_leaves_the_global_random_state_alone():
+    before = torch.get_rng_state()
+    next(iter(ResumableLoader(Numbers(4), 2)))
+    next(iter(evaluation_batches(Numbers(4), 2)))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_collate_function_is_used():
+    loader = ResumableLoader(Numbers(4), 2, shuffle=False, collate_fn=lambda rows: {"sum": sum(rows)})
+    assert next(iter(loader)) == {"sum": torch.tensor(1)}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"seed": 3, "consumed": 0, "num_samples": 9}, "a data set of 9 samples, this one has 10"),
+        ({"seed": 4, "consumed": 0, "num_samples": 10}, "shuffled with seed 4, this run with 3"),
+        ({"seed": 3, "num_samples": 10}, "'consumed' must be an integer"),
+        ({"seed": 3, "consumed": "8", "num_samples": 10}, "'consumed' must be an integer"),
+        ({"seed": 3, "consumed": -1, "num_samples": 10}, "at least 0, it is -1"),
+    ],
+)
+def test_foreign_state_is_refused(state, message):
+    loader = ResumableLoader(Numbers(10), 2, seed=3)
+    with pytest.raises(CheckpointError, match=message):
+        loader.load_state_dict(state)
+    assert loader.consumed == 0
+
+
+class Damaged(Numbers):
+    def __getitem__(self, item: int) -> torch.Tensor:
+        raise DataError(f"train.bin: sample {item}: damaged")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_errors_of_workers_stay_one_line(num_workers):
+    loader = ResumableLoader(Damaged(3), 1, shuffle=False, num_workers=num_workers)
+    with pytest.raises(DataError) as caught:
+        next(iter(loader))
+    assert str(caught.value) == "train.bin: sample 0: damaged"
+
+
+def test_bad_arguments():
+    with pytest.raises(DataError, match="no samples"):
+        ResumableLoader(Numbers(0), 2)
+    with pytest.raises(DataError, match="Stream has no length"):
+        ResumableLoader(type("Stream", (Dataset,), {})(), 2)
+    with pytest.raises(ValueError, match="no data rank 2 of 2"):
+        sampler(4, 1, 2, 2)
+    with pytest.raises(ValueError, match="must not be negative"):
+        sampler(4, 1, 0, 1, seed=-1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    samples=st.integers(1, 80),
+    micro=st.integers(1, 5),
+    ranks=st.integers(1, 4),
+    limit=st.none() | st.integers(1, 9),
+)
+def test_evaluation_batches_are_disjoint_equal_in_number_and_spread(samples, micro, ranks, limit):
+    if samples < micro * ranks:
+        with pytest.raises(DataError, match=f"need at least {micro * ranks}"):
+            evaluation_batches(Numbers(samples), micro, 0, ranks, limit)
+        return
+    loaders = [evaluation_batches(Numbers(samples), micro, rank, ranks, limit) for rank in range(ranks)]
+    batches = min(samples // (micro * ranks), limit or samples)
+    assert [len(loader) for loader in loaders] == [batches] * ranks
+    per_rank = [[batch.tolist() for batch in loader] for loader in loaders]
+    read = [i for batch in range(batches) for rank in range(ranks) for i in per_rank[rank][batch]]
+    assert len(read) == batches * micro * ranks
+    assert read == sorted(set(read))
+    gaps = {after - before for before, after in itertools.pairwise(read)}
+    assert not gaps or max(gaps) - min(gaps) <= 1
+    one = evaluation_batches(Numbers(samples), micro * ranks, 0, 1, limit)
+    assert [i for batch in one for i in batch.tolist()] == read
+
+
+def test_evaluation_batches_can_be_read_again():
+    batches = evaluation_batches(Numbers(10), 2, limit=3)
+    assert [b.tolist() for b in batches] == [b.tolist() for b in batches] == [[0, 1], [3, 5], [6, 8]]
+    with pytest.raises(ValueError, match="at least 1"):
+        evaluation_batches(Numbers(10), 2, limit=0)

@@ -1,0 +1,323 @@
+"""The local launcher against tiny ranks: normal ends, failures, signals, and that no process is left behind."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import sdp
+
+PACKAGE_FOLDER = str(Path(sdp.__path__[0]).parent)
+
+# What every tiny rank starts with; `say` writes a note that the test reads, `note(rank)` waits for another rank's.
+RANK_HEAD = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+from sdp.engine.environment import supervision
+from sdp.launcher.supervised import report_fatal, tie_to_parent
+above = supervision()
+tie_to_parent(above.parent_pid)
+rank = int(os.environ["RANK"])
+notes = Path({notes!r})
+def say(name, text=""):
+    (notes / "aside").with_suffix("." + name).write_text(str(text))
+    (notes / "aside").with_suffix("." + name).replace(notes / name)
+def await_note(name):
+    while not (notes / name).exists():
+        time.sleep(0.01)
+say(f"pid-{{rank}}", os.getpid())
+"""
+
+DRIVER = """
+import signal, sys
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.path.insert(0, {folder!r})
+from sdp.launcher.local import start_local
+sys.exit(start_local({argv!r}, {processes}, Path({logs!r}), grace_seconds={grace}, command={command!r}))
+"""
+
+
+class Job:
+    """A launcher process over tiny ranks that run ``body``."""
+
+    def __init__(self, folder: Path, body: str, processes: int = 3, grace: float = 5.0, **options) -> None:
+        self.notes, self.logs, self.processes = folder / "notes", folder / "logs", processes
+        self.notes.mkdir()
+        script = folder / "rank.py"
+        script.write_text(RANK_HEAD.format(folder=PACKAGE_FOLDER, notes=str(self.notes)) + body)
+        driver = DRIVER.format(
+            folder=PACKAGE_FOLDER,
+            argv=["argument"],
+            processes=processes,
+            logs=str(self.logs),
+            grace=grace,
+            command=(sys.executable, str(script)),
+        )
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder, **options}
+        self.process = subprocess.Popen([sys.executable, "-c", driver], **options)
+
+    def note(self, name: str) -> str:
+        return until(lambda: (self.notes / name).read_text() if (self.notes / name).exists() else None)
+
+    def pids(self) -> list[int]:
+        return [int(self.note(f"pid-{rank}")) for rank in range(self.processes)]
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=30)
+        return self.process.returncode, out, err
+
+
+def until(condition, seconds: float = 20.0):
+    deadline = time.monotonic() + seconds
+    while (value := condition()) is None or value is False:
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+    return value
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_all_ranks_end_well(tmp_path: Path) -> None:
+    body = """
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+print(*sys.argv[1:], *(os.environ[name] for name in names), os.environ["MALLOC_ARENA_MAX"], os.getpgrp() == os.getpid())
+"""
+    code, out, err = Job(tmp_path, body).end()
+    assert code == 0
+    assert out == "argument 0 3 0 3 127.0.0.1 1 True\n"
+    assert (tmp_path / "logs/rank-2.log").read_text() == "argument 2 3 2 3 127.0.0.1 1 True\n"
+    assert err.startswith("sdp: starting 3 processes on this host, OMP_NUM_THREADS")
+    assert err.count("\n") == 1
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-0.log", "rank-1.log", "rank-2.log"]
+
+
+def test_mistake_seen_by_one_rank_is_told_from_its_log(tmp_path: Path) -> None:
+    body = """
+if rank == 1:
+    print("some text\\nsdp: error: shard 7 is damaged\\n", flush=True)
+    sys.exit(2)
+time.sleep(60)
+"""
+    job = Job(tmp_path, body)
+    pids = job.pids()
+    code, _, err = job.end()
+    assert code == 2
+    assert err.splitlines()[1:] == ["sdp: error: shard 7 is damaged"]
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_mistake_on_the_terminal_is_not_told_again(tmp_path: Path) -> None:
+    body = """
+if rank == 0:
+    print("sdp: error: wrong", file=sys.stderr, flush=True)
+    sys.exit(2)
+time.sleep(60)
+"""
+    code, _, err = Job(tmp_path, body).end()
+    assert code == 2
+    assert err.count("sdp: error: wrong") == 1
+
+
+def test_mistake_of_all_ranks_is_told_once(tmp_path: Path) -> None:
+    body = """
+report_fatal("sdp: error: steps: missing", 2, above)
+sys.exit(2)
+"""
+    code, _, err = Job(tmp_path, body).end()
+    assert code == 2
+    assert err.splitlines()[1:] == ["sdp: error: steps: missing"]
+    assert not list((tmp_path / "logs").glob("*.error"))
+
+
+def test_reported_error_of_a_rank_that_hangs_afterwards_ends_the_job(tmp_path: Path) -> None:
+    body = """
+if rank == 1:
+    report_fatal("sdp: error: lost", 2, above)
+time.sleep(60)
+"""
+    code, _, err = Job(tmp_path, body).end()
+    assert code == 2
+    assert err.splitlines()[1:] == ["sdp: error: lost"]
+
+
+def test_killed_rank_is_named_with_its_log(tmp_path: Path) -> None:
+    body = """
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    job = Job(tmp_path, body)
+    pids = job.pids()
+    code, _, err = job.end()
+    assert code == 1
+    log = job.logs / "rank-2.log"
+    assert err.splitlines()[1:] == [
+        f"sdp: error: rank 2 was killed by SIGKILL, perhaps for lack of memory; its log: {log}"
+    ]
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_cause_is_told_and_not_what_followed(tmp_path: Path) -> None:
+    body = """
+if rank == 2:
+    report_fatal("Traceback\\nValueError: the cause", 1, above)
+    say("failed")
+    time.sleep(0.2)
+else:
+    await_note("failed")
+    report_fatal("Traceback\\nRuntimeError: connection closed by peer", 1, above)
+sys.exit(1)
+"""
+    job = Job(tmp_path, body)
+    code, _, err = job.end()
+    assert code == 1
+    log = job.logs / "rank-2.log"
+    assert err.splitlines()[1:] == [
+        f"sdp: error: rank 2 ended with exit code 1 (ValueError: the cause); its log: {log}"
+    ]
+    assert "ValueError: the cause" in log.read_text()
+
+
+def test_traceback_of_rank_0_goes_to_terminal_and_log(tmp_path: Path) -> None:
+    body = """
+if rank == 0:
+    report_fatal("Traceback\\nValueError: x", 1, above)
+    sys.exit(1)
+time.sleep(60)
+"""
+    code, _, err = Job(tmp_path, body).end()
+    assert code == 1
+    assert err.splitlines()[1:3] == ["Traceback", "ValueError: x"]
+    assert (tmp_path / "logs/rank-0.log").read_text() == "Traceback\nValueError: x\n"
+
+
+def test_rank_that_ignores_the_signal_is_killed_after_the_grace(tmp_path: Path) -> None:
+    body = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+helper = subprocess.Popen(["sleep", "60"])
+say(f"helper-{rank}", helper.pid)
+if rank == 0:
+    await_note("helper-1")
+    sys.exit(1)
+time.sleep(60)
+"""
+    job = Job(tmp_path, body, processes=2, grace=0.5)
+    pids = [*job.pids(), int(job.note("helper-0")), int(job.note("helper-1"))]
+    code, _, err = job.end()
+    assert code == 1
+    assert "rank 0 ended with exit code 1" in err
+    until(lambda: not any(alive(pid) for pid in pids), 5)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_is_forwarded_once(tmp_path: Path, number: signal.Signals, expected: int) -> None:
+    body = """
+def stop(caught, _):
+    say(f"caught-{rank}", caught)
+    sys.exit(0)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, stop)
+say(f"ready-{rank}")
+time.sleep(60)
+"""
+    job = Job(tmp_path, body)
+    for rank in range(3):
+        job.note(f"ready-{rank}")
+    job.process.send_signal(number)
+    code, _, err = job.end()
+    assert code == expected
+    assert f"{number.name} received" in err
+    assert [job.note(f"caught-{rank}") for rank in range(3)] == [str(int(number))] * 3
+    assert not any(alive(pid) for pid in job.pids())
+
+
+def test_second_signal_kills(tmp_path: Path) -> None:
+    body = """
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: say(f"caught-{rank}"))
+say(f"ready-{rank}")
+while True:
+    time.sleep(1)
+"""
+    job = Job(tmp_path, body, processes=2, grace=60)
+    job.note("ready-0")
+    job.note("ready-1")
+    job.process.send_signal(signal.SIGINT)
+    job.note("caught-0")
+    job.note("caught-1")
+    job.process.send_signal(signal.SIGINT)
+    assert job.end()[0] == 130
+    assert not any(alive(pid) for pid in job.pids())
+
+
+def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    job = Job(tmp_path, "say(f'ready-{rank}')\ntime.sleep(60)\n")
+    for rank in range(3):
+        job.note(f"ready-{rank}")
+    job.process.kill()
+    job.process.communicate(timeout=10)
+    until(lambda: not any(alive(pid) for pid in job.pids()), 5)
+
+
+def test_rank_whose_launcher_is_gone_ends_at_once() -> None:
+    code = "from sdp.launcher.supervised import tie_to_parent\ntie_to_parent(1)\nprint('still here')"
+    environ = {**os.environ, "PYTHONPATH": PACKAGE_FOLDER}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
+    leader, follower = pty.openpty()
+    job = Job(tmp_path, "say(f'tty-{rank}', sys.stdout.isatty())\n", processes=2, stdout=follower, stderr=follower)
+    assert job.process.wait(timeout=30) == 0
+    os.close(follower)
+    os.close(leader)
+    assert (job.note("tty-0"), job.note("tty-1")) == ("True", "False")
+
+
+def test_program_that_cannot_be_started_is_the_users_mistake(tmp_path: Path) -> None:
+    from sdp.engine.errors import LaunchError
+    from sdp.launcher.local import start_local
+
+    with pytest.raises(LaunchError, match="rank 0 cannot be started"):
+        start_local([], 2, tmp_path, command=["/does/not/exist"])
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match="cannot be started"):
+        start_local([], 2, tmp_path / "file" / "logs")
+
+
+def test_ranks_import_the_package_of_the_launcher(tmp_path: Path) -> None:
+    """Neither an unset PYTHONPATH nor another ``sdp`` in the working directory leads a rank to another package."""
+    (tmp_path / "sdp/launcher").mkdir(parents=True)
+    for file in ("sdp/__init__.py", "sdp/launcher/__init__.py", "sdp/launcher/main.py"):
+        (tmp_path / file).write_text("raise SystemExit('decoy')")
+    # Rank 0 prints usage of the real command line; the path of the package is in sys.modules of a rank.
+    driver = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {PACKAGE_FOLDER!r})
+import sdp
+from sdp.launcher import local
+show = "import sdp, sdp.launcher.main; print(sdp.__path__[0])"
+print(sdp.__path__[0], flush=True)
+sys.exit(local.start_local([], 1, Path("logs"), command=[*local._command()[:2], "-c", show])
+    or local.start_local(["version"], 1, Path("logs")))
+"""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = [sys.executable, "-P", "-c", driver]
+    done = subprocess.run(run, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    parent, child, version = done.stdout.splitlines()
+    assert Path(child).resolve() == Path(parent).resolve()
+    assert version.startswith("sdp 0.")

@@ -1,0 +1,150 @@
+"""The LLaMA against Hugging Face's, and what it states about itself."""
+
+import pytest
+import torch
+from sdp.engine.errors import ConfigError, ModelError
+from sdp.engine.initialisation import Constant, Normal
+from sdp.models.llama import Llama, LlamaConfig, LlamaDecoderLayer
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+transformers = pytest.importorskip("transformers")
+
+BASE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 48,
+}
+
+SHAPES = {
+    "plain": {},
+    "grouped": {"num_key_value_heads": 2},
+    "multi-query, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "own head size": {"head_dim": 12, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
+}
+
+
+def pair(**fields) -> tuple[Llama, nn.Module]:
+    """Ours and Hugging Face's with the same weights, which are large enough for differences to show."""
+    torch.manual_seed(0)
+    fields = BASE | fields
+    ours = Llama(LlamaConfig(**fields))
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0, 0.2)
+    theta = fields.pop("rope_theta", 10000.0)
+    config = transformers.LlamaConfig(**fields, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    config._attn_implementation = "sdpa"
+    theirs = transformers.LlamaForCausalLM(config)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    return ours, theirs
+
+
+def close(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 48])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_loss_and_gradients_equal_hugging_face(shape, tokens):
+    ours, theirs = pair(**SHAPES[shape])
+    ids = torch.randint(BASE["vocab_size"], (2, tokens))
+    close(ours(ids), theirs(ids).logits)
+    if tokens == 1:
+        return  # nothing to predict: both means are over no token
+    labels = ids.clone()
+    labels[0, : tokens // 2] = -100
+    loss, expected = ours(ids, labels), theirs(ids, labels=labels).loss
+    assert loss.shape == () and loss.dtype == torch.float32
+    close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for name, parameter in ours.named_parameters():
+        mine, other = parameter.grad, theirs.get_parameter(name).grad
+        assert mine is not None and other is not None
+        assert (mine - other).abs().max() <= 1e-5 * other.abs().max(), name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_state_dicts_interchange_strictly(shape):
+    ours, theirs = pair(**SHAPES[shape])
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    tied = ours.lm_head.weight is ours.model.embed_tokens.weight
+    assert tied == SHAPES[shape].get("tie_word_embeddings", False)
+
+
+def test_bfloat16_stays_near_hugging_face():
+    ours, theirs = pair(num_key_value_heads=2)
+    ids = torch.randint(BASE["vocab_size"], (2, 33))
+    exact = ours(ids)
+    mine, other = ours.bfloat16()(ids), theirs.bfloat16()(ids).logits
+    # Both are bfloat16's rounding away from the exact logits; ours must not be further away than theirs.
+    assert mine.dtype == torch.bfloat16
+    assert (mine - exact).abs().mean() <= 1.2 * (other - exact).abs().mean()
+    assert ours(ids, ids).dtype == torch.float32
+
+
+def test_builds_on_the_meta_device_without_buffers():
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**BASE, tie_word_embeddings=True))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not list(model.buffers())
+    assert model(torch.zeros(2, 5, dtype=torch.int64, device="meta")).shape == (2, 5, BASE["vocab_size"])
+
+
+def test_a_skipped_layer_is_the_identity():
+    class Skip(nn.Module):
+        def forward(self, hidden, cos, sin):
+            return hidden
+
+    ours, _ = pair()
+    shorter, _ = pair(num_hidden_layers=2)
+    ours.model.layers[2] = Skip()
+    shorter.load_state_dict(ours.state_dict(), strict=True)
+    ids = torch.randint(BASE["vocab_size"], (2, 9))
+    assert torch.equal(ours(ids), shorter(ids))
+
+
+def test_states_its_units_and_sharding_groups():
+    model = Llama(LlamaConfig(**BASE))
+    assert model.unit_patterns() == ["model.layers.*"]
+    assert isinstance(model.get_submodule("model.layers.2"), LlamaDecoderLayer)
+    assert model.sharding_groups() == ["model.embed_tokens", "lm_head"]
+    assert Llama(LlamaConfig(**BASE, tie_word_embeddings=True)).sharding_groups() == []
+
+
+def test_every_parameter_has_an_initialisation():
+    model = Llama(LlamaConfig(**BASE, initializer_range=0.01))
+    for name, parameter in model.named_parameters():
+        expected = Constant(1.0) if parameter.ndim == 1 else Normal(0.01)
+        assert model.parameter_init(name) == expected, name
+    with pytest.raises(ModelError, match="rotary"):
+        model.parameter_init("model.rotary.weight")
+
+
+def test_flops_equal_the_matrix_products_that_are_run():
+    model = Llama(LlamaConfig(**BASE, num_key_value_heads=2))
+    tokens = 16
+    counter = FlopCounterMode(display=False)
+    with counter, sdpa_kernel(SDPBackend.MATH):  # the counter does not know the CPU's fused attention
+        model(torch.zeros(1, tokens, dtype=torch.int64))
+    forward = counter.get_total_flops() / tokens
+    stated = model.flops_per_token(tokens)
+    assert list(stated) == ["model.layers.0", "model.layers.1", "model.layers.2", "shared"]
+    assert sum(stated.values()) == pytest.approx(3 * forward)
+
+
+def test_sequence_beyond_the_positions_is_refused():
+    model = Llama(LlamaConfig(**BASE))
+    with pytest.raises(ModelError, match=r"49 tokens is longer than model\.max_position_embeddings = 48"):
+        model(torch.zeros(1, 49, dtype=torch.int64))
+
+
+def test_vocabulary_is_needed_to_build():
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: not set"):
+        Llama(LlamaConfig(**BASE | {"vocab_size": None}))
