@@ -26,7 +26,9 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < len(layout.parameters):
-        raise ModelError(f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two")
+        raise ModelError(
+            f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two"
+        )
     plan = plan_initialisation(model, config.training.seed) if on_meta else None
     if plan is None:
         _require_float32(model)
@@ -68,7 +70,13 @@ def _take_values_of_rank_0(model: nn.Module, device: torch.device) -> None:
 
 
 def _give_values(
-    model: nn.Module, layout: Layout, plan: Sequence[ModuleInit] | None, device: torch.device, *, shards: int, index: int
+    model: nn.Module,
+    layout: Layout,
+    plan: Sequence[ModuleInit] | None,
+    device: torch.device,
+    *,
+    shards: int,
+    index: int,
 ) -> None:
     """Put the model on ``device``; where it was on the meta device, allocate and fill this rank's shards alone."""
     if plan is None:

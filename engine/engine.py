@@ -23,6 +23,7 @@ from .memory import StateBytes, measure_state_bytes, predict_state_bytes
 from .schedules import Schedule
 from .sync import local_tensor
 from .traffic import Traffic
+from .traffic_plan import plan_traffic
 
 
 class SDPEngine:
@@ -31,7 +32,9 @@ class SDPEngine:
     Made by :func:`sdp.initialize`. ``step`` acts at the accumulation boundary only, as DeepSpeed's does.
     """
 
-    def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer, scheduler: Schedule | Any | None):
+    def __init__(
+        self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer, scheduler: Schedule | Any | None
+    ):
         self._backend, self.config, self._batch = backend, config, batch
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self.loader: Any = None
@@ -136,7 +139,9 @@ class SDPEngine:
 
         Collective; tied parameters appear under each of their names. Units cross the network one parameter at a time.
         """
-        state = {name: tensor.detach().cpu().clone() for name, tensor in self._backend.stream_state() if tensor is not None}
+        state = {
+            name: tensor.detach().cpu().clone() for name, tensor in self._backend.stream_state() if tensor is not None
+        }
         if self.global_rank != 0:
             return None
         return state | {alias: state[name] for alias, name in self.layout.aliases.items()}
@@ -209,11 +214,25 @@ class SDPEngine:
 
     def predicted_state_bytes(self) -> StateBytes:
         """Parameter, gradient and optimizer bytes of this rank by the placement."""
-        return predict_state_bytes(self.layout, self.global_rank, self.optimizer, shards=self._shards, everything=self._is_reference)
+        return predict_state_bytes(
+            self.layout, self.global_rank, self.optimizer, shards=self._shards, everything=self._is_reference
+        )
 
     def measured_state_bytes(self) -> StateBytes:
         """Bytes of this rank's tensors: parameters and optimizer state as they are now, gradients as at the last step."""
         return measure_state_bytes(self._backend.parameters.values(), self.optimizer, self._gradient_bytes)
+
+    def planned_traffic(self) -> Traffic:
+        """Bytes that this rank sends in one training step, by the placement; none in the reference, which is one process."""
+        if self._is_reference:
+            return Traffic()
+        return plan_traffic(
+            self.layout,
+            self.global_rank,
+            stage=self.config.zero_optimization.stage,
+            accumulation=self._batch.accumulation,
+            compute_bytes=2 if self.config.bf16.enabled else 4,
+        )
 
     @property
     def _is_reference(self) -> bool:
@@ -226,4 +245,6 @@ class SDPEngine:
     def check_holders(self) -> None:
         """Compare weights and optimizer state bitwise across holders; raises DivergenceError naming the unit. Collective."""
         if self.world_size > 1:
-            check_holders(self.layout, self._backend.parameters, self.optimizer, self.global_rank, sharded=self._shards > 1)
+            check_holders(
+                self.layout, self._backend.parameters, self.optimizer, self.global_rank, sharded=self._shards > 1
+            )

@@ -76,7 +76,9 @@ def initialize(
     if model is None:
         raise ConfigError("sdp.initialize: model is missing")
     if mpu is not None:
-        raise ConfigError("sdp.initialize: mpu cannot be honoured; the layout comes from sdp.groups and the number of processes")
+        raise ConfigError(
+            "sdp.initialize: mpu cannot be honoured; the layout comes from sdp.groups and the number of processes"
+        )
     settings = _settings(args, config if config is not None else config_params)
     reference = settings.sdp.engine == "reference"
     device = _reference_device() if reference else init_distributed()
@@ -107,7 +109,9 @@ def _settings(args: Any, config: Any) -> Config:
 def _reference_device() -> torch.device:
     found = environment.detect()
     if found is not None and found.world_size > 1:
-        raise ConfigError(f'sdp.engine: "reference" runs all workers in one process, but {found.world_size} processes were started; start one')
+        raise ConfigError(
+            f'sdp.engine: "reference" runs all workers in one process, but {found.world_size} processes were started; start one'
+        )
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -120,7 +124,11 @@ def _mesh(config: Config, reference: bool) -> Mesh:
 
 def _virtual_fsdp(config: Config) -> int:
     """The reference has no world to divide: its ranks per group are what is left of the batch, where all of it is given."""
-    train, micro, accumulation = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    train, micro, accumulation = (
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    )
     if train is None or micro is None or accumulation is None:
         return 1
     return max(1, train // (micro * accumulation * config.sdp.groups))
@@ -143,7 +151,9 @@ def _loader(engine: SDPEngine, dataset: Any, collate_fn: Callable[[list[Any]], A
 # -- optimizer and schedule ------------------------------------------------------------------------------------------------------
 
 
-def _named_groups(model_parameters: Iterable[Any] | None, optimizer: Any, names: Mapping[int, str]) -> list[dict[str, Any]]:
+def _named_groups(
+    model_parameters: Iterable[Any] | None, optimizer: Any, names: Mapping[int, str]
+) -> list[dict[str, Any]]:
     """Parameter groups with canonical names in place of the uncut model's parameters."""
     if isinstance(optimizer, Optimizer):
         if optimizer.state:
@@ -207,7 +217,14 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
     config, layout = engine.config, engine.layout
     mesh = layout.mesh
     kind = "virtual workers in one process" if engine.data_ranks_here > 1 else "processes"
-    log.info("layout: sdp %d × fsdp %d × tp %d %s, ZeRO stage %d", mesh.sdp, mesh.fsdp, mesh.tp, kind, config.zero_optimization.stage)
+    log.info(
+        "layout: sdp %d × fsdp %d × tp %d %s, ZeRO stage %d",
+        mesh.sdp,
+        mesh.fsdp,
+        mesh.tp,
+        kind,
+        config.zero_optimization.stage,
+    )
     if layout.units:
         log.info("placement: %s", layout.placement.describe())
         for warning in layout.placement.warnings() if mesh.sdp > 1 else []:

@@ -91,7 +91,9 @@ class Placement:
         links, needed = sum(map(len, self.holders)), self.groups + len(self.units) - 1
         if not self.connected:
             relation = f"Σk = {links} {'<' if links < needed else '≥'} groups + units − 1 = {needed}"
-            notes.append(f"the groups are connected through the shared part alone ({relation}); overlap more units to connect them")
+            notes.append(
+                f"the groups are connected through the shared part alone ({relation}); overlap more units to connect them"
+            )
         empty = [group for group in range(self.groups) if self.held_fraction(group) == 0]
         if empty:
             notes.append(f"groups {empty} hold no unit and train the shared part alone")
@@ -140,10 +142,14 @@ def _explicit_holders(section: SDPSection, names: Sequence[str]) -> tuple[Holder
         given[name] = tuple(sorted(groups))
     missing = [name for name in names if name not in given]
     if missing:
-        raise PlacementError(f"sdp.placement: no holders are given for {missing[0]!r} ({len(missing)} of {len(names)} units); name every unit")
+        raise PlacementError(
+            f"sdp.placement: no holders are given for {missing[0]!r} ({len(missing)} of {len(names)} units); name every unit"
+        )
     for name in (names[unit] for unit in _protected(section.protect, names)):
         if len(given[name]) < section.groups:
-            raise PlacementError(f"sdp.protect: {name!r} is protected, but sdp.placement gives it to groups {list(given[name])} only")
+            raise PlacementError(
+                f"sdp.protect: {name!r} is protected, but sdp.placement gives it to groups {list(given[name])} only"
+            )
     return tuple(given[name] for name in names)
 
 
@@ -188,7 +194,9 @@ def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int]
 def _mean_holders(section: SDPSection) -> float:
     assert not isinstance(section.capacity, list)
     if not 0 < section.capacity <= 1:
-        raise ConfigError(f"sdp.capacity: {section.capacity} is out of range; it is the held fraction of the model, more than 0 and at most 1")
+        raise ConfigError(
+            f"sdp.capacity: {section.capacity} is out of range; it is the held fraction of the model, more than 0 and at most 1"
+        )
     mean = section.capacity * section.groups
     if mean < 1 - 1e-9:
         raise ConfigError(
@@ -202,7 +210,9 @@ def _explicit_profile(section: SDPSection, mean: float, units: int) -> list[int]
     profile = section.profile
     assert isinstance(profile, list)
     if len(profile) != units:
-        raise ConfigError(f"sdp.profile: {len(profile)} values are given for {units} units; give one number of holders a unit")
+        raise ConfigError(
+            f"sdp.profile: {len(profile)} values are given for {units} units; give one number of holders a unit"
+        )
     if max(profile) > section.groups:
         raise ConfigError(f"sdp.profile: {max(profile)} holders are asked for, but sdp.groups is {section.groups}")
     asked = "capacity" in section.model_fields_set

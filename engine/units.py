@@ -85,7 +85,9 @@ def _match_patterns(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -
 
 def _matches(name: str, pattern: str) -> bool:
     parts, globs = name.split("."), pattern.split(".")
-    return len(parts) == len(globs) and all(fnmatch.fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True))
+    return len(parts) == len(globs) and all(
+        fnmatch.fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True)
+    )
 
 
 def _longest_chain(model: nn.Module) -> set[str]:
@@ -113,7 +115,9 @@ def _refuse_nested(names: Sequence[str]) -> None:
         for cut in range(1, len(parts)):
             outer = ".".join(parts[:cut])
             if outer in chosen:
-                raise ModelError(f"sdp.units: {name!r} lies inside the unit {outer!r}; units must not nest, keep one of them")
+                raise ModelError(
+                    f"sdp.units: {name!r} lies inside the unit {outer!r}; units must not nest, keep one of them"
+                )
 
 
 def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[str]) -> list[Unit]:

@@ -29,7 +29,12 @@ class CountingReduceScatter(DefaultReduceScatter):
         self._traffic = traffic
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
     ) -> dist.Work | None:
         self._traffic.record("inside groups", "reduce_scatter", input_tensor.nbytes, group.size())
         return super().__call__(output_tensor, input_tensor, group, op, async_op)

@@ -23,7 +23,9 @@ from ..traffic import Traffic
 class ReferenceBackend:
     """All workers of the layout, one after the other. A batch holds the rows of all data ranks, in rank order."""
 
-    def __init__(self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32
+    ):
         self.layout, self.module, self.device = layout, model, device
         self.traffic = Traffic()
         self.parameters = dict(model.named_parameters())
@@ -34,7 +36,9 @@ class ReferenceBackend:
         import copy
 
         absent = [unit for unit in self.layout.units if not self.layout.placement.holds(group, unit.index)]
-        return {unit.name: PassThrough(unit.name, copy.deepcopy(self.module.get_submodule(unit.name))) for unit in absent}
+        return {
+            unit.name: PassThrough(unit.name, copy.deepcopy(self.module.get_submodule(unit.name))) for unit in absent
+        }
 
     @property
     def data_ranks_here(self) -> int:

@@ -1,0 +1,60 @@
+"""Bytes that a rank will send in one optimizer step, from the placement alone: what ``traffic.py`` then counts."""
+
+from __future__ import annotations
+
+from .layout import Layout, TensorInfo
+from .traffic import Traffic
+
+FLOAT32 = 4
+NORM_BYTES = 8  # the squared gradient norm, one float64
+
+
+def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> Traffic:
+    """The traffic of one training step of ``rank`` under ZeRO ``stage``.
+
+    Between groups: every trainable parameter of a unit with n holder ranks is all-reduced once, 2(n − 1)/n of its local shard in
+    float32. Inside a group of F ranks: parameters are gathered in compute precision (``compute_bytes`` an element) once a step at
+    stages 1 and 2, twice a micro-batch (forward and backward) at stage 3; gradients are reduce-scattered in float32, once a step
+    at stage 1, every micro-batch at stages 2 and 3; (F − 1)/F of the padded parameter each time. One scalar for the norm.
+    """
+    mesh, traffic = layout.mesh, Traffic()
+    at = mesh.coordinates(rank)
+    shards = mesh.fsdp if stage > 0 else 1
+    replicas = mesh.fsdp // shards
+    gathers = 2 * accumulation if stage == 3 else 1
+    scatters = accumulation if stage >= 2 else 1
+    for info in layout.held(at.sdp):
+        padded = info.padded_shard_numel(shards) * shards
+        traffic.record("inside groups", "all_gather", gathers * padded * compute_bytes, shards)
+        if info.trainable:
+            local = info.shard_numel(shards, at.fsdp if shards > 1 else 0)
+            traffic.record("between groups", "all_reduce", local * FLOAT32, len(info.holders) * replicas)
+            traffic.record("inside groups", "reduce_scatter", scatters * padded * FLOAT32, shards)
+    traffic.record("control", "all_reduce", NORM_BYTES, mesh.world_size)
+    return traffic
+
+
+def data_parallel_traffic(layout: Layout) -> Traffic:
+    """What every rank of DistributedDataParallel over the same ranks sends: one all-reduce of all float32 gradients."""
+    traffic = Traffic()
+    numel = sum(info.numel for info in layout.parameters.values() if info.trainable)
+    traffic.record("between groups", "all_reduce", numel * FLOAT32, layout.mesh.data_ranks)
+    return traffic
+
+
+def describe_formula(layout: Layout, rank: int, *, stage: int) -> str:
+    """The between-groups formula with this rank's numbers filled in."""
+    at = layout.mesh.coordinates(rank)
+    shards = layout.mesh.fsdp if stage > 0 else 1
+    terms: dict[int, int] = {}
+    for info in layout.held(at.sdp):
+        ranks = len(info.holders) * (layout.mesh.fsdp // shards)
+        if info.trainable and ranks > 1:
+            terms[ranks] = terms.get(ranks, 0) + _local(info, shards, at.fsdp) * FLOAT32
+    if not terms:
+        return "nothing is sent between groups"
+    return " + ".join(f"2·{n - 1}/{n}·{nbytes:,} B" for n, nbytes in sorted(terms.items()))
+
+
+def _local(info: TensorInfo, shards: int, index: int) -> int:
+    return info.shard_numel(shards, index if shards > 1 else 0)
