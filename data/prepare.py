@@ -158,9 +158,7 @@ def _existing(directory: Path, digest: str, settings: _Settings, overwrite: bool
     changed = [key for key, value in vars(settings).items() if index.settings.get(key) != value]
     if index.corpus.sha256 != digest:
         changed.insert(0, "the corpus")
-    raise DataError(
-        f"{directory} already holds other data ({', '.join(changed)} differ): choose another output, or add --overwrite"
-    )
+    raise DataError(f"{directory} already holds other data ({', '.join(changed)} differ): choose another output, or add --overwrite")
 
 
 def _clear(directory: Path) -> None:
@@ -203,14 +201,10 @@ def _quota(sizes: list[int], budget: int) -> float:
     return math.inf
 
 
-def _write(
-    directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: _Settings
-) -> tuple[dict[str, Any], int, int]:
+def _write(directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: _Settings) -> tuple[dict[str, Any], int, int]:
     """Write all batches; returns the splits, the number of documents and the bytes of their text."""
     dtype = np.dtype(_dtype_name(tokenizer.vocab_size)).newbyteorder("<")
-    writers = {
-        split: ShardWriter(directory, split, dtype, settings.shard_tokens, tokenizer.end_of_text) for split in SPLITS
-    }
+    writers = {split: ShardWriter(directory, split, dtype, settings.shard_tokens, tokenizer.end_of_text) for split in SPLITS}
     documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
     text_bytes = 0
     with contextlib.ExitStack() as unfinished:

@@ -133,9 +133,7 @@ def _read_json_lines(path: Path, column: str) -> Iterator[Document]:
                 text = _text_of_line(line, column, f"{path}, line {number}") if line.strip() else ""
                 yield Document(text, consumed)
         except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
-            raise DataError(
-                f"{path}, after line {number}: damaged or cut off ({error}); fetch the file again"
-            ) from error
+            raise DataError(f"{path}, after line {number}: damaged or cut off ({error}); fetch the file again") from error
 
 
 def _decompressed(path: Path, raw: IO[bytes]) -> Iterator[bytes]:

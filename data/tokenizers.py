@@ -116,9 +116,7 @@ def _auto_tokenizer(location: str) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise DataError(
-            f"tokenizer 'hf:{location}' needs the transformers package: pip install 'sdp-engine[huggingface]'"
-        ) from error
+        raise DataError(f"tokenizer 'hf:{location}' needs the transformers package: pip install 'sdp-engine[huggingface]'") from error
     try:
         return AutoTokenizer.from_pretrained(location)
     except (OSError, ValueError, KeyError) as error:
@@ -133,9 +131,7 @@ def check_request(request: str, vocab_size: int | None) -> None:
     if request == _HF_PREFIX:
         raise DataError("hf: must be followed by a directory or a name on the hub, as in hf:gpt2")
     if request == "bytes" and vocab_size not in (None, BytesTokenizer.vocab_size):
-        raise DataError(
-            f"the bytes tokenizer has {BytesTokenizer.vocab_size} tokens, not {vocab_size}: leave the size out"
-        )
+        raise DataError(f"the bytes tokenizer has {BytesTokenizer.vocab_size} tokens, not {vocab_size}: leave the size out")
     if request.startswith(_HF_PREFIX) and vocab_size is not None:
         raise DataError(f"the vocabulary of {request!r} is fixed: leave the vocabulary size ({vocab_size}) out")
 
@@ -207,9 +203,7 @@ def _training_error(message: str, vocab_size: int) -> str:
             f" use --vocab-size {found[1]} or less, --tokenizer bytes, or more text"
         )
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return (
-            f"a SentencePiece vocabulary of {vocab_size:,} is too small: this corpus needs more than {found[1]} tokens"
-        )
+        return f"a SentencePiece vocabulary of {vocab_size:,} is too small: this corpus needs more than {found[1]} tokens"
     if "sentences_.empty()" in message:
         return "the corpus is empty, or all of it is held out: no text to train a SentencePiece tokenizer on"
     return f"SentencePiece could not be trained with {vocab_size:,} tokens: {message}"
@@ -221,9 +215,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     try:
         spec = json.loads((directory / INDEX_FILE).read_text())["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{directory / INDEX_FILE}: no index of token shards ({error}); run sdp prepare first"
-        ) from error
+        raise DataError(f"{directory / INDEX_FILE}: no index of token shards ({error}); run sdp prepare first") from error
     return tokenizer_from_spec(spec, directory)
 
 
@@ -245,7 +237,5 @@ def _load_sentencepiece(path: Path, sha256: str) -> Tokenizer:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}); prepare the data again") from error
     if hashlib.sha256(model).hexdigest() != sha256:
-        raise DataError(
-            f"{path}: not the tokenizer that made these shards (its sha256 differs); prepare the data again"
-        )
+        raise DataError(f"{path}: not the tokenizer that made these shards (its sha256 differs); prepare the data again")
     return SentencePieceTokenizer(model)

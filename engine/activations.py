@@ -34,9 +34,7 @@ def checkpoint_activations(model: nn.Module, units: Iterable[Unit], mode: Litera
 
 
 def _recomputing(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
-    context: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
-    )
+    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
 
     def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

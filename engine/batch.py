@@ -26,11 +26,8 @@ def call_model(module: nn.Module, batch: Any) -> Any:
             return module(**batch)
     elif isinstance(batch, tuple | list):
         required = [p for p in positional if p.default is p.empty]
-        if (
-            len(batch) > 1
-            and len(required) <= len(batch) <= len(positional)
-            or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        ):
+        fits = len(batch) > 1 and len(required) <= len(batch) <= len(positional)
+        if fits or any(p.kind is p.VAR_POSITIONAL for p in parameters):
             return module(*batch)
     return module(batch)
 
@@ -40,9 +37,7 @@ def loss_of(output: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         if output.numel() == 1:
             return output.reshape(())
-        raise TypeError(
-            f"the model returned a tensor of shape {tuple(output.shape)} where a scalar loss is needed; give it the labels"
-        )
+        raise TypeError(f"the model returned a tensor of shape {tuple(output.shape)} where a scalar loss is needed; give it the labels")
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
@@ -81,9 +76,7 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
             if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
                 return leaf
             if leaf.shape[0] % parts:
-                raise ValueError(
-                    f"a batch of {leaf.shape[0]} rows cannot be cut for {parts} workers; give a multiple of {parts} rows"
-                )
+                raise ValueError(f"a batch of {leaf.shape[0]} rows cannot be cut for {parts} workers; give a multiple of {parts} rows")
             rows = leaf.shape[0] // parts
             return leaf[index * rows : (index + 1) * rows]
 

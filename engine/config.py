@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import Field, PrivateAttr
 
 from .config_deepspeed import known_keys, split_foreign_keys
-from .errors import ConfigError, suggestion
+from .errors import ConfigError
+from .section import Section, parse_section
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """A strict section: unknown keys and implicit conversions ("4" for 4) are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class NamedParams(Section):
     """DeepSpeed's ``{"type": name, "params": {…}}`` of optimizer and scheduler; ``params`` is checked by its builder."""
 
     type: str
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default_factory=dict)
 
 
 class Enabled(Section):
@@ -84,7 +80,7 @@ class SDPSection(Section):
     placement: Literal["cyclic", "balanced", "random"] | dict[str, list[NonNegativeInt]] = "cyclic"
     profile: Literal["uniform", "depth"] | list[PositiveInt] = "uniform"
     units: Literal["auto"] | list[str] = "auto"
-    protect: list[str] = []
+    protect: list[str] = Field(default_factory=list)
     branch_scale: Literal["none", "train", "eval"] = "none"
     neuron_groups: PositiveInt = 8
     seed: NonNegativeInt = 0
@@ -134,7 +130,7 @@ class Config(Section):
     csv_monitor: MonitorSection = MonitorSection()
     wandb: WandbSection = WandbSection()
     sdp: SDPSection = SDPSection()
-    model: dict[str, Any] = {}
+    model: dict[str, Any] = Field(default_factory=dict)
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
 
@@ -157,10 +153,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     for override in overrides:
         _apply_override(raw, override)
     ours, hints = split_foreign_keys(raw)
-    try:
-        config = Config.model_validate(ours)
-    except ValidationError as error:
-        raise ConfigError(_one_line(error, ours)) from None
+    config = parse_section(Config, ours, known_keys=partial(known_keys, root=Config))
     config._hints = hints
     _refuse_unavailable(config)
     return config
@@ -212,33 +205,6 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             raise ConfigError(f"--set {override}: {parent} is not a section")
     section[key] = value
-
-
-def _one_line(error: ValidationError, raw: dict[str, Any]) -> str:
-    """The first problem as ``path: what is wrong``; unknown keys first, since they often explain the others."""
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    problem = problems[0]
-    path = _path_in(raw, problem["loc"])
-    if problem["type"] == "missing":
-        return f"{'.'.join(str(part) for part in (*path, problem['loc'][-1]))}: this key is required"
-    where = ".".join(str(part) for part in path)
-    if problem["type"] == "extra_forbidden":
-        return f"{where}: unknown key{suggestion(str(path[-1]), known_keys(path[:-1], Config))}"
-    # A union of alternatives reports one problem for each; name them all, they are the ways to mend it.
-    ways = [p["msg"] for p in problems if _path_in(raw, p["loc"])[: len(path)] == path]
-    message = " or ".join(dict.fromkeys(way[0].lower() + way[1:] for way in ways))
-    return f"{where}: {message} (found {json.dumps(problem['input'])})"
-
-
-def _path_in(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """``location`` without pydantic's names of union members, which are no keys of the file."""
-    path: list[int | str] = []
-    for part in location:
-        inside = (isinstance(raw, dict) and part in raw) or (isinstance(raw, list) and isinstance(part, int))
-        if inside:
-            raw = raw[part] if not isinstance(raw, list) or part < len(raw) else None
-            path.append(part)
-    return tuple(path)
 
 
 def _refuse_unavailable(config: Config) -> None:

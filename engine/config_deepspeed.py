@@ -112,12 +112,10 @@ def _filter(section: dict[str, Any], prefix: str, hints: list[str]) -> dict[str,
 def _require_neutral(path: str, value: Any) -> None:
     if not any(value == neutral and type(value) is type(neutral) for neutral in NEUTRAL[path]):
         neutral = json.dumps(NEUTRAL[path][0])
-        raise ConfigError(
-            f"{path}: {json.dumps(value)} cannot be honoured by this engine; remove it or set it to {neutral}"
-        )
+        raise ConfigError(f"{path}: {json.dumps(value)} cannot be honoured by this engine; remove it or set it to {neutral}")
 
 
-def known_keys(parents: Sequence[int | str], root: type[BaseModel]) -> list[str]:
+def known_keys(parents: Sequence[str], root: type[BaseModel]) -> list[str]:
     """All keys that may stand in the section at ``parents``, ours and DeepSpeed's: candidates for a suggestion."""
     prefix = "".join(f"{parent}." for parent in parents)
     model: Any = root

@@ -29,9 +29,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
     return total
 
 
-def check_holders(
-    layout: Layout, parameters: dict[str, torch.nn.Parameter], optimizer: Optimizer, rank: int, *, sharded: bool
-) -> None:
+def check_holders(layout: Layout, parameters: dict[str, torch.nn.Parameter], optimizer: Optimizer, rank: int, *, sharded: bool) -> None:
     """Compare every unit's weights and optimizer state bitwise across its holders. Collective.
 
     Raises :class:`DivergenceError` on every rank, naming the unit and the groups that disagree.
@@ -40,11 +38,7 @@ def check_holders(
     device = next(iter(parameters.values())).device
     mine = torch.zeros(len(names), dtype=torch.int64, device=device)
     for index, unit in enumerate(names):
-        held = [
-            parameters[info.name]
-            for info in layout.parameters.values()
-            if info.unit == unit and info.name in parameters
-        ]
+        held = [parameters[info.name] for info in layout.parameters.values() if info.unit == unit and info.name in parameters]
         mine[index] = checksum(t for p in held for t in (p, *_state_of(optimizer, p)))
     everyones = mine.new_empty((layout.mesh.world_size, len(names)))
     dist.all_gather(list(everyones.unbind()), mine)

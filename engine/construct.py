@@ -26,9 +26,7 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < len(layout.parameters):
-        raise ModelError(
-            f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two"
-        )
+        raise ModelError(f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two")
     plan = plan_initialisation(model, config.training.seed) if on_meta else None
     if plan is None:
         _require_float32(model)
@@ -44,9 +42,7 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     at = layout.mesh.coordinates(dist.get_rank())
     stand_ins = carve(model, layout.units, layout.placement, at.sdp)
     checkpoint_activations(model, [unit for unit in layout.units if unit.name not in stand_ins], mode)
-    native = FSDP2Backend(
-        model, layout, stand_ins, device, stage=config.zero_optimization.stage, compute_dtype=compute_dtype
-    )
+    native = FSDP2Backend(model, layout, stand_ins, device, stage=config.zero_optimization.stage, compute_dtype=compute_dtype)
     _give_values(model, layout, plan, device, shards=native.shards, index=native.shard_index)
     native.ready()
     return native

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from . import checkpoint
 from .backends.base import Backend
 from .batch import call_model, loss_of
 from .batch_size import BatchSize
@@ -23,7 +25,7 @@ from .memory import StateBytes, measure_state_bytes, predict_state_bytes
 from .schedules import Schedule
 from .sync import local_tensor
 from .traffic import Traffic
-from .traffic_plan import plan_traffic
+from .traffic_plan import describe_formula, plan_traffic
 
 
 class SDPEngine:
@@ -32,9 +34,7 @@ class SDPEngine:
     Made by :func:`sdp.initialize`. ``step`` acts at the accumulation boundary only, as DeepSpeed's does.
     """
 
-    def __init__(
-        self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer, scheduler: Schedule | Any | None
-    ):
+    def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer, scheduler: Schedule | Any | None):
         self._backend, self.config, self._batch = backend, config, batch
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self.loader: Any = None
@@ -139,12 +139,59 @@ class SDPEngine:
 
         Collective; tied parameters appear under each of their names. Units cross the network one parameter at a time.
         """
-        state = {
-            name: tensor.detach().cpu().clone() for name, tensor in self._backend.stream_state() if tensor is not None
-        }
+        state = {name: tensor.detach().cpu().clone() for name, tensor in self._backend.stream_state() if tensor is not None}
         if self.global_rank != 0:
             return None
         return state | {alias: state[name] for alias, name in self.layout.aliases.items()}
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None) -> bool:
+        """Write ``save_dir/tag`` (default ``step-N``): weights, optimizer, schedule, position in the data. Collective.
+
+        ``client_state`` must be JSON. Holders are compared first, since equal names are written once. Raises CheckpointError or
+        DivergenceError; an earlier checkpoint of the same tag is replaced only once the new one is whole.
+        """
+        self.check_holders()
+        mesh = self.layout.mesh
+        state = {
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "mesh": [mesh.sdp, mesh.fsdp, mesh.tp],
+            "placement": self.layout.placement.to_json(),
+            "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+            "loader": self.loader.state_dict() if self.loader is not None else None,
+            "client_state": dict(client_state or {}),
+        }
+        checkpoint.save(Path(save_dir), tag or f"step-{self.global_steps}", self._tensors(), state)
+        return True
+
+    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
+        """Continue from ``load_dir/tag`` (default: the newest), written under any layout. Collective.
+
+        Returns its path and the client state; ``(None, {})`` where there is no checkpoint and no tag was asked for. Raises
+        CheckpointError for one that is damaged, or of another model, optimizer or data set.
+        """
+        tag = tag or checkpoint.latest(Path(load_dir))
+        if tag is None:
+            return None, {}
+        path = Path(load_dir) / tag
+        state = checkpoint.read_state(path)
+        if state["global_steps"] and not self.optimizer.state:
+            checkpoint.materialise_state(self.optimizer)
+        checkpoint.load(path, self._tensors())
+        self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
+        self.micro_steps = self.global_steps * self._batch.accumulation
+        if self.lr_scheduler is not None and state["scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(state["scheduler"])
+        if self.loader is not None and state["loader"] is not None:
+            self.loader.load_state_dict(state["loader"])
+        return str(path), state["client_state"]
+
+    def _tensors(self) -> dict[str, Any]:
+        self._backend.shard_parameters()
+        buffers = {name: buffer for name, buffer in self.module.named_buffers() if name in self.layout.buffers}
+        return checkpoint.tensors_of(self._backend.parameters, buffers, self.optimizer)
 
     # -- facts -----------------------------------------------------------------------------------------------------------------
 
@@ -214,9 +261,7 @@ class SDPEngine:
 
     def predicted_state_bytes(self) -> StateBytes:
         """Parameter, gradient and optimizer bytes of this rank by the placement."""
-        return predict_state_bytes(
-            self.layout, self.global_rank, self.optimizer, shards=self._shards, everything=self._is_reference
-        )
+        return predict_state_bytes(self.layout, self.global_rank, self.optimizer, shards=self._shards, everything=self._is_reference)
 
     def measured_state_bytes(self) -> StateBytes:
         """Bytes of this rank's tensors: parameters and optimizer state as they are now, gradients as at the last step."""
@@ -234,6 +279,10 @@ class SDPEngine:
             compute_bytes=2 if self.config.bf16.enabled else 4,
         )
 
+    def traffic_formula(self) -> str:
+        """The bytes between groups that this rank sends in a step, as a formula with its numbers."""
+        return describe_formula(self.layout, self.global_rank, stage=self.config.zero_optimization.stage)
+
     @property
     def _is_reference(self) -> bool:
         return self.config.sdp.engine == "reference"
@@ -242,9 +291,20 @@ class SDPEngine:
     def _shards(self) -> int:
         return 1 if self.config.zero_optimization.stage == 0 or self._is_reference else self.layout.mesh.fsdp
 
+    def gather_facts(self, facts: Any) -> list[Any]:
+        """``facts`` (any small object) of every rank, in rank order. Collective."""
+        everyones = [facts] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(everyones, facts)
+        return everyones
+
+    def mean_loss(self, loss: torch.Tensor) -> float:
+        """The mean of a per-rank scalar over all ranks. Collective."""
+        value = loss.detach().double().reshape(())
+        self._backend.all_reduce_control(value)
+        return value.item() / self.world_size
+
     def check_holders(self) -> None:
         """Compare weights and optimizer state bitwise across holders; raises DivergenceError naming the unit. Collective."""
         if self.world_size > 1:
-            check_holders(
-                self.layout, self._backend.parameters, self.optimizer, self.global_rank, sharded=self._shards > 1
-            )
+            check_holders(self.layout, self._backend.parameters, self.optimizer, self.global_rank, sharded=self._shards > 1)

@@ -56,9 +56,7 @@ class StreamedEvaluation:
     def __init__(self, rank: EvaluatedRank):
         self._rank = rank
         self._lockstep: Lockstep[tuple[float, int]] = Lockstep(rank.device)
-        partly_held = [
-            unit for unit in rank.layout.units if len(rank.layout.placement.holders[unit.index]) < rank.layout.mesh.sdp
-        ]
+        partly_held = [unit for unit in rank.layout.units if len(rank.layout.placement.holders[unit.index]) < rank.layout.mesh.sdp]
         self._units = {unit.name: unit for unit in partly_held}
         self._guest: dict[str, torch.Tensor] = {}
 
@@ -151,19 +149,14 @@ class StreamedEvaluation:
     def _broadcast_buffers(self, module: nn.Module, source: int) -> dict[str, torch.Tensor]:
         held = self._rank.at.sdp == source
         return {
-            name: self._broadcast(
-                buffer.detach().clone() if held else torch.empty_like(buffer, device=self._rank.device), source
-            )
+            name: self._broadcast(buffer.detach().clone() if held else torch.empty_like(buffer, device=self._rank.device), source)
             for name, buffer in module.named_buffers()
         }
 
     def _assemble(self, unit: Unit, shards: torch.Tensor) -> dict[str, torch.Tensor]:
         infos = [self._rank.layout.parameters[part.parameter] for part in unit.slices]
         pieces = shards.split([info.padded_shard_numel(self._rank.shards) for info in infos], dim=1)
-        return {
-            info.name.removeprefix(f"{unit.name}."): assemble(piece, info)
-            for info, piece in zip(infos, pieces, strict=True)
-        }
+        return {info.name.removeprefix(f"{unit.name}."): assemble(piece, info) for info, piece in zip(infos, pieces, strict=True)}
 
 
 def _is_float(value: Any) -> bool:

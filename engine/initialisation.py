@@ -108,9 +108,7 @@ def _rule_fillers(shapes: dict[str, torch.Size], rules: dict[str, Init], seed: i
     }
 
 
-def _module_reset(
-    module: nn.Module, path: str, name: str, whole: Callable[[nn.Module], None] | None
-) -> Callable[[nn.Module], None]:
+def _module_reset(module: nn.Module, path: str, name: str, whole: Callable[[nn.Module], None] | None) -> Callable[[nn.Module], None]:
     if whole is not None:
         return whole
     if hasattr(module, "reset_parameters"):
@@ -121,9 +119,7 @@ def _module_reset(
     )
 
 
-def _module_fillers(
-    lone: nn.Module, names: list[str], reset: Callable[[nn.Module], None], seed: int
-) -> dict[str, Filler]:
+def _module_fillers(lone: nn.Module, names: list[str], reset: Callable[[nn.Module], None], seed: int) -> dict[str, Filler]:
     """Fill a copy of the module on the CPU under a generator of its own, and hand out rows of it."""
     filled = copy.copy(lone).to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -140,9 +136,7 @@ def _copy_rows(out: torch.Tensor, start: int, full: torch.Tensor) -> None:
 def _without_children(module: nn.Module) -> nn.Module:
     """A meta copy of the module's own parameters and attributes, without its children."""
     lone = copy.copy(module)
-    lone._parameters = {
-        k: p if p is None else nn.Parameter(torch.empty_like(p, device="meta")) for k, p in module._parameters.items()
-    }
+    lone._parameters = {k: p if p is None else nn.Parameter(torch.empty_like(p, device="meta")) for k, p in module._parameters.items()}
     lone._buffers = {k: b if b is None else torch.empty_like(b, device="meta") for k, b in module._buffers.items()}
     lone._modules = {}
     return lone

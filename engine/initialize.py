@@ -76,9 +76,7 @@ def initialize(
     if model is None:
         raise ConfigError("sdp.initialize: model is missing")
     if mpu is not None:
-        raise ConfigError(
-            "sdp.initialize: mpu cannot be honoured; the layout comes from sdp.groups and the number of processes"
-        )
+        raise ConfigError("sdp.initialize: mpu cannot be honoured; the layout comes from sdp.groups and the number of processes")
     settings = _settings(args, config if config is not None else config_params)
     reference = settings.sdp.engine == "reference"
     device = _reference_device() if reference else init_distributed()
@@ -151,9 +149,7 @@ def _loader(engine: SDPEngine, dataset: Any, collate_fn: Callable[[list[Any]], A
 # -- optimizer and schedule ------------------------------------------------------------------------------------------------------
 
 
-def _named_groups(
-    model_parameters: Iterable[Any] | None, optimizer: Any, names: Mapping[int, str]
-) -> list[dict[str, Any]]:
+def _named_groups(model_parameters: Iterable[Any] | None, optimizer: Any, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """Parameter groups with canonical names in place of the uncut model's parameters."""
     if isinstance(optimizer, Optimizer):
         if optimizer.state:
@@ -187,9 +183,7 @@ def _groups_here(groups: list[dict[str, Any]], parameters: Mapping[str, nn.Param
     return here
 
 
-def _build_optimizer(
-    config: Config, given: Any, groups: list[dict[str, Any]], device: torch.device
-) -> tuple[Optimizer, str]:
+def _build_optimizer(config: Config, given: Any, groups: list[dict[str, Any]], device: torch.device) -> tuple[Optimizer, str]:
     if isinstance(given, Optimizer):
         given.param_groups.clear()
         for group in groups:

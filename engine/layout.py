@@ -65,20 +65,14 @@ class Layout:
         """Find the units of the full ``model``, place them, and record its tensors."""
         section = config.sdp
         explicit = list(section.placement) if isinstance(section.placement, dict) else None
-        units = (
-            find_units(model, section.units, explicit)
-            if mesh.sdp > 1 or explicit or section.units != "auto"
-            else _units_if_any(model)
-        )
+        units = find_units(model, section.units, explicit) if mesh.sdp > 1 or explicit or section.units != "auto" else _units_if_any(model)
         placement = place(section, units)
         unit_of = unit_of_parameters(units)
         everyone = tuple(range(mesh.sdp))
 
         def info(name: str, tensor: torch.Tensor, unit: Unit | None) -> TensorInfo:
             holders = placement.holders[unit.index] if unit else everyone
-            return TensorInfo(
-                name, tensor.shape, tensor.dtype, tensor.requires_grad, unit.name if unit else SHARED, holders
-            )
+            return TensorInfo(name, tensor.shape, tensor.dtype, tensor.requires_grad, unit.name if unit else SHARED, holders)
 
         parameters = {name: info(name, p, unit_of.get(name)) for name, p in model.named_parameters()}
         canonical = {id(p): name for name, p in model.named_parameters()}
@@ -103,9 +97,7 @@ class Layout:
     def buckets(self) -> list[Bucket]:
         """The global list of reductions, in launch order."""
         trainable = {name: info.numel for name, info in self.parameters.items() if info.trainable}
-        return plan_buckets(
-            trainable, lambda name: self.parameters[name].holders, lambda name: self.parameters[name].unit
-        )
+        return plan_buckets(trainable, lambda name: self.parameters[name].holders, lambda name: self.parameters[name].unit)
 
     def counts_norm(self, info: TensorInfo, at: Coordinates, *, sharded: bool) -> bool:
         """Whether the rank at ``at`` counts its part of this parameter in the global norm: one holder does, and one replica."""

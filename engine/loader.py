@@ -135,9 +135,7 @@ class ResumableLoader:
         pin_memory: bool = False,
     ) -> None:
         self.dataset = dataset
-        self.sampler = ResumableBatchSampler(
-            _length(dataset), micro_batch_size, data_rank, data_ranks, seed, shuffle=shuffle
-        )
+        self.sampler = ResumableBatchSampler(_length(dataset), micro_batch_size, data_rank, data_ranks, seed, shuffle=shuffle)
         self._collate_fn = collate_fn
         self._num_workers = num_workers
         self._pin_memory = pin_memory
@@ -243,6 +241,4 @@ def _length(dataset: Dataset[Any]) -> int:
     try:
         return len(dataset)  # pyright: ignore[reportArgumentType]  # torch's Dataset declares no __len__
     except TypeError:
-        raise DataError(
-            f"{type(dataset).__name__} has no length: a map-style data set (__len__ and __getitem__) is needed"
-        ) from None
+        raise DataError(f"{type(dataset).__name__} has no length: a map-style data set (__len__ and __getitem__) is needed") from None

@@ -58,9 +58,7 @@ class Lockstep(Generic[T]):
                 if stops == {None}:
                     return [state.result for state in states]  # type: ignore[misc]
                 if len(stops) > 1:
-                    raise RuntimeError(
-                        f"batches took different ways through the model (stopped before {sorted(map(str, stops))})"
-                    )
+                    raise RuntimeError(f"batches took different ways through the model (stopped before {sorted(map(str, stops))})")
                 at_unit(stops.pop())  # type: ignore[arg-type]
         finally:
             self._end(states)

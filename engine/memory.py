@@ -33,9 +33,7 @@ class StateBytes:
         return asdict(self)
 
 
-def predict_state_bytes(
-    layout: Layout, rank: int, optimizer: Optimizer, *, shards: int, everything: bool = False
-) -> StateBytes:
+def predict_state_bytes(layout: Layout, rank: int, optimizer: Optimizer, *, shards: int, everything: bool = False) -> StateBytes:
     """State of ``rank`` by the placement: float32 master weights and gradients of what its group holds, cut into ``shards``.
 
     ``everything``: of the full model, which the reference keeps whole.
@@ -59,12 +57,7 @@ def state_tensors(optimizer: Optimizer) -> int:
 def measure_state_bytes(parameters: Iterable[nn.Parameter], optimizer: Optimizer, gradient_bytes: int) -> StateBytes:
     """Bytes of the local tensors that exist; ``gradient_bytes`` as counted before the step that freed them."""
     held = sum(local_tensor(parameter.detach()).nbytes for parameter in parameters)
-    states = (
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.dim()
-    )
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
     return StateBytes(held, gradient_bytes, sum(local_tensor(value).nbytes for value in states))
 
 
@@ -94,9 +87,7 @@ class PeakMemory:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         try:
-            status = dict(
-                line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
-            )
+            status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
             peak, files, shared = (int(status[key].split()[0]) * 1024 for key in ("VmHWM", "RssFile", "RssShmem"))
             return peak - files - shared
         except (OSError, KeyError, ValueError):

@@ -71,7 +71,7 @@ class Mesh:
 class Communicators:
     """The process groups of one rank.
 
-    ``fsdp``: the ranks among which this group's state is sharded. ``holders[h]``: the ranks that average a gradient held by the
+    ``fsdp``: the ranks among which this group's state is sharded (``alone``: this rank). ``holders[h]``: the ranks that average a gradient held by the
     SDP groups ``h``; absent where that is this rank alone. With ``replicate_inside`` (ZeRO stage 0) nothing is sharded, and the
     ranks of a group average among themselves in the same all-reduce.
     """
@@ -83,8 +83,10 @@ class Communicators:
     holders: dict[Holders, dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, mesh: Mesh, holder_sets: Iterable[Holders], *, replicate_inside: bool) -> Communicators:
+    def build(cls, mesh: Mesh, holder_sets: Iterable[Holders], *, replicate_inside: bool, alone: bool = False) -> Communicators:
         """Create all groups of the world; every rank must call this with the same arguments.
+
+        ``alone``: FSDP2 wraps parameters that are not sharded, on a process group of this rank alone.
 
         Groups are created in world order (``use_local_synchronization`` hangs on cyclic overlaps), equal rank lists once.
         """
@@ -106,6 +108,8 @@ class Communicators:
                     made_group = group_of(grid[group, :, tp].tolist())
                     if (group, tp) == (at.sdp, at.tp):
                         self.fsdp = made_group
+        if alone:
+            self.fsdp = [group_of([rank]) for rank in range(mesh.world_size)][self.rank]
         for holders in sorted(set(holder_sets) | {tuple(range(mesh.sdp))}):
             rows = grid[list(holders)]
             for tp in range(mesh.tp):
@@ -124,6 +128,5 @@ class Communicators:
 
     def fsdp_mesh(self, device_type: str) -> DeviceMesh:
         """The 1-D device mesh on which ``fully_shard`` shards this group's state; one rank alone where nothing is sharded."""
-        if self.fsdp is not None:
-            return DeviceMesh.from_group(self.fsdp, device_type, mesh_dim_names=("fsdp",))
-        return DeviceMesh(device_type, torch.tensor([self.rank]), mesh_dim_names=("fsdp",), _init_backend=False)
+        assert self.fsdp is not None
+        return DeviceMesh.from_group(self.fsdp, device_type, mesh_dim_names=("fsdp",))

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .config import Section
 from .errors import ConfigError, suggestion
+from .section import Section, parse_section
+from .sync import local_tensor
 
 NonNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
-SectionType = TypeVar("SectionType", bound=BaseModel)
 
 
 class AdamParams(Section):
@@ -52,9 +50,7 @@ class SGDParams(Section):
     nesterov: bool = False
 
 
-def build_optimizer(
-    type: str, params: Mapping[str, Any], parameters: Parameters, device: torch.device
-) -> tuple[Optimizer, str]:
+def build_optimizer(type: str, params: Mapping[str, Any], parameters: Parameters, device: torch.device) -> tuple[Optimizer, str]:
     """The optimizer of the configuration's ``optimizer`` section, and a line: which implementation was taken, and why.
 
     ``type`` is "AdamW", "Adam", "FusedAdam" or "SGD" (in any case); ``parameters`` are parameters or parameter groups,
@@ -67,23 +63,17 @@ def build_optimizer(
         hint = suggestion(type, list(builders)) or f"; known: {', '.join(builders)}"
         raise ConfigError(f'optimizer.type: unknown optimizer "{type}"{hint}')
     if "max_grad_norm" in params:
-        raise ConfigError(
-            "optimizer.params.max_grad_norm: not an optimizer's setting; use gradient_clipping at top level"
-        )
+        raise ConfigError("optimizer.params.max_grad_norm: not an optimizer's setting; use gradient_clipping at top level")
     return builders[name](name, params, list(parameters), device)
 
 
-def _build_adam(
-    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
-) -> tuple[Optimizer, str]:
+def _build_adam(name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device) -> tuple[Optimizer, str]:
     settings = parse_section(AdamParams, params, "optimizer.params")
     optimizer, line = _torch_adam(settings, parameters, device, decoupled=name == "AdamW" or settings.adam_w_mode)
     return optimizer, f"{name}: {line}"
 
 
-def _build_fused_adam(
-    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
-) -> tuple[Optimizer, str]:
+def _build_fused_adam(name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device) -> tuple[Optimizer, str]:
     settings = parse_section(AdamParams, params, "optimizer.params")
     kernel, reason = _apex_kernel(device)
     if kernel is None:
@@ -92,9 +82,7 @@ def _build_fused_adam(
     return ApexFusedAdam(parameters, kernel, settings), f"{name}: {reason}"
 
 
-def _torch_adam(
-    settings: AdamParams, parameters: list[Any], device: torch.device, decoupled: bool
-) -> tuple[Optimizer, str]:
+def _torch_adam(settings: AdamParams, parameters: list[Any], device: torch.device, decoupled: bool) -> tuple[Optimizer, str]:
     implementation = torch.optim.AdamW if decoupled else torch.optim.Adam
     chosen = {
         "lr": settings.lr,
@@ -121,9 +109,7 @@ def _obstacle_to_fusing(implementation: type[torch.optim.Adam], device: torch.de
     return None
 
 
-def _build_sgd(
-    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
-) -> tuple[Optimizer, str]:
+def _build_sgd(name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device) -> tuple[Optimizer, str]:
     settings = parse_section(SGDParams, params, "optimizer.params")
     if settings.nesterov and (settings.momentum == 0 or settings.dampening != 0):
         raise ConfigError("optimizer.params.nesterov: needs momentum above 0 and dampening 0")
@@ -206,48 +192,8 @@ class ApexFusedAdam(Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["step"] += 1
-            local = [_local(t) for t in (parameter.grad, parameter, state["exp_avg"], state["exp_avg_sq"])]
+            local = [local_tensor(t) for t in (parameter.grad, parameter, state["exp_avg"], state["exp_avg_sq"])]
             # An empty shard at the end of the list would keep the kernel from its last launch.
             if local[1].numel():
                 buckets[parameter.dtype, int(state["step"])].append(tuple(local))
         return buckets
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def parse_section(schema: type[SectionType], raw: Mapping[str, Any], path: str) -> SectionType:
-    """``raw`` validated as ``schema``; raises a :class:`ConfigError` of one line that begins with the key's path."""
-    try:
-        return schema.model_validate(dict(raw))
-    except ValidationError as error:
-        # Unknown keys first, since a misspelt one often explains what is missing; then the deepest: it says most.
-        problems = [(_path_in(raw, problem["loc"]), problem) for problem in error.errors()]
-        location, problem = max(problems, key=lambda pair: (pair[1]["type"] == "extra_forbidden", len(pair[0])))
-        raise ConfigError(_explain(problem, ".".join([path, *location]), list(schema.model_fields))) from None
-
-
-def _path_in(raw: Any, location: tuple[int | str, ...]) -> list[str]:
-    """``location`` without pydantic's names of union members, which are no keys of the file."""
-    path: list[str] = []
-    part: Any
-    for part in location:
-        is_key = isinstance(raw, Mapping) and part in raw
-        if is_key or (isinstance(raw, (list, tuple)) and isinstance(part, int)):
-            raw = raw[part]
-            path.append(str(part))
-    return path
-
-
-def _explain(problem: Any, where: str, known: list[str]) -> str:
-    if problem["type"] == "extra_forbidden":
-        hint = suggestion(where.rpartition(".")[2], known) or f"; known: {', '.join(known)}"
-        return f"{where}: unknown key{hint}"
-    if problem["type"] == "missing":
-        return f"{where}.{problem['loc'][-1]}: this key is required"
-    if problem["type"] == "value_error":  # our own words
-        return f"{where}: {problem['ctx']['error']}"
-    return (
-        f"{where}: {problem['msg'][0].lower()}{problem['msg'][1:]} (found {json.dumps(problem['input'], default=str)})"
-    )

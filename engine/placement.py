@@ -91,9 +91,7 @@ class Placement:
         links, needed = sum(map(len, self.holders)), self.groups + len(self.units) - 1
         if not self.connected:
             relation = f"Σk = {links} {'<' if links < needed else '≥'} groups + units − 1 = {needed}"
-            notes.append(
-                f"the groups are connected through the shared part alone ({relation}); overlap more units to connect them"
-            )
+            notes.append(f"the groups are connected through the shared part alone ({relation}); overlap more units to connect them")
         empty = [group for group in range(self.groups) if self.held_fraction(group) == 0]
         if empty:
             notes.append(f"groups {empty} hold no unit and train the shared part alone")
@@ -147,9 +145,7 @@ def _explicit_holders(section: SDPSection, names: Sequence[str]) -> tuple[Holder
         )
     for name in (names[unit] for unit in _protected(section.protect, names)):
         if len(given[name]) < section.groups:
-            raise PlacementError(
-                f"sdp.protect: {name!r} is protected, but sdp.placement gives it to groups {list(given[name])} only"
-            )
+            raise PlacementError(f"sdp.protect: {name!r} is protected, but sdp.placement gives it to groups {list(given[name])} only")
     return tuple(given[name] for name in names)
 
 
@@ -210,16 +206,14 @@ def _explicit_profile(section: SDPSection, mean: float, units: int) -> list[int]
     profile = section.profile
     assert isinstance(profile, list)
     if len(profile) != units:
-        raise ConfigError(
-            f"sdp.profile: {len(profile)} values are given for {units} units; give one number of holders a unit"
-        )
+        raise ConfigError(f"sdp.profile: {len(profile)} values are given for {units} units; give one number of holders a unit")
     if max(profile) > section.groups:
         raise ConfigError(f"sdp.profile: {max(profile)} holders are asked for, but sdp.groups is {section.groups}")
     asked = "capacity" in section.model_fields_set
     if asked and abs(sum(profile) - mean * units) >= 1:
         raise ConfigError(
-            f"sdp.profile: its mean is {sum(profile) / units:.3g} holders a unit, but sdp.capacity {section.capacity} × {section.groups} groups "
-            f"= {mean:.3g}; set sdp.capacity to {sum(profile) / units / section.groups:.4g} or remove it"
+            f"sdp.profile: its mean is {sum(profile) / units:.3g} holders a unit, but sdp.capacity {section.capacity} × "
+            f"{section.groups} groups = {mean:.3g}; set sdp.capacity to {sum(profile) / units / section.groups:.4g} or remove it"
         )
     return list(profile)
 

@@ -16,9 +16,10 @@ import torch
 from pydantic import Field, model_validator
 from torch.optim import Optimizer
 
-from .config import NonNegativeInt, PositiveInt, Section
+from .config import NonNegativeInt, PositiveInt
 from .errors import CheckpointError, ConfigError, suggestion
-from .optim import NonNegative, parse_section
+from .optim import NonNegative
+from .section import Section, parse_section
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +102,7 @@ class Schedule(ABC):
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or to the one given, and set its rates."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        self.last_batch_iteration = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         self._set_rates()
 
     def state_dict(self) -> dict[str, int]:

@@ -45,9 +45,7 @@ class PassThrough(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = _first_tensor(args, kwargs)
         if hidden is None:
-            raise ModelError(
-                f"{self.name}: was called without a tensor, so it cannot be skipped; leave it out of sdp.units"
-            )
+            raise ModelError(f"{self.name}: was called without a tensor, so it cannot be skipped; leave it out of sdp.units")
         if self._structure is None:
             self._structure = self._probe(hidden, args, kwargs)
         spec, position = self._structure
@@ -70,13 +68,9 @@ class PassThrough(nn.Module):
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if not tensors or leaves[tensors[0]].shape != hidden.shape:
             found = f"{tuple(leaves[tensors[0]].shape)} from {tuple(hidden.shape)}" if tensors else "no tensor"
-            raise ModelError(
-                f"{self.name}: returns {found}, so it cannot be skipped; leave it out of sdp.units or list it in sdp.protect"
-            )
+            raise ModelError(f"{self.name}: returns {found}, so it cannot be skipped; leave it out of sdp.units or list it in sdp.protect")
         if any(leaf is not None for i, leaf in enumerate(leaves) if i != tensors[0]):
-            raise ModelError(
-                f"{self.name}: returns more than its hidden state, so it cannot be skipped; leave it out of sdp.units"
-            )
+            raise ModelError(f"{self.name}: returns more than its hidden state, so it cannot be skipped; leave it out of sdp.units")
         return spec, tensors[0]
 
 

@@ -30,9 +30,7 @@ class Bucket:
     names: tuple[str, ...]
 
 
-def plan_buckets(
-    numels: Mapping[str, int], holders_of: Callable[[str], Holders], unit_of: Callable[[str], str]
-) -> list[Bucket]:
+def plan_buckets(numels: Mapping[str, int], holders_of: Callable[[str], Holders], unit_of: Callable[[str], str]) -> list[Bucket]:
     """Buckets in launch order from the full model's trainable parameters (name → elements, in the model's order).
 
     Neighbours of one unit share a bucket up to ``BUCKET_BYTES`` of float32. Every rank computes the same list.
@@ -166,11 +164,7 @@ def _side_by_side(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors fill one stretch of one storage, in order (FSDP2's sharded gradients do where shards are even)."""
     storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
     for tensor in tensors:
-        if (
-            not tensor.is_contiguous()
-            or tensor.untyped_storage().data_ptr() != storage
-            or tensor.storage_offset() != end
-        ):
+        if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != end:
             return False
         end += tensor.numel()
     return True

@@ -61,7 +61,10 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterab
 
 
 def resolve_name(name: str, known: Iterable[str]) -> str:
-    """The module or unit that ``name`` means: its whole path, or an ending of exactly one path ("layers.0"). Raises :class:`PlacementError`."""
+    """The module or unit that ``name`` means: its whole path, or an ending of exactly one path ("layers.0").
+
+    Raises :class:`PlacementError`.
+    """
     known = list(known)
     if name in known:
         return name
@@ -85,9 +88,7 @@ def _match_patterns(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -
 
 def _matches(name: str, pattern: str) -> bool:
     parts, globs = name.split("."), pattern.split(".")
-    return len(parts) == len(globs) and all(
-        fnmatch.fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True)
-    )
+    return len(parts) == len(globs) and all(fnmatch.fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True))
 
 
 def _longest_chain(model: nn.Module) -> set[str]:
@@ -115,9 +116,7 @@ def _refuse_nested(names: Sequence[str]) -> None:
         for cut in range(1, len(parts)):
             outer = ".".join(parts[:cut])
             if outer in chosen:
-                raise ModelError(
-                    f"sdp.units: {name!r} lies inside the unit {outer!r}; units must not nest, keep one of them"
-                )
+                raise ModelError(f"sdp.units: {name!r} lies inside the unit {outer!r}; units must not nest, keep one of them")
 
 
 def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[str]) -> list[Unit]:

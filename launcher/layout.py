@@ -47,8 +47,7 @@ class Degrees:
             )
         elif processes % (self.groups * self.tp):
             raise LaunchError(
-                f"{processes} processes ({source}) are not a multiple of {factors} = {self.groups * self.tp};"
-                " change one of them"
+                f"{processes} processes ({source}) are not a multiple of {factors} = {self.groups * self.tp}; change one of them"
             )
 
     def processes(self, nproc: int | None, devices: int) -> int:

@@ -61,9 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    parser = _Parser(
-        prog="sdp", description="Subnetwork Data Parallelism: pre-train with a part of the network per device group."
-    )
+    parser = _Parser(prog="sdp", description="Subnetwork Data Parallelism: pre-train with a part of the network per device group.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, command in _COMMANDS.items():
@@ -107,19 +105,11 @@ def _add_config_arguments(parser: argparse.ArgumentParser, config_help: str, nar
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config_arguments(parser, "the run's JSON file")
     parser.add_argument("--groups", metavar="N", type=_positive, help="SDP groups (sdp.groups)")
-    parser.add_argument(
-        "--fsdp", metavar="F", type=_positive, help="ranks that share a group's state (default: what is left)"
-    )
-    parser.add_argument(
-        "--tp", metavar="T", type=_positive, help="tensor-parallel degree (tensor_parallel.autotp_size)"
-    )
+    parser.add_argument("--fsdp", metavar="F", type=_positive, help="ranks that share a group's state (default: what is left)")
+    parser.add_argument("--tp", metavar="T", type=_positive, help="tensor-parallel degree (tensor_parallel.autotp_size)")
     parser.add_argument("--nproc", metavar="P", type=_positive, help="processes to start here where no launcher did")
-    parser.add_argument(
-        "--dump-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME of CONFIG)"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest checkpoint in the dump directory"
-    )
+    parser.add_argument("--dump-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME of CONFIG)")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the dump directory")
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -138,9 +128,7 @@ def _train(args: argparse.Namespace) -> int:
     place = detect()
     if place is not None:
         if args.nproc not in (None, place.world_size):
-            raise ConfigError(
-                f"--nproc {args.nproc}: {place.source} started {place.world_size} processes; leave it out"
-            )
+            raise ConfigError(f"--nproc {args.nproc}: {place.source} started {place.world_size} processes; leave it out")
         degrees.check(place.world_size, place.source)
         return _tool("train").run(args)
     devices = visible_devices()
@@ -167,11 +155,7 @@ def _show_config(args: argparse.Namespace) -> int:
 
     if args.schema == (args.config is not None):
         raise ConfigError("give either a CONFIG to resolve or --schema; see sdp config --help")
-    print(
-        json.dumps(json_schema(), indent=2)
-        if args.schema
-        else load_config(args.config, args.set).model_dump_json(indent=2)
-    )
+    print(json.dumps(json_schema(), indent=2) if args.schema else load_config(args.config, args.set).model_dump_json(indent=2))
     return 0
 
 
@@ -206,9 +190,7 @@ def _tool_command(name: str, help_text: str) -> _Command:
 _COMMANDS = {
     "train": _Command("train a model from one JSON file", _add_train_arguments, _train),
     "prepare": _tool_command("prepare", "turn text into memory-mapped token shards"),
-    "config": _Command(
-        "print a configuration with all defaults, or the schema", _add_show_config_arguments, _show_config
-    ),
+    "config": _Command("print a configuration with all defaults, or the schema", _add_show_config_arguments, _show_config),
     "report": _tool_command("report", "summarise and compare finished runs"),
     "version": _Command("print versions", lambda _: None, _show_version),
 }

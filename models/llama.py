@@ -15,9 +15,10 @@ from einops import rearrange, repeat
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..engine.config import PositiveInt, Section
+from ..engine.config import PositiveInt
 from ..engine.errors import ConfigError, ModelError
 from ..engine.initialisation import Constant, Init, Normal
+from ..engine.section import Section
 
 IGNORE_INDEX = -100
 """Label of a token that does not count in the loss (Hugging Face's convention)."""
@@ -42,13 +43,10 @@ class LlamaConfig(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
-            )
+            raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}")
         if self.num_attention_heads % self.key_value_heads:
             raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not divisible by "
-                f"num_key_value_heads {self.key_value_heads}"
+                f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads {self.key_value_heads}"
             )
         if self.head_size % 2:
             raise ValueError(

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.config import Section
 from ..engine.errors import ConfigError, suggestion
-from ..engine.optim import parse_section
+from ..engine.section import Section, parse_section
 from .llama import Llama, LlamaConfig
 
 

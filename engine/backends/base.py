@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +50,10 @@ class Backend(Protocol):
         """Every tensor of the full model by canonical name, whole, on rank 0 (None elsewhere); collective."""
         ...
 
-    def checkpointing(self) -> AbstractContextManager[None]:
-        """While inside, parameters are in their sharded form."""
+    def all_reduce_control(self, values: torch.Tensor) -> None:
+        """Sum a few numbers over all ranks, in place; collective."""
+        ...
+
+    def shard_parameters(self) -> None:
+        """Bring every parameter into its sharded form."""
         ...

@@ -41,12 +41,15 @@ class FSDP2Backend:
         self.at = layout.mesh.coordinates(self.rank)
         self.stage, self.compute_dtype = stage, compute_dtype
         self.traffic = Traffic()
-        self.communicators = Communicators.build(
-            layout.mesh, {info.holders for info in layout.parameters.values()}, replicate_inside=stage == 0
-        )
         # One shard and float32 compute need nothing of FSDP2: plain parameters, so that no second copy of the weights exists.
         self.shards = layout.mesh.fsdp if stage > 0 else 1
         self.uses_fsdp = self.shards > 1 or compute_dtype != torch.float32
+        self.communicators = Communicators.build(
+            layout.mesh,
+            {info.holders for info in layout.parameters.values()},
+            replicate_inside=stage == 0,
+            alone=self.uses_fsdp and self.shards == 1,
+        )
         if self.uses_fsdp:
             self._shard(self.communicators.fsdp_mesh(device.type))
 
@@ -131,14 +134,14 @@ class FSDP2Backend:
             finally:
                 if root is not None:
                     root.set_reshard_after_forward(self.stage == 3 or self.shards == 1, recurse=False)
-                    self.reshard()
+                    self.shard_parameters()
 
-    def reshard(self) -> None:
+    def shard_parameters(self) -> None:
         """Bring every parameter into its sharded form and free gathered copies."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        self.reshard()
+        self.shard_parameters()
         return stream_full_state(self)

@@ -6,6 +6,7 @@ batch, and the gradient of a unit is the mean over its holders' ranks. Also usab
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,9 +24,7 @@ from ..traffic import Traffic
 class ReferenceBackend:
     """All workers of the layout, one after the other. A batch holds the rows of all data ranks, in rank order."""
 
-    def __init__(
-        self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32
-    ):
+    def __init__(self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32):
         self.layout, self.module, self.device = layout, model, device
         self.traffic = Traffic()
         self.parameters = dict(model.named_parameters())
@@ -33,12 +32,8 @@ class ReferenceBackend:
         self._stand_ins = [self._make_stand_ins(group) for group in range(layout.mesh.sdp)]
 
     def _make_stand_ins(self, group: int) -> dict[str, PassThrough]:
-        import copy
-
         absent = [unit for unit in self.layout.units if not self.layout.placement.holds(group, unit.index)]
-        return {
-            unit.name: PassThrough(unit.name, copy.deepcopy(self.module.get_submodule(unit.name))) for unit in absent
-        }
+        return {unit.name: PassThrough(unit.name, copy.deepcopy(self.module.get_submodule(unit.name))) for unit in absent}
 
     @property
     def data_ranks_here(self) -> int:
@@ -95,6 +90,12 @@ class ReferenceBackend:
     def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         for name in (*self.layout.parameters, *self.layout.buffers):
             yield name, self.module.state_dict()[name].detach()
+
+    def all_reduce_control(self, values: torch.Tensor) -> None:
+        """One process has nobody to ask."""
+
+    def shard_parameters(self) -> None:
+        """Nothing is sharded here."""
 
 
 class _Cast(nn.Module):

@@ -29,9 +29,7 @@ def write_json_lines(path: Path, texts=TEXTS) -> str:
 
 
 def quiet(inputs, output, **arguments):
-    return prepare(
-        inputs, output, **{"tokenizer": "bytes", "workers": 1, "progress": False, "held_out": 0.2, **arguments}
-    )
+    return prepare(inputs, output, **{"tokenizer": "bytes", "workers": 1, "progress": False, "held_out": 0.2, **arguments})
 
 
 def documents_of(directory: Path, split: str) -> list[str]:

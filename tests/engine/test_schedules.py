@@ -164,7 +164,7 @@ def test_all_warmup_is_announced(caplog):
         (
             "WarmupLR",
             {"warmup_max_lr": "1"},
-            'scheduler.params.warmup_max_lr: input should be a valid number (found "1")',
+            'scheduler.params.warmup_max_lr: input should be a valid number or input should be a valid list (found "1")',
         ),
         ("WarmupLR", {"warmup_max_lr": [0.1, -1]}, "scheduler.params.warmup_max_lr.1: input should be greater than or"),
         ("WarmupLR", {"warmup_min_lr": [0.1]}, "scheduler.params.warmup_min_lr: 1 rates for 2 parameter groups"),

@@ -191,9 +191,7 @@ def test_errors_become_exit_codes(
     assert capsys.readouterr().err == message
 
 
-def test_failure_of_the_program_shows_a_traceback(
-    config: Path, training: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failure_of_the_program_shows_a_traceback(config: Path, training: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     training.outcome = ValueError("unexpected")
     assert command_line.main(["train", str(config), "--groups", "1"]) == 1
     err = capsys.readouterr().err

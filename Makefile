@@ -1,0 +1,66 @@
+# make quickstart   trains a small LLaMA on four local processes and prints what it cost
+# make test         the test suite          make test-all   … with the slow tests and the full equality table
+# make lint types   ruff and basedpyright   make bench      the engine against a plain loop
+#
+# Each makes .venv and installs pinned packages first, torch before everything that depends on it. On a machine whose
+# torch is given, use it: make VENV=/path/to/venv TORCH=torch …
+VENV   ?= .venv
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+RUN    ?= runs/quickstart
+
+.PHONY: quickstart test test-all lint types format bench clean
+
+quickstart: $(VENV)/.installed
+	@mkdir -p runs
+	@test ! -e $(RUN) || { echo "$(RUN) exists: remove it, or choose another folder with make quickstart RUN=DIR" >&2; exit 2; }
+	$(BIN)/sdp train configs/quickstart.json --dump-dir $(RUN)
+	@echo; echo "The same model, dense, under data parallelism, for a few steps to compare with:"
+	$(BIN)/sdp train configs/quickstart.json --dump-dir $(RUN)-dense --set sdp.capacity=1.0 data.path=$(RUN)/corpus \
+	    training.steps=8 training.evaluate_every=0 training.evaluate_batches=1 training.save_every=0 > /dev/null
+	$(BIN)/sdp report $(RUN) $(RUN)-dense
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not slow and not full_table"
+
+test-all: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed
+	$(BIN)/sdp bench
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) *.egg-info build dist .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip' || { echo "The module venv is missing: apt install python3-venv" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "$(TORCH)" setuptools
+	@touch $@
+
+# Built without isolation: an isolated build of a package that needs torch would download another one.
+$(VENV)/.installed: $(VENV)/.torch setup.cfg pyproject.toml
+	$(PIP) install --quiet --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation --editable ".[test,deepspeed]"
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-test
+	$(PIP) install --quiet --no-build-isolation --editable ".[dev]"
+	@touch $@

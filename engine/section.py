@@ -1,0 +1,69 @@
+"""Strict sections of the configuration, and pydantic's problems as one clear line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import ConfigError, suggestion
+
+Path = tuple[str, ...]
+
+
+class Section(BaseModel):
+    """A strict section: unknown keys and implicit conversions ("4" for 4) are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+SectionType = TypeVar("SectionType", bound=Section)
+
+
+def parse_section(
+    schema: type[SectionType], raw: Mapping[str, Any], path: str = "", known_keys: Callable[[Path], Sequence[str]] | None = None
+) -> SectionType:
+    """``raw`` validated as ``schema``; raises a :class:`ConfigError` of one line that begins with the key's path.
+
+    ``path``: where ``raw`` stands in the file. ``known_keys(parents)``: candidates for a misspelt key (default: the schema's).
+    """
+    try:
+        return schema.model_validate(dict(raw))
+    except ValidationError as error:
+        # Unknown keys first, since a misspelt one often explains what is missing; then the deepest: it says most.
+        problems = [(_path_in(raw, problem["loc"]), problem) for problem in error.errors()]
+        location, problem = max(problems, key=lambda pair: (pair[1]["type"] == "extra_forbidden", len(pair[0])))
+        # A union of alternatives reports one problem for each; name them all, they are the ways to mend it.
+        ways = [_message(other) for place, other in problems if place == location]
+        candidates = known_keys(location[:-1]) if known_keys else list(schema.model_fields)
+        where = ".".join(([path] if path else []) + list(location))
+        raise ConfigError(_explain(problem, where, ways, candidates)) from None
+
+
+def _path_in(raw: Any, location: tuple[int | str, ...]) -> Path:
+    """``location`` without pydantic's names of union members, which are no keys of the file."""
+    path: list[str] = []
+    for part in location:
+        is_key = isinstance(raw, Mapping) and part in raw
+        is_index = isinstance(raw, list | tuple) and isinstance(part, int) and part < len(raw)
+        if is_key or is_index:
+            raw = raw[part]  # type: ignore[index]
+            path.append(str(part))
+    return tuple(path)
+
+
+def _explain(problem: Any, where: str, ways: Sequence[str], known: Sequence[str]) -> str:
+    if problem["type"] == "extra_forbidden":
+        hint = suggestion(where.rpartition(".")[2], known) or f"; known: {', '.join(known)}"
+        return f"{where}: unknown key{hint}"
+    if problem["type"] == "missing":
+        return f"{where}.{problem['loc'][-1]}: this key is required".removeprefix(".")
+    if problem["type"] == "value_error":  # our own words
+        return f"{where}: {problem['ctx']['error']}"
+    return f"{where}: {' or '.join(dict.fromkeys(ways))} (found {json.dumps(problem['input'], default=str)})"
+
+
+def _message(problem: Any) -> str:
+    return problem["msg"][0].lower() + problem["msg"][1:]

@@ -1,0 +1,23 @@
+"""Fixtures of all tests: the pool of ranks, and the folder of the modules that ranks import."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # ranks.py and ranks_*.py, here and in the ranks
+
+from ranks import RankPool  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Eight processes at most, started when first needed."""
+    pool = RankPool()
+    try:
+        yield pool
+    finally:
+        pool.close()

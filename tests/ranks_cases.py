@@ -1,0 +1,167 @@
+"""One training run as plain data, run by the reference in this process or by the native backend on ranks."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import ranks_models as models
+import sdp
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+ROWS = 2  # per micro-batch
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that a run depends on."""
+
+    groups: int = 2
+    fsdp: int = 1
+    stage: int = 0
+    accumulation: int = 1
+    clip: bool = False
+    optimizer: Literal["sgd", "momentum", "adamw"] = "sgd"
+    placement: Literal["mixed", "cyclic", "profile", "full"] = "mixed"
+    model: str = "mlp"
+    bf16: bool = False
+    checkpointing: Literal["none", "full", "selective"] = "none"
+    steps: int = STEPS
+
+    @property
+    def world(self) -> int:
+        return self.groups * self.fsdp
+
+    def __str__(self) -> str:
+        parts = [f"{self.groups}x{self.fsdp}", f"zero{self.stage}", f"acc{self.accumulation}", self.optimizer, self.placement, self.model]
+        parts += ["clip"] * self.clip + ["bf16"] * self.bf16 + [self.checkpointing] * (self.checkpointing != "none")
+        return "-".join(parts)
+
+    def config(self, engine: str = "fsdp2", **sections: Any) -> dict[str, Any]:
+        """The configuration as a user writes it."""
+        optimizers = {
+            "sgd": {"type": "SGD", "params": {"lr": 0.1}},
+            "momentum": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+            # A large eps: where a gradient is all but zero, Adam would blow round-off up to whole steps.
+            "adamw": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}},
+        }
+        peak = {"sgd": 0.3, "momentum": 0.1, "adamw": 0.03}[self.optimizer]
+        return {
+            "train_batch_size": ROWS * self.accumulation * self.world,
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": CLIP if self.clip else 0.0,
+            "optimizer": optimizers[self.optimizer],
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_min_lr": peak / 3, "warmup_max_lr": peak, "warmup_num_steps": 3, "warmup_type": "linear"},
+            },
+            "bf16": {"enabled": self.bf16},
+            "zero_optimization": {"stage": self.stage},
+            "activation_checkpointing": {"mode": self.checkpointing},
+            "sdp": {"groups": self.groups, "engine": engine, **self._placement()},
+            **sections,
+        }
+
+    def _placement(self) -> dict[str, Any]:
+        if self.placement == "full" or self.groups == 1:
+            return {"capacity": 1.0}
+        if self.placement == "cyclic":
+            return {"capacity": 0.5}
+        if self.placement == "profile":
+            return {"profile": [4, 2, 1, 1] if self.groups == 4 else [2, 2, 1, 1]}
+        holders = {2: [[0], [0, 1], [0, 1], [1]], 4: [[0, 1, 2, 3], [0, 2], [3, 1, 0], [3]]}[self.groups]
+        return {"placement": {f"layers.{index}": held for index, held in enumerate(holders)}}
+
+
+CLIP = 0.05
+
+
+@dataclass
+class Result:
+    """What one process saw: a value per step, and the full model at the start and at the end (rank 0)."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    traffic: list[dict[str, int]] = field(default_factory=list)
+    planned: dict[str, int] = field(default_factory=dict)
+    measured: dict[str, int] = field(default_factory=dict)
+    predicted: dict[str, int] = field(default_factory=dict)
+    before: dict[str, torch.Tensor] | None = None
+    after: dict[str, torch.Tensor] | None = None
+    gradients: dict[str, torch.Tensor] | None = None
+
+
+def engine_of(case: Case, engine: str = "fsdp2", **sections: Any) -> Any:
+    """The engine of a case."""
+    return sdp.initialize(model=models.build(case.model), config=case.config(engine, **sections))[0]
+
+
+def one_step(engine: Any, case: Case, step: int, *, data_rank: int | None) -> float:
+    """Forward, backward and step of all micro-batches of an optimizer step; ``data_rank`` None: the rows of all. The mean loss."""
+    total = 0.0
+    for micro in range(case.accumulation):
+        if data_rank is None:
+            batch = models.rows_of_all(case.model, step, micro, case.world)
+        else:
+            batch = models.micro_batch(case.model, step, micro, data_rank)
+        loss = engine(batch)
+        engine.backward(loss)
+        if micro + 1 < case.accumulation:
+            engine.step()
+        total += loss.item()
+    return total / case.accumulation
+
+
+def full_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """This process's gradients, whole, by canonical name; of sharded parameters the ranks of the group must all ask."""
+    return {
+        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).detach().clone()
+        for name, p in engine.parameters_here.items()
+        if p.grad is not None
+    }
+
+
+def train(case: Case, engine_name: str = "fsdp2") -> Result:
+    """The whole run, in this process."""
+    engine = engine_of(case, engine_name)
+    data_rank = None if engine_name == "reference" else dist.get_rank()
+    result = Result(before=engine.full_state_dict())
+    for step in range(case.steps):
+        engine.traffic.reset()
+        result.rates.append(engine.get_lr()[0])
+        result.losses.append(one_step(engine, case, step, data_rank=data_rank))
+        if step == 0:
+            result.gradients = full_gradients(engine)
+        engine.step()
+        result.norms.append(engine.get_global_grad_norm())
+        result.traffic.append(engine.traffic.by_kind())
+    result.planned = engine.planned_traffic().by_kind()
+    result.measured, result.predicted = engine.measured_state_bytes().to_json(), engine.predicted_state_bytes().to_json()
+    result.after = engine.full_state_dict()
+    return result
+
+
+@functools.cache
+def _reference(case: Case) -> Result:
+    return train(case, "reference")
+
+
+def reference(case: Case) -> Result:
+    """The reference's run; the ZeRO stage means nothing to it."""
+    return _reference(replace(case, stage=0))
+
+
+_native: dict[Case, list[Result]] = {}
+
+
+def native(ranks: Any, case: Case) -> list[Result]:
+    """The native run by rank; a case is run once a session."""
+    if case not in _native:
+        _native[case] = ranks.run(train, case, world=case.world)
+    return _native[case]

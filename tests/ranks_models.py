@@ -1,0 +1,97 @@
+"""Models and batches of the engine's tests, small and of awkward sizes: shards of a group are uneven or empty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+IN, WIDTH, HIDDEN, OUT = 5, 13, 11, 3
+VOCABULARY, TOKENS = 37, 6
+
+
+class Block(nn.Module):
+    """A residual block with a norm and biases."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Mlp(nn.Module):
+    """Residual blocks between two projections; returns the mean squared error. 13 rows cut in four are 4, 4, 4, 1; 3 rows 1, 1, 1, 0."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Linear(IN, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return F.mse_loss(self.head(hidden).float(), y.float())
+
+
+def mlp(blocks: int = 4, seed: int = 0, device: str = "cpu") -> Mlp:
+    """With weights of its own, or on the meta device."""
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        return Mlp(blocks)
+
+
+def llama(*, tied: bool, device: str = "meta", layers: int = 4) -> nn.Module:
+    """The project's own LLaMA; hidden size 10, so that four shards of a row dimension are 3, 3, 3, 1."""
+    from sdp.models.llama import Llama, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=10, intermediate_size=15, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=6, max_position_embeddings=32, tie_word_embeddings=tied, initializer_range=0.3,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(1)
+        return Llama(config)
+
+
+def build(kind: str) -> nn.Module:
+    """By name: ``mlp`` and ``llama`` have weights of their own, ``…-meta`` have not."""
+    makers = {
+        "mlp": lambda: mlp(),
+        "mlp-meta": lambda: mlp(device="meta"),
+        "llama": lambda: llama(tied=False, device="cpu"),
+        "llama-meta": lambda: llama(tied=False),
+        "llama-tied": lambda: llama(tied=True, device="cpu"),
+        "llama-tied-meta": lambda: llama(tied=True),
+    }
+    return makers[kind]()
+
+
+def micro_batch(kind: str, step: int, micro: int, data_rank: int, rows: int = 2) -> dict[str, torch.Tensor]:
+    """The rows that a data rank reads in one forward pass; of token batches an unequal number of labels is ignored."""
+    generator = torch.Generator().manual_seed(100_000 + step * 10_000 + micro * 100 + data_rank)
+    if kind.startswith("mlp"):
+        x = torch.randn(rows, IN, generator=generator)
+        return {"x": x, "y": torch.sin(3 * x[:, :OUT]) + 1.0}
+    tokens = torch.randint(VOCABULARY, (rows, TOKENS), generator=generator)
+    labels = tokens.clone()
+    labels[0, 1 : 1 + (data_rank + micro) % 4] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def rows_of_all(kind: str, step: int, micro: int, data_ranks: int) -> dict[str, torch.Tensor]:
+    """What all data ranks read in one forward pass, in rank order: the reference's batch."""
+    parts = [micro_batch(kind, step, micro, rank) for rank in range(data_ranks)]
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+def cpu_state(model: Any) -> dict[str, torch.Tensor]:
+    """A copy of the state dict."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}

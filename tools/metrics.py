@@ -1,0 +1,171 @@
+"""The files of a run: written by rank 0 while it trains, read by everything that looks at runs afterwards."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..engine.config import Config
+from ..engine.errors import ConfigError, DataError
+from ..engine.placement import Placement
+
+CONFIG, PLACEMENT, SUMMARY = "config.json", "placement.json", "summary.json"
+METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+PLOT = "plots/loss.png"
+
+
+class RunFiles:
+    """Writes the files of the run in ``dump_dir``, which is made if it is missing.
+
+    Every line reaches the file before the call returns, so that a killed run loses at most the line being written. Numbers
+    that JSON lacks (nan, infinity) are written as null. Raises ConfigError where ``dump_dir`` holds a run and ``resume`` is
+    false, or cannot be written.
+    """
+
+    def __init__(self, dump_dir: Path, resume: bool):
+        self.dump_dir = dump_dir
+        self._open: dict[str, TextIO] = {}
+        if not resume and _holds_run(dump_dir):
+            raise ConfigError(f"{dump_dir} already holds a run; pass --resume to continue it or name another --dump-dir")
+        try:
+            dump_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--dump-dir {dump_dir}: cannot be made ({error.strerror})") from None
+        if not resume:
+            self.truncate_after(-1)  # of a run that ended before its first step, an evaluation may be left
+
+    def write_config(self, config: Config | Mapping[str, Any]) -> None:
+        """The resolved configuration."""
+        self._replace(CONFIG, config.model_dump(mode="json") if isinstance(config, Config) else config)
+
+    def write_placement(self, placement: Placement) -> None:
+        self._replace(PLACEMENT, placement.to_json())
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """One optimizer step; ``line["step"]`` counts from 1."""
+        self._append(METRICS, line)
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        """One evaluation of the full model; ``line["step"]`` 0 is before training."""
+        self._append(EVALUATIONS, line)
+
+    def summary(self, data: Mapping[str, Any]) -> None:
+        """What is known at the end of the run."""
+        self._replace(SUMMARY, data)
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what was written after ``step``, so that a resumed run has every step once; an old summary goes too."""
+        self.close()
+        for name in (METRICS, EVALUATIONS):
+            if (self.dump_dir / name).exists():
+                kept = [line for line in _read_lines(self.dump_dir / name) if line["step"] <= step]
+                _write_atomically(self.dump_dir / name, "".join(f"{json.dumps(line)}\n" for line in kept))
+        (self.dump_dir / SUMMARY).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        if name not in self._open:
+            # Line-buffered; opened at the first line, so that a run that fails before it leaves nothing in the way.
+            self._open[name] = (self.dump_dir / name).open("a", buffering=1, encoding="utf-8")
+        self._open[name].write(json.dumps(_finite(line), allow_nan=False) + "\n")
+
+    def _replace(self, name: str, data: Mapping[str, Any]) -> None:
+        _write_atomically(self.dump_dir / name, json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The files of one run, as far as they exist; a killed run has no ``summary``."""
+
+    path: Path
+    config: dict[str, Any]
+    placement: dict[str, Any] | None
+    metrics: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        """The directory's own name."""
+        return self.path.resolve().name
+
+
+def read_run(dump_dir: Path) -> Run:
+    """The run in ``dump_dir``; a last line that was cut off by a kill is left out.
+
+    Raises ConfigError for a directory that holds no run, DataError for a damaged file.
+    """
+    if not (dump_dir / CONFIG).is_file():
+        found = "no such directory" if not dump_dir.is_dir() else f"no {CONFIG} in it"
+        raise ConfigError(f"{dump_dir}: not the directory of a run ({found}); give the --dump-dir of sdp train")
+    return Run(
+        path=dump_dir,
+        config=_read_object(dump_dir / CONFIG) or {},
+        placement=_read_object(dump_dir / PLACEMENT),
+        metrics=_read_lines(dump_dir / METRICS),
+        evaluations=_read_lines(dump_dir / EVALUATIONS),
+        summary=_read_object(dump_dir / SUMMARY),
+    )
+
+
+def _holds_run(dump_dir: Path) -> bool:
+    metrics = dump_dir / METRICS
+    return (metrics.is_file() and metrics.stat().st_size > 0) or any((dump_dir / "checkpoints").glob("step-*"))
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); the file is damaged") from None
+    if not isinstance(data, dict):
+        raise DataError(f"{path}: a JSON object is expected, not {type(data).__name__}; the file is damaged")
+    return data
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file; a damaged last line is what a kill leaves, a damaged line before it is an error."""
+    if not path.is_file():
+        return []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    objects = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+                raise ValueError("an object with a step is expected")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise DataError(f"{path}:{number}: not a line of a run ({error}); remove it") from None
+        objects.append(entry)
+    return objects
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

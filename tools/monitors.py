@@ -1,0 +1,173 @@
+"""Curves for the programs that users watch them with: TensorBoard, CSV files and Weights & Biases.
+
+The configuration's sections are DeepSpeed's ``tensorboard``, ``csv_monitor`` and ``wandb``, and so are the names of the curves
+and the layout of the CSV files (deepspeed/monitor). The x axis is the optimizer step.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..engine.config import Config, MonitorSection
+from ..engine.errors import ConfigError
+
+# A curve for every key of a line in metrics.jsonl or evaluations.jsonl.
+TRAIN_TAGS = {
+    "loss": "Train/Samples/train_loss",
+    "lr": "Train/Samples/lr",
+    "grad_norm": "Train/grad_norm",
+    "tokens_per_second": "Train/tokens_per_second",
+    "step_seconds": "Train/step_seconds",
+    "peak_memory_bytes": "Train/peak_memory_bytes",
+    "comm_bytes": "Train/comm_bytes",
+}
+EVAL_TAGS = {"loss": "Eval/loss", "subnetwork_loss_mean": "Eval/subnetwork_loss_mean"}
+
+
+class Monitor(Protocol):
+    """One program's files."""
+
+    def write(self, step: int, scalars: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Monitors:
+    """All monitors that the configuration enables; without any, writing does nothing."""
+
+    def __init__(self, monitors: Sequence[Monitor]):
+        self._monitors = monitors
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Add one point at ``step`` to every curve in ``scalars`` (tag → value)."""
+        for monitor in self._monitors:
+            monitor.write(step, scalars)
+
+    def close(self) -> None:
+        """Flush and close; once."""
+        for monitor in self._monitors:
+            monitor.close()
+
+
+def open_monitors(config: Config, dump_dir: Path) -> Monitors:
+    """Open what the configuration enables; to be called on rank 0 alone.
+
+    An empty ``output_path`` means ``tensorboard`` and ``csv`` in ``dump_dir``. Where a run is resumed, points after the first
+    step that is written are replaced. Raises ConfigError for a package that is missing or refuses.
+    """
+    monitors: list[Monitor] = []
+    if config.tensorboard.enabled:
+        monitors.append(_TensorBoard(_directory(config.tensorboard, dump_dir / "tensorboard")))
+    if config.csv_monitor.enabled:
+        monitors.append(_CSV(_directory(config.csv_monitor, dump_dir / "csv")))
+    if config.wandb.enabled:
+        monitors.append(_WeightsAndBiases(config, dump_dir))
+    return Monitors(monitors)
+
+
+def train_scalars(line: dict[str, Any]) -> dict[str, float]:
+    """The curves in a line of metrics.jsonl."""
+    return {tag: line[key] for key, tag in TRAIN_TAGS.items() if line.get(key) is not None}
+
+
+def evaluation_scalars(line: dict[str, Any]) -> dict[str, float]:
+    """The curves in a line of evaluations.jsonl."""
+    losses = line.get("subnetwork_losses") or []
+    values = {**line, "subnetwork_loss_mean": sum(losses) / len(losses) if losses else None}
+    return {tag: values[key] for key, tag in EVAL_TAGS.items() if values.get(key) is not None}
+
+
+class _TensorBoard:
+    """Opened at the first point: only then is known which points of an earlier process it replaces."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._open = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._writer: Any = None
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        if self._writer is None:
+            self._writer = self._open(log_dir=str(self._directory), purge_step=step)
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class _CSV:
+    """A file per curve, ``Train_Samples_lr.csv``, with a header of the words "step" and the tag's last part."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._files: dict[str, tuple[Any, Any]] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        for tag, value in scalars.items():
+            if tag not in self._files:
+                self._files[tag] = self._start(tag, step)
+            file, writer = self._files[tag]
+            writer.writerow([step, value])
+            file.flush()
+
+    def close(self) -> None:
+        for file, _ in self._files.values():
+            file.close()
+
+    def _start(self, tag: str, step: int) -> tuple[Any, Any]:
+        path = self._directory / (tag.replace("/", "_").replace(" ", "_") + ".csv")
+        earlier: list[list[str]] = []
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                earlier = [row for row in csv.reader(file) if len(row) == 2 and row[0].isdecimal() and int(row[0]) < step]
+        file = path.open("w", newline="", encoding="utf-8")
+        writer = csv.writer(file)
+        writer.writerows([["step", tag.rpartition("/")[2]], *earlier])
+        return file, writer
+
+
+class _WeightsAndBiases:
+    """A run of Weights & Biases; ``WANDB_MODE=offline`` keeps it on this machine."""
+
+    def __init__(self, config: Config, dump_dir: Path):
+        section = config.wandb
+        wandb = _import("wandb", "wandb")
+        try:
+            self._run = wandb.init(
+                project=section.project,
+                group=section.group,
+                entity=section.team,
+                name=dump_dir.name,
+                dir=str(dump_dir),
+                config=config.model_dump(mode="json"),
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"wandb: {reason}; set WANDB_MODE=offline, or set wandb.enabled to false") from None
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        self._run.log(scalars, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _directory(section: MonitorSection, default: Path) -> Path:
+    return Path(section.output_path) / section.job_name if section.output_path else default
+
+
+def _import(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        section = "wandb" if package == "wandb" else package
+        message = f"{section}: the package {package} is not installed; pip install {package}, or set {section}.enabled to false"
+        raise ConfigError(message) from None
+
+

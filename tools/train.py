@@ -1,0 +1,315 @@
+"""The training loop: the same engine calls that a user's own script makes, with data, evaluation, metrics and saving around them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..engine.batch import loss_of, to_device
+from ..engine.checkpoint import checkpoints_in, prune
+from ..engine.config import Config, load_config
+from ..engine.engine import SDPEngine
+from ..engine.errors import ConfigError, SDPError
+from ..engine.initialize import init_distributed, initialize
+from ..engine.loader import evaluation_batches
+from ..engine.memory import PeakMemory
+from ..engine.memory_probe import peak_tensor_bytes
+from ..models.registry import build_model
+from .corpus import Corpus, open_corpus
+from .metrics import RunFiles, read_run
+from .monitors import Monitors, open_monitors
+from .plot import plot_loss
+from .progress import Progress, progress
+from .report import render
+from .summary import rank_facts, run_summary
+
+log = logging.getLogger("sdp")
+
+PROBED_STEP = 2  # the first step allocates optimizer state; from the second on, every step is like the others
+
+
+class TrainingError(SDPError):
+    """The run cannot go on, and no setting was wrong."""
+
+    exit_code = 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """``sdp train``: this rank's part of a run. ``args`` as made by the command line; returns the exit code."""
+    config = load_config(args.config, args.overrides)
+    _refuse_unfinished(config)
+    if config.sdp.engine != "reference":
+        init_distributed()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    _set_up_logging(rank, args.dump_dir)
+    files = RunFiles(args.dump_dir, resume=args.resume) if rank == 0 else None
+    corpus = open_corpus(config, args.dump_dir)
+    baseline = PeakMemory(torch.device("cpu")).read()
+    engine, *_ = initialize(model=build_model(config.model, corpus.vocab_size), training_data=corpus.train, config=config)
+    trainer = Trainer(config, engine, corpus, args.dump_dir, files, baseline)
+    if files is not None:
+        files.write_config(config)
+        files.write_placement(engine.layout.placement)
+    try:
+        trainer.train(resume=args.resume)
+    finally:
+        trainer.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _refuse_unfinished(config: Config) -> None:
+    if not config.model:
+        raise ConfigError('model: this section is required to train, for example {"name": "llama", …}')
+    if (config.training.steps is None) == (config.training.tokens is None):
+        raise ConfigError("training: give the length of the run as either training.steps or training.tokens")
+
+
+def _set_up_logging(rank: int, dump_dir: Path) -> None:
+    """Rank 0 on the terminal and in its log; the others, warnings and errors, in logs/rank-R.log."""
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    log.propagate = False
+    log.handlers.clear()
+    if rank == 0:
+        terminal = logging.StreamHandler()
+        terminal.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(terminal)
+    (dump_dir / "logs").mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(dump_dir / "logs" / f"rank-{rank}.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+
+
+@dataclass
+class StepFacts:
+    """What one rank observed in one step."""
+
+    loss: float
+    learning_rate: float
+    peak_memory_bytes: int
+    comm: dict[str, int]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Trainer:
+    """One rank's run. ``files`` exists on rank 0 alone; ``baseline``: bytes resident before the model existed."""
+
+    def __init__(self, config: Config, engine: SDPEngine, corpus: Corpus, dump_dir: Path, files: RunFiles | None, baseline: int):
+        self.config, self.engine, self.corpus, self.dump_dir, self.files = config, engine, corpus, dump_dir, files
+        self.baseline_memory = baseline
+        self.memory = PeakMemory(engine.device)
+        self.tokens_per_step = engine.train_batch_size() * config.data.sequence_length
+        training = config.training
+        self.steps = training.steps or math.ceil((training.tokens or 0) / self.tokens_per_step)
+        self.peak_tensors: int | None = None
+        self.last_facts: StepFacts | None = None
+        self.monitors: Monitors | None = open_monitors(config, dump_dir) if files is not None else None
+        self._stop_signal: int | None = None
+        mesh, here = engine.layout.mesh, engine.data_ranks_here
+        self.held_out = evaluation_batches(
+            corpus.held_out,
+            engine.train_micro_batch_size_per_gpu() * here,
+            data_rank=mesh.data_rank(engine.global_rank),
+            data_ranks=mesh.data_ranks // here,
+            limit=training.evaluate_batches,
+        )
+
+    def train(self, *, resume: bool) -> None:
+        """Run from the newest checkpoint (``resume``) or from the start to the last step."""
+        if resume:
+            self._resume()
+        start = self.engine.global_steps
+        self._announce(start)
+        bar = progress(self.steps, start, self.files is not None, self.config.steps_per_print)
+        started = time.perf_counter()
+        with self._finishing_on_signals():
+            if start == 0:
+                self._evaluate(bar)
+            batches = iter(self.engine.loader)
+            while self.engine.global_steps < self.steps and not self._agree_to_stop():
+                self._step(batches, bar)
+                self._after_step(bar)
+        bar.close()
+        if self._stop_signal is not None:
+            self._save()
+            raise SystemExit(128 + self._stop_signal)
+        self._finish(time.perf_counter() - started)
+
+    # -- one step --------------------------------------------------------------------------------------------------------------
+
+    def _step(self, batches: Iterator[Any], bar: Progress) -> None:
+        self.memory.reset()
+        self.engine.traffic.reset()
+        learning_rate = self.engine.get_lr()[0]
+        started = time.perf_counter()
+        if self.engine.global_steps + 1 == PROBED_STEP:
+            losses: list[torch.Tensor] = []
+            seconds: dict[str, float] = {}
+
+            def probed() -> None:
+                step_losses, step_seconds = self._compute(batches)
+                losses.extend(step_losses)
+                seconds.update(step_seconds)
+
+            self.peak_tensors = peak_tensor_bytes(probed, self.engine.module, self.engine.optimizer, self.engine.device)
+        else:
+            losses, seconds = self._compute(batches)
+        comm = self.engine.traffic.by_kind()
+        loss = self.engine.mean_loss(torch.stack(losses).mean())
+        elapsed = time.perf_counter() - started
+        if not math.isfinite(loss):
+            raise TrainingError(f"loss is {loss} at step {self.engine.global_steps}; lower the learning rate, or resume from a checkpoint")
+        self.last_facts = StepFacts(loss, learning_rate, self.memory.read(), comm, seconds)
+        self._report_step(bar, elapsed)
+
+    def _compute(self, batches: Iterator[Any]) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """Forward, backward and update over the step's micro-batches: their losses, and the seconds of each part."""
+        seconds = {"data_seconds": 0.0, "forward_seconds": 0.0, "backward_seconds": 0.0, "optimizer_seconds": 0.0}
+        losses = []
+        for _ in range(self.engine.gradient_accumulation_steps()):
+            with self._timed(seconds, "data_seconds"):
+                batch = to_device(next(batches), self.engine.device)
+            with self._timed(seconds, "forward_seconds"):
+                loss = loss_of(self.engine(batch))
+            with self._timed(seconds, "backward_seconds"):
+                self.engine.backward(loss)
+            with self._timed(seconds, "optimizer_seconds"):
+                self.engine.step()
+            losses.append(loss.detach())
+        return losses, seconds
+
+    @contextmanager
+    def _timed(self, seconds: dict[str, float], part: str) -> Iterator[None]:
+        """Seconds of one part of the step; on CUDA only ``wall_clock_breakdown`` waits for the device."""
+        synchronise = self.config.wall_clock_breakdown and self.engine.device.type == "cuda"
+        started = time.perf_counter()
+        yield
+        if synchronise:
+            torch.cuda.synchronize(self.engine.device)
+        seconds[part] += time.perf_counter() - started
+
+    def _report_step(self, bar: Progress, elapsed: float) -> None:
+        facts = self.last_facts
+        assert facts is not None
+        everyones = self.engine.gather_facts((facts.peak_memory_bytes, facts.comm))
+        if self.files is None or self.monitors is None:
+            return
+        step = self.engine.global_steps
+        busiest = max((comm for _, comm in everyones), key=lambda comm: sum(comm.values()))
+        line = {
+            "step": step,
+            "tokens": step * self.tokens_per_step,
+            "loss": facts.loss,
+            "grad_norm": self.engine.get_global_grad_norm(),
+            "lr": facts.learning_rate,
+            "tokens_per_second": self.tokens_per_step / elapsed,
+            "step_seconds": elapsed,
+            "peak_memory_bytes": max(peak for peak, _ in everyones),
+            "comm_bytes": sum(busiest.values()),
+            "comm_bytes_by_kind": busiest,
+        }
+        self.files.step(line | facts.seconds if self.config.wall_clock_breakdown else line)
+        scalars = {
+            "Train/Samples/train_loss": facts.loss,
+            "Train/Samples/lr": line["lr"],
+            **{f"Train/{key}": line[key] for key in ("grad_norm", "tokens_per_second", "step_seconds", "peak_memory_bytes", "comm_bytes")},
+        }
+        self.monitors.write(step, scalars)
+        bar.update(step, facts.loss, line["tokens_per_second"], {"grad_norm": line["grad_norm"], "lr": line["lr"]})
+
+    # -- between steps ---------------------------------------------------------------------------------------------------------
+
+    def _after_step(self, bar: Progress) -> None:
+        training, step = self.config.training, self.engine.global_steps
+        if step == self.steps or (training.evaluate_every and step % training.evaluate_every == 0):
+            self._evaluate(bar)
+        if training.save_every and (step % training.save_every == 0 or step == self.steps):
+            self._save()
+
+    def _evaluate(self, bar: Progress) -> None:
+        started = time.perf_counter()
+        loss = self.engine.evaluate(self.held_out)
+        own = self.engine.evaluate_subnetworks(self.held_out)
+        if self.files is None or self.monitors is None:
+            return
+        step, mean_own = self.engine.global_steps, sum(own) / len(own)
+        seconds = time.perf_counter() - started
+        tokens = step * self.tokens_per_step
+        facts = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "subnetwork_losses": own, "seconds": seconds}
+        self.files.evaluation({"step": step, "tokens": tokens, **facts})
+        self.monitors.write(step, {"Eval/loss": loss, "Eval/subnetwork_loss_mean": mean_own})
+        bar.print(f"step {step}: held-out loss {loss:.4f} (full model), {mean_own:.4f} (mean of the groups' own subnetworks)")
+
+    def _save(self) -> None:
+        directory = self.dump_dir / "checkpoints"
+        self.engine.save_checkpoint(directory)
+        if self.files is not None:
+            prune(checkpoints_in(directory), self.config.training.keep)
+
+    def _resume(self) -> None:
+        path, _ = self.engine.load_checkpoint(self.dump_dir / "checkpoints")
+        if path is None:
+            log.info("--resume: no checkpoint in %s; starting from the beginning", self.dump_dir / "checkpoints")
+        else:
+            log.info("resumed from %s", path)
+        if self.files is not None:
+            self.files.truncate_after(self.engine.global_steps if path is not None else -1)
+
+    # -- signals ---------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _finishing_on_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end the run after the step at hand, with a checkpoint."""
+
+        def remember(number: int, _: Any) -> None:
+            self._stop_signal = number
+
+        before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _agree_to_stop(self) -> bool:
+        """Whether any rank was told to stop: then all do, after the same step."""
+        told = max(number or 0 for number in self.engine.gather_facts(self._stop_signal))
+        self._stop_signal = told or None
+        return bool(told)
+
+    # -- beginning and end -----------------------------------------------------------------------------------------------------
+
+    def _announce(self, start: int) -> None:
+        if self.files is None:
+            return
+        parameters = sum(info.numel for info in self.engine.layout.parameters.values())
+        log.info("model: %s, %.2f M parameters; data: %s", self.config.model["name"], parameters / 1e6, self.corpus.describe())
+        log.info("training: steps %d to %d, %s tokens a step", start + 1, self.steps, f"{self.tokens_per_step:,}")
+        if self.engine.world_size > 1:
+            log.info("bytes sent between groups by this rank in a step: %s", self.engine.traffic_formula())
+
+    def _finish(self, seconds: float) -> None:
+        everyones = self.engine.gather_facts(rank_facts(self))
+        if self.files is None:
+            return
+        self.files.summary(run_summary(self, everyones, seconds))
+        finished = read_run(self.dump_dir)
+        plot_loss([finished], self.dump_dir / "plots" / "loss.png")
+        print(render([finished]))
+
+    def close(self) -> None:
+        """Flush and close what is written to."""
+        if self.monitors is not None:
+            self.monitors.close()
