@@ -31,6 +31,8 @@ class EvaluatedRank(Rank, Protocol):
     stand_ins: dict[str, PassThrough]
     compute_dtype: torch.dtype
 
+    def gather_root(self) -> None: ...
+
     def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = ...) -> None: ...
 
 
@@ -55,7 +57,7 @@ class StreamedEvaluation:
 
     def __init__(self, rank: EvaluatedRank):
         self._rank = rank
-        self._lockstep: Lockstep[tuple[float, int]] = Lockstep(rank.device)
+        self._lockstep: Lockstep[tuple[float, int]] = Lockstep(rank.device, rank.gather_root)
         partly_held = [unit for unit in rank.layout.units if len(rank.layout.placement.holders[unit.index]) < rank.layout.mesh.sdp]
         self._units = {unit.name: unit for unit in partly_held}
         self._guest: dict[str, torch.Tensor] = {}

@@ -31,8 +31,9 @@ class _Pass(Generic[T]):
 class Lockstep(Generic[T]):
     """``run`` the passes; a pass calls :meth:`stop` with a unit's name before that unit."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, before_turn: Callable[[], None]):
+        """``before_turn`` is called in the main thread whenever a pass is about to go on."""
+        self._device, self._before_turn = device, before_turn
         self._current: _Pass[T] | None = None
         self._aborted = False
 
@@ -85,6 +86,7 @@ class Lockstep(Generic[T]):
         return state
 
     def _resume(self, state: _Pass[T]) -> None:
+        self._before_turn()
         self._current = state
         state.go.release()
         state.stopped.acquire()

@@ -71,12 +71,15 @@ class _LiveStorages(TorchDispatchMode):
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take notice of the tensors' storages; the peak can have moved only if one of them is new or has grown."""
-        if any([self._notice(tensor) for tensor in tensors]):
+        grown = [self._notice(tensor) for tensor in tensors]  # a list: every tensor must be noticed
+        if any(grown):
             self.peak = max(self.peak, self._live_bytes())
 
     def _notice(self, tensor: torch.Tensor) -> bool:
         if is_traceable_wrapper_subclass(tensor):
-            return any([self._notice(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]])
+            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # DTensor names its mesh there too
+            grown = [self._notice(part) for part in inner if isinstance(part, torch.Tensor)]
+            return any(grown)
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:

@@ -71,9 +71,9 @@ class Mesh:
 class Communicators:
     """The process groups of one rank.
 
-    ``fsdp``: the ranks among which this group's state is sharded (``alone``: this rank). ``holders[h]``: the ranks that average a gradient held by the
-    SDP groups ``h``; absent where that is this rank alone. With ``replicate_inside`` (ZeRO stage 0) nothing is sharded, and the
-    ranks of a group average among themselves in the same all-reduce.
+    ``fsdp``: the ranks among which this group's state is sharded, or this rank alone where FSDP2 wraps what is not sharded.
+    ``holders[h]``: the ranks that average a gradient held by the SDP groups ``h``; absent where that is this rank alone. With
+    ``replicate_inside`` (ZeRO stage 0) nothing is sharded, and the ranks of a group average among themselves in the same all-reduce.
     """
 
     mesh: Mesh

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ class _Pending:
     """A bucket of this rank on its way: how many gradients are still missing, and its reduction once started."""
 
     parameters: list[nn.Parameter]
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup
     ranks: int
     missing: int = 0
     work: dist.Work | None = None
@@ -81,6 +82,7 @@ class GradientSync:
     ):
         self._traffic = traffic
         self._pending: list[_Pending] = []
+        self._alone: list[nn.Parameter] = []  # held by this rank only: nothing to send, so no hook either
         self._armed = False
         self._next = 0
         for bucket in buckets:
@@ -88,7 +90,10 @@ class GradientSync:
             if not held:
                 continue
             group = groups.get(bucket.holders)
-            pending = _Pending(held, group, dist.get_world_size(group) if group is not None else 1)
+            if group is None:
+                self._alone += held
+                continue
+            pending = _Pending(held, group, dist.get_world_size(group))
             self._pending.append(pending)
             for parameter in held:
                 parameter.register_post_accumulate_grad_hook(self._hook(pending))
@@ -113,8 +118,6 @@ class GradientSync:
             self._next += 1
 
     def _launch(self, pending: _Pending) -> None:
-        if pending.group is None:
-            return
         pending.buffer = _coalesce(pending.parameters)
         if pending.buffer.numel() == 0:
             return  # no rank of this communicator has a row of these parameters
@@ -123,10 +126,11 @@ class GradientSync:
 
     def finish(self) -> None:
         """Start what is left (a parameter that took no part in the pass counts as a zero gradient), await all, divide by the holders."""
-        for pending in self._pending[self._next :]:
-            for parameter in pending.parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+        left = self._pending[self._next :]
+        for parameter in chain(self._alone, *(pending.parameters for pending in left)):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for pending in left:
             pending.missing = 0
         self._launch_ready()
         self._armed = False

@@ -191,6 +191,7 @@ _COMMANDS = {
     "train": _Command("train a model from one JSON file", _add_train_arguments, _train),
     "prepare": _tool_command("prepare", "turn text into memory-mapped token shards"),
     "config": _Command("print a configuration with all defaults, or the schema", _add_show_config_arguments, _show_config),
+    "bench": _tool_command("bench", "time the engine's step against a plain hand-written loop"),
     "report": _tool_command("report", "summarise and compare finished runs"),
     "version": _Command("print versions", lambda _: None, _show_version),
 }

@@ -6,11 +6,13 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import importlib
+import importlib.util
+import inspect
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -40,13 +42,13 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, world: int, timeout: float = 120.0) -> list[Any]:
         """What ``function(*args)`` returned, by rank.
 
-        ``function`` is module-level in a module that the children can import. Raises :class:`RankError` with the traceback of
+        ``function`` is module-level; its module is loaded from its file. Raises :class:`RankError` with the traceback of
         every rank that failed; ranks that are then stuck, or all after ``timeout`` seconds, are killed and later replaced.
         """
         self._start(world)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world):
-                job = (function.__module__, function.__qualname__, args, rank, world, f"{folder}/store")
+                job = (inspect.getfile(function), function.__module__, function.__qualname__, args, rank, world, f"{folder}/store")
                 self._connections[rank].send_bytes(pickle.dumps(job))
             try:
                 answers = self._collect(world, time.monotonic() + timeout)
@@ -62,7 +64,7 @@ class RankPool:
             time.sleep(0.2)
             self.close()
         if stuck or failed:
-            reasons = [f"rank {rank} of {world} failed:\n{text}" for rank, text in sorted(failed.items())]
+            reasons = [f"ranks {[r for r in failed if failed[r] == text]} of {world} failed:\n{text}" for text in dict.fromkeys(failed.values())]
             if stuck:
                 reasons.append(f"ranks {stuck} of {world} did not finish {'after that' if failed else f'in {timeout:.0f} s'}; the pool starts anew")
             raise RankError("\n".join(reasons))
@@ -145,7 +147,17 @@ def _serve(connection: Connection, parent: int) -> None:
         connection.send_bytes(answer)
 
 
-def _run(module: str, name: str, args: tuple[Any, ...], rank: int, world: int, store: str) -> Any:
+def _load(file: str, name: str) -> Any:
+    """The module ``name`` from its file: test modules are on no import path."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def _run(file: str, module: str, name: str, args: tuple[Any, ...], rank: int, world: int, store: str) -> Any:
     import torch.distributed as dist
 
     here = dict(zip(_VARIABLES, map(str, (rank, world, rank, world, 0, "127.0.0.1", 29999)), strict=True))
@@ -153,10 +165,7 @@ def _run(module: str, name: str, args: tuple[Any, ...], rank: int, world: int, s
         files = dist.FileStore(store, world)
         dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
         try:
-            function: Any = importlib.import_module(module)
-            for part in name.split("."):
-                function = getattr(function, part)
-            return function(*args)
+            return getattr(_load(file, module), name)(*args)
         finally:
             dist.destroy_process_group()
 

@@ -36,7 +36,8 @@ class RunFiles:
         except OSError as error:
             raise ConfigError(f"--dump-dir {dump_dir}: cannot be made ({error.strerror})") from None
         if not resume:
-            self.truncate_after(-1)  # of a run that ended before its first step, an evaluation may be left
+            for name in (METRICS, EVALUATIONS, SUMMARY):  # left by a run that ended before its first step
+                (dump_dir / name).unlink(missing_ok=True)
 
     def write_config(self, config: Config | Mapping[str, Any]) -> None:
         """The resolved configuration."""

@@ -143,12 +143,12 @@ class _WeightsAndBiases:
                 project=section.project,
                 group=section.group,
                 entity=section.team,
-                name=dump_dir.name,
+                name=dump_dir.resolve().name,
                 dir=str(dump_dir),
                 config=config.model_dump(mode="json"),
             )
         except wandb.Error as error:
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(f"wandb: {reason}; set WANDB_MODE=offline, or set wandb.enabled to false") from None
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
@@ -166,8 +166,5 @@ def _import(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        section = "wandb" if package == "wandb" else package
-        message = f"{section}: the package {package} is not installed; pip install {package}, or set {section}.enabled to false"
+        message = f"{package}: the package {package} is not installed; pip install {package}, or set {package}.enabled to false"
         raise ConfigError(message) from None
-
-

@@ -62,6 +62,7 @@ def run_summary(trainer: Trainer, ranks: list[dict[str, Any]], seconds: float) -
         },
         "held_out": {"before": losses[0] if losses else None, "after": losses[-1] if losses else None},
         "corpus": {"sha256": index.corpus.sha256, "path": str(trainer.corpus.train.directory)},
+        "device": str(engine.device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__},
         "dense_state_bytes": {
             "parameters": 4 * parameters,

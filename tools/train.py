@@ -28,7 +28,7 @@ from ..engine.memory_probe import peak_tensor_bytes
 from ..models.registry import build_model
 from .corpus import Corpus, open_corpus
 from .metrics import RunFiles, read_run
-from .monitors import Monitors, open_monitors
+from .monitors import Monitors, evaluation_scalars, open_monitors, train_scalars
 from .plot import plot_loss
 from .progress import Progress, progress
 from .report import render
@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     _set_up_logging(rank, args.dump_dir)
     files = RunFiles(args.dump_dir, resume=args.resume) if rank == 0 else None
     corpus = open_corpus(config, args.dump_dir)
-    baseline = PeakMemory(torch.device("cpu")).read()
+    memory = PeakMemory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    memory.reset()
+    baseline = memory.read()
     engine, *_ = initialize(model=build_model(config.model, corpus.vocab_size), training_data=corpus.train, config=config)
     trainer = Trainer(config, engine, corpus, args.dump_dir, files, baseline)
     if files is not None:
@@ -221,12 +223,7 @@ class Trainer:
             "comm_bytes_by_kind": busiest,
         }
         self.files.step(line | facts.seconds if self.config.wall_clock_breakdown else line)
-        scalars = {
-            "Train/Samples/train_loss": facts.loss,
-            "Train/Samples/lr": line["lr"],
-            **{f"Train/{key}": line[key] for key in ("grad_norm", "tokens_per_second", "step_seconds", "peak_memory_bytes", "comm_bytes")},
-        }
-        self.monitors.write(step, scalars)
+        self.monitors.write(step, train_scalars(line))
         bar.update(step, facts.loss, line["tokens_per_second"], {"grad_norm": line["grad_norm"], "lr": line["lr"]})
 
     # -- between steps ---------------------------------------------------------------------------------------------------------
@@ -249,7 +246,7 @@ class Trainer:
         tokens = step * self.tokens_per_step
         facts = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "subnetwork_losses": own, "seconds": seconds}
         self.files.evaluation({"step": step, "tokens": tokens, **facts})
-        self.monitors.write(step, {"Eval/loss": loss, "Eval/subnetwork_loss_mean": mean_own})
+        self.monitors.write(step, evaluation_scalars(facts))
         bar.print(f"step {step}: held-out loss {loss:.4f} (full model), {mean_own:.4f} (mean of the groups' own subnetworks)")
 
     def _save(self) -> None:

@@ -1,0 +1,270 @@
+"""The native backend equals the reference, and the reference equals the formula written out by hand."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import ranks_models as models
+import torch
+from ranks import RankPool
+from ranks_cases import CLIP, Case, Result, full_gradients, native, one_step, reference, train
+
+RELATIVE = 1e-5
+EPSILON = 2.0**-23
+
+FACTORS: dict[str, Sequence[Any]] = {
+    "layout": [(2, 1), (2, 2), (4, 1), (4, 2), (1, 4)],
+    "stage": [0, 1, 2, 3],
+    "accumulation": [1, 3],
+    "clip": [False, True],
+    "optimizer": ["sgd", "adamw"],
+    "placement": ["mixed", "cyclic", "profile", "full"],
+    "model": ["mlp", "mlp-meta", "llama", "llama-meta", "llama-tied", "llama-tied-meta"],
+}
+
+
+def case_of(row: dict[str, Any]) -> Case | None:
+    """The case, or None where factors do not go together: one group holds everything."""
+    groups, fsdp = row["layout"]
+    if groups == 1 and row["placement"] != "full":
+        return None
+    return Case(groups, fsdp, **{key: value for key, value in row.items() if key != "layout"})
+
+
+def pairwise_cover(factors: dict[str, Sequence[Any]]) -> list[Case]:
+    """Greedily chosen cases in which every possible pair of two factors' values occurs."""
+    rows = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+    pairs_of = {}
+    for row in rows:
+        case = case_of(row)
+        if case is not None:
+            pairs_of[case] = frozenset(itertools.combinations(row.items(), 2))
+    missing, cover = set().union(*pairs_of.values()), []
+    while missing:
+        best = max(pairs_of, key=lambda case: len(pairs_of[case] & missing))
+        cover.append(best)
+        missing -= pairs_of[best]
+    return cover
+
+
+def full_table() -> list[Case]:
+    """All combinations of all factors but the model, whose kinds take turns."""
+    factors = {name: values for name, values in FACTORS.items() if name != "model"}
+    kinds = itertools.cycle(FACTORS["model"])
+    rows = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
+    return [case for row in rows if (case := case_of({**row, "model": next(kinds)})) is not None]
+
+
+COVER = pairwise_cover(FACTORS)
+
+
+def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
+    """Weights, what the optimizer did to them, loss, gradient norm and learning rate of every step."""
+    assert ours[0].before is not None and ours[0].after is not None and theirs.before is not None and theirs.after is not None
+    assert list(ours[0].after) == list(theirs.after)
+    for name, after in theirs.after.items():
+        assert torch.equal(ours[0].before[name], theirs.before[name]), f"{name}: not initialised alike"
+        largest = after.abs().max().item()
+        torch.testing.assert_close(ours[0].after[name], after, rtol=0, atol=RELATIVE * largest, msg=lambda text, name=name: f"{name}: {text}")
+        update, our_update = after - theirs.before[name], ours[0].after[name] - ours[0].before[name]
+        step = update.abs().max().item()
+        # Each step rounds the weight to float32 once in either run, half a unit in the last place each.
+        tolerance = RELATIVE * step + case.steps * EPSILON * largest
+        assert tolerance < 2e-3 * step, f"{name}: the update is too small to show a wrong scale"
+        deviation = (our_update - update).abs().max().item()
+        assert deviation <= tolerance, f"{name}: its update differs by {deviation:.2e}, {deviation / step:.2e} of the update"
+    for rank, result in enumerate(ours):
+        assert result.norms == pytest.approx(theirs.norms, rel=RELATIVE), f"gradient norm on rank {rank}"
+        assert result.rates == theirs.rates, f"learning rate on rank {rank}"
+    mean_losses = torch.tensor([result.losses for result in ours], dtype=torch.float64).mean(0).tolist()
+    assert mean_losses == pytest.approx(theirs.losses, rel=RELATIVE)
+    assert len(set(theirs.rates)) > 1, "the schedule does nothing"
+    if case.clip:
+        assert min(theirs.norms) > CLIP, "the clipping does nothing"
+
+
+def test_the_cover_holds_every_pair() -> None:
+    assert {case.placement for case in COVER} == set(FACTORS["placement"])
+    assert len(COVER) < 60
+
+
+@pytest.mark.parametrize("case", COVER, ids=str)
+def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
+    assert_same_run(native(ranks, case), reference(case), case)
+
+
+@pytest.mark.full_table
+@pytest.mark.parametrize("case", full_table(), ids=str)
+def test_native_equals_reference_everywhere(ranks: RankPool, case: Case) -> None:
+    assert_same_run(native(ranks, case), reference(case), case)
+
+
+# -- the reference itself ----------------------------------------------------------------------------------------------------------
+
+HOLDERS = {0: [0], 1: [0, 1], 2: [0, 1], 3: [1]}
+
+
+def by_hand(case: Case) -> tuple[dict[str, torch.Tensor], list[float], list[dict[str, torch.Tensor]]]:
+    """SGD on g_u = the mean over the holders' data ranks, with nothing of the package: weights, norms, gradients of every step."""
+    model = models.mlp()
+    stem, layers, head = model.stem, model.layers, model.head
+    norms, gradients = [], []
+    rates = [0.1, 0.1, 0.1 + 0.2 / 3, 0.1 + 0.4 / 3]
+    for step in range(case.steps):
+        sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        for group, shard, micro in itertools.product(range(2), range(case.fsdp), range(case.accumulation)):
+            batch = models.micro_batch("mlp", step, micro, group * case.fsdp + shard)
+            hidden = stem(batch["x"])
+            for index, layer in enumerate(layers):
+                hidden = layer(hidden) if group in HOLDERS[index] else hidden
+            model.zero_grad()
+            (((head(hidden) - batch["y"]) ** 2).mean() / case.accumulation).backward()
+            for name, p in model.named_parameters():
+                sums[name] += 0 if p.grad is None else p.grad
+        for name, total in sums.items():
+            holders = len(HOLDERS[int(name.split(".")[1])]) if name.startswith("layers") else 2
+            total /= holders * case.fsdp
+        norms.append(torch.stack([total.double().square().sum() for total in sums.values()]).sum().sqrt().item())
+        scale = min(1.0, CLIP / norms[-1]) if case.clip else 1.0
+        gradients.append({name: total.clone() for name, total in sums.items()})
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p -= rates[step] * scale * sums[name]
+    return models.cpu_state(model), norms, gradients
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(("fsdp", "accumulation"), [(1, 1), (2, 3)])
+def test_reference_equals_the_formula(fsdp: int, accumulation: int, clip: bool) -> None:
+    case = Case(2, fsdp, accumulation=accumulation, clip=clip)
+    weights, norms, _ = by_hand(case)
+    result = reference(case)
+    assert result.after is not None
+    assert result.norms == pytest.approx(norms, rel=RELATIVE)
+    for name, weight in weights.items():
+        torch.testing.assert_close(result.after[name], weight, rtol=0, atol=RELATIVE * weight.abs().max().item())
+
+
+# -- gradients themselves ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_at_the_boundary_are_g_u(ranks: RankPool, stage: int) -> None:
+    case = Case(2, 2, stage=stage, accumulation=3, steps=1)
+    expected = by_hand(case)[2][0]
+    seen: set[str] = set()
+    for rank, result in enumerate(native(ranks, case)):
+        assert result.gradients is not None
+        for name, gradient in result.gradients.items():
+            largest = expected[name].abs().max().item()
+            torch.testing.assert_close(
+                gradient, expected[name], rtol=0, atol=RELATIVE * largest, msg=lambda text, at=(rank, name): f"{at}: {text}"
+            )
+        held = {f"layers.{index}" for index, holders in HOLDERS.items() if rank // 2 in holders}
+        assert {name.rsplit(".", 2)[0] for name in result.gradients if name.startswith("layers")} == held
+        seen |= set(result.gradients)
+    assert seen == set(expected)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("model", ["mlp", "llama-tied-meta"])
+def test_activation_checkpointing_changes_nothing(ranks: RankPool, mode: Any, model: str) -> None:
+    plain = Case(2, 2, stage=3, accumulation=3, model=model)
+    case = Case(2, 2, stage=3, accumulation=3, model=model, checkpointing=mode)
+    assert_same_run(native(ranks, case), reference(plain), case)
+    assert_same_run(native(ranks, case), reference(case), case)
+
+
+# -- two passes, two ways of calling -----------------------------------------------------------------------------------------------
+
+
+def _two_losses(stage: int) -> dict[str, torch.Tensor]:
+    """Gradients after two backward passes before one step, each of half the loss."""
+    import torch.distributed as dist
+    from ranks_cases import engine_of
+
+    case = Case(2, 2, stage=stage)
+    engine = engine_of(case)
+    for half in range(2):
+        batch = models.micro_batch("mlp", 0, half, dist.get_rank())
+        engine.backward(engine(batch["x"], y=batch["y"]) / 2)
+    return full_gradients(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_two_backward_passes_before_a_step_add_up(ranks: RankPool, stage: int) -> None:
+    expected = by_hand(Case(2, 2, accumulation=2, steps=1))[2][0]
+    for gradients in ranks.run(_two_losses, stage, world=4):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=RELATIVE * expected[name].abs().max().item())
+
+
+def _dropped(stage: int) -> dict[str, torch.Tensor]:
+    """Gradients of a step of which an earlier micro-batch was dropped by ``zero_grad``."""
+    import torch.distributed as dist
+    from ranks_cases import engine_of
+
+    case = Case(2, 2, stage=stage, accumulation=2)
+    engine = engine_of(case)
+    for micro in range(2):
+        engine.backward(engine(models.micro_batch("mlp", 0, micro, dist.get_rank())))
+        if micro == 0:
+            engine.step()
+            engine.zero_grad()
+    return full_gradients(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_grad_drops_what_was_accumulated(ranks: RankPool, stage: int) -> None:
+    both, first = (by_hand(Case(2, 2, accumulation=n, steps=1))[2][0] for n in (2, 1))
+    for gradients in ranks.run(_dropped, stage, world=4):
+        for name, gradient in gradients.items():
+            expected = both[name] - first[name] / 2
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=RELATIVE * both[name].abs().max().item())
+
+
+# -- bfloat16 ----------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _float32_run(case: Case) -> Result:
+    return reference(Case(**{**vars(case), "bf16": False}))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 1, 0, 1, bf16=True),
+        Case(2, 2, 1, 3, bf16=True, model="llama-tied"),
+        Case(2, 2, 3, 1, bf16=True, model="llama"),
+        Case(4, 2, 2, 3, bf16=True, placement="profile"),
+        Case(2, 2, 3, 1, bf16=True, model="llama", checkpointing="full"),
+    ],
+    ids=str,
+)
+def test_bf16_native_equals_reference(ranks: RankPool, case: Case) -> None:
+    """Both compute in bfloat16 from the same weights, so they differ by round-off of 2⁻⁹ per operation, and less than from float32."""
+    ours, theirs, exact = native(ranks, case), reference(case), _float32_run(case)
+    assert ours[0].after is not None and theirs.after is not None and theirs.before is not None and exact.after is not None
+    assert ours[0].norms == pytest.approx(theirs.norms, rel=2e-2)
+    squared = {"backends": 0.0, "rounding": 0.0, "update": 0.0}
+    for name, after in theirs.after.items():
+        assert ours[0].after[name].dtype == torch.float32, "master weights stay float32"
+        squared["backends"] += (ours[0].after[name] - after).square().sum().item()
+        squared["rounding"] += (exact.after[name] - after).square().sum().item()
+        squared["update"] += (after - theirs.before[name]).square().sum().item()
+    backends, rounding, update = (squared[key] ** 0.5 for key in ("backends", "rounding", "update"))
+    assert backends < 1e-2 * update
+    assert backends < 2 * rounding, "the backends differ from each other more than bfloat16 differs from float32"
+
+
+def test_train_runs_in_this_process_too() -> None:
+    """``train`` with the reference leaves no gradients behind and is deterministic."""
+    case = Case(2, 1, model="llama-tied-meta")
+    first, second = train(case, "reference"), train(case, "reference")
+    assert first.losses == second.losses
+    assert one_step.__module__ == "ranks_cases"

@@ -1,0 +1,347 @@
+"""Evaluation of the full model by streamed units, and of every group's own subnetwork."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import ranks_models as models
+import sdp
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import RankPool
+from ranks_cases import Case, engine_of, one_step, reference
+from sdp.engine.batch import call_model, loss_of, target_count
+from sdp.engine.errors import DataError
+from sdp.engine.lockstep import Lockstep
+from torch import nn
+
+TABLE = [
+    Case(2, 1, 0, model="llama-tied-meta"),
+    *(Case(2, 2, stage, model="llama") for stage in (1, 2, 3)),
+    Case(4, 2, 3, 3, placement="profile", model="llama-meta"),
+    Case(4, 1, 0, placement="cyclic"),
+    Case(1, 4, 3, placement="full", model="llama-tied"),
+]
+
+
+def _batches(case: Case, rank: int) -> list[Any]:
+    """A different number on every rank, 1 to 11: more than one chunk of lockstep passes; rows and ignored labels differ too."""
+    return [models.micro_batch(case.model, 500 + index, index, rank, rows=1 + (index + rank) % 3) for index in range(1 + 5 * (rank % 3))]
+
+
+def _evaluate(case: Case) -> tuple[float, list[float], Any, list[str]]:
+    engine = engine_of(case)
+    one_step(engine, case, 0, data_rank=dist.get_rank())
+    engine.step()
+    batches = _batches(case, dist.get_rank())
+    full, own = engine.evaluate(iter(batches)), engine.evaluate_subnetworks(batches)
+    return full, own, engine.full_state_dict(), [name for name, _ in engine.module.named_parameters()]
+
+
+def _expected(case: Case, state: dict[str, torch.Tensor], ranks: range, held: Any = None) -> float:
+    """The token-weighted mean loss of the full model in this process (or with only the units in ``held``)."""
+    model = models.build(case.model)
+    if next(model.parameters()).is_meta:
+        model.to_empty(device="cpu")
+        if "tied" in case.model:
+            model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
+    model.load_state_dict(state)
+    layers: Any = model.layers if case.model.startswith("mlp") else model.model.layers  # type: ignore[union-attr]
+    for index in range(4):
+        if held is not None and index not in held:
+            layers[index] = _Skip()
+    total = weight = 0.0
+    with torch.no_grad():
+        for rank in ranks:
+            for batch in _batches(case, rank):
+                if "labels" in batch:
+                    tokens = int((batch["labels"][:, 1:] != -100).sum())
+                else:
+                    tokens = batch["y"].numel()
+                total, weight = total + model(**batch).item() * tokens, weight + tokens
+    return total / weight
+
+
+class _Skip(nn.Module):
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_evaluate_is_the_loss_of_the_full_model(ranks: RankPool, case: Case) -> None:
+    results = ranks.run(_evaluate, case, world=case.world)
+    state = results[0][2]
+    expected = _expected(case, state, range(case.world))
+    assert [result[0] for result in results] == pytest.approx([expected] * case.world, rel=1e-6)
+    holders = engine_of(case, "reference").layout.placement
+    for group in range(case.groups):
+        held = {unit for unit in range(4) if holders.holds(group, unit)}
+        own = _expected(case, state, range(group * case.fsdp, (group + 1) * case.fsdp), held)
+        assert [result[1][group] for result in results] == pytest.approx([own] * case.world, rel=1e-6), f"group {group}"
+    assert any(abs(results[0][1][0] - expected) > 1e-4 for _ in [0]), "a subnetwork's loss is not the full model's"
+
+
+def test_bf16_evaluation(ranks: RankPool) -> None:
+    case = Case(2, 2, 3, model="llama", bf16=True)
+    results = ranks.run(_evaluate, case, world=4)
+    assert [result[0] for result in results] == pytest.approx([_expected(case, results[0][2], range(4))] * 4, rel=2e-2)
+
+
+# -- evaluation changes nothing ------------------------------------------------------------------------------------------------------
+
+
+def _train_with_evaluations(case: Case) -> Any:
+    """As ``ranks_cases.train``, with evaluations between steps and in the middle of accumulation."""
+    engine = engine_of(case)
+    for step in range(case.steps):
+        for micro in range(case.accumulation):
+            engine.backward(engine(models.micro_batch(case.model, step, micro, dist.get_rank())))
+            assert engine.module.training
+            engine.evaluate(_batches(case, dist.get_rank())[:2])
+            engine.evaluate_subnetworks(_batches(case, dist.get_rank())[:2])
+            engine.step()
+            engine.evaluate(_batches(case, dist.get_rank())[:2])
+            assert engine.full_state_dict() is None or dist.get_rank() == 0
+    assert all("forward" not in vars(stand_in) for stand_in in engine._backend.stand_ins.values())
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_training_goes_on_as_if_nothing_was_evaluated(ranks: RankPool, stage: int) -> None:
+    case = Case(2, 2, stage, 3, model="llama-tied", optimizer="adamw")
+    state = ranks.run(_train_with_evaluations, case, world=4)[0]
+    expected = reference(case).after
+    assert expected is not None
+    for name, weight in expected.items():
+        torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5 * weight.abs().max().item())
+
+
+# -- dropout and running statistics --------------------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """A residual block that behaves otherwise in training: dropout and batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.drop = nn.Dropout(0.5)
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(torch.tanh(self.linear(self.norm(x))))
+
+
+class NoisyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Noisy() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x[:, :3], y)
+
+
+def _evaluate_noisy() -> tuple[float, float, Any]:
+    torch.manual_seed(0)
+    engine = sdp.initialize(model=NoisyModel(), config={**Case(2, 1).config(), "train_batch_size": None})[0]
+    for step in range(3):
+        engine.backward(engine(models.micro_batch("mlp", step, 0, dist.get_rank(), rows=8)))
+        engine.step()
+    batch = models.micro_batch("mlp", 99, 0, 0, rows=8)
+    return engine.evaluate([batch]), engine.evaluate([batch]), engine.full_state_dict()
+
+
+def test_guests_are_in_evaluation_mode(ranks: RankPool) -> None:
+    """A block that a group does not hold must neither drop activations nor take the batch's statistics when it runs as a guest."""
+    results = ranks.run(_evaluate_noisy, world=2)
+    state = results[0][2]
+    model = NoisyModel().eval()
+    model.load_state_dict(state)
+    batch = models.micro_batch("mlp", 99, 0, 0, rows=8)
+    expected = model(**batch).item()
+    for first, second, _ in results:
+        assert first == second == pytest.approx(expected, rel=1e-5)
+
+
+def _frozen_mode() -> bool:
+    model = NoisyModel()
+    engine = sdp.initialize(model=model, config={**Case(2, 1).config(), "train_batch_size": None})[0]
+    engine.module.get_submodule("layers.1").norm.eval()  # a user's frozen statistics
+    engine.evaluate([models.micro_batch("mlp", 0, 0, 0, rows=4)])
+    layer = engine.module.get_submodule("layers.1")
+    return layer.training and not layer.norm.training  # type: ignore[union-attr]
+
+
+def test_modes_of_single_modules_survive(ranks: RankPool) -> None:
+    assert ranks.run(_frozen_mode, world=2) == [True, True]
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------------------
+
+
+def _live_guests(stage: int) -> tuple[int, int]:
+    """The most elements of units not held here that were alive before any block ran, and those of one unit."""
+    case = Case(4, 2, stage, placement="profile", model="llama")
+    engine = engine_of(case)
+    unit = sum(p.numel() for p in models.llama(tied=False).get_submodule("model.layers.0").parameters())
+    shapes = {p.shape for p in models.llama(tied=False).get_submodule("model.layers.0").parameters() if p.dim() > 1}
+    gc.collect()
+    known = {id(t) for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+    peak = 0
+
+    def look(*_: Any) -> None:
+        nonlocal peak
+        alive = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and not t.is_meta and id(t) not in known]
+        storages = {t.untyped_storage().data_ptr(): t.numel() for t in alive if t.shape in shapes}
+        peak = max(peak, sum(storages.values()))
+
+    handle = nn.modules.module.register_module_forward_pre_hook(look)
+    try:
+        engine.evaluate(_batches(case, dist.get_rank()))
+    finally:
+        handle.remove()
+    return peak, unit
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_or_two_guests_are_in_memory(ranks: RankPool, stage: int) -> None:
+    for rank, (peak, unit) in enumerate(ranks.run(_live_guests, stage, world=8)):
+        assert peak <= 2 * unit, f"rank {rank}: {peak} elements of guests alive, a unit has {unit}"
+
+
+# -- what a model may look like, and errors --------------------------------------------------------------------------------------------
+
+
+class TakesTuple(models.Mlp):
+    def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:  # type: ignore[override]
+        return {"loss": super().forward(*batch), "extra": None}
+
+
+class TakesDict(models.Mlp):
+    def forward(self, batch: dict[str, torch.Tensor]) -> Any:  # type: ignore[override]
+        return super().forward(batch["x"], batch["y"]), "logits"
+
+
+def _calling_conventions() -> list[float]:
+    losses = []
+    for kind, convert in ((models.Mlp, tuple), (models.Mlp, dict), (TakesTuple, tuple), (TakesDict, dict), (models.Mlp, list)):
+        torch.manual_seed(0)
+        engine = sdp.initialize(model=kind(), config=Case(2, 1).config())[0]
+        batch = models.micro_batch("mlp", 0, 0, dist.get_rank())
+        losses.append(engine.evaluate([convert(batch.values()) if convert is not dict else batch]))
+        engine.backward(engine(convert(batch.values()) if convert is not dict else batch))
+        engine.step()
+    return losses
+
+
+def test_calling_conventions(ranks: RankPool) -> None:
+    first, second = ranks.run(_calling_conventions, world=2)
+    assert first == second
+    assert first == pytest.approx([first[0]] * 5, rel=1e-6)
+
+
+def _all_ignored() -> float:
+    case = Case(2, 1, model="llama")
+    engine = engine_of(case)
+    batch = models.micro_batch("llama", 0, 0, 0)
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    return engine.evaluate([nothing, batch] if dist.get_rank() == 0 else [batch, nothing]) - engine.evaluate([batch])
+
+
+def test_a_batch_without_targets_weighs_nothing(ranks: RankPool) -> None:
+    """Its mean loss is 0/0."""
+    assert ranks.run(_all_ignored, world=2) == pytest.approx([0.0, 0.0], abs=1e-6)
+    engine = engine_of(Case(2, 1, model="llama"), "reference")
+    batch = models.micro_batch("llama", 0, 0, 0)
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    assert engine.evaluate([nothing, batch]) == pytest.approx(engine.evaluate([batch]))
+
+
+def _failing(case: Case) -> list[str]:
+    """Errors of: an impossible batch in the second chunk, no batch on one rank; then a good evaluation."""
+    engine = engine_of(case)
+    good = models.micro_batch(case.model, 0, 0, dist.get_rank())
+    bad = {**good, "x": torch.randn(2, models.IN + 1)}
+    messages = []
+    before = engine.evaluate([good])
+    for batches in ([good] * 8 + [bad, good], [] if dist.get_rank() == 1 else [good]):
+        try:
+            engine.evaluate(batches)
+        except (RuntimeError, DataError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    assert engine.module.training
+    assert engine.evaluate([good]) == before
+    return messages
+
+
+@pytest.mark.parametrize("case", [Case(2, 1), Case(2, 2, 3)], ids=str)
+def test_errors_come_out_and_the_engine_lives_on(ranks: RankPool, case: Case) -> None:
+    start = time.monotonic()
+    for messages in ranks.run(_failing, case, world=case.world, timeout=60):
+        assert len(messages) == 2
+        assert messages[0].startswith("RuntimeError: ")
+        assert messages[1] == "DataError: evaluate: a rank has no batch; give every rank at least one"
+    assert time.monotonic() - start < 60
+
+
+def test_lockstep_ends_all_passes_when_one_fails() -> None:
+    import threading
+
+    before = threading.active_count()
+    lockstep: Lockstep[int] = Lockstep(torch.device("cpu"))
+
+    def fine() -> int:
+        lockstep.stop("a")
+        lockstep.stop("b")
+        return 1
+
+    def broken() -> int:
+        lockstep.stop("a")
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        lockstep.run([fine, broken, fine], lambda _: None)
+    with pytest.raises(RuntimeError, match="different ways"):
+        lockstep.run([fine, lambda: 2], lambda _: None)
+    stops: list[str] = []
+    assert lockstep.run([fine, fine], stops.append) == [1, 1]
+    assert stops == ["a", "b"]
+    lockstep.stop("outside of run")
+    assert threading.active_count() == before
+
+
+# -- what is a loss, what is a target --------------------------------------------------------------------------------------------------
+
+
+def test_losses_and_targets() -> None:
+    loss = torch.tensor(2.0)
+    assert all(loss_of(output) is not None for output in (loss, loss[None], {"loss": loss}, (None, loss), type("O", (), {"loss": loss})()))
+    for output in ("no loss", {"logits": loss}, (torch.zeros(2),), None):
+        with pytest.raises(TypeError, match="no loss was found"):
+            loss_of(output)
+    with pytest.raises(TypeError, match="scalar loss"):
+        loss_of(torch.zeros(2))
+    tokens = torch.tensor([[1, 2, -100, 4]])
+    assert target_count({"input_ids": tokens, "labels": tokens}) == 2  # the first position predicts nothing
+    assert target_count((torch.zeros(3, 2), torch.tensor([1, -100, 0]))) == 2
+    assert target_count({"x": torch.zeros(3, 2), "y": torch.zeros(3, 4)}) == 12
+    with pytest.raises(TypeError, match="no tensor"):
+        target_count(["text"])
+
+
+def test_arguments_are_spread_by_name_and_place() -> None:
+    class Echo(nn.Module):
+        def forward(self, x: int, y: int = 0, *, z: int = 0) -> tuple[Any, ...]:
+            return x, y, z
+
+    one = torch.tensor(1)
+    assert call_model(Echo(), {"x": one, "z": 3}) == (one, 0, 3)
+    assert call_model(Echo(), (one, 2)) == (one, 2, 0)
+    assert call_model(Echo(), (one,))[0] == (one,)
+    assert call_model(Echo(), {"input": one})[0] == {"input": one}

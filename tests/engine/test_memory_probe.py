@@ -1,0 +1,242 @@
+"""Peak bytes of live tensors, against sums made by hand and against torch's own allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+from sdp.engine.memory_probe import peak_tensor_bytes
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+CPU = torch.device("cpu")
+WIDTH, ROWS = 256, 32
+WEIGHT, ACTIVATION = WIDTH * WIDTH * 4, ROWS * WIDTH * 4  # bytes
+LAYERS = 4
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def probe(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1) -> int:
+    def step() -> None:
+        for _ in range(micro_batches):
+            model(torch.randn(ROWS, WIDTH)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # optimizer state exists from the first step on
+    return peak_tensor_bytes(step, model, optimizer, CPU)
+
+
+def test_parameters_gradients_and_activations():
+    # In the first layer's backward: all weights, all gradients, the batch, and the gradient of the layer's output.
+    model = chain()
+    assert probe(model, torch.optim.SGD(model.parameters())) == pytest.approx(2 * LAYERS * WEIGHT + 2 * ACTIVATION, rel=0.01)
+
+
+def test_optimizer_state_counts_from_the_start():
+    model = chain()
+    expected = 4 * LAYERS * WEIGHT + 2 * ACTIVATION
+    assert probe(model, torch.optim.AdamW(model.parameters(), fused=True)) == pytest.approx(expected, rel=0.01)
+
+
+def test_temporaries_of_an_unfused_optimizer_count():
+    model = chain()
+    expected = 5 * LAYERS * WEIGHT  # the denominators of all weights exist at once
+    assert probe(model, torch.optim.AdamW(model.parameters(), foreach=True)) == pytest.approx(expected, rel=0.01)
+
+
+def test_accumulation_holds_a_second_gradient_of_one_layer():
+    # In the last layer's backward: four inputs, the gradients of its output and input, and a new gradient beside the old.
+    model = chain()
+    expected = (2 * LAYERS + 1) * WEIGHT + (LAYERS + 2) * ACTIVATION
+    assert probe(model, torch.optim.SGD(model.parameters()), micro_batches=3) == pytest.approx(expected, rel=0.01)
+
+
+def test_gradients_that_exist_before_the_step_count():
+    model = chain()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert peak_tensor_bytes(optimizer.step, model, optimizer, CPU) == 2 * LAYERS * WEIGHT
+
+
+def test_views_and_in_place_operations_count_once():
+    model, optimizer = nn.Identity(), torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+
+    def step() -> None:
+        tensor = torch.zeros(1000)
+        for _ in range(3):
+            tensor.view(10, 100).t().add_(1)[2:].mul_(2)
+
+    assert peak_tensor_bytes(step, model, optimizer, CPU) == 4000 + 4
+
+
+def test_a_storage_resized_outside_operators_counts_with_its_size_of_the_moment():
+    model, optimizer = nn.Identity(), torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+
+    def step() -> None:
+        first = torch.zeros(1000)
+        first.untyped_storage().resize_(0)
+        second = torch.zeros(2000)
+        second.untyped_storage().resize_(0)
+        first.untyped_storage().resize_(4000)
+        first.zero_()
+
+    assert peak_tensor_bytes(step, model, optimizer, CPU) == 8000 + 4
+
+
+class Tanhs(nn.Module):
+    """Four operators that each keep their output for backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.tanh(x)
+        return x
+
+
+@pytest.mark.parametrize(("checkpointed", "activations"), [(False, 4 * 8 + 2), (True, 8 + 4 + 2)])
+def test_activation_checkpointing(checkpointed: bool, activations: int):
+    # The batch, what is kept (every output of eight blocks, or every block's input and one block's outputs), and a gradient.
+    blocks, scale = [Tanhs() for _ in range(8)], nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([scale])
+
+    def step() -> None:
+        x = torch.randn(ROWS, WIDTH) * scale
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+        total = x.sum()
+        del x
+        total.backward()
+        optimizer.step()
+
+    assert peak_tensor_bytes(step, nn.ModuleList(blocks), optimizer, CPU) == pytest.approx(activations * ACTIVATION, rel=0.01)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("policy", "weights", "rows"),
+    [
+        # Four weights, three gradients, and of the first layer: the gathered weight, its gradient, and the reduction's copy.
+        (MixedPrecisionPolicy(), 10, 2),
+        # The same with the gathered weight and its gradient in two bytes.
+        (MixedPrecisionPolicy(torch.bfloat16, torch.float32), 9, 1),
+    ],
+)
+@pytest.mark.usefixtures("alone")
+def test_gathered_copies_of_fsdp2_count_while_they_exist(policy: MixedPrecisionPolicy, weights: int, rows: int):
+    model = chain()
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    expected = weights * WEIGHT + rows * ACTIVATION
+    assert probe(model, torch.optim.SGD(model.parameters())) == pytest.approx(expected, rel=0.01)
+
+
+def allocator_peak(step: Callable[[], None]) -> int:
+    """Peak bytes that torch's CPU allocator hands out during ``step()``, by the profiler's record of every allocation."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    pending, events = list(profiler.profiler.kineto_results.experimental_event_tree()), []  # type: ignore[union-attr]
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if "Allocation" in str(event.tag):
+            events.append((event.start_time_ns, event.extra_fields.alloc_size))
+    live = peak = 0
+    for _, size in sorted(events):
+        live += size
+        peak = max(peak, live)
+    return peak
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.silu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(8))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).float().pow(2).mean()
+
+
+def engine_peaks(config: dict[str, Any]) -> tuple[int, int]:
+    """Peak of one step of an engine: by the probe, and by the allocator on top of the state that exists."""
+    engine, optimizer, _, _ = sdp.initialize(model=Net(), config=config)
+
+    def step() -> None:
+        for _ in range(engine.gradient_accumulation_steps()):
+            loss = engine(torch.randn(2, 8, WIDTH))
+            engine.backward(loss)
+            engine.step()
+
+    step()
+    probed = peak_tensor_bytes(step, engine.module, optimizer, engine.device)
+    state = engine.measured_state_bytes()
+    return probed, state.parameters + state.optimizer + allocator_peak(step)
+
+
+def engine_config(capacity: float, stage: int, *, bf16: bool, accumulation: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "sdp": {"groups": 2, "capacity": capacity},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "activation_checkpointing": {"mode": "selective" if accumulation > 1 else "none"},
+    }
+
+
+def peaks_without_a_network(config: dict[str, Any], world: int) -> tuple[int, int]:
+    """As on rank 0 of ``world`` ranks, whose collectives do nothing: gloo's threads free memory unseen by the profiler."""
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        return engine_peaks(config)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("stage", "bf16", "accumulation"), [(0, False, 1), (1, False, 3), (2, False, 2), (3, False, 2), (3, True, 1)])
+def test_a_step_of_the_engine_agrees_with_the_allocator(stage: int, bf16: bool, accumulation: int):
+    peaks = []
+    for capacity in (0.5, 1.0):
+        config = engine_config(capacity, stage, bf16=bf16, accumulation=accumulation)
+        probed, allocated = peaks_without_a_network(config, world=4)
+        assert probed == pytest.approx(allocated, rel=0.02 if bf16 else 0.01)  # kernels in bfloat16 use scratch space
+        peaks.append(probed)
+    assert 0.5 < peaks[0] / peaks[1] < 0.65  # half the blocks; the head, activations and gathered copies stay
+
+
+def test_collectives_of_gloo_change_nothing(ranks: Any):
+    config = engine_config(1.0, 2, bf16=False, accumulation=2) | {"sdp": {"groups": 1}}
+    expected, _ = peaks_without_a_network(config, world=2)
+    assert [probed for probed, _ in ranks.run(engine_peaks, config, world=2)] == pytest.approx([expected] * 2, rel=0.01)

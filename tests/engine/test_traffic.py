@@ -1,0 +1,110 @@
+"""Bytes sent in a step equal the plan exactly, and the plan equals the formula."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import ranks_models as models
+from ranks import RankPool
+from ranks_cases import Case, engine_of, native, one_step
+from sdp.engine.config import load_config
+from sdp.engine.layout import Layout
+from sdp.engine.mesh import Mesh
+from sdp.engine.traffic import Traffic, sent_bytes
+from sdp.engine.traffic_plan import describe_formula, plan_traffic
+
+TABLE = [
+    Case(groups, fsdp, stage, accumulation, placement="full" if groups == 1 else "mixed")
+    for (groups, fsdp), stage, accumulation in itertools.product([(2, 2), (1, 4)], range(4), [1, 3])
+] + [
+    Case(4, 2, 3, 3, placement="profile", model="llama-tied-meta"),
+    Case(4, 1, 0, 1, placement="cyclic", model="llama-meta"),
+    Case(4, 2, 0, 1, placement="mixed"),
+    Case(2, 2, 3, 3, bf16=True, model="llama-tied"),
+    Case(4, 2, 2, 3, bf16=True, placement="profile"),
+    Case(2, 2, 3, 3, model="llama-tied-meta", checkpointing="full"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_counted_equals_planned_in_every_step(ranks: RankPool, case: Case) -> None:
+    for rank, result in enumerate(native(ranks, case)):
+        for step, counted in enumerate(result.traffic):
+            assert counted == result.planned, f"rank {rank}, step {step}"
+
+
+def _numel(prefixes: tuple[str, ...]) -> int:
+    return sum(p.numel() for name, p in models.mlp().named_parameters() if name.startswith(prefixes))
+
+
+def test_plan_by_hand_between_groups(ranks: RankPool) -> None:
+    """Two groups of one rank: what both hold is all-reduced once, 2·(1/2) of its float32 bytes; what one holds is not sent."""
+    result = native(ranks, Case(2, 1))[1]
+    both = 4 * _numel(("stem", "head", "layers.1", "layers.2"))
+    assert result.planned == {"between groups/all_reduce": both, "control/all_reduce": 8}
+    assert result.traffic[0] == result.planned
+
+
+def test_plan_by_hand_inside_groups() -> None:
+    """One group of four ranks: all shards travel padded to the first one's rows, 13 rows as 4 × 4."""
+    case = Case(1, 4, 3, 3, placement="full")
+    layout = Layout.of(models.mlp(), load_config(case.config()), Mesh(1, 4))
+    padded = sum(-(-p.shape[0] // 4) * 4 * p[0].numel() for p in models.mlp().parameters()) * 4
+    plan = plan_traffic(layout, 3, stage=3, accumulation=3, compute_bytes=4).by_kind()
+    assert plan == {
+        "inside groups/all_gather": 6 * padded * 3 // 4,
+        "inside groups/reduce_scatter": 3 * padded * 3 // 4,
+        "control/all_reduce": 12,
+    }
+    assert "nothing is sent between groups" in describe_formula(layout, 0, stage=3)
+
+
+def test_described_formula_has_the_numbers() -> None:
+    layout = Layout.of(models.mlp(), load_config(Case(2, 1).config()), Mesh(2))
+    both = 4 * _numel(("stem", "head", "layers.1", "layers.2"))
+    assert describe_formula(layout, 0, stage=0) == f"2·1/2·{both:,} B"
+
+
+def _frozen(stage: int) -> list[tuple[dict[str, int], dict[str, int]]]:
+    import sdp
+    import torch.distributed as dist
+
+    case = Case(2, 2, stage)
+    model = models.mlp()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("weight"))
+    engine = sdp.initialize(model=model, config=case.config())[0]
+    pairs = []
+    for step in range(2):
+        engine.traffic.reset()
+        one_step(engine, case, step, data_rank=dist.get_rank())
+        engine.step()
+        pairs.append((engine.traffic.by_kind(), engine.planned_traffic().by_kind()))
+    pairs.append((engine.measured_state_bytes().to_json(), engine.predicted_state_bytes().to_json()))
+    return pairs
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_frozen_parameters_are_gathered_but_not_reduced(ranks: RankPool, stage: int) -> None:
+    for pairs in ranks.run(_frozen, stage, world=4):
+        for counted, planned in pairs:
+            assert counted == planned
+
+
+def test_reference_sends_nothing() -> None:
+    engine = engine_of(Case(2, 1), "reference")
+    assert engine.planned_traffic().by_kind() == {} == engine.traffic.by_kind()
+
+
+def test_shares_of_ring_algorithms() -> None:
+    assert sent_bytes("all_reduce", 100, 4) == 150
+    assert sent_bytes("all_gather", 100, 4) == sent_bytes("reduce_scatter", 100, 4) == 75
+    assert sent_bytes("broadcast", 100, 4) == 100
+    assert sent_bytes("all_reduce", 100, 1) == 0
+    traffic = Traffic()
+    for ranks in (2, 3, 3):
+        traffic.record("between groups", "all_reduce", 100, ranks)
+    assert traffic.by_kind() == {"between groups/all_reduce": 367}  # 100 + 2 · 400/3, rounded once
+    traffic.reset()
+    assert traffic.total() == 0

@@ -1,0 +1,93 @@
+"""``sdp bench`` runs, compares the same work, and its report is complete. What it measures is never asserted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sdp
+from sdp.launcher import main as command_line
+
+TINY = "--layers 4 --hidden 16 --intermediate 32 --heads 2 --vocab-size 64 --sequence 8 --micro-batch 2 --repeats 3 --warmup 1".split()
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def bench(*words: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, because it makes process groups."""
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environ |= {"PYTHONPATH": str(Path(sdp.__path__[0]).parent)}
+    command = [sys.executable, "-P", "-m", "sdp.launcher.main", "bench", *TINY, *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """What a run prints, and its report."""
+    file = tmp_path_factory.mktemp("bench") / "new" / "bench.json"
+    done = bench("--json", str(file))
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(file.read_text())
+
+
+def test_report_names_model_batch_and_software(outcome: tuple[str, dict[str, Any]]) -> None:
+    settings = outcome[1]["settings"]
+    expected = {"layers": 4, "hidden": 16, "micro_batch": 2, "sequence": 8, "groups": 4, "capacity": 0.5, "threads": 1, "repeats": 3}
+    assert settings.items() >= expected.items()
+    assert all(settings[name] for name in ("torch", "python", "device", "dtype", "optimizer"))
+
+
+def test_every_timing_is_complete_and_compared_with_the_loop(outcome: tuple[str, dict[str, Any]]) -> None:
+    one, many = outcome[1]["comparisons"]
+    assert len(one["timings"]) == 4
+    assert len(many["timings"]) == 2
+    for comparison in (one, many):
+        base = comparison["timings"][0]
+        assert base["name"] == "hand-written loop"
+        assert base["ratios"] == [1.0] * 3
+        for timing in comparison["timings"]:
+            assert all(seconds > 0 for seconds in timing["seconds"])
+            assert timing["ratios"] == pytest.approx([a / b for a, b in zip(timing["seconds"], base["seconds"], strict=True)])
+            assert timing["median_seconds"] == sorted(timing["seconds"])[1]
+            assert timing["median_ratio"] == sorted(timing["ratios"])[1]
+
+
+def test_both_sides_train_the_same_smaller_model(outcome: tuple[str, dict[str, Any]]) -> None:
+    for comparison in outcome[1]["comparisons"]:
+        loop, engine = comparison["timings"][:2]
+        assert loop["parameters"] == engine["parameters"]
+        assert comparison["weight_difference"] <= 1e-6
+    held, *_, whole = outcome[1]["comparisons"][0]["timings"]
+    assert whole["parameters"] > held["parameters"]
+
+
+def test_the_terminal_shows_every_timing(outcome: tuple[str, dict[str, Any]]) -> None:
+    printed, report = outcome
+    for comparison in report["comparisons"]:
+        assert comparison["name"] in printed
+        for timing in comparison["timings"]:
+            assert f"{timing['median_ratio']:.3f}" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--repeats", "0"], "--repeats: 0 is not a positive whole number"),
+        (["--capacity", "0.1"], "every unit needs at least one"),
+        (["--heads", "3"], "hidden_size 16 is not divisible by num_attention_heads 3"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["bench", *TINY, *words]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_refuses_a_launcher_of_several_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert command_line.main(["bench", *TINY]) == 2
+    assert "sdp bench times one rank" in capsys.readouterr().err

@@ -1,0 +1,110 @@
+"""TensorBoard, CSV and Weights & Biases get the same curves under DeepSpeed's names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sdp.engine.config import load_config
+from sdp.engine.errors import ConfigError
+from sdp.tools.monitors import evaluation_scalars, open_monitors, train_scalars
+
+LOSS = "Train/Samples/train_loss"
+
+
+def write(config: dict[str, Any], dump_dir: Path, points: dict[int, float]) -> None:
+    monitors = open_monitors(load_config(config), dump_dir)
+    for step, loss in points.items():
+        monitors.write(step, {LOSS: loss, "Eval/loss": loss + 1})
+    monitors.close()
+
+
+def read_tensorboard(directory: Path) -> dict[int, float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(LOSS)}
+
+
+def test_nothing_enabled_writes_nothing(tmp_path: Path):
+    write({}, tmp_path, {1: 2.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_csv_has_the_layout_of_deepspeed(tmp_path: Path):
+    write({"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "out"), "job_name": "job"}}, tmp_path / "dump", {1: 2.5, 2: 2.0})
+    assert (tmp_path / "out/job/Train_Samples_train_loss.csv").read_text().splitlines() == ["step,train_loss", "1,2.5", "2,2.0"]
+    assert (tmp_path / "out/job/Eval_loss.csv").read_text().splitlines() == ["step,loss", "1,3.5", "2,3.0"]
+
+
+def test_csv_of_a_resumed_run_has_every_step_once(tmp_path: Path):
+    config = {"csv_monitor": {"enabled": True}}
+    write(config, tmp_path, {1: 5.0, 2: 4.0, 3: 3.0})
+    write(config, tmp_path, {2: 4.5, 3: 3.5})
+    assert (tmp_path / "csv/Train_Samples_train_loss.csv").read_text().splitlines() == ["step,train_loss", "1,5.0", "2,4.5", "3,3.5"]
+
+
+def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path):
+    config = {"tensorboard": {"enabled": True}}
+    write(config, tmp_path, {1: 5.0, 2: 4.0, 3: 3.0})
+    write(config, tmp_path, {2: 4.5, 3: 3.5})
+    assert read_tensorboard(tmp_path / "tensorboard") == {1: 5.0, 2: 4.5, 3: 3.5}
+
+
+def test_tensorboard_goes_where_the_configuration_says(tmp_path: Path):
+    write({"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}, tmp_path / "dump", {1: 5.0})
+    assert read_tensorboard(tmp_path / "job") == {1: 5.0}
+
+
+@pytest.mark.parametrize(("section", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+def test_a_missing_package_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, module: str):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=f"pip install {section}, or set {section}.enabled to false"):
+        open_monitors(load_config({section: {"enabled": True}}), tmp_path)
+
+
+class FakeWandb(SimpleNamespace):
+    """What is used of the package, recorded."""
+
+    class Error(Exception):
+        pass
+
+    def init(self, **settings: Any) -> FakeWandb:
+        if self.refuses:
+            raise self.Error("no API key\nconfigured")
+        self.settings, self.points = settings, []
+        return self
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        self.points.append((step, scalars))
+
+    def finish(self) -> None:
+        self.points.append("finished")
+
+
+def test_wandb_gets_the_section_and_the_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wandb = FakeWandb(refuses=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = {"wandb": {"enabled": True, "project": "p", "group": "g", "team": "t"}}
+    write(config, tmp_path, {1: 2.0})
+    assert {key: wandb.settings[key] for key in ("project", "group", "entity", "name")} == {
+        "project": "p", "group": "g", "entity": "t", "name": tmp_path.name,
+    }  # fmt: skip
+    assert wandb.points == [(1, {LOSS: 2.0, "Eval/loss": 3.0}), "finished"]
+
+
+def test_wandb_that_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(refuses=True))
+    with pytest.raises(ConfigError, match=r"wandb: no API key configured; set WANDB_MODE=offline, or set wandb\.enabled to false"):
+        open_monitors(load_config({"wandb": {"enabled": True}}), tmp_path)
+
+
+def test_the_curves_of_a_line():
+    line = {"step": 1, "tokens": 8, "loss": 2.0, "lr": 0.1, "grad_norm": None, "comm_bytes": 7}
+    assert train_scalars(line) == {LOSS: 2.0, "Train/Samples/lr": 0.1, "Train/comm_bytes": 7}
+    assert evaluation_scalars({"loss": 3.0, "subnetwork_losses": [3.0, 5.0]}) == {"Eval/loss": 3.0, "Eval/subnetwork_loss_mean": 4.0}
+    assert evaluation_scalars({"loss": 3.0}) == {"Eval/loss": 3.0}

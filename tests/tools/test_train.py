@@ -1,0 +1,191 @@
+"""``sdp train`` end to end: real processes, real text, real files."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sdp.data.prepare import prepare
+from sdp.launcher.main import main
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """A few hundred small documents, as bytes."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = random.Random(0)
+    for number in range(60):
+        text = " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80))
+        (folder / f"{number}.txt").write_text(text)
+    prepare([str(folder / "*.txt")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
+    return folder / "shards"
+
+
+@pytest.fixture
+def config(corpus) -> dict:
+    return {
+        "train_batch_size": 8,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
+        "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 2, "total_num_steps": STEPS, "decay_num_steps": 2}},
+        "csv_monitor": {"enabled": True},
+        "sdp": {"groups": 2, "capacity": 0.75, "check_interval": 2},
+        "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2},
+        "data": {"path": str(corpus), "sequence_length": 32},
+        "training": {"steps": STEPS, "evaluate_every": 3, "evaluate_batches": 2, "save_every": 3},
+    }
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """A run in this process publishes its place in os.environ; nothing of it may outlive the test."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def write(config: dict, tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def sdp(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-P", "-m", "sdp.launcher.main", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def metrics(dump_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (dump_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(dump_dir: Path) -> list[float]:
+    return [line["loss"] for line in metrics(dump_dir)]
+
+
+def test_a_run_of_four_processes_its_files_and_its_resume_on_two(config, tmp_path):
+    path = write(config, tmp_path)
+    whole = sdp("train", path, "--fsdp", 2, "--dump-dir", tmp_path / "whole", "--set", "zero_optimization.stage=2")
+    assert whole.returncode == 0, whole.stderr
+    check_files(tmp_path / "whole")
+
+    first = sdp(
+        "train", path, "--fsdp", 2, "--dump-dir", tmp_path / "moved", "--set", "zero_optimization.stage=3", "--set", "training.steps=3"
+    )
+    assert first.returncode == 0, first.stderr
+    # The same groups and the same samples a step on half the processes: the same run to rounding.
+    second = sdp("train", path, "--dump-dir", tmp_path / "moved", "--resume")
+    assert second.returncode == 0, second.stderr
+    assert "resumed from" in second.stderr
+    assert [line["step"] for line in metrics(tmp_path / "moved")] == list(range(1, STEPS + 1))
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+def check_files(dump_dir: Path) -> None:
+    lines = metrics(dump_dir)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for key in ("tokens", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "peak_memory_bytes", "comm_bytes"):
+        assert all(isinstance(line[key], int | float) for line in lines), key
+    assert lines[-1]["tokens"] == STEPS * 8 * 32
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    summary = json.loads((dump_dir / "summary.json").read_text())
+    assert len(summary["ranks"]) == 4
+    for rank in summary["ranks"]:
+        assert rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]
+        assert rank["state_measured"] == rank["state_predicted"]
+        assert 0 < rank["state_measured"]["optimizer"] < summary["dense_state_bytes"]["optimizer"]
+        assert rank["peak_tensor_bytes"] > sum(rank["state_measured"].values())
+    evaluations = [json.loads(line) for line in (dump_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in evaluations] == [0, 3, 6]
+    assert all(len(line["subnetwork_losses"]) == 2 for line in evaluations)
+    assert summary["held_out"] == {"before": evaluations[0]["loss"], "after": evaluations[-1]["loss"]}
+    assert json.loads((dump_dir / "placement.json").read_text())["groups"] == 2
+    assert json.loads((dump_dir / "config.json").read_text())["zero_optimization"]["stage"] == 2
+    assert (dump_dir / "plots" / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert sorted(p.name for p in (dump_dir / "checkpoints").glob("step-*")) == ["step-3", "step-6"]
+    assert {f"rank-{rank}.log" for rank in range(4)} <= {p.name for p in (dump_dir / "logs").iterdir()}
+    assert list((dump_dir / "csv").rglob("*.csv"))
+
+
+def test_reference_engine_trains_the_same_run_and_resumes_bit_for_bit(config, tmp_path):
+    path = write(config, tmp_path)
+    native = sdp("train", path, "--dump-dir", tmp_path / "native")
+    assert native.returncode == 0, native.stderr
+    reference = ["train", str(path), "--set", "sdp.engine=reference"]
+    assert main([*reference, "--dump-dir", str(tmp_path / "whole")]) == 0
+    assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "native"), rel=1e-5)
+    assert main([*reference, "--dump-dir", str(tmp_path / "halves"), "--set", "training.steps=3"]) == 0
+    assert main([*reference, "--dump-dir", str(tmp_path / "halves"), "--resume"]) == 0
+    assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
+
+
+def test_an_existing_run_is_not_overwritten(config, tmp_path, capsys):
+    path = write(config, tmp_path)
+    arguments = ["train", str(path), "--set", "sdp.engine=reference", "--set", "training.steps=2", "--dump-dir", str(tmp_path / "run")]
+    assert main(arguments) == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert main(arguments) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+BAD = [
+    ({"gradient_clipp1ng": 1.0}, "gradient_clipp1ng: unknown key, did you mean gradient_clipping?"),
+    ({"sdp.groups": "2"}, "sdp.groups: input should be a valid integer"),
+    ({"sdp.capacity": 1.5}, "sdp.capacity: 1.5 is out of range"),
+    ({"sdp.capacity": 0.25}, "use a capacity of at least 0.5"),
+    ({"sdp.units": ["model.layer.*"]}, "matches no module"),
+    ({"sdp.placement": {"layers.0": [0, 2]}}, "is given to group 2"),
+    ({"optimizer.type": "AdmW"}, "did you mean AdamW?"),
+    ({"optimizer.params.bettas": [0.9, 0.95]}, "optimizer.params.bettas: unknown key, did you mean betas?"),
+    ({"train_batch_size": 7}, "data ranks 2 (sdp.groups 2 × fsdp 1)"),
+    ({"model.vocab_size": 512}, "model.vocab_size: 512, but the data's tokenizer has 257"),
+    ({"data.vocab_size": 512}, "was prepared with a vocabulary of 257"),
+    ({"model.hiden_size": 8}, "model.hiden_size: unknown key, did you mean hidden_size?"),
+    ({"data.path": "nowhere"}, "nowhere"),
+    ({"data.sequence_length": 10**7}, "fewer than one sequence"),
+    ({"training.tokens": 4096}, "either training.steps or training.tokens"),
+    ({"wandb.enabled": True}, "wandb"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[next(iter(change)) for change, _ in BAD])
+def test_bad_input_is_one_line_and_exit_code_2(config, tmp_path, capsys, change, message):
+    config["sdp"]["engine"] = "reference"
+    for dotted, value in change.items():
+        *parents, key = dotted.split(".")
+        section = config
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[key] = value
+    assert main(["train", str(write(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    line = next(line for line in error.splitlines() if line.startswith("sdp: error: "))
+    assert message in line
+    assert "Traceback" not in error
+
+
+def test_a_corrupt_shard_is_named(config, corpus, tmp_path, capsys):
+    copy = tmp_path / "shards"
+    copy.mkdir()
+    for file in corpus.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    shard = next(copy.glob("train-*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    config["data"]["path"] = str(copy)
+    config["sdp"]["engine"] = "reference"
+    assert main(["train", str(write(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]) == 2
+    assert shard.name in capsys.readouterr().err
+
+
+def test_world_must_be_divisible(config, tmp_path):
+    result = sdp("train", write(config, tmp_path), "--nproc", 3, "--dump-dir", tmp_path / "run")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "multiple of" in result.stderr

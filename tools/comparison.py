@@ -1,0 +1,209 @@
+"""The figures of finished (or killed) runs, and the dense model that they are measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Any
+
+from ..engine.placement import Placement
+from .metrics import Run
+
+STATE_PARTS = ("parameters", "gradients", "optimizer")
+WARM_UP_STEPS = 3  # allocators and caches settle; left out of medians
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The same quantity on the rank where it is smallest and where it is largest."""
+
+    smallest: float
+    largest: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        """None where no rank knows its value."""
+        known = [value for value in values if value is not None]
+        return cls(min(known), max(known)) if known else None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One run in numbers: bytes, seconds, tokens, nats per token. What the run did not record is None or missing.
+
+    ``state``: bytes by part and ``"together"``, counted in the tensors; ``peak_tensors``: of live tensors in a probed step;
+    ``peak_process``: above what the process had before the model existed; ``sent`` and ``sent_by_kind``: per step, busiest rank.
+    """
+
+    name: str
+    path: str
+    device: str
+    model: str | None
+    layout: str
+    capacity: float | None
+    dense: bool
+    steps: int
+    planned_steps: int | None
+    finished: bool
+    tokens: int
+    loss_before: float | None
+    loss_after: float | None
+    subnetworks_after: float | None
+    tokens_per_second: float | None
+    step_seconds: float | None
+    state: dict[str, Spread] = field(default_factory=dict)
+    state_deviation: float | None = None
+    peak_tensors: Spread | None = None
+    peak_process: Spread | None = None
+    sent: float | None = None
+    sent_by_kind: dict[str, float] = field(default_factory=dict)
+    sent_planned: float | None = None
+    dense_state: dict[str, float] = field(default_factory=dict)
+    data_parallel_sent: float | None = None
+
+    @property
+    def sent_per_second(self) -> float | None:
+        return self.sent / self.step_seconds if self.sent is not None and self.step_seconds else None
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The dense model: a run where every group holds every unit, or else what the placement's formulas say of it."""
+
+    run: Facts | None
+    state: dict[str, float]
+    sent: float | None
+
+    @property
+    def measured(self) -> bool:
+        return self.run is not None
+
+    @property
+    def known(self) -> bool:
+        return self.measured or bool(self.state) or self.sent is not None
+
+
+def find_baseline(runs: Sequence[Facts]) -> Baseline:
+    """The first dense run among several; else the prediction that the first run with one has recorded."""
+    dense = next((run for run in runs if run.dense), None) if len(runs) > 1 else None
+    if dense is not None:
+        return Baseline(dense, {part: spread.largest for part, spread in dense.state.items()}, dense.sent)
+    state = next((run.dense_state for run in runs if run.dense_state), {})
+    return Baseline(None, state, next((run.data_parallel_sent for run in runs if run.data_parallel_sent is not None), None))
+
+
+def facts_of_all(runs: Sequence[Run]) -> list[Facts]:
+    """The figures of every run, under its path where two directories have the same name."""
+    names = [run.name for run in runs]
+    return [replace(facts_of(run), name=run.name if names.count(run.name) == 1 else str(run.path)) for run in runs]
+
+
+def facts_of(run: Run) -> Facts:
+    """Gather a run's figures from its files."""
+    summary = run.summary or {}
+    ranks: list[Mapping[str, Any]] = summary.get("ranks") or []
+    settled = run.metrics[WARM_UP_STEPS:] or run.metrics
+    last = run.metrics[-1] if run.metrics else {}
+    busiest = max(ranks, key=lambda rank: _total(rank, "comm_bytes_per_step"), default={})
+    dense_state: dict[str, float] = dict(summary.get("dense_state_bytes") or {})
+    before, after = _evaluations(run)
+    return Facts(
+        name=run.name,
+        path=str(run.path),
+        device=str(summary.get("device", "cpu")),
+        model=_model(run),
+        layout=_layout(run),
+        capacity=_capacity(run),
+        dense=_is_dense(run),
+        steps=last.get("step", summary.get("steps", 0)),
+        planned_steps=_section(run, "training").get("steps"),
+        finished=run.summary is not None,
+        tokens=last.get("tokens", summary.get("tokens", 0)),
+        loss_before=before.get("loss"),
+        loss_after=after.get("loss"),
+        subnetworks_after=fmean(after["subnetwork_losses"]) if after.get("subnetwork_losses") else None,
+        tokens_per_second=summary.get("tokens_per_second") or _median(settled, "tokens_per_second"),
+        step_seconds=_median(settled, "step_seconds"),
+        state=_measured_state(ranks),
+        state_deviation=_state_deviation(ranks),
+        peak_tensors=Spread.of(rank.get("peak_tensor_bytes") for rank in ranks),
+        peak_process=Spread.of(_above_baseline(rank) for rank in ranks),
+        sent=float(_total(busiest, "comm_bytes_per_step")) if busiest else _median(settled, "comm_bytes"),
+        sent_by_kind=dict(busiest.get("comm_bytes_per_step") or last.get("comm_bytes_by_kind") or {}),
+        sent_planned=max((float(_total(rank, "comm_bytes_planned")) for rank in ranks), default=None),
+        dense_state=dense_state | ({"together": sum(dense_state.values())} if dense_state else {}),
+        data_parallel_sent=summary.get("ddp_comm_bytes_per_step"),
+    )
+
+
+def _section(run: Run, name: str) -> dict[str, Any]:
+    return run.config.get(name) or {}
+
+
+def _model(run: Run) -> str | None:
+    model = (run.summary or {}).get("model")
+    return f"{model['name']}, {model['parameters'] / 1e6:,.1f} M" if model else _section(run, "model").get("name")
+
+
+def _placement(run: Run) -> Placement | None:
+    return Placement.from_json(run.placement) if run.placement else None
+
+
+def _is_dense(run: Run) -> bool:
+    placement = _placement(run)
+    if placement is None:
+        return _section(run, "sdp").get("capacity", 1.0) == 1.0
+    return all(len(holders) == placement.groups for holders in placement.holders)
+
+
+def _layout(run: Run) -> str:
+    layout: Mapping[str, Any] = (run.summary or {}).get("layout") or {}
+    degrees = {"sdp": layout.get("sdp", _section(run, "sdp").get("groups", 1)), "fsdp": layout.get("fsdp"), "tp": layout.get("tp", 1)}
+    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree and (degree > 1 or axis != "tp"))
+
+
+def _capacity(run: Run) -> float | None:
+    """Mean held part of the units' parameters."""
+    placement = _placement(run)
+    if placement is None or not sum(placement.costs):
+        return None
+    return fmean(placement.held_fraction(group) for group in range(placement.groups))
+
+
+def _evaluations(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The evaluation before training and the newest one after it; empty where there is none."""
+    before = next((line for line in run.evaluations if line["step"] == 0), {})
+    after = next((line for line in reversed(run.evaluations) if line["step"] > 0), {})
+    held_out = (run.summary or {}).get("held_out") or {}
+    before = before or ({"loss": held_out["before"]} if held_out.get("before") is not None else {})
+    after = after or ({"loss": held_out["after"]} if held_out.get("after") is not None else {})
+    return before, after
+
+
+def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return float(median(values)) if values else None
+
+
+def _above_baseline(rank: Mapping[str, Any]) -> float | None:
+    peak, baseline = rank.get("peak_memory_bytes"), rank.get("baseline_memory_bytes")
+    return None if peak is None or baseline is None else max(0, peak - baseline)
+
+
+def _total(rank: Mapping[str, Any], key: str) -> int:
+    return sum((rank.get(key) or {}).values())
+
+
+def _measured_state(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
+    parts: dict[str, Callable[[Mapping[str, Any]], float]] = {part: lambda state, part=part: state[part] for part in STATE_PARTS}
+    parts["together"] = lambda state: sum(state[part] for part in STATE_PARTS)
+    spreads = {part: Spread.of(value(rank["state_measured"]) for rank in ranks) for part, value in parts.items()}
+    return {part: spread for part, spread in spreads.items() if spread is not None}
+
+
+def _state_deviation(ranks: Sequence[Mapping[str, Any]]) -> float | None:
+    """Largest relative difference between counted and predicted bytes, over ranks and parts."""
+    pairs = [(rank["state_measured"][part], rank["state_predicted"][part]) for rank in ranks for part in STATE_PARTS]
+    deviations = [measured / predicted - 1 if predicted else float(bool(measured)) for measured, predicted in pairs]
+    return max(deviations, key=abs, default=None)

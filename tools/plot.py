@@ -1,0 +1,132 @@
+"""Loss curves of runs as a picture."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..engine.errors import ConfigError
+from .metrics import Run
+
+SIZE_INCHES, DPI = (10.0, 6.25), 160  # 1600 × 1000 pixels
+_SMOOTHED: dict[str, Any] = {"linewidth": 1.8}
+_FULL_MODEL: dict[str, Any] = {
+    "marker": "o", "markersize": 8, "markeredgecolor": "white", "markeredgewidth": 1.2, "linewidth": 1.0, "linestyle": (0, (4, 2)),
+}  # fmt: skip
+_SUBNETWORK: dict[str, Any] = {"marker": "_", "markersize": 12, "markeredgewidth": 1.6, "linestyle": "none", "alpha": 0.8}
+_COLOURS = ("#0b62a4", "#c8531c", "#2e7d32", "#7b3fa0", "#8a6d00", "#a3195b")
+
+
+class _Colours(NamedTuple):
+    training: str
+    held_out: str
+    subnetworks: str
+
+
+def plot_loss(runs: Sequence[Run], path: Path) -> Path:
+    """Draw loss against tokens into the PNG ``path`` and return it.
+
+    Of every run: the training loss, raw (light) and smoothed, and on held-out text the loss of the full model and of every
+    group's subnetwork. Losses are in nats per token. Raises ConfigError where matplotlib is missing or ``path`` cannot be written.
+    """
+    figure_class, canvas = _matplotlib()
+    figure = figure_class(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
+    canvas(figure)
+    axes = figure.add_subplot()
+    scale, unit = _token_unit(runs)
+    for run, colours in zip(runs, _palette(len(runs)), strict=False):
+        _draw(axes, run, colours, scale)
+    _dress(axes, "Loss by run" if len(runs) > 1 else f"Loss of {runs[0].name}", unit)
+    _legend(axes, runs)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise ConfigError(f"{path}: the plot cannot be written ({error.strerror})") from None
+    return path
+
+
+def _palette(runs: int) -> Iterator[_Colours]:
+    """A run alone has a colour for each kind of loss; runs side by side have one colour each."""
+    if runs == 1:
+        return iter([_Colours(*_COLOURS[:3])])
+    return (_Colours(colour, colour, colour) for colour in itertools.cycle(_COLOURS))
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    """Imported here: it takes most of a second, and a run without plots does without it. No pyplot: no global state."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("a plot needs the package matplotlib; pip install matplotlib") from None
+    return Figure, FigureCanvasAgg
+
+
+def _token_unit(runs: Sequence[Run]) -> tuple[float, str]:
+    most = max((line["tokens"] for run in runs for line in (*run.metrics, *run.evaluations)), default=0)
+    return next(((s, u) for s, u in ((1e9, "billions of tokens"), (1e6, "millions of tokens")) if most >= s), (1e3, "thousands of tokens"))
+
+
+def _draw(axes: Any, run: Run, colours: _Colours, scale: float) -> None:
+    points = [(line["tokens"] / scale, line["loss"]) for line in run.metrics if line.get("loss") is not None]
+    if points:
+        tokens, losses = zip(*points, strict=True)
+        axes.plot(tokens, losses, color=colours.training, alpha=0.22, linewidth=0.8)
+        axes.plot(tokens, _smooth(losses), color=colours.training, zorder=2.5, **_SMOOTHED)
+    held_out = [line for line in run.evaluations if line.get("loss") is not None]
+    subnetworks = [(line["tokens"] / scale, loss) for line in held_out for loss in line.get("subnetwork_losses") or [] if loss is not None]
+    for style, colour, marks in (
+        (_SUBNETWORK, colours.subnetworks, subnetworks),
+        (_FULL_MODEL, colours.held_out, [(line["tokens"] / scale, line["loss"]) for line in held_out]),
+    ):
+        if marks:
+            axes.plot(*zip(*marks, strict=True), color=colour, clip_on=False, zorder=3, **style)
+
+
+def _smooth(losses: Sequence[float]) -> list[float]:
+    """Mean over a fortieth of the run around each step; fewer steps where the run starts, since the loss falls steeply there."""
+    sums = [0.0, *itertools.accumulate(losses)]
+    half, last = len(losses) // 80, len(losses) - 1
+    windows = ((max(0, index - half), index + min(half, index, last - index) + 1) for index in range(len(losses)))
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in windows]
+
+
+def _dress(axes: Any, title: str, unit: str) -> None:
+    axes.set_title(title, fontsize=15, loc="left", pad=12)
+    axes.set_xlabel(unit, fontsize=12)
+    axes.set_ylabel("loss, nats per token", fontsize=12)
+    axes.tick_params(labelsize=11)
+    axes.grid(True, color="#d9d9d9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+    axes.set_xlim(left=0)
+
+
+def _legend(axes: Any, runs: Sequence[Run]) -> None:
+    """What each kind of line is; with several runs, which colour is whose, and where each ended."""
+    from matplotlib.lines import Line2D
+
+    single = len(runs) == 1
+    kinds = _Colours(*_COLOURS[:3]) if single else _Colours(*["#555555"] * 3)
+    entries = []
+    if not single:
+        for run, colours in zip(runs, _palette(len(runs)), strict=False):
+            entries.append(Line2D([], [], color=colours.training, linewidth=5, label=run.name + _ending(run)))
+    if any(run.metrics for run in runs):
+        entries.append(Line2D([], [], color=kinds.training, label="training loss, smoothed", **_SMOOTHED))
+    if any(run.evaluations for run in runs):
+        ending = _ending(runs[0]) if single else ""
+        entries.append(Line2D([], [], color=kinds.held_out, label=f"held-out, full model{ending}", **_FULL_MODEL))
+    if any(line.get("subnetwork_losses") for run in runs for line in run.evaluations):
+        entries.append(Line2D([], [], color=kinds.subnetworks, label="held-out, each group's subnetwork alone", **_SUBNETWORK))
+    if entries:
+        axes.legend(handles=entries, frameon=False, fontsize=11, loc="upper right")
+
+
+def _ending(run: Run) -> str:
+    last = run.evaluations[-1].get("loss") if run.evaluations else None
+    return "" if last is None else f" ({last:.3f} at the end)"

@@ -1,0 +1,63 @@
+"""Interleaved timing: contestants take turns step by step, and are compared round by round.
+
+A loaded or throttled machine slows both sides of a ratio, so ratios hold where seconds do not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What is timed: ``step`` makes one whole optimizer step on a batch; ``parameters`` is what it trains (elements)."""
+
+    name: str
+    parameters: int
+    step: Callable[[Batch], None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contestant's seconds per step, and in every round its seconds over those of the first contestant."""
+
+    name: str
+    parameters: int
+    seconds: list[float]
+    ratios: list[float]
+    median_seconds: float
+    median_ratio: float
+
+
+def race(contestants: Sequence[Contestant], batches: Iterable[Batch], warmup: int, device: torch.device) -> list[Timing]:
+    """Time every contestant on every batch, after the first ``warmup`` ones; every other round runs in reverse order."""
+    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    for turn, batch in enumerate(batches):
+        for contestant in contestants if turn % 2 == 0 else reversed(contestants):
+            taken = _seconds(contestant.step, batch, device)
+            if turn >= warmup:
+                seconds[contestant.name].append(taken)
+    base = seconds[contestants[0].name]
+    return [_timing(contestant, seconds[contestant.name], base) for contestant in contestants]
+
+
+def _seconds(step: Callable[[Batch], None], batch: Batch, device: torch.device) -> float:
+    start = time.perf_counter()
+    step(batch)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _timing(contestant: Contestant, seconds: list[float], base: list[float]) -> Timing:
+    ratios = [mine / first for mine, first in zip(seconds, base, strict=True)]
+    medians = statistics.median(seconds), statistics.median(ratios)
+    return Timing(contestant.name, contestant.parameters, seconds, ratios, *medians)

@@ -1,0 +1,140 @@
+"""A table of runs: a label, then for every run a value and its ratio to a baseline, all figures of a row in one unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .comparison import Spread
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+_DECIMAL = ("B", "kB", "MB", "GB", "TB")
+_GAP = "  "
+
+Quantity = float | Spread | None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``value`` as text, and how it compares (``"0.62×"``, ``"+0.031"``)."""
+
+    value: str = ""
+    ratio: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Without cells it is the heading of the rows below it."""
+
+    label: str
+    cells: tuple[Cell, ...] = ()
+
+    @property
+    def heading(self) -> bool:
+        return not self.cells
+
+
+def text_row(label: str, values: Sequence[str | None]) -> Row:
+    """Words, compared with nothing."""
+    return Row(label, tuple(Cell(value or "") for value in values))
+
+
+def plain_row(label: str, values: Sequence[float | None], spec: str, baseline: float | None = None, *, difference: bool = False) -> Row:
+    """Numbers in format ``spec``, compared with ``baseline`` by their ratio or their ``difference``."""
+    cells = []
+    for value in values:
+        ratio = ""
+        if value is not None and baseline:
+            ratio = f"{value - baseline:+{spec}}" if difference else f"{value / baseline:.2f}×"
+        cells.append(Cell("" if value is None else format(value, spec), ratio))
+    return Row(f"  {label}", tuple(cells))
+
+
+def bytes_row(
+    label: str, values: Sequence[Quantity], baseline: float | None = None, *,
+    show_baseline: bool = False, decimal: bool = False, per: str = "",
+) -> Row:  # fmt: skip
+    """Bytes in the unit that suits the row's largest: KiB, MiB … for memory, kB, MB … (``decimal``) for what is sent."""
+    spreads = [Spread(value, value) if isinstance(value, int | float) else value for value in values]
+    largest = max([spread.largest for spread in spreads if spread] + ([baseline or 0] if show_baseline else []), default=0)
+    step, names = (1000, _DECIMAL) if decimal else (1024, _BINARY)
+    power = 0
+    while largest >= step ** (power + 1) and power + 1 < len(names):
+        power += 1
+    scale, unit = step**power, names[power] + per
+    digits = 0 if power == 0 else 2 if largest < 100 * scale else 1
+    cells = []
+    for spread in spreads:
+        ratio = f"{spread.largest / baseline:.2f}×" if spread and baseline else ""
+        cells.append(Cell(_range(spread, scale, digits, unit) if spread else "", ratio))
+    if show_baseline:
+        cells.append(Cell("" if baseline is None else _range(Spread(baseline, baseline), scale, digits, unit)))
+    return Row(f"  {label}", tuple(cells))
+
+
+def _range(spread: Spread, scale: int, digits: int, unit: str) -> str:
+    smallest, largest = (f"{value / scale:,.{digits}f}" for value in (spread.smallest, spread.largest))
+    return f"{largest} {unit}" if smallest == largest else f"{smallest}–{largest} {unit}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """``header``: a name for every column of cells; shorter rows are filled with empty cells."""
+
+    header: Sequence[str]
+    rows: Sequence[Row]
+
+    def without_empty(self) -> Table:
+        """Without rows in which nothing is known, and headings of nothing."""
+        rows: list[Row] = []
+        for row in self.rows:
+            if row.heading and rows and rows[-1].heading:
+                rows.pop()
+            if row.heading or any(cell.value for cell in row.cells):
+                rows.append(row)
+        return Table(self.header, rows[:-1] if rows and rows[-1].heading else rows)
+
+    def without_last_ratios(self) -> Table:
+        """For a last column that is itself what the others are compared with."""
+        rows = [Row(row.label, (*row.cells[:-1], Cell(row.cells[-1].value))) if row.cells else row for row in self.rows]
+        return Table(self.header, rows)
+
+    @property
+    def width(self) -> int:
+        return max(len(line) for line in self.text().splitlines())
+
+    def text(self) -> str:
+        """Aligned columns: values to the right, ratios after them."""
+        columns = range(len(self.header))
+        cells = [self._filled(row) for row in self.rows if not row.heading]
+        ratios = [max(len(row[column].ratio) for row in cells) for column in columns]
+        values = [
+            max([len(row[column].value) for row in cells] + [len(self.header[column]) - (ratios[column] and ratios[column] + 1)])
+            for column in columns
+        ]
+        label = max(len(row.label) for row in self.rows)
+        lines = [" " * label + "".join(_GAP + self._right(self.header[c], "", values[c], ratios[c]) for c in columns)]
+        for row in self.rows:
+            filled = self._filled(row)
+            shown = (self._right(filled[c].value, filled[c].ratio, values[c], ratios[c]) for c in columns)
+            lines.append(f"{row.label:<{label}}" + "".join(_GAP + cell for cell in shown))
+        return "\n".join(line.rstrip() for line in lines)
+
+    def markdown(self) -> str:
+        lines = ["| | " + " | ".join(self.header) + " |", "|---|" + "---:|" * len(self.header)]
+        for row in self.rows:
+            label = f"**{row.label}**" if row.heading else "&nbsp;" * (len(row.label) - len(row.label.lstrip())) + row.label.strip()
+            cells = (f"{cell.value} ({cell.ratio})" if cell.ratio else cell.value for cell in self._filled(row))
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
+        return "\n".join(lines)
+
+    def _filled(self, row: Row) -> list[Cell]:
+        return [*row.cells, *[Cell()] * (len(self.header) - len(row.cells))]
+
+    @staticmethod
+    def _right(value: str, ratio: str, value_width: int, ratio_width: int) -> str:
+        if not ratio_width:
+            return f"{value:>{value_width}}"
+        if len(value) > value_width:  # a header may reach over the ratios
+            return f"{value:<{value_width + 1 + ratio_width}}"
+        return f"{value:>{value_width}} {ratio:>{ratio_width}}"
