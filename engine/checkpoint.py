@@ -49,12 +49,12 @@ def materialise_state(optimizer: Optimizer) -> None:
         group["lr"] = rate
 
 
-def save(directory: Path, tag: str, tensors: dict[str, Any], state: Mapping[str, Any]) -> Path:
-    """Write the checkpoint ``directory/tag``. Collective. Returns its path."""
+def save(directory: Path, tag: str, tensors: dict[str, Any], state: Mapping[str, Any], *, distributed: bool) -> Path:
+    """Write the checkpoint ``directory/tag``; collective if ``distributed``. Returns its path."""
     final, aside = directory / tag, directory / f".{tag}.partial"
-    _on_rank_0(lambda: shutil.rmtree(aside, ignore_errors=True))
+    _on_rank_0(lambda: shutil.rmtree(aside, ignore_errors=True), distributed)
     with _without_single_process_warning():
-        dcp.save(tensors, checkpoint_id=str(aside), no_dist=not dist.is_initialized())
+        dcp.save(tensors, checkpoint_id=str(aside), no_dist=not distributed)
 
     def finish() -> None:
         (aside / STATE).write_text(json.dumps({"format": FORMAT, **state}, indent=1), encoding="utf-8")
@@ -64,7 +64,7 @@ def save(directory: Path, tag: str, tensors: dict[str, Any], state: Mapping[str,
         pointer.write_text(json.dumps({"tag": tag}), encoding="utf-8")
         pointer.rename(directory / LATEST)
 
-    _on_rank_0(finish)
+    _on_rank_0(finish, distributed)
     return final
 
 
@@ -92,8 +92,8 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def load(path: Path, tensors: dict[str, Any]) -> None:
-    """Fill ``tensors`` in place from the checkpoint at ``path``, whatever the layout that wrote it. Collective."""
+def load(path: Path, tensors: dict[str, Any], *, distributed: bool) -> None:
+    """Fill ``tensors`` in place from the checkpoint at ``path``, whatever the layout that wrote it; collective if ``distributed``."""
     saved = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
     for key, tensor in tensors.items():
         if key not in saved:
@@ -102,7 +102,7 @@ def load(path: Path, tensors: dict[str, Any]) -> None:
         if size is not None and tuple(size) != tuple(tensor.shape):
             raise CheckpointError(f"{path}: {key!r} has shape {tuple(size)} there and {tuple(tensor.shape)} here: another model")
     with _without_single_process_warning():
-        dcp.load(tensors, checkpoint_id=str(path), no_dist=not dist.is_initialized())
+        dcp.load(tensors, checkpoint_id=str(path), no_dist=not distributed)
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
@@ -117,15 +117,15 @@ def prune(paths: Sequence[Path], keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _on_rank_0(action: Callable[[], None]) -> None:
+def _on_rank_0(action: Callable[[], None], distributed: bool) -> None:
     """Run ``action`` on rank 0 while the others wait; its failure is everyone's."""
     problem: list[str | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if not distributed or dist.get_rank() == 0:
         try:
             action()
         except OSError as error:
             problem = [str(error)]
-    if dist.is_initialized():
+    if distributed:
         dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         raise CheckpointError(f"cannot write the checkpoint: {problem[0]}")

@@ -28,8 +28,7 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     if on_meta and len(on_meta) < len(layout.parameters):
         raise ModelError(f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two")
     plan = plan_initialisation(model, config.training.seed) if on_meta else None
-    if plan is None:
-        _require_float32(model)
+    _require_float32(model)
     compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
     mode = config.activation_checkpointing.mode
     if config.sdp.engine == "reference":
@@ -60,7 +59,7 @@ def _require_float32(model: nn.Module) -> None:
 def _take_values_of_rank_0(model: nn.Module, device: torch.device) -> None:
     """Parameters and buffers of every rank become rank 0's, one at a time."""
     for tensor in (*model.parameters(), *model.buffers()):
-        value = tensor.detach().to(device)
+        value = tensor.detach().to(device).contiguous()
         dist.broadcast(value, src=0)
         tensor.detach().copy_(value)
 

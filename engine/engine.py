@@ -96,8 +96,8 @@ class SDPEngine:
             self.check_holders()
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        """Drop all gradients, those of earlier micro-batches too."""
+        self._backend.zero_grad()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -127,12 +127,14 @@ class SDPEngine:
         return self._in_eval_mode(self._backend.evaluate_subnetworks, batches)
 
     def _in_eval_mode(self, evaluation: Callable[[list[Any]], Any], batches: Iterable[Any]) -> Any:
-        training = self.module.training
+        modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
             return evaluation(list(batches))
         finally:
-            self.module.train(training)
+            self.module.train(modes[0][1])
+            for module, training in modes:  # a user may have put single modules into evaluation mode
+                module.training = training
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """On rank 0 the whole model's weights and persistent buffers under their canonical names, on the CPU; None elsewhere.
@@ -163,7 +165,7 @@ class SDPEngine:
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": dict(client_state or {}),
         }
-        checkpoint.save(Path(save_dir), tag or f"step-{self.global_steps}", self._tensors(), state)
+        checkpoint.save(Path(save_dir), tag or f"step-{self.global_steps}", self._tensors(), state, distributed=self.world_size > 1)
         return True
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
@@ -179,7 +181,7 @@ class SDPEngine:
         state = checkpoint.read_state(path)
         if state["global_steps"] and not self.optimizer.state:
             checkpoint.materialise_state(self.optimizer)
-        checkpoint.load(path, self._tensors())
+        checkpoint.load(path, self._tensors(), distributed=self.world_size > 1)
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
         if self.lr_scheduler is not None and state["scheduler"] is not None:
@@ -225,7 +227,7 @@ class SDPEngine:
 
     @property
     def global_rank(self) -> int:
-        return dist.get_rank() if dist.is_initialized() else 0
+        return 0 if self._is_reference else dist.get_rank()
 
     @property
     def local_rank(self) -> int:
@@ -233,7 +235,8 @@ class SDPEngine:
 
     @property
     def world_size(self) -> int:
-        return dist.get_world_size() if dist.is_initialized() else 1
+        """Processes that train together; the reference is one by itself."""
+        return 1 if self._is_reference else dist.get_world_size()
 
     def train(self, mode: bool = True) -> SDPEngine:
         self.module.train(mode)

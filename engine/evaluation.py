@@ -73,7 +73,8 @@ class StreamedEvaluation:
             for start in range(0, steps, CHUNK):
                 passes = [self._pass(batch, weight) for batch, weight in padded[start : start + CHUNK]]
                 for loss, count in self._lockstep.run(passes, self._stream):
-                    sums += torch.tensor([[loss * count, count]], dtype=torch.float64, device=self._rank.device)
+                    if count:  # the mean over no targets is no number
+                        sums += torch.tensor([[loss * count, count]], dtype=torch.float64, device=self._rank.device)
                 self._guest = {}
         finally:
             undo()
@@ -173,5 +174,6 @@ def subnetwork_losses(rank: EvaluatedRank, batches: Sequence[Any]) -> list[float
         batch = batches[min(step, len(batches) - 1)]
         loss = loss_of(call_model(rank.module, to_device(batch, rank.device))).item()
         count = target_count(batch) if step < len(batches) else 0
-        sums[rank.at.sdp] += torch.tensor([loss * count, count], dtype=torch.float64, device=rank.device)
+        if count:
+            sums[rank.at.sdp] += torch.tensor([loss * count, count], dtype=torch.float64, device=rank.device)
     return _mean_over_ranks(rank, sums)

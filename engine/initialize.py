@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from .construct import build_backend
 from .engine import SDPEngine
 from .errors import ConfigError
 from .layout import Layout
-from .loader import ResumableLoader
+from .loader import EpochLoader, ResumableLoader
 from .mesh import Mesh
 from .optim import build_optimizer
 from .schedules import build_scheduler
@@ -34,18 +34,19 @@ def init_distributed() -> torch.device:
     variables are incomplete.
     """
     cuda = torch.cuda.is_available()
+    if dist.is_initialized():  # by the user's own script, which has chosen its device too
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     found = environment.detect()
     device = torch.device("cuda", found.local_rank if found else 0) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        if found is None:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        else:
-            environment.publish(found)
-            dist.init_process_group(backend, device_id=device if cuda else None)
-            log.info("rank %d of %d, from the variables of %s", found.rank, found.world_size, found.source)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if found is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        environment.publish(found)
+        dist.init_process_group(backend, device_id=device if cuda else None)
+        log.info("rank %d of %d, from the variables of %s", found.rank, found.world_size, found.source)
     return device
 
 
@@ -62,14 +63,14 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: str | Path | Mapping[str, Any] | Config | None = None,
     config_params: str | Mapping[str, Any] | None = None,
-) -> tuple[SDPEngine, Optimizer, ResumableLoader | None, Any]:
+) -> tuple[SDPEngine, Optimizer, EpochLoader | None, Any]:
     """Cut ``model`` for this rank's SDP group and return ``(engine, optimizer, loader, scheduler)``.
 
     ``model``: any module whose units can be found (see the configuration's ``sdp.units``), with weights (rank 0's are taken) or
     on the meta device (initialised from ``training.seed``); it is cut in place. ``config``: a path, a mapping or a Config.
     ``model_parameters``: parameters or parameter groups to train; ``optimizer``: an optimizer over the uncut model's parameters,
     or a function from parameters to one; ``lr_scheduler``: a scheduler, or a function from the optimizer to one. All three
-    default to the configuration. ``training_data``: a map-style data set.
+    default to the configuration. ``training_data``: a map-style data set; the loader ends with every epoch.
 
     Raises an :class:`~sdp.engine.errors.SDPError` in one line for what cannot be honoured.
     """
@@ -82,9 +83,10 @@ def initialize(
     device = _reference_device() if reference else init_distributed()
     mesh = _mesh(settings, reference)
     batch = BatchSize.resolve(settings, mesh)
-    layout = Layout.of(model, settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _named_groups(model_parameters, optimizer, names)
+    _freeze_others(model, groups)
+    layout = Layout.of(model, settings, mesh)
     backend = build_backend(model, settings, layout, device)
     built, note = _build_optimizer(settings, optimizer, _groups_here(groups, backend.parameters), device)
     scheduler = _build_scheduler(settings, lr_scheduler, built)
@@ -93,7 +95,7 @@ def initialize(
         engine.loader = _loader(engine, training_data, collate_fn)
     if engine.global_rank == 0:
         _announce(engine, note)
-    return engine, built, engine.loader, scheduler
+    return engine, built, EpochLoader(engine.loader) if engine.loader is not None else None, scheduler
 
 
 def _settings(args: Any, config: Any) -> Config:
@@ -105,11 +107,8 @@ def _settings(args: Any, config: Any) -> Config:
 
 
 def _reference_device() -> torch.device:
-    found = environment.detect()
-    if found is not None and found.world_size > 1:
-        raise ConfigError(
-            f'sdp.engine: "reference" runs all workers in one process, but {found.world_size} processes were started; start one'
-        )
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        log.warning('sdp.engine: "reference" runs all workers in each of the %d processes, on its own', dist.get_world_size())
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -172,6 +171,14 @@ def _named_groups(model_parameters: Iterable[Any] | None, optimizer: Any, names:
             )
         groups.append({**group, "params": [names[id(p)] for p in parameters]})
     return groups
+
+
+def _freeze_others(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+    """What no group trains needs no gradient: it would be averaged and kept for nothing, and counted in the norm."""
+    trained = {name for group in groups for name in group["params"]}
+    for name, parameter in model.named_parameters():
+        if name not in trained:
+            parameter.requires_grad_(False)
 
 
 def _groups_here(groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:

@@ -187,6 +187,36 @@ class ResumableLoader:
         self._generation += 1
 
 
+class EpochLoader:
+    """A view of an endless loader that ends with the epoch, so that ``for batch in loader`` inside a loop over epochs works.
+
+    A global micro-batch that reaches into the next epoch is the last one of its own; nothing is dropped.
+    """
+
+    def __init__(self, loader: ResumableLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self.loader.epoch
+        for batch in self.loader:
+            yield batch
+            if self.loader.epoch != epoch:
+                return
+
+    def __len__(self) -> int:
+        """Batches that are left in this epoch."""
+        samples = self.loader.sampler.num_samples
+        return -(-(samples - self.loader.consumed % samples) // self.loader.sampler.global_batch_size)
+
+    def state_dict(self) -> dict[str, int]:
+        """The loader's position."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after ``state``; raises CheckpointError where data or seed differ."""
+        self.loader.load_state_dict(state)
+
+
 def evaluation_batches(
     dataset: Dataset[Any],
     micro_batch_size: int,

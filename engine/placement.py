@@ -51,7 +51,7 @@ class Placement:
     def held_fraction(self, group: int) -> float:
         """Held part of the units' parameters, 0 … 1."""
         held = sum(cost for cost, holders in zip(self.costs, self.holders, strict=True) if group in holders)
-        return held / sum(self.costs)
+        return held / max(1, sum(self.costs))
 
     @property
     def matrix(self) -> np.ndarray:
@@ -219,7 +219,12 @@ def _explicit_profile(section: SDPSection, mean: float, units: int) -> list[int]
 
 
 def _depth_profile(groups: int, mean: float, costs: Sequence[int]) -> list[float]:
-    """Holders that fall geometrically with depth from N to 1: k(t) = N^((1 − t)^p), t = 0 … 1, p chosen so that the mean holds."""
+    """Holders that fall geometrically with depth from N to 1: k(t) = N^((1 − t)^p), t = 0 … 1, p chosen so that the mean holds.
+
+    A mean that no p reaches (of few units, whose ends are fixed) is reached by moving all of them towards N or 1.
+    """
+    if not sum(costs):
+        return [mean] * len(costs)
     depth = np.linspace(0, 1, len(costs)) if len(costs) > 1 else np.zeros(1)
     weights = np.asarray(costs, dtype=float) / sum(costs)
 
@@ -230,16 +235,22 @@ def _depth_profile(groups: int, mean: float, costs: Sequence[int]) -> list[float
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if weights @ ideal(middle) > mean else (low, middle)
-    return ideal((low + high) / 2).tolist()
+    curve = ideal((low + high) / 2)
+    reached = float(weights @ curve)
+    if reached < mean - 1e-6:
+        curve = curve + (groups - curve) * (mean - reached) / (groups - reached)
+    elif reached > mean + 1e-6:
+        curve = 1 + (curve - 1) * (mean - 1) / (reached - 1)
+    return curve.tolist()
 
 
 def _round_to_mean(ideal: Sequence[float], costs: Sequence[int], groups: int) -> list[int]:
     """Whole numbers of holders near ``ideal`` whose cost-weighted mean is that of ``ideal``, as nearly as whole units allow."""
     counts, carry = [], 0.0
     for k, cost in zip(ideal, costs, strict=True):
-        wanted = k + carry / cost
+        wanted = k + (carry / cost if cost else 0.0)  # a unit may have no parameters
         count = min(groups, max(1, math.floor(wanted + 0.5 - 1e-9)))
         carry = (wanted - count) * cost
         counts.append(count)
-    falling = all(a >= b for a, b in itertools.pairwise(ideal)) and ideal[0] > ideal[-1]
+    falling = all(a >= b for a, b in itertools.pairwise(ideal)) and len(set(ideal)) > 1
     return sorted(counts, reverse=True) if falling and len(set(costs)) == 1 else counts

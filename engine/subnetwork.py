@@ -27,6 +27,12 @@ class PassThrough(nn.Module):
         self.name = name
         self._hidden = (block.to(device="meta"),)  # in a tuple, so that it does not become a child module
         self._structure: tuple[Any, int] | None = None
+        self.training = block.training
+
+    def train(self, mode: bool = True) -> PassThrough:
+        """As any module's; the skeleton, which runs as a guest, follows."""
+        self.skeleton.train(mode)
+        return super().train(mode)
 
     @property
     def skeleton(self) -> nn.Module:

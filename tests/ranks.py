@@ -64,9 +64,13 @@ class RankPool:
             time.sleep(0.2)
             self.close()
         if stuck or failed:
-            reasons = [f"ranks {[r for r in failed if failed[r] == text]} of {world} failed:\n{text}" for text in dict.fromkeys(failed.values())]
+            reasons = [
+                f"ranks {[r for r in failed if failed[r] == text]} of {world} failed:\n{text}" for text in dict.fromkeys(failed.values())
+            ]
             if stuck:
-                reasons.append(f"ranks {stuck} of {world} did not finish {'after that' if failed else f'in {timeout:.0f} s'}; the pool starts anew")
+                reasons.append(
+                    f"ranks {stuck} of {world} did not finish {'after that' if failed else f'in {timeout:.0f} s'}; the pool starts anew"
+                )
             raise RankError("\n".join(reasons))
         return [answers[rank][1] for rank in range(world)]
 
@@ -168,5 +172,3 @@ def _run(file: str, module: str, name: str, args: tuple[Any, ...], rank: int, wo
             return getattr(_load(file, module), name)(*args)
         finally:
             dist.destroy_process_group()
-
-

@@ -160,8 +160,8 @@ def _kind(kind: str) -> str:
 def _notes(runs: Sequence[Run]) -> str:
     facts = facts_of_all(runs)
     dense = find_baseline(facts)
-    lines = ["a–b: the rank with the least and the rank with the most. Speeds are medians over steps, without a ratio:"]
-    lines += ["     runs that were made one after the other do not compare speeds."]
+    lines = ["a–b: the rank with the least and the rank with the most. Speeds are medians over steps; they have"]
+    lines += ["     no ratio, because runs that were made one after the other do not compare speeds."]
     if dense.run is not None:
         lines.append(f"×, ±: against the dense run {dense.run.name}, measured; of the rank with the most.")
     elif dense.known:

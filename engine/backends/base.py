@@ -34,6 +34,10 @@ class Backend(Protocol):
         """Accumulate gradients of ``loss``; at the ``boundary`` leave g_u in ``.grad`` of every parameter."""
         ...
 
+    def zero_grad(self) -> None:
+        """Drop all gradients, accumulated ones of earlier micro-batches too."""
+        ...
+
     def squared_grad_norm(self) -> torch.Tensor:
         """Σ_u ‖g_u‖² + ‖g_S‖² over the full model, the same number on every rank."""
         ...

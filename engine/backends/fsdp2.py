@@ -20,7 +20,7 @@ from ..mesh import Communicators
 from ..subnetwork import PassThrough
 from ..sync import GradientSync
 from ..traffic import Traffic
-from .fsdp2_comm import CountingAllGather, CountingReduceScatter
+from .fsdp2_comm import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients
 
 
 class FSDP2Backend:
@@ -72,6 +72,8 @@ class FSDP2Backend:
         names = [unit.name for unit in self.layout.units if unit.name not in self.stand_ins]
         own_groups = getattr(self.module, "sharding_groups", None)
         names += own_groups() if own_groups is not None else []
+        for parameter in self.module.parameters():  # FSDP2 refuses others
+            parameter.data = parameter.data.contiguous()
         for module in [self.module.get_submodule(name) for name in names] + [self.module]:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
             assert isinstance(module, FSDPModule)
@@ -103,6 +105,13 @@ class FSDP2Backend:
         loss.backward()
         if boundary:
             self._sync.finish()
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                drop_unreduced_gradients(module)
 
     def squared_grad_norm(self) -> torch.Tensor:
         gradients = [parameter.grad for parameter in self._counted]

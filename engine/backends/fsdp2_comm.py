@@ -1,4 +1,4 @@
-"""FSDP2's own collectives, counted where they are sent."""
+"""What needs FSDP2's inside: its own collectives, counted where they are sent, and gradients that it has not reduced yet."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from ..traffic import Traffic
@@ -35,3 +36,14 @@ class CountingReduceScatter(DefaultReduceScatter):
     ) -> dist.Work:
         self._traffic.record("inside groups", "reduce_scatter", input_tensor.nbytes, group.size())
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def drop_unreduced_gradients(module: FSDPModule) -> None:
+    """Forget the whole gradients that FSDP2 keeps for the module's parameters between micro-batches when they are reduced once a step."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # several since torch 2.13
+    for group in groups:
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None

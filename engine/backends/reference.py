@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 from ..batch import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
 from ..clip import squared_norm
@@ -30,10 +31,23 @@ class ReferenceBackend:
         self.parameters = dict(model.named_parameters())
         self._compute_dtype = compute_dtype
         self._stand_ins = [self._make_stand_ins(group) for group in range(layout.mesh.sdp)]
+        if compute_dtype != torch.float32:
+            self._cast_inputs()
 
     def _make_stand_ins(self, group: int) -> dict[str, PassThrough]:
         absent = [unit for unit in self.layout.units if not self.layout.placement.holds(group, unit.index)]
         return {unit.name: PassThrough(unit.name, copy.deepcopy(self.module.get_submodule(unit.name))) for unit in absent}
+
+    def _cast_inputs(self) -> None:
+        """Floating inputs of the model and of the modules that FSDP2 shards on their own are cast, as FSDP2 casts them."""
+        groups = getattr(self.module, "sharding_groups", None)
+        names = [unit.name for unit in self.layout.units] + (groups() if groups is not None else [])
+
+        def cast(leaf: Any) -> Any:
+            return leaf.to(self._compute_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+        for module in [self.module, *map(self.module.get_submodule, names)]:
+            module.register_forward_pre_hook(lambda _, args, kwargs: tree_map(cast, (args, kwargs)), with_kwargs=True)
 
     @property
     def data_ranks_here(self) -> int:
@@ -54,7 +68,11 @@ class ReferenceBackend:
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
         # ``loss`` is the mean over the workers; a unit's gradient is the sum over its holders' workers divided by their number.
-        (loss * self.layout.mesh.data_ranks).backward()
+        scaled = loss * self.layout.mesh.data_ranks
+        if self._compute_dtype == torch.float32:
+            scaled.backward()
+        else:  # recomputed activations need the cast parameters again
+            functional_call(_Backward(self.module), _cast_parameters(self.module, self._compute_dtype, "_module."), (scaled,))
         if not boundary:
             return
         for name, info in self.layout.parameters.items():
@@ -63,6 +81,10 @@ class ReferenceBackend:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 parameter.grad /= len(info.holders) * self.layout.mesh.fsdp
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def squared_grad_norm(self) -> torch.Tensor:
         return squared_norm([p.grad for p in self.parameters.values() if p.grad is not None], self.device)
@@ -83,8 +105,9 @@ class ReferenceBackend:
         total = weight = 0.0
         for batch in batches:
             count = target_count(batch)
-            total += loss_of(self._run(call_model, to_device(batch, self.device))).item() * count
-            weight += count
+            if count:  # the mean over no targets is no number
+                total += loss_of(self._run(call_model, to_device(batch, self.device))).item() * count
+                weight += count
         return total / weight
 
     def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -98,8 +121,23 @@ class ReferenceBackend:
         """Nothing is sharded here."""
 
 
+def _cast_parameters(module: nn.Module, dtype: torch.dtype, prefix: str = "") -> dict[str, torch.Tensor]:
+    return {prefix + name: p.to(dtype) if p.is_floating_point() else p for name, p in module.named_parameters()}
+
+
+class _Backward(nn.Module):
+    """A backward pass as a module, so that ``functional_call`` can put other parameters in place while it runs."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self._module = module
+
+    def forward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
 class _Cast(nn.Module):
-    """The module computing in ``dtype`` with float32 master weights: parameters and floating inputs are cast, as FSDP2 casts them."""
+    """The module computing in ``dtype`` with float32 master weights."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype):
         super().__init__()
@@ -108,5 +146,4 @@ class _Cast(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._hidden[0]
-        cast = {name: p.to(self._dtype) if p.is_floating_point() else p for name, p in module.named_parameters()}
-        return functional_call(module, cast, args, kwargs)
+        return functional_call(module, _cast_parameters(module, self._dtype), args, kwargs)

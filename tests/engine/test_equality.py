@@ -69,7 +69,9 @@ def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
     for name, after in theirs.after.items():
         assert torch.equal(ours[0].before[name], theirs.before[name]), f"{name}: not initialised alike"
         largest = after.abs().max().item()
-        torch.testing.assert_close(ours[0].after[name], after, rtol=0, atol=RELATIVE * largest, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours[0].after[name], after, rtol=0, atol=RELATIVE * largest, msg=lambda text, name=name: f"{name}: {text}"
+        )
         update, our_update = after - theirs.before[name], ours[0].after[name] - ours[0].before[name]
         step = update.abs().max().item()
         # Each step rounds the weight to float32 once in either run, half a unit in the last place each.

@@ -129,7 +129,9 @@ def _corrupt_by_interval(*args: Any) -> str | None:
 
 
 def test_check_interval_finds_it_in_training(ranks: RankPool) -> None:
-    messages = ranks.run(_corrupt_by_interval, Case(4, 1, optimizer="adamw", placement="cyclic"), "layers.2.norm.bias", "exp_avg", 3, world=4)
+    messages = ranks.run(
+        _corrupt_by_interval, Case(4, 1, optimizer="adamw", placement="cyclic"), "layers.2.norm.bias", "exp_avg", 3, world=4
+    )
     assert all(message is not None and "unit 'layers.2'" in message for message in messages), messages
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sdp.engine.errors import CheckpointError, DataError
-from sdp.engine.loader import ResumableBatchSampler, ResumableLoader, evaluation_batches
+from sdp.engine.loader import EpochLoader, ResumableBatchSampler, ResumableLoader, evaluation_batches
 from torch.utils.data import Dataset
 
 
@@ -212,3 +212,16 @@ def test_evaluation_batches_can_be_read_again():
     assert [b.tolist() for b in batches] == [b.tolist() for b in batches] == [[0, 1], [3, 5], [6, 8]]
     with pytest.raises(ValueError, match="at least 1"):
         evaluation_batches(Numbers(10), 2, limit=0)
+
+
+def test_epoch_loader_ends_with_the_epoch_and_drops_nothing():
+    loader = EpochLoader(ResumableLoader(list(range(10)), micro_batch_size=4, collate_fn=list))
+    first = list(loader)
+    assert len(first) == 3
+    assert len(set(sum(first, [])[:10])) == 10
+    assert loader.loader.consumed == 12
+    assert len(loader) == 2  # eight samples of the second epoch are left
+    assert len(list(loader)) == 2
+    resumed = EpochLoader(ResumableLoader(list(range(10)), micro_batch_size=4, collate_fn=list))
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == list(loader)

@@ -1,0 +1,121 @@
+"""The JSON file: what is accepted, and one clear line for everything else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.engine.config import Config, json_schema, load_config
+from sdp.engine.errors import ConfigError, SDPError
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"gradient_clipp1ng": 1.0}, "gradient_clipp1ng: unknown key, did you mean gradient_clipping?"),
+    ({"sdp": {"group": 2}}, "sdp.group: unknown key, did you mean groups?"),
+    ({"training": {"evaluate_evry": 2}}, "training.evaluate_evry: unknown key, did you mean evaluate_every?"),
+    ({"zero_optimization": {"stge": 1}}, "zero_optimization.stge: unknown key, did you mean stage?"),
+    ({"zero_optimization": {"overlap_com": True}}, "zero_optimization.overlap_com: unknown key, did you mean overlap_comm?"),
+    ({"checkpoint": {"tag_validatoin": "Warn"}}, "checkpoint.tag_validatoin: unknown key, did you mean tag_validation?"),
+    ({"sdp": {"groups": "4"}}, "sdp.groups: input should be a valid integer (found"),
+    ({"sdp": {"groups": 0}}, "sdp.groups: input should be greater than 0 (found 0)"),
+    ({"sdp": {"groups": True}}, "sdp.groups: input should be a valid integer (found true)"),
+    ({"train_batch_size": -8}, "train_batch_size: input should be greater than 0 (found -8)"),
+    ({"train_batch_size": 8.5}, "train_batch_size: input should be a valid integer"),
+    ({"gradient_clipping": -1}, "gradient_clipping: input should be greater than or equal to 0 (found -1)"),
+    ({"bf16": True}, "bf16: "),
+    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: input should be 0, 1, 2 or 3 (found 4)"),
+    ({"sdp": {"capacity": "half"}}, "sdp.capacity: input should be a valid number or input should be a valid list"),
+    ({"sdp": {"placement": "cyclical"}}, "sdp.placement: input should be 'cyclic', 'balanced' or 'random' or "),
+    ({"sdp": {"placement": {"layers.0": [-1]}}}, "sdp.placement.layers.0.0: input should be greater than or equal to 0 (found -1)"),
+    ({"optimizer": {"params": {"lr": 0.1}}}, "optimizer.type: this key is required"),
+    ({"optimizer": "AdamW"}, "optimizer: "),
+    ({"activation_checkpointing": {"mode": "some"}}, "activation_checkpointing.mode: input should be 'none', 'full' or 'selective'"),
+    # What this version cannot do.
+    ({"sdp": {"granularity": "neuron"}}, 'sdp.granularity: "neuron" is not available in this version; use "block"'),
+    ({"sdp": {"masking": "backward"}}, 'sdp.masking: "backward" is not available in this version; use "forward"'),
+    ({"sdp": {"placement": "random"}}, 'sdp.placement: "random" is not available in this version; use "cyclic" or name the holders'),
+    ({"sdp": {"capacity": [0.5, 1.0]}}, "sdp.capacity: [0.5, 1.0] is not available in this version; use one number for all groups"),
+    ({"sdp": {"branch_scale": "train"}}, 'sdp.branch_scale: "train" is not available in this version; use "none"'),
+    ({"sdp": {"engine": "deepspeed"}}, 'sdp.engine: "deepspeed" is not available in this version; use "fsdp2" or "reference"'),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: 2 is not available in this version; use 1"),
+    ({"training": {"compile": True}}, "training.compile: true is not available in this version; use false"),
+    # DeepSpeed's semantics that cannot be honoured.
+    ({"fp16": {"enabled": True}}, "fp16.enabled: true cannot be honoured by this engine; remove it or set it to false"),
+    ({"prescale_gradients": True}, "prescale_gradients: true cannot be honoured"),
+    ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor: 2.0 cannot be honoured by this engine; remove it or set it to 1"),
+    ({"communication_data_type": "fp16"}, 'communication_data_type: "fp16" cannot be honoured'),
+    (
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        'zero_optimization.offload_optimizer.device: "cpu" cannot be honoured',
+    ),
+    ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size: 8 cannot be honoured"),
+]
+
+
+@pytest.mark.parametrize(("raw", "message"), REFUSED, ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "")
+def test_refused_in_one_line(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(raw)
+    text = str(caught.value)
+    assert text.startswith(message)
+    assert "\n" not in text
+    assert caught.value.exit_code == 2
+
+
+def test_neutral_values_and_hints_are_accepted() -> None:
+    config = load_config(
+        {
+            "fp16": {"enabled": False, "loss_scale": 0},
+            "prescale_gradients": False,
+            "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "none"}, "reduce_bucket_size": 5e8},
+            "checkpoint": {"tag_validation": "Warn"},
+            "zero_allow_untested_optimizer": True,
+        }
+    )
+    assert config.zero_optimization.stage == 2
+    assert config.hints == ("zero_optimization.overlap_comm", "zero_optimization.reduce_bucket_size", "zero_allow_untested_optimizer")
+
+
+def test_defaults_and_round_trip() -> None:
+    config = load_config({})
+    assert (config.sdp.groups, config.sdp.capacity, config.sdp.engine, config.gradient_clipping) == (1, 1.0, "fsdp2", 0.0)
+    again = load_config(json.loads(config.model_dump_json()))
+    assert again == config
+    assert set(json_schema()["properties"]) == set(Config.model_fields)
+    assert load_config({"sdp": {"capacity": 1, "groups": 2}}).sdp.capacity == 1.0
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        load_config(path)
+    for text, message in (
+        ('{"sdp": {', r"run.json:1:\d+: not valid JSON"),
+        ("[1]", "a JSON object is expected, not list"),
+        ('{"sdp": {"groups": 2, "groups": 4}}', "groups: this key stands twice in one section; remove one"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load_config(path)
+    path.write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(path)
+    path.write_text('{"sdp": {"groups": 2}}')
+    assert load_config(str(path)).sdp.groups == 2
+
+
+def test_overrides() -> None:
+    raw = {"sdp": {"groups": 2}}
+    config = load_config(raw, ["sdp.groups=4", "sdp.engine=reference", "gradient_clipping=0.5", 'sdp.units=["layers.*"]'])
+    assert (config.sdp.groups, config.sdp.engine, config.gradient_clipping, config.sdp.units) == (4, "reference", 0.5, ["layers.*"])
+    assert raw == {"sdp": {"groups": 2}}, "the caller's mapping is left alone"
+    for override, message in (
+        ("sdp.groups", "expected section.key=value"),
+        ("=4", "expected section.key=value"),
+        ("sdp.groups.x=4", "groups is not a section"),
+        ("sdp.gruops=4", "sdp.gruops: unknown key, did you mean groups?"),
+        ("sdp.groups=many", "sdp.groups: input should be a valid integer"),
+    ):
+        with pytest.raises(SDPError, match=message.replace("?", r"\?")):
+            load_config(raw, [override])

@@ -1,0 +1,62 @@
+"""The grid of ranks, and the process groups that are cut out of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import RankPool
+from sdp.engine.errors import ConfigError
+from sdp.engine.mesh import Communicators, Mesh
+
+HOLDER_SETS = [(0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 3), (2,)]
+
+
+@given(sdp=st.integers(1, 6), fsdp=st.integers(1, 6), tp=st.integers(1, 4))
+def test_coordinates(sdp: int, fsdp: int, tp: int) -> None:
+    mesh = Mesh(sdp, fsdp, tp)
+    assert mesh == Mesh.for_world(sdp * fsdp * tp, sdp, tp)
+    assert mesh.data_ranks * tp == mesh.world_size
+    for rank in range(mesh.world_size):
+        at = mesh.coordinates(rank)
+        assert mesh.grid[at.sdp, at.fsdp, at.tp] == rank == mesh.rank(at.sdp, at.fsdp, at.tp)
+        assert mesh.data_rank(rank) == at.sdp * fsdp + at.fsdp
+    assert torch.equal(mesh.grid.flatten(), torch.arange(mesh.world_size))
+
+
+@pytest.mark.parametrize(("world", "groups", "tp"), [(6, 4, 1), (2, 4, 1), (8, 3, 2), (1, 2, 1)])
+def test_worlds_that_do_not_divide(world: int, groups: int, tp: int) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"world size {world} is not divisible by sdp.groups {groups} .* start a multiple of {groups * tp} processes"
+    ):
+        Mesh.for_world(world, groups, tp)
+
+
+def _groups(fsdp: int, replicate_inside: bool) -> tuple[list[int] | None, dict[tuple[int, ...], list[int]], list[float]]:
+    mesh = Mesh(4, fsdp)
+    communicators = Communicators.build(mesh, HOLDER_SETS, replicate_inside=replicate_inside)
+    inside = dist.get_process_group_ranks(communicators.fsdp) if communicators.fsdp is not None else None
+    holders = {held: dist.get_process_group_ranks(group) for held, group in communicators.holders.items()}
+    sums = []
+    for _, group in sorted(communicators.holders.items()):
+        value = torch.tensor(float(2 ** dist.get_rank()))
+        dist.all_reduce(value, group=group)
+        sums.append(value.item())
+    return inside, holders, sums
+
+
+@pytest.mark.parametrize("replicate_inside", [False, True])
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_communicators(ranks: RankPool, fsdp: int, replicate_inside: bool) -> None:
+    for rank, (inside, holders, sums) in enumerate(ranks.run(_groups, fsdp, replicate_inside, world=4 * fsdp)):
+        group, shard = divmod(rank, fsdp)
+        assert inside == ([group * fsdp + f for f in range(fsdp)] if fsdp > 1 and not replicate_inside else None)
+        expected = {}
+        for held in [*HOLDER_SETS, (0, 1, 2, 3)]:
+            members = [g * fsdp + f for g in held for f in (range(fsdp) if replicate_inside else [shard])]
+            if rank in members and len(members) > 1:
+                expected[held] = members
+        assert holders == expected
+        assert sums == [float(sum(2**member for member in expected[held])) for held in sorted(expected)]

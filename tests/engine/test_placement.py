@@ -1,0 +1,176 @@
+"""Placements: coverage, capacity, connectivity and spectral gap as properties, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from sdp.engine.config import SDPSection
+from sdp.engine.errors import ConfigError, PlacementError
+from sdp.engine.placement import Placement, holder_counts, place
+from sdp.engine.units import Unit
+
+
+def units(*costs: int) -> list[Unit]:
+    return [Unit(index, f"model.layers.{index}", (), cost) for index, cost in enumerate(costs)]
+
+
+def section(**values: Any) -> SDPSection:
+    return SDPSection(**values)
+
+
+sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=24)
+
+
+@given(groups=st.integers(1, 12), capacity=st.floats(0.01, 1.0), costs=sizes, profile=st.sampled_from(["uniform", "depth"]))
+def test_every_unit_is_held_and_the_mean_holds(groups: int, capacity: float, costs: list[int], profile: str) -> None:
+    assume(capacity * groups >= 1)
+    placement = place(section(groups=groups, capacity=capacity, profile=profile), units(*costs))
+    counts = [len(holders) for holders in placement.holders]
+    assert all(1 <= k <= groups for k in counts)
+    assert all(tuple(sorted(set(holders))) == holders and holders[-1] < groups for holders in placement.holders)
+    held = sum(cost * k for cost, k in zip(costs, counts, strict=True))
+    # Rounding carries over from unit to unit, so the total is off by half of one unit at most, and by what is carried at the end.
+    if profile == "uniform":
+        assert abs(held - capacity * groups * sum(costs)) <= max(costs)
+    assert sum(placement.held_fraction(group) for group in range(groups)) == pytest.approx(held / sum(costs))
+    if capacity == 1.0:
+        assert counts == [groups] * len(costs)
+
+
+@given(groups=st.integers(2, 8), count=st.integers(2, 24), holders=st.integers(1, 8))
+def test_equal_units_are_shared_evenly(groups: int, count: int, holders: int) -> None:
+    assume(holders <= groups)
+    placement = place(section(groups=groups, capacity=holders / groups), units(*[7] * count))
+    assert all(len(held) == holders for held in placement.holders)
+    loads = placement.matrix.sum(axis=1)
+    assert loads.max() - loads.min() <= holders
+    if count % groups == 0:
+        assert loads.max() == loads.min()
+
+
+@given(groups=st.integers(2, 8), count=st.integers(2, 16), capacity=st.floats(0.1, 0.99))
+def test_depth_profile_falls(groups: int, count: int, capacity: float) -> None:
+    assume(capacity * groups >= 1)
+    counts = holder_counts(section(groups=groups, capacity=capacity, profile="depth"), [5] * count)
+    assert counts == sorted(counts, reverse=True)
+    assert abs(sum(counts) - capacity * groups * count) <= 1
+
+
+@given(data=st.data(), groups=st.integers(1, 6), count=st.integers(1, 8))
+def test_connectivity_and_gap_against_definitions(data: st.DataObject, groups: int, count: int) -> None:
+    subset = st.sets(st.integers(0, groups - 1), min_size=1).map(lambda held: tuple(sorted(held)))
+    holders = tuple(data.draw(st.lists(subset, min_size=count, max_size=count)))
+    placement = Placement(groups, tuple(map(str, range(count))), holders, (1,) * count)
+    # Powers of the bipartite graph's adjacency say what is reached.
+    matrix = np.array([[float(group in held) for held in holders] for group in range(groups)])
+    assert (placement.matrix == matrix).all()
+    reached = np.linalg.matrix_power(np.eye(groups) + matrix @ matrix.T, groups) > 0
+    assert placement.connected == bool(reached.all())
+    if matrix.sum(axis=1).all():
+        # The operator "average over a group's units, then over a unit's holders": its second eigenvalue is σ₂².
+        walk = (matrix / matrix.sum(axis=1, keepdims=True)) @ (matrix / matrix.sum(axis=0, keepdims=True)).T
+        values = np.sort(np.linalg.eigvals(walk).real)[::-1]
+        second = values[1] if groups > 1 and count > 1 else 0.0
+        assert placement.spectral_gap == pytest.approx(1 - second, abs=1e-6)
+        assert (placement.spectral_gap > 1e-9) == placement.connected or count == 1
+    else:
+        assert placement.spectral_gap == 0.0
+    assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
+
+
+def test_cyclic_and_profile_by_hand() -> None:
+    cyclic = place(section(groups=4, capacity=0.5), units(1, 1, 1, 1))
+    assert cyclic.holders == ((0, 1), (1, 2), (2, 3), (0, 3))
+    assert cyclic.connected
+    profile = place(section(groups=4, profile=[4, 2, 1, 1]), units(1, 1, 1, 1))
+    assert profile.holders == ((0, 1, 2, 3), (1, 2), (2,), (3,))
+    assert profile.holder_sets == [(0, 1, 2, 3), (1, 2), (2,), (3,)]
+    assert "k = 4,2,1,1 (mean 2.00)" in profile.describe()
+
+
+def test_protected_units() -> None:
+    layers = units(10, 10, 10, 10)
+    placement = place(section(groups=4, capacity=0.25, protect=["layers.0", "model.layers.3"]), layers)
+    assert [len(held) for held in placement.holders] == [4, 1, 1, 4]
+    everything = place(section(groups=4, capacity=0.25, protect=[unit.name for unit in layers]), layers)
+    assert [len(held) for held in everything.holders] == [4, 4, 4, 4]
+    with pytest.raises(ConfigError, match=r"sdp.protect: 'layers.9' is no unit; units are 'model.layers.0' … 'model.layers.3'"):
+        place(section(groups=4, protect=["layers.9"]), layers)
+    with pytest.raises(PlacementError, match="'model.layers.0' is protected, but sdp.placement gives it to groups"):
+        place(section(groups=2, placement={"layers.0": [0], "layers.1": [1]}, protect=["layers.0"]), units(1, 1))
+
+
+@pytest.mark.parametrize("profile", ["uniform", "depth"])
+def test_degenerate_units(profile: str) -> None:
+    assert place(section(groups=1), []).holders == ()
+    without_parameters = place(section(groups=2, capacity=0.5, profile=profile), units(0, 5, 0, 5))
+    assert all(without_parameters.holders)
+    assert place(section(groups=2, capacity=1.0, profile=profile), units(0, 0)).held_fraction(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "costs", "error", "message"),
+    [
+        ({"capacity": 0.0}, (1, 1), ConfigError, r"sdp.capacity: 0.0 is out of range; .* more than 0 and at most 1"),
+        ({"capacity": 1.5}, (1, 1), ConfigError, "sdp.capacity: 1.5 is out of range"),
+        ({"capacity": 0.2}, (1, 1), ConfigError, r"0.2 × 4 groups = 0.8 holders a unit, .* use a capacity of at least 0.25"),
+        ({"profile": [4, 2]}, (1, 1, 1), ConfigError, "sdp.profile: 2 values are given for 3 units; give one number of holders a unit"),
+        ({"profile": [5, 2]}, (1, 1), ConfigError, "sdp.profile: 5 holders are asked for, but sdp.groups is 4"),
+        (
+            {"profile": [4, 2], "capacity": 0.25},
+            (1, 1),
+            ConfigError,
+            r"sdp.profile: its mean is 3 .* set sdp.capacity to 0.75 or remove it",
+        ),
+        (
+            {"placement": {"layers.0": [0]}},
+            (1, 1),
+            PlacementError,
+            r"no holders are given for 'model.layers.1' \(1 of 2 units\); name every unit",
+        ),
+        ({"placement": {"layers.0": [0], "layers.1": []}}, (1, 1), PlacementError, "'model.layers.1' has no holder"),
+        ({"placement": {"layers.0": [0, 0], "layers.1": [1]}}, (1, 1), PlacementError, "'model.layers.0' names a group twice"),
+        (
+            {"placement": {"layers.0": [4], "layers.1": [1]}},
+            (1, 1),
+            PlacementError,
+            r"given to group 4, but sdp.groups is 4 \(groups count from 0\)",
+        ),
+        ({"placement": {"layers.0": [0], "model.layers.0": [1], "layers.1": [1]}}, (1, 1), PlacementError, "is named twice"),
+        ({"placement": {"layers.0": [0], "layers.7": [1]}}, (1, 1), PlacementError, "sdp.placement: 'layers.7' is no module"),
+    ],
+)
+def test_refused(values: dict[str, Any], costs: tuple[int, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        place(section(groups=4, **values), units(*costs))
+    assert "\n" not in str(caught.value)
+
+
+def test_warnings_say_why() -> None:
+    apart = place(section(groups=4, capacity=0.25), units(1, 1, 1, 1))
+    (note,) = apart.warnings()
+    assert "Σk = 4 < groups + units − 1 = 7" in note
+    assert not apart.connected
+    few = place(section(groups=4, capacity=0.25), units(1, 1))
+    assert any("groups [2, 3] hold no unit" in note for note in few.warnings())
+    assert place(section(groups=4, capacity=0.5), units(1, 1, 1, 1)).warnings() == []
+
+
+def test_saved_placements_are_checked() -> None:
+    for broken in ({}, {"groups": 2}, {"groups": 2, "units": ["a"], "holders": [[0]], "costs": ["x"]}):
+        with pytest.raises(PlacementError, match="not a saved placement"):
+            Placement.from_json(broken)
+    with pytest.raises(PlacementError, match="has no holder"):
+        Placement.from_json({"groups": 2, "units": ["a"], "holders": [[]], "costs": [1]})
+
+
+def test_unit_orders_do_not_matter_for_explicit_holders() -> None:
+    named = {"layers.2": [1], "layers.0": [0], "layers.1": [1, 0]}
+    for order in itertools.permutations(named):
+        assert place(section(groups=2, placement={key: named[key] for key in order}), units(1, 1, 1)).holders == ((0,), (0, 1), (1,))
