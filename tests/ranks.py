@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -22,9 +21,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
 
+from torch.distributed import TCPStore
+
 COLLECTIVE_TIMEOUT = timedelta(seconds=90)
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_VARIABLES: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RankError(AssertionError):
@@ -37,7 +38,7 @@ class RankPool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
         self._processes: list[Any] = []
-        self._connections: list[Connection] = []
+        self._connections: list[Any] = []
 
     def run(self, function: Callable[..., Any], *args: Any, world: int, timeout: float = 120.0) -> list[Any]:
         """What ``function(*args)`` returned, by rank.
@@ -46,31 +47,32 @@ class RankPool:
         every rank that failed; ranks that are then stuck, or all after ``timeout`` seconds, are killed and later replaced.
         """
         self._start(world)
-        with tempfile.TemporaryDirectory() as folder:
-            for rank in range(world):
-                job = (inspect.getfile(function), function.__module__, function.__qualname__, args, rank, world, f"{folder}/store")
-                self._connections[rank].send_bytes(pickle.dumps(job))
-            try:
-                answers = self._collect(world, time.monotonic() + timeout)
-            except BaseException:  # Ctrl-C too: no rank may stay behind in a collective
-                self.close()
-                raise
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(world):
+            job = (inspect.getfile(function), function.__module__, function.__qualname__, args, rank, world, store.port)
+            self._connections[rank].send_bytes(pickle.dumps(job))
+        try:
+            answers = self._collect(world, time.monotonic() + timeout)
+        except BaseException:  # Ctrl-C too: no rank may stay behind in a collective
+            self.close()
+            raise
         stuck = [rank for rank in range(world) if rank not in answers]
-        failed = {rank: text for rank, (fine, text) in answers.items() if not fine}
         if stuck:
             for rank in stuck:  # they print where they are (faulthandler)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.2)
             self.close()
+        for connection in self._connections[:world]:
+            connection.send_bytes(b"all are done")
+        failed = {rank: text for rank, (fine, text) in sorted(answers.items()) if not fine}
         if stuck or failed:
-            reasons = [
-                f"ranks {[r for r in failed if failed[r] == text]} of {world} failed:\n{text}" for text in dict.fromkeys(failed.values())
-            ]
+            reasons = []
+            for text in dict.fromkeys(failed.values()):
+                reasons.append(f"ranks {[rank for rank in failed if failed[rank] == text]} of {world} failed:\n{text}")
             if stuck:
-                reasons.append(
-                    f"ranks {stuck} of {world} did not finish {'after that' if failed else f'in {timeout:.0f} s'}; the pool starts anew"
-                )
+                when = "after that" if failed else f"in {timeout:.0f} s"
+                reasons.append(f"ranks {stuck} of {world} did not finish {when}; the pool starts anew")
             raise RankError("\n".join(reasons))
         return [answers[rank][1] for rank in range(world)]
 
@@ -135,20 +137,22 @@ def _serve(connection: Connection, parent: int) -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the session's, which kills its ranks
     faulthandler.register(signal.SIGUSR1)
+    import sdp.engine.initialize  # noqa: F401 - all that a rank needs is imported once
     import torch
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # collecting after a job takes 0.1 s of each rank otherwise
     while True:
         try:
             job = pickle.loads(connection.recv_bytes())
+            answer = _answer(*job)
+            gc.collect()
+            connection.send_bytes(answer)
+            connection.recv_bytes()  # nobody leaves the process group while another is still busy in it
         except (EOFError, ConnectionError):
             return
-        try:
-            answer = pickle.dumps((True, _run(*job)))
-        except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
-        gc.collect()
-        connection.send_bytes(answer)
+        _leave()
 
 
 def _load(file: str, name: str) -> Any:
@@ -161,14 +165,24 @@ def _load(file: str, name: str) -> Any:
     return sys.modules[name]
 
 
-def _run(file: str, module: str, name: str, args: tuple[Any, ...], rank: int, world: int, store: str) -> Any:
+def _answer(file: str, module: str, name: str, args: tuple[Any, ...], rank: int, world: int, port: int) -> bytes:
+    """What the function returned, or the traceback of what it raised."""
     import torch.distributed as dist
 
-    here = dict(zip(_VARIABLES, map(str, (rank, world, rank, world, 0, "127.0.0.1", 29999)), strict=True))
-    with _environment(here):
-        files = dist.FileStore(store, world)
-        dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+    values = map(str, (rank, world, rank, world, 0, "127.0.0.1", port))
+    with _environment(dict(zip(_VARIABLES, values, strict=True))):
         try:
-            return getattr(_load(file, module), name)(*args)
-        finally:
-            dist.destroy_process_group()
+            store = TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+            return pickle.dumps((True, getattr(_load(file, module), name)(*args)))
+        except BaseException:
+            text = traceback.format_exc()
+            _leave()  # at once, so that ranks that wait for this one fail too
+            return pickle.dumps((False, text))
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -43,13 +43,14 @@ class Case:
 
     def config(self, engine: str = "fsdp2", **sections: Any) -> dict[str, Any]:
         """The configuration as a user writes it."""
+        # Rates at which a run does not amplify round-off: at 0.3 the LLaMA's norm varies by 1e-4 for one unit in the last place.
+        peak = {"sgd": 0.3 if self.model.startswith("mlp") else 0.15, "momentum": 0.1, "adamw": 0.03}[self.optimizer]
         optimizers = {
             "sgd": {"type": "SGD", "params": {"lr": 0.1}},
             "momentum": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
             # A large eps: where a gradient is all but zero, Adam would blow round-off up to whole steps.
             "adamw": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}},
         }
-        peak = {"sgd": 0.3, "momentum": 0.1, "adamw": 0.03}[self.optimizer]
         return {
             "train_batch_size": ROWS * self.accumulation * self.world,
             "train_micro_batch_size_per_gpu": ROWS,
@@ -78,7 +79,7 @@ class Case:
         return {"placement": {f"layers.{index}": held for index, held in enumerate(holders)}}
 
 
-CLIP = 0.2  # below every norm in the table
+CLIP = 0.25  # below every norm in the table
 
 
 @dataclass

@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from .monitors import Monitors, evaluation_scalars, open_monitors, train_scalars
 from .plot import plot_loss
 from .progress import Progress, progress
 from .report import render
-from .summary import rank_facts, run_summary
+from .summary import StepFacts, rank_facts, run_summary
 
 log = logging.getLogger("sdp")
 
@@ -92,17 +91,6 @@ def _set_up_logging(rank: int, dump_dir: Path) -> None:
     handler = logging.FileHandler(dump_dir / "logs" / f"rank-{rank}.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
-
-
-@dataclass
-class StepFacts:
-    """What one rank observed in one step."""
-
-    loss: float
-    learning_rate: float
-    peak_memory_bytes: int
-    comm: dict[str, int]
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -298,10 +286,10 @@ class Trainer:
             log.info("bytes sent between groups by this rank in a step: %s", self.engine.traffic_formula())
 
     def _finish(self, seconds: float) -> None:
-        everyones = self.engine.gather_facts(rank_facts(self))
+        everyones = self.engine.gather_facts(rank_facts(self.engine, self.last_facts, self.baseline_memory, self.peak_tensors))
         if self.files is None:
             return
-        self.files.summary(run_summary(self, everyones, seconds))
+        self.files.summary(run_summary(self.engine, self.corpus, self.dump_dir, everyones, seconds))
         finished = read_run(self.dump_dir)
         plot_loss([finished], self.dump_dir / "plots" / "loss.png")
         print(render([finished]))

@@ -177,10 +177,9 @@ def test_guests_are_in_evaluation_mode(ranks: RankPool) -> None:
 def _frozen_mode() -> bool:
     model = NoisyModel()
     engine = sdp.initialize(model=model, config=Case(2, 1).config())[0]
-    engine.module.get_submodule("layers.1").norm.eval()  # a user's frozen statistics
+    engine.module.get_submodule("layers.1.norm").eval()  # a user's frozen statistics
     engine.evaluate([models.micro_batch("mlp", 0, 0, 0, rows=4)])
-    layer = engine.module.get_submodule("layers.1")
-    return layer.training and not layer.norm.training  # type: ignore[union-attr]
+    return engine.module.get_submodule("layers.1").training and not engine.module.get_submodule("layers.1.norm").training
 
 
 def test_modes_of_single_modules_survive(ranks: RankPool) -> None:
@@ -234,12 +233,13 @@ class TakesDict(models.Mlp):
 
 def _calling_conventions() -> list[float]:
     losses = []
-    for kind, convert in ((models.Mlp, tuple), (models.Mlp, dict), (TakesTuple, tuple), (TakesDict, dict), (models.Mlp, list)):
+    for kind, convert in ((models.Mlp, tuple), (models.Mlp, None), (TakesTuple, tuple), (TakesDict, None), (models.Mlp, list)):
         torch.manual_seed(0)
         engine = sdp.initialize(model=kind(), config=Case(2, 1).config())[0]
-        batch = models.micro_batch("mlp", 0, 0, dist.get_rank())
-        losses.append(engine.evaluate([convert(batch.values()) if convert is not dict else batch]))
-        engine.backward(engine(convert(batch.values()) if convert is not dict else batch))
+        named = models.micro_batch("mlp", 0, 0, dist.get_rank())
+        batch: Any = named if convert is None else convert(named.values())
+        losses.append(engine.evaluate([batch]))
+        engine.backward(engine(batch))
         engine.step()
     return losses
 

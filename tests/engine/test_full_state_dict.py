@@ -46,7 +46,8 @@ def test_own_weights_are_kept(ranks: RankPool, case: Case) -> None:
 def _differing(stage: int) -> tuple[Any, bool]:
     case = Case(2, 2, stage)
     model = models.mlp(seed=dist.get_rank())
-    model.layers[0].up.weight.data = model.layers[0].up.weight.data.t().contiguous().t()  # not contiguous
+    up = model.get_parameter("layers.0.up.weight")
+    up.data = up.data.t().contiguous().t()  # not contiguous
     model.register_buffer("flag", torch.tensor([dist.get_rank() == 0]))
     model.register_buffer("scratch", torch.tensor(float(dist.get_rank())), persistent=False)
     engine = sdp.initialize(model=model, config=case.config())[0]

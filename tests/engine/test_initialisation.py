@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import ranks_models as models
 import sdp
@@ -71,7 +73,7 @@ def test_any_cut_into_rows_gives_the_same_values(rows: int, columns: int, cuts: 
     fill_rows(whole, 0, shape, Normal(0.5), 3, "name")
     edges = sorted({0, rows, *(cut for cut in cuts if cut < rows)})
     pieces = []
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in itertools.pairwise(edges):
         pieces.append(torch.empty((last - first, *shape[1:])))
         fill_rows(pieces[-1], first, shape, Normal(0.5), 3, "name")
     assert torch.equal(torch.cat(pieces), whole)
@@ -116,7 +118,7 @@ def test_models_that_cannot_be_initialised() -> None:
         sdp.initialize(model=lawless, config=config)
     half = models.mlp()
     half.head.to_empty(device="meta")
-    with pytest.raises(sdp.ModelError, match="'head.weight' is on the meta device but others have values"):
+    with pytest.raises(sdp.ModelError, match=r"'head.weight' is on the meta device but others have values"):
         sdp.initialize(model=half, config=config)
     for low in (models.mlp().bfloat16(), models.mlp(device="meta").bfloat16()):
         with pytest.raises(sdp.ModelError, match=r"'stem.weight' is torch.bfloat16; master weights are float32: call model.float"):

@@ -102,7 +102,7 @@ def test_protected_units() -> None:
     assert [len(held) for held in everything.holders] == [4, 4, 4, 4]
     with pytest.raises(ConfigError, match=r"sdp.protect: 'layers.9' is no unit; units are 'model.layers.0' … 'model.layers.3'"):
         place(section(groups=4, protect=["layers.9"]), layers)
-    with pytest.raises(PlacementError, match="'model.layers.0' is protected, but sdp.placement gives it to groups"):
+    with pytest.raises(PlacementError, match=r"'model.layers.0' is protected, but sdp.placement gives it to groups"):
         place(section(groups=2, placement={"layers.0": [0], "layers.1": [1]}, protect=["layers.0"]), units(1, 1))
 
 

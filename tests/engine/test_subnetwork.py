@@ -91,9 +91,9 @@ def test_training_mode_follows() -> None:
     assert not stand_in.training
     nn.ModuleList([stand_in]).train()
     assert stand_in.training
-    assert stand_in.skeleton.norm.training
+    assert stand_in.skeleton.get_submodule("norm").training
     stand_in.eval()
-    assert not stand_in.skeleton.norm.training
+    assert not stand_in.skeleton.get_submodule("norm").training
 
 
 @pytest.mark.parametrize(

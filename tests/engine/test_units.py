@@ -68,7 +68,7 @@ def test_units_list_whole_parameters() -> None:
 
 def test_tied_weights_cannot_lie_in_units() -> None:
     across = models.mlp()
-    across.layers[2].up.weight = across.layers[0].up.weight
+    across.get_submodule("layers.2.up").weight = across.get_parameter("layers.0.up.weight")
     with pytest.raises(ModelError, match=r"layers.2: its parameter 'layers.0.up.weight' is tied to 'layers.0'"):
         names(across)
     same_block = models.mlp()
@@ -77,7 +77,7 @@ def test_tied_weights_cannot_lie_in_units() -> None:
         names(same_block)
     outside_before = models.mlp()
     outside_before.extra = nn.Linear(models.HIDDEN, models.WIDTH)
-    outside_before.extra.weight = outside_before.layers[1].down.weight
+    outside_before.extra.weight = outside_before.get_parameter("layers.1.down.weight")
     with pytest.raises(ModelError, match=r"layers.1: .*tied to a module outside the unit"):
         names(outside_before)
     earlier = nn.Module()
