@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from .engine.placement import Placement as Placement
     from .engine.units import Unit as Unit
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "Config": "config",
     "load_config": "config",
@@ -40,7 +38,7 @@ _HOMES = {
     "Placement": "placement",
     "Unit": "units",
 }
-__all__ = [*_HOMES, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .errors import DataError, ModelError
+
 IGNORED_LABEL = -100  # torch's and Hugging Face's ignore_index
 
 
@@ -37,14 +39,14 @@ def loss_of(output: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         if output.numel() == 1:
             return output.reshape(())
-        raise TypeError(f"the model returned a tensor of shape {tuple(output.shape)} where a scalar loss is needed; give it the labels")
+        raise ModelError(f"the model returned a tensor of shape {tuple(output.shape)} where a scalar loss is needed; give it the labels")
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
     if loss is None and isinstance(output, tuple | list):
         loss = next((leaf for leaf in output if isinstance(leaf, torch.Tensor) and leaf.numel() == 1), None)
     if loss is None:
-        raise TypeError(f"no loss was found in the {type(output).__name__} that the model returned; give it the labels")
+        raise ModelError(f"no loss was found in the {type(output).__name__} that the model returned; give it the labels")
     return loss.reshape(())
 
 
@@ -54,7 +56,7 @@ def target_count(batch: Any) -> int:
     if labels is None:
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         if not tensors:
-            raise TypeError(f"a batch of type {type(batch).__name__} holds no tensor")
+            raise DataError(f"a batch of type {type(batch).__name__} holds no tensor")
         labels = tensors[-1]
     if labels.is_floating_point():
         return labels.numel()
@@ -76,7 +78,7 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
             if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
                 return leaf
             if leaf.shape[0] % parts:
-                raise ValueError(f"a batch of {leaf.shape[0]} rows cannot be cut for {parts} workers; give a multiple of {parts} rows")
+                raise DataError(f"a batch of {leaf.shape[0]} rows cannot be cut for {parts} workers; give a multiple of {parts} rows")
             rows = leaf.shape[0] // parts
             return leaf[index * rows : (index + 1) * rows]
 

@@ -7,6 +7,7 @@ beside them holds the rest. A checkpoint is written aside and renamed, so that a
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +19,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from .checkpoint_reader import SafeReader
 from .errors import CheckpointError
 
 FORMAT = 1
 STATE, LATEST = "state.json", "latest.json"
+_KEYS = {"global_steps", "global_samples", "mesh", "placement", "scheduler", "loader", "client_state"}
 
 
 def tensors_of(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor], optimizer: Optimizer) -> dict[str, Any]:
@@ -50,20 +54,34 @@ def materialise_state(optimizer: Optimizer) -> None:
 
 
 def save(directory: Path, tag: str, tensors: dict[str, Any], state: Mapping[str, Any], *, distributed: bool) -> Path:
-    """Write the checkpoint ``directory/tag``; collective if ``distributed``. Returns its path."""
-    final, aside = directory / tag, directory / f".{tag}.partial"
-    _on_rank_0(lambda: shutil.rmtree(aside, ignore_errors=True), distributed)
-    with _without_single_process_warning():
-        dcp.save(tensors, checkpoint_id=str(aside), no_dist=not distributed)
+    """Write the checkpoint ``directory/tag``; collective if ``distributed``. Returns its path.
+
+    Raises :class:`CheckpointError` on every rank if ``state`` is not JSON or nothing can be written.
+    """
+    try:
+        text = json.dumps({"format": FORMAT, **state}, indent=1)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the client state or the scheduler's state is not JSON ({error}); give plain numbers, text, lists") from None
+    final, aside, old = directory / tag, directory / f".{tag}.partial", directory / f".{tag}.old"
+
+    def prepare() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
 
     def finish() -> None:
-        (aside / STATE).write_text(json.dumps({"format": FORMAT, **state}, indent=1), encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
+        (aside / STATE).write_text(text, encoding="utf-8")
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
         aside.rename(final)
         pointer = directory / f".{LATEST}"
         pointer.write_text(json.dumps({"tag": tag}), encoding="utf-8")
         pointer.rename(directory / LATEST)
+        shutil.rmtree(old, ignore_errors=True)
 
+    _on_rank_0(prepare, distributed)
+    with _without_single_process_warning():
+        dcp.save(tensors, checkpoint_id=str(aside), no_dist=not distributed)
     _on_rank_0(finish, distributed)
     return final
 
@@ -86,23 +104,43 @@ def read_state(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no checkpoint of this engine ({STATE} is missing); choose another or start anew") from None
     except (OSError, ValueError):
-        raise CheckpointError(f"{path / STATE}: damaged; resume from an older checkpoint") from None
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: has format {state.get('format')!r}, this version reads {FORMAT}")
+        state = None
+    if not isinstance(state, dict) or not state.keys() >= {"format"}:
+        raise CheckpointError(f"{path / STATE}: damaged; resume from an older checkpoint")
+    if state["format"] != FORMAT:
+        raise CheckpointError(f"{path}: has format {state['format']!r}, this version reads {FORMAT}; use the version that wrote it")
+    missing = _KEYS - state.keys()
+    if missing:
+        raise CheckpointError(f"{path / STATE}: damaged, {min(missing)!r} is missing; resume from an older checkpoint")
     return state
 
 
 def load(path: Path, tensors: dict[str, Any], *, distributed: bool) -> None:
-    """Fill ``tensors`` in place from the checkpoint at ``path``, whatever the layout that wrote it; collective if ``distributed``."""
-    saved = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    """Fill ``tensors`` in place from the checkpoint at ``path``, whatever the layout that wrote it; collective if ``distributed``.
+
+    Raises :class:`CheckpointError` on every rank if it is damaged, or of another model or optimizer.
+    """
+    _agree(_obstacle(path, tensors), distributed)
+    try:
+        with _without_single_process_warning():
+            dcp.load(tensors, storage_reader=SafeReader(str(path)), no_dist=not distributed)
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be loaded, resume from an older checkpoint ({_first_line(error)})") from error
+
+
+def _obstacle(path: Path, tensors: Mapping[str, Any]) -> str | None:
+    """Why this rank's ``tensors`` cannot be loaded from ``path``."""
+    try:
+        saved = SafeReader(str(path)).read_metadata().state_dict_metadata
+    except (OSError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError, IndexError) as error:
+        return f"{path}: its metadata is damaged or missing, resume from an older checkpoint ({_first_line(error)})"
     for key, tensor in tensors.items():
-        if key not in saved:
-            raise CheckpointError(f"{path}: holds no {key!r}; it was written for another model or optimizer")
-        size = getattr(saved[key], "size", None)
-        if size is not None and tuple(size) != tuple(tensor.shape):
-            raise CheckpointError(f"{path}: {key!r} has shape {tuple(size)} there and {tuple(tensor.shape)} here: another model")
-    with _without_single_process_warning():
-        dcp.load(tensors, checkpoint_id=str(path), no_dist=not distributed)
+        entry = saved.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            return f"{path}: holds no {key!r}; it was written for another model or optimizer, choose the configuration that wrote it"
+        if tuple(entry.size) != tuple(tensor.shape):
+            return f"{path}: {key!r} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} here; it is of another model"
+    return None
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
@@ -119,16 +157,28 @@ def prune(paths: Sequence[Path], keep: int) -> None:
 
 def _on_rank_0(action: Callable[[], None], distributed: bool) -> None:
     """Run ``action`` on rank 0 while the others wait; its failure is everyone's."""
-    problem: list[str | None] = [None]
+    problem = None
     if not distributed or dist.get_rank() == 0:
         try:
             action()
         except OSError as error:
-            problem = [str(error)]
+            problem = f"cannot write the checkpoint: {error}"
+    _agree(problem, distributed)
+
+
+def _agree(problem: str | None, distributed: bool) -> None:
+    """Raise the first rank's problem on every rank, so that none waits for another in a collective."""
+    problems = [problem]
     if distributed:
-        dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise CheckpointError(f"cannot write the checkpoint: {problem[0]}")
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    first = next((found for found in problems if found is not None), None)
+    if first is not None:
+        raise CheckpointError(first)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager

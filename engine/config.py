@@ -99,7 +99,10 @@ class DataSection(Section):
 
 
 class TrainingSection(Section):
-    """Length of the run, evaluation and saving (in optimizer steps; 0 = never)."""
+    """Length of the run, and every how many steps to evaluate and to save.
+
+    0: evaluate only before the first step and after the last, and save only when a signal ends the run.
+    """
 
     steps: PositiveInt | None = None
     tokens: PositiveInt | None = None

@@ -20,6 +20,7 @@ from .batch_size import BatchSize
 from .clip import clip_
 from .config import Config
 from .consistency import check_holders
+from .errors import DivergedError
 from .layout import Layout
 from .memory import StateBytes, measure_state_bytes, predict_state_bytes
 from .schedules import Schedule
@@ -82,8 +83,14 @@ class SDPEngine:
         gradients = [p.grad for p in self._backend.parameters.values() if p.grad is not None]
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
         self._grad_norm = math.sqrt(self._backend.squared_grad_norm().item())
+        if not math.isfinite(self._grad_norm):
+            raise DivergedError(
+                f"the gradient's norm is {self._grad_norm} at step {self.global_steps + 1}; the weights are as they were: lower the "
+                "learning rate, or resume from an earlier checkpoint"
+            )
         if self.config.gradient_clipping > 0:
             clip_(gradients, self._grad_norm, self.config.gradient_clipping)
+        self._backend.shard_parameters()  # a forward pass since backward may have left gathered copies of the old weights
         self.optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -155,17 +162,22 @@ class SDPEngine:
         DivergenceError; an earlier checkpoint of the same tag is replaced only once the new one is whole.
         """
         self.check_holders()
-        mesh = self.layout.mesh
         state = {
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
-            "mesh": [mesh.sdp, mesh.fsdp, mesh.tp],
+            "mesh": self._mesh_shape(),
             "placement": self.layout.placement.to_json(),
             "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": dict(client_state or {}),
         }
-        checkpoint.save(Path(save_dir), tag or f"step-{self.global_steps}", self._tensors(), state, distributed=self.world_size > 1)
+        checkpoint.save(
+            Path(save_dir),
+            tag or f"step-{self.global_steps}",
+            self._tensors() | self._random_state(),
+            state,
+            distributed=self.world_size > 1,
+        )
         return True
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
@@ -181,7 +193,11 @@ class SDPEngine:
         state = checkpoint.read_state(path)
         if state["global_steps"] and not self.optimizer.state:
             checkpoint.materialise_state(self.optimizer)
-        checkpoint.load(path, self._tensors(), distributed=self.world_size > 1)
+        # Random numbers are a rank's own: they go on where the same ranks go on.
+        random = self._random_state() if state["mesh"] == self._mesh_shape() else {}
+        checkpoint.load(path, self._tensors() | random, distributed=self.world_size > 1)
+        for key, value in random.items():
+            (torch.cuda.set_rng_state if "/cuda/" in key else torch.set_rng_state)(value)
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
         if self.lr_scheduler is not None and state["scheduler"] is not None:
@@ -189,6 +205,19 @@ class SDPEngine:
         if self.loader is not None and state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])
         return str(path), state["client_state"]
+
+    def _mesh_shape(self) -> list[int]:
+        mesh = self.layout.mesh
+        return [mesh.sdp, mesh.fsdp, mesh.tp]
+
+    def _random_state(self) -> dict[str, torch.Tensor]:
+        """This rank's generators, under its coordinates: equal names from several ranks would become one."""
+        at = self.layout.mesh.coordinates(self.global_rank)
+        place = f"{at.sdp}.{at.fsdp}.{at.tp}"
+        states = {f"random/cpu/{place}": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states[f"random/cuda/{place}"] = torch.cuda.get_rng_state(self.device)
+        return states
 
     def _tensors(self) -> dict[str, Any]:
         self._backend.shard_parameters()
@@ -292,7 +321,7 @@ class SDPEngine:
 
     @property
     def _shards(self) -> int:
-        return 1 if self.config.zero_optimization.stage == 0 or self._is_reference else self.layout.mesh.fsdp
+        return 1 if self._is_reference else self.layout.mesh.shards(self.config.zero_optimization.stage)
 
     def gather_facts(self, facts: Any) -> list[Any]:
         """``facts`` (any small object) of every rank, in rank order. Collective."""

@@ -1,6 +1,7 @@
 """Exceptions whose class says whose fault it is: every ``SDPError`` is the user's to mend and ends a command with exit code 2.
 
-The exception is :class:`DivergenceError`: the holders of a unit disagree, which no user can cause; it ends with exit code 1.
+The exceptions end with exit code 1: :class:`DivergenceError`, the holders of a unit disagree, and :class:`DivergedError`, the loss is
+no number any more.
 Messages are one line: what is wrong, where, and what to do.
 """
 
@@ -39,6 +40,12 @@ class LaunchError(SDPError):
 
 class CheckpointError(SDPError):
     """A checkpoint is missing, damaged, foreign or does not match the run."""
+
+
+class DivergedError(SDPError):
+    """Loss or gradient is no number any more."""
+
+    exit_code = 1
 
 
 class DivergenceError(SDPError):

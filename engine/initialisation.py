@@ -122,11 +122,33 @@ def _module_reset(module: nn.Module, path: str, name: str, whole: Callable[[nn.M
 def _module_fillers(lone: nn.Module, names: list[str], reset: Callable[[nn.Module], None], seed: int) -> dict[str, Filler]:
     """Fill a copy of the module on the CPU under a generator of its own, and hand out rows of it."""
     filled = copy.copy(lone).to_empty(device="cpu")
+    before = {name: _mark(tensor) for name, tensor in _own_tensors(filled).items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         reset(filled)
-    values = dict(filled.named_parameters(recurse=False)) | dict(filled.named_buffers(recurse=False))
+    values = _own_tensors(filled)
+    for name in names:
+        key = name.rpartition(".")[2]
+        if values[key].numel() and torch.equal(values[key].nan_to_num(nan=_MARK), before[key].nan_to_num(nan=_MARK)):
+            raise ModelError(
+                f"{name}: is on the meta device, and initialising {type(lone).__name__} does not fill it; build the model with its "
+                "values instead, or compute this tensor in forward"
+            )
     return {name: partial(_copy_rows, full=values[name.rpartition(".")[2]].detach()) for name in names}
+
+
+_MARK = 77.0
+
+
+def _mark(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill ``tensor`` with what no initialisation writes, and return a copy of it."""
+    with torch.no_grad():
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 1 if tensor.dtype == torch.bool else _MARK)
+    return tensor.detach().clone()
+
+
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 
 
 def _copy_rows(out: torch.Tensor, start: int, full: torch.Tensor) -> None:

@@ -226,6 +226,8 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         kind,
         config.zero_optimization.stage,
     )
+    if isinstance(config.sdp.placement, dict) and config.sdp.model_fields_set & {"capacity", "profile"}:
+        log.warning("sdp.capacity and sdp.profile have no effect beside an explicit sdp.placement; remove them")
     if layout.units:
         log.info("placement: %s", layout.placement.describe())
         for warning in layout.placement.warnings() if mesh.sdp > 1 else []:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .config import Config
+from .errors import ModelError
 from .mesh import Coordinates, Holders, Mesh
 from .placement import Placement, place
 from .sync import Bucket, plan_buckets
@@ -106,8 +107,6 @@ class Layout:
 
 def _units_if_any(model: nn.Module) -> list[Unit]:
     """Units of a dense run, where they only decide how FSDP2 groups parameters: none is no mistake."""
-    from .errors import ModelError
-
     try:
         return find_units(model, "auto")
     except ModelError:

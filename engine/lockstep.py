@@ -66,15 +66,15 @@ class Lockstep(Generic[T]):
 
     def _start(self, work: Callable[[], T]) -> _Pass[T]:
         state: _Pass[T] = _Pass()
-        grad_enabled = torch.is_grad_enabled()
+        # Grad mode, device and stream are a thread's own.
+        grad_enabled, on_cuda = torch.is_grad_enabled(), self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device) if on_cuda else None
 
         def body() -> None:
             state.go.acquire()
             try:
                 if not self._aborted:
-                    if self._device.type == "cuda":
-                        torch.cuda.set_device(self._device)
-                    with torch.set_grad_enabled(grad_enabled):  # grad mode is a thread's own
+                    with torch.set_grad_enabled(grad_enabled), torch.cuda.stream(stream):  # nothing where stream is None
                         state.result = work()
             except BaseException as error:
                 state.error = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from .layout import Layout
 from .sync import local_tensor
 
-STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2}  # per parameter, float32
+STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2}  # of a parameter's size, float32
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,12 @@ def state_tensors(optimizer: Optimizer) -> int:
     """Tensors of a parameter's size that the optimizer keeps for it."""
     if isinstance(optimizer, torch.optim.SGD):
         return int(any(group["momentum"] for group in optimizer.param_groups))
-    return STATE_TENSORS.get(type(optimizer).__name__, 2)
+    known = STATE_TENSORS.get(type(optimizer).__name__)
+    if known is not None:
+        return known
+    # An optimizer of the user's: what it keeps for one parameter tells, once it has stepped.
+    parameter, state = next(iter(optimizer.state.items()), (None, {}))
+    return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in state.values())
 
 
 def measure_state_bytes(parameters: Iterable[nn.Parameter], optimizer: Optimizer, gradient_bytes: int) -> StateBytes:
@@ -91,4 +97,5 @@ class PeakMemory:
             peak, files, shared = (int(status[key].split()[0]) * 1024 for key in ("VmHWM", "RssFile", "RssShmem"))
             return peak - files - shared
         except (OSError, KeyError, ValueError):
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # no /proc: macOS
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # no /proc
+            return peak if sys.platform == "darwin" else peak * 1024

@@ -62,6 +62,10 @@ class Mesh:
     def rank(self, sdp: int, fsdp: int = 0, tp: int = 0) -> int:
         return (sdp * self.fsdp + fsdp) * self.tp + tp
 
+    def shards(self, stage: int) -> int:
+        """Ranks among which a group's state is cut under ZeRO ``stage``: at stage 0 it is not."""
+        return self.fsdp if stage > 0 else 1
+
     def data_rank(self, rank: int) -> int:
         """Index of the data that ``rank`` reads, 0 … ``data_ranks`` − 1; tensor ranks read the same."""
         return rank // self.tp
@@ -86,18 +90,18 @@ class Communicators:
     def build(cls, mesh: Mesh, holder_sets: Iterable[Holders], *, replicate_inside: bool, alone: bool = False) -> Communicators:
         """Create all groups of the world; every rank must call this with the same arguments.
 
-        ``alone``: FSDP2 wraps parameters that are not sharded, on a process group of this rank alone.
-
         Groups are created in world order (``use_local_synchronization`` hangs on cyclic overlaps), equal rank lists once.
+        ``alone``: FSDP2 wraps parameters that are not sharded, on a process group of this rank alone, which overlaps no other.
         """
         self = cls(mesh, dist.get_rank(), replicate_inside)
         at = mesh.coordinates(self.rank)
+        backend = "nccl" if torch.cuda.is_available() else None  # without it every group gets a gloo mesh beside NCCL's
         made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
 
         def group_of(ranks: list[int]) -> dist.ProcessGroup:
             key = tuple(ranks)
             if key not in made:
-                made[key] = dist.new_group(ranks)  # type: ignore[assignment]
+                made[key] = dist.new_group(ranks, backend=backend)  # type: ignore[assignment]
             return made[key]
 
         grid = mesh.grid
@@ -109,7 +113,7 @@ class Communicators:
                     if (group, tp) == (at.sdp, at.tp):
                         self.fsdp = made_group
         if alone:
-            self.fsdp = [group_of([rank]) for rank in range(mesh.world_size)][self.rank]
+            self.fsdp = dist.new_group([self.rank], backend=backend, use_local_synchronization=True)  # type: ignore[assignment]
         for holders in sorted(set(holder_sets) | {tuple(range(mesh.sdp))}):
             rows = grid[list(holders)]
             for tp in range(mesh.tp):
@@ -121,10 +125,6 @@ class Communicators:
                         if self.rank in ranks:
                             self.holders[holders] = made_group
         return self
-
-    @property
-    def everyone(self) -> Holders:
-        return tuple(range(self.mesh.sdp))
 
     def fsdp_mesh(self, device_type: str) -> DeviceMesh:
         """The 1-D device mesh on which ``fully_shard`` shards this group's state; one rank alone where nothing is sharded."""

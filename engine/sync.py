@@ -104,6 +104,12 @@ class GradientSync:
             pending.missing, pending.work, pending.buffer = len(pending.parameters), None, None
         self._armed, self._next = True, 0
 
+    def abandon(self) -> None:
+        """The backward pass failed: reduce nothing more."""
+        self._armed = False
+        for pending in self._pending:
+            pending.work = pending.buffer = None
+
     def _hook(self, pending: _Pending) -> Callable[[torch.Tensor], None]:
         def ready(_: torch.Tensor) -> None:
             if self._armed:

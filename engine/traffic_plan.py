@@ -19,7 +19,7 @@ def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, co
     """
     mesh, traffic = layout.mesh, Traffic()
     at = mesh.coordinates(rank)
-    shards = mesh.fsdp if stage > 0 else 1
+    shards = mesh.shards(stage)
     replicas = mesh.fsdp // shards
     gathers = 2 * accumulation if stage == 3 else 1
     scatters = accumulation if stage >= 2 else 1
@@ -45,7 +45,7 @@ def data_parallel_traffic(layout: Layout) -> Traffic:
 def describe_formula(layout: Layout, rank: int, *, stage: int) -> str:
     """The between-groups formula with this rank's numbers filled in."""
     at = layout.mesh.coordinates(rank)
-    shards = layout.mesh.fsdp if stage > 0 else 1
+    shards = layout.mesh.shards(stage)
     terms: dict[int, int] = {}
     for info in layout.held(at.sdp):
         ranks = len(info.holders) * (layout.mesh.fsdp // shards)

@@ -79,13 +79,15 @@ def start_local(
     *,
     on_cpu: bool = True,
     grace_seconds: float = GRACE_SECONDS,
+    stop_seconds: float | None = None,
     command: Sequence[str] | None = None,
 ) -> int:
     """Run ``sdp`` with ``argv`` in ``processes`` processes on this host and return the exit code of the whole.
 
     Rank 0 keeps this process's terminal; the output of rank R > 0 is appended to ``log_dir/rank-R.log``. When a rank
     fails, or this process gets SIGINT, SIGTERM or SIGHUP, the others are told by a signal and killed ``grace_seconds``
-    later. The exit code is 0, 2 if the rank that failed first ended with 2 (the user's mistake), 1 for other failures,
+    later; after a signal to this process ``stop_seconds`` later (default: the same), so that a checkpoint can be written.
+    The exit code is 0, 2 if the rank that failed first ended with 2 (the user's mistake), 1 for other failures,
     or 128 + the signal. ``command`` replaces ``python -m sdp.launcher.main``.
     Raises :class:`LaunchError` where a process or log cannot be started.
     """
@@ -109,7 +111,7 @@ def start_local(
             if interrupted:
                 _say(f"{signal.Signals(received[0]).name} received, ending {processes} processes (again: kill them)")
         finally:
-            _end(ranks, received, grace_seconds)
+            _end(ranks, received, stop_seconds if received and stop_seconds is not None else grace_seconds)
         exit_code = 128 + received[0] if interrupted else _report(failures)
         for rank in ranks:
             rank.error_file.unlink(missing_ok=True)

@@ -23,6 +23,8 @@ from ..engine.environment import detect, supervision
 from ..engine.errors import ConfigError, SDPError
 from .supervised import report_fatal, tie_to_parent
 
+STOP_SECONDS = 300.0  # from a signal to the command until its ranks are killed: the step at hand, and a checkpoint
+
 
 @dataclass(frozen=True)
 class _Command:
@@ -136,7 +138,7 @@ def _train(args: argparse.Namespace) -> int:
     if processes > 1:
         from .local import start_local
 
-        return start_local(args.argv, processes, args.dump_dir / "logs", on_cpu=devices == 0)
+        return start_local(args.argv, processes, args.dump_dir / "logs", on_cpu=devices == 0, stop_seconds=STOP_SECONDS)
     from .local import become_single
 
     become_single(on_cpu=devices == 0)

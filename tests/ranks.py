@@ -19,13 +19,22 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=90)
+MOST_THREADS = 64  # gloo's threads outlive process groups that a device mesh still knows; many of them slow every case down
+START_SECONDS = 300.0  # importing torch in eight processes takes 100 s on two cores that others load
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed
 _VARIABLES: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _threads(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return len(list(Path(f"/proc/{pid}/task").iterdir()))
+    return 0
 
 
 class RankError(AssertionError):
@@ -94,8 +103,9 @@ class RankPool:
         return answers
 
     def _start(self, world: int) -> None:
-        if any(not process.is_alive() for process in self._processes):
+        if any(not process.is_alive() or _threads(process.pid) > MOST_THREADS for process in self._processes):
             self.close()
+        started: list[Any] = []
         for rank in range(len(self._processes), world):
             mine, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, os.getpid()), name=f"rank-{rank}", daemon=True)
@@ -104,6 +114,12 @@ class RankPool:
             theirs.close()
             self._processes.append(process)
             self._connections.append(mine)
+            started.append(mine)
+        deadline = time.monotonic() + START_SECONDS
+        for connection in started:
+            if not connection.poll(max(0.0, deadline - time.monotonic())) or connection.recv_bytes() != b"ready":
+                self.close()
+                raise RankError(f"the processes of the ranks did not start in {START_SECONDS:.0f} s")
 
     def close(self) -> None:
         """Kill the processes; the next ``run`` starts new ones."""
@@ -143,6 +159,7 @@ def _serve(connection: Connection, parent: int) -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # collecting after a job takes 0.1 s of each rank otherwise
+    connection.send_bytes(b"ready")
     while True:
         try:
             job = pickle.loads(connection.recv_bytes())

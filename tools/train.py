@@ -19,7 +19,7 @@ from ..engine.batch import loss_of, to_device
 from ..engine.checkpoint import checkpoints_in, prune
 from ..engine.config import Config, load_config
 from ..engine.engine import SDPEngine
-from ..engine.errors import ConfigError, SDPError
+from ..engine.errors import ConfigError, DivergedError
 from ..engine.initialize import init_distributed, initialize
 from ..engine.loader import evaluation_batches
 from ..engine.memory import PeakMemory
@@ -36,12 +36,6 @@ from .summary import StepFacts, rank_facts, run_summary
 log = logging.getLogger("sdp")
 
 PROBED_STEP = 2  # the first step allocates optimizer state; from the second on, every step is like the others
-
-
-class TrainingError(SDPError):
-    """The run cannot go on, and no setting was wrong."""
-
-    exit_code = 1
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
         files.write_config(config)
         files.write_placement(engine.layout.placement)
     try:
-        trainer.train(resume=args.resume)
+        status = trainer.train(resume=args.resume)
     finally:
         trainer.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
+    if dist.is_initialized():  # not after a failure: other ranks may be inside a collective, and the message must get out
+        dist.destroy_process_group()
+    return status
 
 
 def _refuse_unfinished(config: Config) -> None:
@@ -106,7 +100,8 @@ class Trainer:
         self.peak_tensors: int | None = None
         self.last_facts: StepFacts | None = None
         self.monitors: Monitors | None = open_monitors(config, dump_dir) if files is not None else None
-        self._stop_signal: int | None = None
+        self._told_to_stop = 0  # the signal that this rank got
+        self._stopping = 0  # the signal that all ranks agreed to stop for
         mesh, here = engine.layout.mesh, engine.data_ranks_here
         self.held_out = evaluation_batches(
             corpus.held_out,
@@ -116,8 +111,8 @@ class Trainer:
             limit=training.evaluate_batches,
         )
 
-    def train(self, *, resume: bool) -> None:
-        """Run from the newest checkpoint (``resume``) or from the start to the last step."""
+    def train(self, *, resume: bool) -> int:
+        """Run from the newest checkpoint (``resume``) or from the start to the last step. Returns the exit code."""
         if resume:
             self._resume()
         start = self.engine.global_steps
@@ -128,14 +123,16 @@ class Trainer:
             if start == 0:
                 self._evaluate(bar)
             batches = iter(self.engine.loader)
-            while self.engine.global_steps < self.steps and not self._agree_to_stop():
+            while self.engine.global_steps < self.steps and not self._stopping:
                 self._step(batches, bar)
                 self._after_step(bar)
-        bar.close()
-        if self._stop_signal is not None:
-            self._save()
-            raise SystemExit(128 + self._stop_signal)
+            bar.close()
+            if self._stopping:
+                self._save()
+                log.info("stopped by %s after step %d, with a checkpoint", signal.Signals(self._stopping).name, self.engine.global_steps)
+                return 128 + self._stopping
         self._finish(time.perf_counter() - started)
+        return 0
 
     # -- one step --------------------------------------------------------------------------------------------------------------
 
@@ -158,11 +155,10 @@ class Trainer:
             losses, seconds = self._compute(batches)
         comm = self.engine.traffic.by_kind()
         loss = self.engine.mean_loss(torch.stack(losses).mean())
-        elapsed = time.perf_counter() - started
         if not math.isfinite(loss):
-            raise TrainingError(f"loss is {loss} at step {self.engine.global_steps}; lower the learning rate, or resume from a checkpoint")
+            raise DivergedError(f"loss is {loss} at step {self.engine.global_steps}; lower the learning rate, or resume from a checkpoint")
         self.last_facts = StepFacts(loss, learning_rate, self.memory.read(), comm, seconds)
-        self._report_step(bar, elapsed)
+        self._report_step(bar, started)
 
     def _compute(self, batches: Iterator[Any]) -> tuple[list[torch.Tensor], dict[str, float]]:
         """Forward, backward and update over the step's micro-batches: their losses, and the seconds of each part."""
@@ -190,14 +186,17 @@ class Trainer:
             torch.cuda.synchronize(self.engine.device)
         seconds[part] += time.perf_counter() - started
 
-    def _report_step(self, bar: Progress, elapsed: float) -> None:
+    def _report_step(self, bar: Progress, started: float) -> None:
+        """Gather what the ranks observed, and whether one was told to stop: then all do, after this step."""
         facts = self.last_facts
         assert facts is not None
-        everyones = self.engine.gather_facts((facts.peak_memory_bytes, facts.comm))
+        everyones = self.engine.gather_facts((facts.peak_memory_bytes, facts.comm, self._told_to_stop))
+        self._stopping = max(told for _, _, told in everyones)
+        elapsed = time.perf_counter() - started
         if self.files is None or self.monitors is None:
             return
         step = self.engine.global_steps
-        busiest = max((comm for _, comm in everyones), key=lambda comm: sum(comm.values()))
+        busiest = max((comm for _, comm, _ in everyones), key=lambda comm: sum(comm.values()))
         line = {
             "step": step,
             "tokens": step * self.tokens_per_step,
@@ -206,7 +205,7 @@ class Trainer:
             "lr": facts.learning_rate,
             "tokens_per_second": self.tokens_per_step / elapsed,
             "step_seconds": elapsed,
-            "peak_memory_bytes": max(peak for peak, _ in everyones),
+            "peak_memory_bytes": max(peak for peak, _, _ in everyones),
             "comm_bytes": sum(busiest.values()),
             "comm_bytes_by_kind": busiest,
         }
@@ -218,6 +217,8 @@ class Trainer:
 
     def _after_step(self, bar: Progress) -> None:
         training, step = self.config.training, self.engine.global_steps
+        if self._stopping and step < self.steps:
+            return  # the grace time is short: save, and evaluate after the resume
         if step == self.steps or (training.evaluate_every and step % training.evaluate_every == 0):
             self._evaluate(bar)
         if training.save_every and (step % training.save_every == 0 or step == self.steps):
@@ -259,7 +260,7 @@ class Trainer:
         """SIGTERM and SIGINT end the run after the step at hand, with a checkpoint."""
 
         def remember(number: int, _: Any) -> None:
-            self._stop_signal = number
+            self._told_to_stop = number
 
         before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -267,12 +268,6 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def _agree_to_stop(self) -> bool:
-        """Whether any rank was told to stop: then all do, after the same step."""
-        told = max(number or 0 for number in self.engine.gather_facts(self._stop_signal))
-        self._stop_signal = told or None
-        return bool(told)
 
     # -- beginning and end -----------------------------------------------------------------------------------------------------
 
@@ -284,6 +279,8 @@ class Trainer:
         log.info("training: steps %d to %d, %s tokens a step", start + 1, self.steps, f"{self.tokens_per_step:,}")
         if self.engine.world_size > 1:
             log.info("bytes sent between groups by this rank in a step: %s", self.engine.traffic_formula())
+            planned = ", ".join(f"{kind.replace('/', ' ')} {sent:,}" for kind, sent in self.engine.planned_traffic().by_kind().items())
+            log.info("bytes sent by this rank in a step, planned: %s", planned)
 
     def _finish(self, seconds: float) -> None:
         everyones = self.engine.gather_facts(rank_facts(self.engine, self.last_facts, self.baseline_memory, self.peak_tensors))

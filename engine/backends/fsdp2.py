@@ -24,7 +24,7 @@ from .fsdp2_comm import CountingAllGather, CountingReduceScatter, drop_unreduced
 
 
 class FSDP2Backend:
-    """One rank's subnetwork. The model must be carved already; it may be on the meta device (see :meth:`materialise`)."""
+    """One rank's subnetwork. The model must be carved already; it may be on the meta device; call :meth:`ready` once it has values."""
 
     def __init__(
         self,
@@ -42,7 +42,10 @@ class FSDP2Backend:
         self.stage, self.compute_dtype = stage, compute_dtype
         self.traffic = Traffic()
         # One shard and float32 compute need nothing of FSDP2: plain parameters, so that no second copy of the weights exists.
-        self.shards = layout.mesh.fsdp if stage > 0 else 1
+        self.shards = layout.mesh.shards(stage)
+        # Stages 1 and 2 keep parameters whole between forward and backward. With one shard, resharding after forward is what
+        # keeps the compute-precision copy from living through the step.
+        self._reshards = stage == 3 or self.shards == 1
         self.uses_fsdp = self.shards > 1 or compute_dtype != torch.float32
         self.communicators = Communicators.build(
             layout.mesh,
@@ -66,16 +69,13 @@ class FSDP2Backend:
         policy = MixedPrecisionPolicy(
             param_dtype=None if self.compute_dtype == torch.float32 else self.compute_dtype, reduce_dtype=torch.float32
         )
-        # Stages 1 and 2 keep parameters whole between forward and backward. With one shard, resharding after forward is what
-        # keeps the compute-precision copy from living through the step.
-        reshard = self.stage == 3 or self.shards == 1
         names = [unit.name for unit in self.layout.units if unit.name not in self.stand_ins]
         own_groups = getattr(self.module, "sharding_groups", None)
         names += own_groups() if own_groups is not None else []
         for parameter in self.module.parameters():  # FSDP2 refuses others
             parameter.data = parameter.data.contiguous()
         for module in [self.module.get_submodule(name) for name in names] + [self.module]:
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(module, mesh=mesh, reshard_after_forward=self._reshards, mp_policy=policy)
             assert isinstance(module, FSDPModule)
             module.set_custom_all_gather(CountingAllGather(self.traffic))
             module.set_custom_reduce_scatter(CountingReduceScatter(self.traffic))
@@ -98,13 +98,18 @@ class FSDP2Backend:
             # Stage 1 reduces gradients inside the group once, at the boundary; 2 and 3 every micro-batch. Stages 1 and 2 gather
             # parameters once a step.
             self.module.set_requires_gradient_sync(boundary or self.stage >= 2)
-            self.module.set_reshard_after_backward(boundary or self.stage == 3 or self.shards == 1)
+            self.module.set_reshard_after_backward(boundary or self._reshards)
             self.module.set_is_last_backward(boundary)
-        if boundary:
-            self._sync.arm()
-        loss.backward()
-        if boundary:
-            self._sync.finish()
+        if not boundary:
+            loss.backward()
+            return
+        self._sync.arm()
+        try:
+            loss.backward()
+        except BaseException:
+            self._sync.abandon()
+            raise
+        self._sync.finish()
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
@@ -153,7 +158,7 @@ class FSDP2Backend:
                 yield
             finally:
                 if root is not None:
-                    root.set_reshard_after_forward(self.stage == 3 or self.shards == 1, recurse=False)
+                    root.set_reshard_after_forward(self._reshards, recurse=False)
                     self.shard_parameters()
 
     def shard_parameters(self) -> None:

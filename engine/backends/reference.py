@@ -30,6 +30,7 @@ class ReferenceBackend:
         self.traffic = Traffic()
         self.parameters = dict(model.named_parameters())
         self._compute_dtype = compute_dtype
+        self._averaged = False  # whether ``.grad`` holds means, not sums
         self._stand_ins = [self._make_stand_ins(group) for group in range(layout.mesh.sdp)]
         if compute_dtype != torch.float32:
             self._cast_inputs()
@@ -69,20 +70,29 @@ class ReferenceBackend:
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
         # ``loss`` is the mean over the workers; a unit's gradient is the sum over its holders' workers divided by their number.
         scaled = loss * self.layout.mesh.data_ranks
+        if self._averaged:  # a second pass before the step adds to what is there
+            self._scale_gradients(lambda workers: workers)
+            self._averaged = False
         if self._compute_dtype == torch.float32:
             scaled.backward()
         else:  # recomputed activations need the cast parameters again
             functional_call(_Backward(self.module), _cast_parameters(self.module, self._compute_dtype, "_module."), (scaled,))
         if not boundary:
             return
+        self._scale_gradients(lambda workers: 1 / workers)
+        self._averaged = True
+
+    def _scale_gradients(self, factor: Callable[[int], float]) -> None:
+        """Multiply every unit's gradient by a function of the number of workers that hold it; none counts as zero."""
         for name, info in self.layout.parameters.items():
             parameter = self.parameters[name]
             if info.trainable:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                parameter.grad /= len(info.holders) * self.layout.mesh.fsdp
+                parameter.grad *= factor(len(info.holders) * self.layout.mesh.fsdp)
 
     def zero_grad(self) -> None:
+        self._averaged = False
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -111,8 +121,9 @@ class ReferenceBackend:
         return total / weight
 
     def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        state = self.module.state_dict()
         for name in (*self.layout.parameters, *self.layout.buffers):
-            yield name, self.module.state_dict()[name].detach()
+            yield name, state[name].detach()
 
     def all_reduce_control(self, values: torch.Tensor) -> None:
         """One process has nobody to ask."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, engine_of, full_gradients, reference
+from sdp.engine.errors import DataError
 
 
 def _counters() -> list[Any]:
@@ -70,7 +71,7 @@ def test_no_sync_accumulates_without_sending(ranks: RankPool, stage: int) -> Non
 def test_the_reference_wants_all_rows() -> None:
     engine = engine_of(Case(2, 2), "reference")
     assert engine.data_ranks_here == 4
-    with pytest.raises(ValueError, match="a batch of 6 rows cannot be cut for 4 workers; give a multiple of 4 rows"):
+    with pytest.raises(DataError, match="a batch of 6 rows cannot be cut for 4 workers; give a multiple of 4 rows"):
         engine(models.micro_batch("mlp", 0, 0, 0, rows=6))
 
 

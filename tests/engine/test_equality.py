@@ -11,7 +11,7 @@ import pytest
 import ranks_models as models
 import torch
 from ranks import RankPool
-from ranks_cases import CLIP, Case, Result, full_gradients, native, one_step, reference, train
+from ranks_cases import CLIP, Case, Result, engine_of, full_gradients, native, one_step, reference, train
 
 RELATIVE = 1e-5
 EPSILON = 2.0**-23
@@ -87,6 +87,18 @@ def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
     assert len(set(theirs.rates)) > 1, "the schedule does nothing"
     if case.clip:
         assert min(theirs.norms) > CLIP, "the clipping does nothing"
+
+
+def test_clipping_acts_above_its_value_only() -> None:
+    plain = reference(Case(2, 2, model="llama-tied"))
+    engine = engine_of(Case(2, 2, model="llama-tied"), "reference", gradient_clipping=2 * max(plain.norms))
+    for step in range(4):
+        one_step(engine, Case(2, 2, model="llama-tied"), step, data_rank=None)
+        engine.step()
+    state = engine.full_state_dict()
+    assert plain.after is not None
+    assert state is not None
+    assert all(torch.equal(state[name], weight) for name, weight in plain.after.items())
 
 
 def test_the_cover_holds_every_pair() -> None:
@@ -187,7 +199,6 @@ def test_activation_checkpointing_changes_nothing(ranks: RankPool, mode: Any, mo
 def _two_losses(stage: int) -> dict[str, torch.Tensor]:
     """Gradients after two backward passes before one step, each of half the loss."""
     import torch.distributed as dist
-    from ranks_cases import engine_of
 
     case = Case(2, 2, stage=stage)
     engine = engine_of(case)
@@ -208,7 +219,6 @@ def test_two_backward_passes_before_a_step_add_up(ranks: RankPool, stage: int) -
 def _dropped(stage: int) -> dict[str, torch.Tensor]:
     """Gradients of a step of which an earlier micro-batch was dropped by ``zero_grad``."""
     import torch.distributed as dist
-    from ranks_cases import engine_of
 
     case = Case(2, 2, stage=stage, accumulation=2)
     engine = engine_of(case)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ranks import RankPool
 from ranks_cases import Case, engine_of, one_step, reference
 from sdp.engine.batch import call_model, loss_of, target_count
-from sdp.engine.errors import DataError
+from sdp.engine.errors import DataError, ModelError
 from sdp.engine.evaluation import StreamedEvaluation
 from sdp.engine.lockstep import Lockstep
 from torch import nn
@@ -325,15 +325,15 @@ def test_losses_and_targets() -> None:
     loss = torch.tensor(2.0)
     assert all(loss_of(output) is not None for output in (loss, loss[None], {"loss": loss}, (None, loss), type("O", (), {"loss": loss})()))
     for output in ("no loss", {"logits": loss}, (torch.zeros(2),), None):
-        with pytest.raises(TypeError, match="no loss was found"):
+        with pytest.raises(ModelError, match="no loss was found"):
             loss_of(output)
-    with pytest.raises(TypeError, match="scalar loss"):
+    with pytest.raises(ModelError, match="scalar loss"):
         loss_of(torch.zeros(2))
     tokens = torch.tensor([[1, 2, -100, 4]])
     assert target_count({"input_ids": tokens, "labels": tokens}) == 2  # the first position predicts nothing
     assert target_count((torch.zeros(3, 2), torch.tensor([1, -100, 0]))) == 2
     assert target_count({"x": torch.zeros(3, 2), "y": torch.zeros(3, 4)}) == 12
-    with pytest.raises(TypeError, match="no tensor"):
+    with pytest.raises(DataError, match="no tensor"):
         target_count(["text"])
 
 

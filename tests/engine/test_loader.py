@@ -218,7 +218,7 @@ def test_epoch_loader_ends_with_the_epoch_and_drops_nothing():
     loader = EpochLoader(ResumableLoader(list(range(10)), micro_batch_size=4, collate_fn=list))
     first = list(loader)
     assert len(first) == 3
-    assert len(set(sum(first, [])[:10])) == 10
+    assert len({sample for batch in first for sample in batch}) == 10
     assert loader.loader.consumed == 12
     assert len(loader) == 2  # eight samples of the second epoch are left
     assert len(list(loader)) == 2
