@@ -56,8 +56,9 @@ def state_tensors(optimizer: Optimizer) -> int:
     if known is not None:
         return known
     # An optimizer of the user's: what it keeps for one parameter tells, once it has stepped.
-    parameter, state = next(iter(optimizer.state.items()), (None, {}))
-    return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in state.values())
+    for parameter, state in optimizer.state.items():
+        return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in state.values())
+    return 0
 
 
 def measure_state_bytes(parameters: Iterable[nn.Parameter], optimizer: Optimizer, gradient_bytes: int) -> StateBytes:

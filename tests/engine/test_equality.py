@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ranks_models as models
 import torch
+import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import CLIP, Case, Result, engine_of, full_gradients, native, one_step, reference, train
 
@@ -198,7 +199,6 @@ def test_activation_checkpointing_changes_nothing(ranks: RankPool, mode: Any, mo
 
 def _two_losses(stage: int) -> dict[str, torch.Tensor]:
     """Gradients after two backward passes before one step, each of half the loss."""
-    import torch.distributed as dist
 
     case = Case(2, 2, stage=stage)
     engine = engine_of(case)
@@ -218,7 +218,6 @@ def test_two_backward_passes_before_a_step_add_up(ranks: RankPool, stage: int) -
 
 def _dropped(stage: int) -> dict[str, torch.Tensor]:
     """Gradients of a step of which an earlier micro-batch was dropped by ``zero_grad``."""
-    import torch.distributed as dist
 
     case = Case(2, 2, stage=stage, accumulation=2)
     engine = engine_of(case)

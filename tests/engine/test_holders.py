@@ -78,7 +78,7 @@ def _corrupt(case: Case, name: str, what: str, bad_rank: int, *, by_interval: bo
     for step in range(3):
         one_step(engine, case, step, data_rank=dist.get_rank())
         if step == 2 and by_interval:
-            _flip(engine, name, what, bad_rank)
+            _flip(engine, name, what, bad_rank, by=1 << 18)  # the step's own rounding must not swallow it
             try:
                 engine.step()
             except DivergenceError as error:
@@ -95,12 +95,12 @@ def _corrupt(case: Case, name: str, what: str, bad_rank: int, *, by_interval: bo
     return None
 
 
-def _flip(engine: Any, name: str, what: str, bad_rank: int) -> None:
+def _flip(engine: Any, name: str, what: str, bad_rank: int, by: int = 1) -> None:
     if dist.get_rank() == bad_rank:
         parameter = engine.parameters_here[name]
         tensor = parameter.detach() if what == "weight" else engine.optimizer.state[parameter][what]
         words = local_tensor(tensor).view(-1).view(torch.int32)
-        words[-1] += 1
+        words[-1] += by
 
 
 @pytest.mark.parametrize("what", ["weight", "exp_avg", "exp_avg_sq"])
