@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -124,8 +125,9 @@ def load(path: Path, tensors: dict[str, Any], *, distributed: bool) -> None:
     try:
         with _without_single_process_warning():
             dcp.load(tensors, storage_reader=SafeReader(str(path)), no_dist=not distributed)
-    except Exception as error:
-        raise CheckpointError(f"{path}: cannot be loaded, resume from an older checkpoint ({_first_line(error)})") from error
+    except CheckpointException as error:  # the same on every rank
+        reason = _first_line(next(iter(error.failures.values()))[0])
+        raise CheckpointError(f"{path}: its tensors are damaged or missing, resume from an older checkpoint ({reason})") from None
 
 
 def _obstacle(path: Path, tensors: Mapping[str, Any]) -> str | None:

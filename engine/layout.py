@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -95,10 +95,10 @@ class Layout:
         """The parameters in the memory of ``group``."""
         return (info for info in self.parameters.values() if group in info.holders)
 
-    def buckets(self) -> list[Bucket]:
-        """The global list of reductions, in launch order."""
+    def buckets(self, comes_last: Callable[[str], bool]) -> list[Bucket]:
+        """The global list of reductions, in launch order; ``comes_last``: whether a parameter's gradient is made after all others'."""
         trainable = {name: info.numel for name, info in self.parameters.items() if info.trainable}
-        return plan_buckets(trainable, lambda name: self.parameters[name].holders, lambda name: self.parameters[name].unit)
+        return plan_buckets(trainable, lambda name: self.parameters[name].holders, lambda name: self.parameters[name].unit, comes_last)
 
     def counts_norm(self, info: TensorInfo, at: Coordinates, *, sharded: bool) -> bool:
         """Whether the rank at ``at`` counts its part of this parameter in the global norm: one holder does, and one replica."""

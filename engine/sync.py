@@ -2,8 +2,8 @@
 
 A bucket is a run of parameters with one holder set. When the last of its gradients is ready at the accumulation boundary, they are
 laid side by side in one buffer, which replaces them (no second copy stays), and an asynchronous all-reduce starts. Buckets are
-started in one global order, last parameter of the model first, whatever the order in which autograd fires: every communicator then
-sees the same sequence on all of its ranks.
+started in one global order, that of backward, whatever the order in which autograd happens to fire: every communicator then sees the
+same sequence on all of its ranks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,21 @@ class Bucket:
     names: tuple[str, ...]
 
 
-def plan_buckets(numels: Mapping[str, int], holders_of: Callable[[str], Holders], unit_of: Callable[[str], str]) -> list[Bucket]:
+def plan_buckets(
+    numels: Mapping[str, int],
+    holders_of: Callable[[str], Holders],
+    unit_of: Callable[[str], str],
+    comes_last: Callable[[str], bool],
+) -> list[Bucket]:
     """Buckets in launch order from the full model's trainable parameters (name → elements, in the model's order).
 
-    Neighbours of one unit share a bucket up to ``BUCKET_BYTES`` of float32. Every rank computes the same list.
+    Last parameter first, as backward makes gradients, but those that ``comes_last`` (FSDP2 hands out the root's own at the very
+    end) after all others, which would have to wait for them. Neighbours of one unit share a bucket up to ``BUCKET_BYTES`` of
+    float32. Every rank computes the same list.
     """
     buckets: list[Bucket] = []
     size, last = 0, None
-    for name in reversed(list(numels)):
+    for name in sorted(reversed(list(numels)), key=comes_last):
         nbytes = numels[name] * 4
         if last == unit_of(name) and size + nbytes <= BUCKET_BYTES:
             buckets[-1] = Bucket(buckets[-1].holders, (name, *buckets[-1].names))

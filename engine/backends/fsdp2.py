@@ -20,6 +20,7 @@ from ..mesh import Communicators
 from ..subnetwork import PassThrough
 from ..sync import GradientSync
 from ..traffic import Traffic
+from ..units import SHARED
 from .fsdp2_comm import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients
 
 
@@ -70,8 +71,7 @@ class FSDP2Backend:
             param_dtype=None if self.compute_dtype == torch.float32 else self.compute_dtype, reduce_dtype=torch.float32
         )
         names = [unit.name for unit in self.layout.units if unit.name not in self.stand_ins]
-        own_groups = getattr(self.module, "sharding_groups", None)
-        names += own_groups() if own_groups is not None else []
+        names += self._own_groups()
         for parameter in self.module.parameters():  # FSDP2 refuses others
             parameter.data = parameter.data.contiguous()
         for module in [self.module.get_submodule(name) for name in names] + [self.module]:
@@ -80,10 +80,20 @@ class FSDP2Backend:
             module.set_custom_all_gather(CountingAllGather(self.traffic))
             module.set_custom_reduce_scatter(CountingReduceScatter(self.traffic))
 
+    def _own_groups(self) -> list[str]:
+        """Modules of the shared part that the model wants sharded on their own."""
+        stated = getattr(self.module, "sharding_groups", None)
+        return stated() if stated is not None else []
+
+    def _in_root_group(self, name: str) -> bool:
+        """Whether FSDP2 reduces the parameter with the root's own, at the end of backward."""
+        info = self.layout.parameters[name]
+        return self.uses_fsdp and info.unit == SHARED and not any(name.startswith(f"{group}.") for group in self._own_groups())
+
     def ready(self) -> None:
         """To be called once parameters have their values: hooks the cross-group layer to them."""
         self.parameters = dict(self.module.named_parameters())
-        self._sync = GradientSync(self.layout.buckets(), self.parameters, self.communicators.holders, self.traffic)
+        self._sync = GradientSync(self.layout.buckets(self._in_root_group), self.parameters, self.communicators.holders, self.traffic)
         self._counted = [
             self.parameters[name]
             for name, info in self.layout.parameters.items()

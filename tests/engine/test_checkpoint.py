@@ -1,0 +1,183 @@
+"""Checkpoints move between layouts with weights and moments exact; what is damaged or foreign is refused on every rank."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from ranks_cases import Case, engine_of, one_step
+from sdp.engine.errors import CheckpointError
+from torch.distributed.tensor import DTensor
+
+SOURCE = Case(2, 2, stage=3, optimizer="adamw", placement="mixed")
+
+
+def _moments(engine: Any) -> dict[str, torch.Tensor]:
+    """Optimizer state of this rank's parameters, whole."""
+    return {
+        f"{name}/{key}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, parameter in engine.parameters_here.items()
+        for key, value in sorted(engine.optimizer.state[parameter].items())
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _train_and_save(case: Case, folder: str) -> tuple[Any, Any]:
+    engine = engine_of(case)
+    for step in range(2):
+        one_step(engine, case, step, data_rank=dist.get_rank())
+        engine.step()
+    engine.save_checkpoint(folder, client_state={"note": "kept"})
+    return engine.full_state_dict(), _moments(engine)
+
+
+def _load(case: Case, folder: str) -> tuple[Any, Any, Any, Any]:
+    engine = engine_of(case)
+    path, client = engine.load_checkpoint(folder)
+    assert path == f"{folder}/step-2"
+    assert engine.global_steps == 2
+    return engine.full_state_dict(), _moments(engine), client, engine.get_lr()
+
+
+def _merged(answers: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
+    return {name: tensor for answer in answers for name, tensor in answer[1].items()}
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    answers = ranks.run(_train_and_save, SOURCE, folder, world=4)
+    return folder, answers[0][0], _merged(answers)
+
+
+TARGETS = [
+    SOURCE,
+    Case(2, 1, stage=0, optimizer="adamw", placement="mixed"),
+    Case(2, 2, stage=0, optimizer="adamw", placement="cyclic"),
+    Case(4, 1, stage=0, optimizer="adamw", placement="profile"),
+    Case(4, 2, stage=3, optimizer="adamw", placement="mixed"),
+    Case(1, 4, stage=2, optimizer="adamw", placement="full"),
+    Case(2, 2, stage=1, optimizer="adamw", placement="full"),
+]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_a_checkpoint_moves_to_any_layout_exactly(ranks: RankPool, saved: Any, target: Case) -> None:
+    folder, weights, moments = saved
+    answers = ranks.run(_load, target, folder, world=target.world)
+    state = answers[0][0]
+    assert set(state) == set(weights)
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    loaded = _merged(answers)
+    assert set(loaded) == set(moments)
+    assert all(torch.equal(loaded[name], moments[name]) for name in moments)
+    assert all(answer[2] == {"note": "kept"} for answer in answers)
+
+
+def test_the_reference_reads_it_too(saved: Any) -> None:
+    folder, weights, moments = saved
+    engine = engine_of(SOURCE, "reference")
+    engine.load_checkpoint(folder)
+    state = engine.full_state_dict()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    loaded = _moments(engine)
+    assert all(torch.equal(loaded[name], moments[name]) for name in moments)
+
+
+class _Planted:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("planted"),))
+
+
+def _damage(folder: Path, how: str) -> None:
+    checkpoint = folder / "step-1"
+    if how == "no state":
+        (checkpoint / "state.json").unlink()
+    elif how == "truncated state":
+        (checkpoint / "state.json").write_text("{")
+    elif how == "state without steps":
+        (checkpoint / "state.json").write_text(json.dumps({"format": 1}))
+    elif how == "other format":
+        (checkpoint / "state.json").write_text(json.dumps({"format": 99}))
+    elif how == "no metadata":
+        (checkpoint / ".metadata").unlink()
+    elif how == "truncated metadata":
+        (checkpoint / ".metadata").write_bytes((checkpoint / ".metadata").read_bytes()[:50])
+    elif how == "planted pickle":
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(_Planted()))
+    elif how == "no tensors":
+        next(checkpoint.glob("*.distcp")).unlink()
+    elif how == "truncated tensors":
+        data = next(checkpoint.glob("*.distcp"))
+        data.write_bytes(data.read_bytes()[:100])
+
+
+DAMAGES = [
+    "no state", "truncated state", "state without steps", "other format", "no metadata", "truncated metadata", "planted pickle", "no tensors",
+    "truncated tensors",
+]  # fmt: skip
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    engine = engine_of(SOURCE, "reference")
+    one_step(engine, SOURCE, 0, data_rank=None)
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_one_line(small: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(small)
+    _damage(small, how)
+    with pytest.raises(CheckpointError) as error:
+        engine_of(SOURCE, "reference").load_checkpoint(small)
+    assert "step-1" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (small / "planted").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(small: Path) -> None:
+    with pytest.raises(CheckpointError, match="another model"):
+        engine_of(Case(2, 2, stage=3, optimizer="adamw", model="llama"), "reference").load_checkpoint(small)
+
+
+def test_no_checkpoint_is_no_error_but_a_named_one_is(tmp_path: Path) -> None:
+    engine = engine_of(SOURCE, "reference")
+    assert engine.load_checkpoint(tmp_path) == (None, {})
+    with pytest.raises(CheckpointError, match="step-7"):
+        engine.load_checkpoint(tmp_path, "step-7")
+
+
+def test_a_tag_is_replaced_and_client_state_must_be_json(small: Path) -> None:
+    engine = engine_of(SOURCE, "reference")
+    engine.load_checkpoint(small)
+    with pytest.raises(CheckpointError, match="not JSON"):
+        engine.save_checkpoint(small, "step-1", client_state={"bad": object()})
+    engine.save_checkpoint(small, "step-1", client_state={"good": 1})
+    assert engine.load_checkpoint(small)[1] == {"good": 1}
+    assert sorted(path.name for path in small.iterdir()) == ["latest.json", "step-1"]
+
+
+def _missing_on_one_rank(case: Case, folder: str) -> str:
+    """The error of every rank, when a tensor that only some ranks need is not in the checkpoint."""
+    engine = engine_of(case)
+    try:
+        engine.load_checkpoint(folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_what_one_rank_lacks_stops_all(ranks: RankPool, saved: Any, tmp_path: Path) -> None:
+    # The llama has other names than the checkpointed model; group 0 and group 1 look for different ones.
+    messages = ranks.run(_missing_on_one_rank, Case(2, 1, optimizer="adamw", model="llama"), saved[0], world=2, timeout=60)
+    assert len(set(messages)) == 1
+    assert "another model" in messages[0]
