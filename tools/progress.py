@@ -1,4 +1,7 @@
-"""What a user sees while training runs: a bar on a terminal, plain lines elsewhere."""
+"""What a user sees while training runs: a bar on a terminal, plain lines elsewhere.
+
+All of it goes to standard error; standard output is for results.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,19 @@ class Progress:
             self._bar.update(step - self._last)
         elif self._enabled and (step % self._every == 0 or step == self._total):
             width = len(str(self._total))
-            print(f"step {step:>{width}}/{self._total}  " + "  ".join(f"{name} {text}" for name, text in shown.items()), flush=True)
+            print(
+                f"step {step:>{width}}/{self._total}  " + "  ".join(f"{name} {text}" for name, text in shown.items()),
+                file=sys.stderr,
+                flush=True,
+            )
         self._last = step
 
     def print(self, line: str) -> None:
         """A line of its own; a bar stays below it."""
         if self._bar is not None:
-            self._bar.write(line, file=sys.stdout)
+            self._bar.write(line, file=sys.stderr)
         elif self._enabled:
-            print(line, flush=True)
+            print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Leave the bar as it is; to be called also when training ends early."""
