@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=90)
+COLLECTIVE_TIMEOUT = timedelta(seconds=240)  # ranks that share two loaded cores are slow, not stuck
 MOST_THREADS = 64  # gloo's threads outlive process groups that a device mesh still knows; many of them slow every case down
 START_SECONDS = 300.0  # importing torch in eight processes takes 100 s on two cores that others load
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed
@@ -49,7 +49,7 @@ class RankPool:
         self._processes: list[Any] = []
         self._connections: list[Any] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, world: int, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, world: int, timeout: float = 300.0) -> list[Any]:
         """What ``function(*args)`` returned, by rank.
 
         ``function`` is module-level; its module is loaded from its file. Raises :class:`RankError` with the traceback of

@@ -287,11 +287,11 @@ def _failing(case: Case) -> list[str]:
 @pytest.mark.parametrize("case", [Case(2, 1), Case(2, 2, 3)], ids=str)
 def test_errors_come_out_and_the_engine_lives_on(ranks: RankPool, case: Case) -> None:
     start = time.monotonic()
-    for messages in ranks.run(_failing, case, world=case.world, timeout=60):
+    for messages in ranks.run(_failing, case, world=case.world, timeout=240):
         assert len(messages) == 2
         assert messages[0].startswith("RuntimeError: ")
         assert messages[1] == "DataError: evaluate: a rank has no batch; give every rank at least one"
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 200, "ranks waited for a collective that never came"
 
 
 def test_lockstep_ends_all_passes_when_one_fails() -> None:

@@ -24,7 +24,7 @@ def test_counted_bytes_are_on_the_wire() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path for path in sys.path if path] + [str(script.parent)])}
     done = subprocess.run(
         ["unshare", "-n", "--kill-child", "--fork", sys.executable, str(script)],
-        capture_output=True, text=True, env=environment, timeout=240, check=False,
+        capture_output=True, text=True, env=environment, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
