@@ -25,7 +25,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=240)  # ranks that share two loaded cores are slow, not stuck
-MOST_THREADS = 64  # gloo's threads outlive process groups that a device mesh still knows; many of them slow every case down
+MOST_THREADS = 300  # gloo's threads outlive process groups that a device mesh still knows; many of them slow every case down
 START_SECONDS = 300.0  # importing torch in eight processes takes 100 s on two cores that others load
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed
 _VARIABLES: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
