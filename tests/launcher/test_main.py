@@ -135,7 +135,7 @@ def test_starts_a_process_for_each_group(config: Path, training: SimpleNamespace
     words = ["train", str(config), "--groups", "4", "--dump-dir", str(tmp_path / "run")]
     assert command_line.main(words) == 0
     assert training.args is None
-    assert training.started == ((words, 4, tmp_path / "run/logs"), {"on_cpu": True})
+    assert training.started == ((words, 4, tmp_path / "run/logs"), {"on_cpu": True, "stop_seconds": command_line.STOP_SECONDS})
 
 
 def test_default_dump_directory_is_named_after_the_config(config: Path, training: SimpleNamespace) -> None:
