@@ -45,7 +45,8 @@ def plan_buckets(
     """
     buckets: list[Bucket] = []
     size, last = 0, None
-    for name in sorted(reversed(list(numels)), key=comes_last):
+    backwards = list(numels)[::-1]
+    for name in sorted(backwards, key=comes_last):  # stable
         nbytes = numels[name] * 4
         if last == unit_of(name) and size + nbytes <= BUCKET_BYTES:
             buckets[-1] = Bucket(buckets[-1].holders, (name, *buckets[-1].names))

@@ -119,8 +119,8 @@ def _damage(folder: Path, how: str) -> None:
 
 
 DAMAGES = [
-    "no state", "truncated state", "state without steps", "other format", "no metadata", "truncated metadata", "planted pickle", "no tensors",
-    "truncated tensors",
+    "no state", "truncated state", "state without steps", "other format", "no metadata", "truncated metadata", "planted pickle",
+    "no tensors", "truncated tensors",
 ]  # fmt: skip
 
 
