@@ -61,7 +61,7 @@ def target_count(batch: Any) -> int:
     if labels.is_floating_point():
         return labels.numel()
     # A causal model shifts "labels" inside: the first position of a row is no target.
-    shifted = labels[..., 1:] if isinstance(batch, Mapping) and labels.dim() > 1 else labels
+    shifted = labels[..., 1:] if isinstance(batch, Mapping) and "labels" in batch and labels.dim() > 1 else labels
     return int((shifted != IGNORED_LABEL).sum())
 
 

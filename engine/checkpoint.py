@@ -91,8 +91,9 @@ def latest(directory: Path) -> str | None:
     """The tag of the newest whole checkpoint in ``directory``, or None."""
     try:
         tag = json.loads((directory / LATEST).read_text(encoding="utf-8"))["tag"]
-    except FileNotFoundError:
-        return None
+    except FileNotFoundError:  # lost, or killed before it was written: the newest whole one stands for it
+        whole = checkpoints_in(directory)
+        return whole[-1].name if whole else None
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(f"{directory / LATEST}: cannot be read; name the checkpoint yourself, or remove this file") from None
     return str(tag)
