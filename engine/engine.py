@@ -167,6 +167,7 @@ class SDPEngine:
             "global_samples": self.global_samples,
             "mesh": self._mesh_shape(),
             "placement": self.layout.placement.to_json(),
+            "learning_rates": [float(group["lr"]) for group in self.optimizer.param_groups],
             "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": dict(client_state or {}),
@@ -202,6 +203,8 @@ class SDPEngine:
         self.micro_steps = self.global_steps * self._batch.accumulation
         if self.lr_scheduler is not None and state["scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["scheduler"])
+        for group, rate in zip(self.optimizer.param_groups, state.get("learning_rates", ()), strict=False):
+            group["lr"] = rate  # torch's schedulers do not set it when they are loaded
         if self.loader is not None and state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])
         return str(path), state["client_state"]
