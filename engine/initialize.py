@@ -81,7 +81,7 @@ def initialize(
     settings = _settings(args, config if config is not None else config_params)
     reference = settings.sdp.engine == "reference"
     device = _reference_device() if reference else init_distributed()
-    mesh = _mesh(settings, reference)
+    mesh = mesh_of(settings, 1 if reference else dist.get_world_size())
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _named_groups(model_parameters, optimizer, names)
@@ -112,11 +112,12 @@ def _reference_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _mesh(config: Config, reference: bool) -> Mesh:
+def mesh_of(config: Config, world_size: int) -> Mesh:
+    """The grid of ranks of a run in ``world_size`` processes; the reference's are virtual. Raises :class:`ConfigError`."""
     tp = config.tensor_parallel.autotp_size
-    if reference:
+    if config.sdp.engine == "reference":
         return Mesh(config.sdp.groups, _virtual_fsdp(config), tp)
-    return Mesh.for_world(dist.get_world_size(), config.sdp.groups, tp)
+    return Mesh.for_world(world_size, config.sdp.groups, tp)
 
 
 def _virtual_fsdp(config: Config) -> int:

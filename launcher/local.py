@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +92,6 @@ def start_local(
     Raises :class:`LaunchError` where a process or log cannot be started.
     """
     threads = env.thread_settings(processes)
-    _announce(processes, threads, log_dir)
     defaults = env.allocator_settings() if on_cpu else {}
     settings = {**_search_path(), **threads}
     port = env.free_port()
@@ -254,14 +253,6 @@ def _tune_allocator() -> None:
         for name, parameter in _MALLOPT.items():
             if resolved[name].isdecimal():
                 mallopt(parameter, int(resolved[name]))
-
-
-def _announce(processes: int, threads: Mapping[str, str], log_dir: Path) -> None:
-    if threads:
-        count = f"OMP_NUM_THREADS={threads['OMP_NUM_THREADS']} for {env.usable_cores()} cores"
-    else:
-        count = "OMP_NUM_THREADS as it was set"
-    _say(f"starting {processes} processes on this host, {count}; logs in {log_dir}")
 
 
 def _say(text: str) -> None:

@@ -38,13 +38,20 @@ class Corpus:
 def open_corpus(config: Config, dump_dir: Path) -> Corpus:
     """Open the data of a run. Collective: rank 0 prepares the default corpus in ``dump_dir/corpus`` while the others wait."""
     data = config.data
-    path = Path(data.path) if data.path is not None else dump_dir / "corpus"
-    if data.path is None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            log.info("data.path is not set: taking the sources of Python's standard library")
-            prepare(None, path, tokenizer=data.tokenizer, vocab_size=data.vocab_size)
-        if dist.is_initialized():
-            dist.barrier()
+    if data.path is not None:
+        return open_prepared(config, Path(data.path))
+    path = dump_dir / "corpus"
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.info("data.path is not set: taking the sources of Python's standard library")
+        prepare(None, path, tokenizer=data.tokenizer, vocab_size=data.vocab_size)
+    if dist.is_initialized():
+        dist.barrier()
+    return open_prepared(config, path)
+
+
+def open_prepared(config: Config, path: Path) -> Corpus:
+    """Both splits of the data prepared in ``path``. Raises DataError, and ConfigError where ``config`` says otherwise than the data."""
+    data = config.data
     corpus = Corpus(
         TokenDataset(path, "train", data.sequence_length),
         TokenDataset(path, "held_out", data.sequence_length),

@@ -19,12 +19,14 @@ from ..engine.batch import loss_of, to_device
 from ..engine.checkpoint import checkpoints_in, prune
 from ..engine.config import Config, load_config
 from ..engine.engine import SDPEngine
-from ..engine.errors import ConfigError, DivergedError
-from ..engine.initialize import init_distributed, initialize
+from ..engine.environment import detect
+from ..engine.errors import DivergedError
+from ..engine.initialize import init_distributed, initialize, mesh_of
 from ..engine.loader import evaluation_batches
 from ..engine.memory import PeakMemory
 from ..engine.memory_probe import peak_tensor_bytes
 from ..models.registry import build_model
+from . import preflight
 from .corpus import Corpus, open_corpus
 from .metrics import RunFiles, read_run
 from .monitors import Monitors, evaluation_scalars, open_monitors, train_scalars
@@ -41,21 +43,21 @@ PROBED_STEP = 2  # the first step allocates optimizer state; from the second on,
 def run(args: argparse.Namespace) -> int:
     """``sdp train``: this rank's part of a run. ``args`` as made by the command line; returns the exit code."""
     config = load_config(args.config, args.overrides)
-    _refuse_unfinished(config)
+    place = detect()
+    rank, world_size = (place.rank, place.world_size) if place is not None else (0, 1)
+    preflight.check(config, mesh_of(config, world_size), args.dump_dir, resume=args.resume)
+    files = RunFiles(args.dump_dir, resume=args.resume) if rank == 0 else None
+    monitors = open_monitors(config, args.dump_dir) if rank == 0 else None
+    _set_up_logging(rank, args.dump_dir)
+    log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), args.dump_dir / "logs")
     if config.sdp.engine != "reference":
         init_distributed()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    _set_up_logging(rank, args.dump_dir)
-    files = RunFiles(args.dump_dir, resume=args.resume) if rank == 0 else None
     corpus = open_corpus(config, args.dump_dir)
     memory = PeakMemory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     memory.reset()
     baseline = memory.read()
     engine, *_ = initialize(model=build_model(config.model, corpus.vocab_size), training_data=corpus.train, config=config)
-    trainer = Trainer(config, engine, corpus, args.dump_dir, files, baseline)
-    if files is not None:
-        files.write_config(config)
-        files.write_placement(engine.layout.placement)
+    trainer = Trainer(config, engine, corpus, args.dump_dir, baseline, files, monitors)
     try:
         status = trainer.train(resume=args.resume)
     finally:
@@ -63,13 +65,6 @@ def run(args: argparse.Namespace) -> int:
     if dist.is_initialized():  # not after a failure: other ranks may be inside a collective, and the message must get out
         dist.destroy_process_group()
     return status
-
-
-def _refuse_unfinished(config: Config) -> None:
-    if not config.model:
-        raise ConfigError('model: this section is required to train, for example {"name": "llama", …}')
-    if (config.training.steps is None) == (config.training.tokens is None):
-        raise ConfigError("training: give the length of the run as either training.steps or training.tokens")
 
 
 def _set_up_logging(rank: int, dump_dir: Path) -> None:
@@ -88,10 +83,20 @@ def _set_up_logging(rank: int, dump_dir: Path) -> None:
 
 
 class Trainer:
-    """One rank's run. ``files`` exists on rank 0 alone; ``baseline``: bytes resident before the model existed."""
+    """One rank's run. ``baseline``: bytes resident before the model existed; ``files`` and ``monitors`` exist on rank 0 alone."""
 
-    def __init__(self, config: Config, engine: SDPEngine, corpus: Corpus, dump_dir: Path, files: RunFiles | None, baseline: int):
-        self.config, self.engine, self.corpus, self.dump_dir, self.files = config, engine, corpus, dump_dir, files
+    def __init__(
+        self,
+        config: Config,
+        engine: SDPEngine,
+        corpus: Corpus,
+        dump_dir: Path,
+        baseline: int,
+        files: RunFiles | None,
+        monitors: Monitors | None,
+    ):
+        self.config, self.engine, self.corpus, self.dump_dir = config, engine, corpus, dump_dir
+        self.files, self.monitors = files, monitors
         self.baseline_memory = baseline
         self.memory = PeakMemory(engine.device)
         self.tokens_per_step = engine.train_batch_size() * config.data.sequence_length
@@ -99,7 +104,6 @@ class Trainer:
         self.steps = training.steps or math.ceil((training.tokens or 0) / self.tokens_per_step)
         self.peak_tensors: int | None = None
         self.last_facts: StepFacts | None = None
-        self.monitors: Monitors | None = open_monitors(config, dump_dir) if files is not None else None
         self._told_to_stop = 0  # the signal that this rank got
         self._stopping = 0  # the signal that all ranks agreed to stop for
         mesh, here = engine.layout.mesh, engine.data_ranks_here
@@ -115,6 +119,9 @@ class Trainer:
         """Run from the newest checkpoint (``resume``) or from the start to the last step. Returns the exit code."""
         if resume:
             self._resume()
+        if self.files is not None:  # not before: a resume that fails leaves the run as it was
+            self.files.write_config(self.config)
+            self.files.write_placement(self.engine.layout.placement)
         start = self.engine.global_steps
         self._announce(start)
         bar = progress(self.steps, start, self.files is not None, self.config.steps_per_print)

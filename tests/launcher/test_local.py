@@ -97,8 +97,7 @@ print(*sys.argv[1:], *(os.environ[name] for name in names), os.environ["MALLOC_A
     assert code == 0
     assert out == "argument 0 3 0 3 127.0.0.1 1 True\n"
     assert (tmp_path / "logs/rank-2.log").read_text() == "argument 2 3 2 3 127.0.0.1 1 True\n"
-    assert err.startswith("sdp: starting 3 processes on this host, OMP_NUM_THREADS")
-    assert err.count("\n") == 1
+    assert err == ""
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-0.log", "rank-1.log", "rank-2.log"]
 
 
@@ -113,7 +112,7 @@ time.sleep(60)
     pids = job.pids()
     code, _, err = job.end()
     assert code == 2
-    assert err.splitlines()[1:] == ["sdp: error: shard 7 is damaged"]
+    assert err.splitlines() == ["sdp: error: shard 7 is damaged"]
     assert not any(alive(pid) for pid in pids)
 
 
@@ -136,7 +135,7 @@ sys.exit(2)
 """
     code, _, err = Job(tmp_path, body).end()
     assert code == 2
-    assert err.splitlines()[1:] == ["sdp: error: steps: missing"]
+    assert err.splitlines() == ["sdp: error: steps: missing"]
     assert not list((tmp_path / "logs").glob("*.error"))
 
 
@@ -148,7 +147,7 @@ time.sleep(60)
 """
     code, _, err = Job(tmp_path, body).end()
     assert code == 2
-    assert err.splitlines()[1:] == ["sdp: error: lost"]
+    assert err.splitlines() == ["sdp: error: lost"]
 
 
 def test_killed_rank_is_named_with_its_log(tmp_path: Path) -> None:
@@ -162,7 +161,7 @@ time.sleep(60)
     code, _, err = job.end()
     assert code == 1
     log = job.logs / "rank-2.log"
-    assert err.splitlines()[1:] == [f"sdp: error: rank 2 was killed by SIGKILL, perhaps for lack of memory; its log: {log}"]
+    assert err.splitlines() == [f"sdp: error: rank 2 was killed by SIGKILL, perhaps for lack of memory; its log: {log}"]
     assert not any(alive(pid) for pid in pids)
 
 
@@ -181,7 +180,7 @@ sys.exit(1)
     code, _, err = job.end()
     assert code == 1
     log = job.logs / "rank-2.log"
-    assert err.splitlines()[1:] == [f"sdp: error: rank 2 ended with exit code 1 (ValueError: the cause); its log: {log}"]
+    assert err.splitlines() == [f"sdp: error: rank 2 ended with exit code 1 (ValueError: the cause); its log: {log}"]
     assert "ValueError: the cause" in log.read_text()
 
 
@@ -194,7 +193,7 @@ time.sleep(60)
 """
     code, _, err = Job(tmp_path, body).end()
     assert code == 1
-    assert err.splitlines()[1:3] == ["Traceback", "ValueError: x"]
+    assert err.splitlines()[:2] == ["Traceback", "ValueError: x"]
     assert (tmp_path / "logs/rank-0.log").read_text() == "Traceback\nValueError: x\n"
 
 

@@ -150,6 +150,8 @@ BAD = [
     ({"model.hiden_size": 8}, "model.hiden_size: unknown key, did you mean hidden_size?"),
     ({"data.path": "nowhere"}, "nowhere"),
     ({"data.sequence_length": 10**7}, "fewer than one sequence"),
+    ({"data.sequence_length": 4096, "model.max_position_embeddings": 2048}, "more than model.max_position_embeddings = 2048"),
+    ({"scheduler.params.total_num_steps": -1}, "scheduler.params.total_num_steps"),
     ({"training.tokens": 4096}, "either training.steps or training.tokens"),
     ({"wandb.enabled": True}, "wandb"),
 ]
@@ -165,10 +167,19 @@ def test_bad_input_is_one_line_and_exit_code_2(config, tmp_path, capsys, change,
             section = section.setdefault(parent, {})
         section[key] = value
     assert main(["train", str(write(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err
-    line = next(line for line in error.splitlines() if line.startswith("sdp: error: "))
-    assert message in line
-    assert "Traceback" not in error
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("sdp: error: ")
+    assert said.err.count("\n") == 1
+    assert message in said.err
+
+
+def test_bad_input_found_in_several_processes_is_one_line(config, tmp_path):
+    config["sdp"]["capacity"] = 0.25
+    result = sdp("train", write(config, tmp_path), "--dump-dir", tmp_path / "run")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert "use a capacity of at least 0.5" in result.stderr
 
 
 def test_a_corrupt_shard_is_named(config, corpus, tmp_path, capsys):
