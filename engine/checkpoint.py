@@ -31,9 +31,14 @@ STATE, LATEST = "state.json", "latest.json"
 _KEYS = {"global_steps", "global_samples", "mesh", "placement", "scheduler", "loader", "client_state"}
 
 
+def weights_of(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The model's tensors by key, ``model/NAME``; shards stay shards."""
+    return {f"model/{name}": tensor.detach() for name, tensor in (*parameters.items(), *buffers.items())}
+
+
 def tensors_of(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor], optimizer: Optimizer) -> dict[str, Any]:
     """Everything that is a tensor, by key: ``model/NAME`` and ``optimizer/NAME/KEY``; shards stay shards."""
-    tensors: dict[str, Any] = {f"model/{name}": tensor.detach() for name, tensor in (*parameters.items(), *buffers.items())}
+    tensors = weights_of(parameters, buffers)
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):

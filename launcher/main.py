@@ -194,6 +194,7 @@ _COMMANDS = {
     "prepare": _tool_command("prepare", "turn text into memory-mapped token shards"),
     "config": _Command("print a configuration with all defaults, or the schema", _add_show_config_arguments, _show_config),
     "bench": _tool_command("bench", "time the engine's step against a plain hand-written loop"),
+    "evaluate": _tool_command("evaluate", "held-out loss of the full model of a checkpoint"),
     "report": _tool_command("report", "summarise and compare finished runs"),
     "version": _Command("print versions", lambda _: None, _show_version),
 }

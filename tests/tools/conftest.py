@@ -1,6 +1,47 @@
-"""Puts the modules that the tests in this folder share on the import path."""
+"""Puts the modules that the tests in this folder share on the import path; a corpus and a finished run for those that read one."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from sdp.data.prepare import prepare
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This project's own sources and README, in a SentencePiece vocabulary of 384."""
+    folder = tmp_path_factory.mktemp("text")
+    root = Path(__file__).parent.parent.parent
+    for number, path in enumerate([*sorted((root / "engine").glob("*.py")), root / "README.md"]):
+        (folder / f"{number}.txt").write_bytes(path.read_bytes())
+    options = {"tokenizer": "sentencepiece", "vocab_size": 384, "held_out": 0.2, "workers": 1, "progress": False}
+    prepare([str(folder / "*.txt")], folder / "shards", **options)
+    return folder / "shards"
+
+
+@pytest.fixture(scope="session")
+def trained_run(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dump directory of a run of four processes, 2 groups × fsdp 2 at stage 3, with checkpoints at steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3},
+        "sdp": {"groups": 2, "capacity": 0.75},
+        "model": {
+            "name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_theta": 5000.0, "initializer_range": 0.1,
+        },
+        "data": {"path": str(text_corpus), "sequence_length": 48},
+        "training": {"steps": 4, "evaluate_every": 2, "evaluate_batches": 2, "save_every": 2},
+    }  # fmt: skip
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    command = [sys.executable, "-P", "-m", "sdp.launcher.main", "train", path, "--fsdp", "2", "--dump-dir", folder / "run"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    return folder / "run"

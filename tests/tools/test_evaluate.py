@@ -1,0 +1,88 @@
+"""``sdp evaluate``: the run's own figures from its checkpoints alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from sdp.engine.checkpoint_reader import SafeReader
+from sdp.launcher.main import main
+
+
+def evaluated(capsys, *arguments: object) -> dict:
+    assert main(["evaluate", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def own_losses(run: Path) -> dict[int, float]:
+    lines = map(json.loads, (run / "evaluations.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_checkpoint_gives_the_loss_of_the_run_and_nothing_is_written(trained_run, capsys):
+    own, before = own_losses(trained_run), contents(trained_run)
+    newest = evaluated(capsys, trained_run)
+    assert newest["step"] == 4
+    assert newest["loss"] == pytest.approx(own[4], rel=1e-5)
+    assert newest["in_training"] == own[4]
+    assert newest["targets"] == newest["sequences"] * 47 == 2 * 2 * 4 * 47  # 2 batches of 2 sequences for each of 4 data ranks
+    assert own[2] != pytest.approx(own[4], rel=1e-3)
+    for arguments in (["--step", 2], ["--checkpoint", "step-2"]):
+        assert evaluated(capsys, trained_run, *arguments)["loss"] == pytest.approx(own[2], rel=1e-5)
+    assert evaluated(capsys, trained_run / "checkpoints" / "step-2")["loss"] == pytest.approx(own[2], rel=1e-5)
+    assert contents(trained_run) == before
+
+
+def test_the_table_and_another_number_of_batches(trained_run, capsys):
+    assert main(["evaluate", str(trained_run)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{own_losses(trained_run)[4]:.6f} at this step" in printed
+    fewer = evaluated(capsys, trained_run, "--batches", 1)
+    assert fewer["sequences"] == 8
+    assert fewer["loss"] != pytest.approx(own_losses(trained_run)[4], rel=1e-6)
+
+
+def test_optimizer_state_is_not_read(trained_run, tmp_path, capsys):
+    copy = shutil.copytree(trained_run, tmp_path / "run")
+    checkpoint = copy / "checkpoints" / "step-4"
+    spoiled = 0
+    for index, place in SafeReader(str(checkpoint)).read_metadata().storage_data.items():
+        if index.fqn.startswith("optimizer/"):
+            with (checkpoint / place.relative_path).open("r+b") as file:
+                file.seek(place.offset)
+                file.write(b"\xff" * place.length)
+            spoiled += 1
+    assert spoiled > 100
+    assert evaluated(capsys, copy)["loss"] == pytest.approx(own_losses(trained_run)[4], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere: neither a run nor a checkpoint of one (no such directory)"),
+        (["empty"], "neither a run nor a checkpoint of one (no config.json in it)"),
+        (["run", "--step", "3"], "no checkpoint step-3; there: step-2, step-4"),
+        (["run/checkpoints/step-2", "--step", "2"], "is one checkpoint"),
+        (["unsaved"], "this run has no checkpoint"),
+        (["alone/checkpoints/step-4"], "a checkpoint outside of a run"),
+        (["run", "--set", "data.path=nowhere"], "nowhere: no prepared data here"),
+        (["run", "--set", "model.hidden_size=64"], "it is of another model"),
+        (["run", "--batches", "0"], "at least one batch"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line(trained_run, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("run").symlink_to(trained_run)
+    Path("empty").mkdir()
+    Path("unsaved").mkdir()
+    shutil.copy(trained_run / "config.json", "unsaved")
+    shutil.copytree(trained_run / "checkpoints" / "step-4", "alone/checkpoints/step-4")
+    assert main(["evaluate", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out

@@ -1,0 +1,114 @@
+"""``sdp evaluate DIR``: the held-out loss of a checkpoint's full model, in one process and without optimizer state."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..data.shards import TokenDataset
+from ..engine import checkpoint
+from ..engine.backends.base import Backend
+from ..engine.batch import target_count
+from ..engine.batch_size import BatchSize
+from ..engine.construct import build_backend
+from ..engine.errors import ConfigError
+from ..engine.layout import Layout
+from ..engine.loader import evaluation_batches
+from ..engine.mesh import Mesh
+from ..models.registry import build_model
+from . import saved_run
+from .metrics import read_run
+from .saved_run import SavedRun
+
+# The reference engine holds the whole model in one process, whatever the layout that trained it.
+_IN_ONE_PROCESS = ("sdp.engine=reference", "tensor_parallel.autotp_size=1")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """``loss``: mean over ``targets`` tokens, in nats; ``in_training``: what the run itself measured at this step, if it did."""
+
+    checkpoint: str
+    step: int
+    data: str
+    batches: int
+    sequences: int
+    targets: int
+    loss: float
+    perplexity: float
+    in_training: float | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    saved_run.add_arguments(parser)
+    parser.add_argument("--batches", metavar="N", type=int, help="held-out batches per data rank (default: those of the run)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate and print; nothing is written. Raises an SDPError for a checkpoint or data that cannot be read."""
+    if args.batches is not None and args.batches < 1:
+        raise ConfigError(f"--batches {args.batches}: at least one batch is needed")
+    result = evaluate(saved_run.find(args, _IN_ONE_PROCESS), args.batches)
+    print(json.dumps(asdict(result)) if args.json else _table(result))
+    return 0
+
+
+def evaluate(saved: SavedRun, limit: int | None = None) -> Evaluation:
+    """The full model of ``saved`` on the batches that the run's own evaluations read, at most ``limit`` per data rank."""
+    held_out = TokenDataset(saved.data, "held_out", saved.config.data.sequence_length)
+    batches = list(_batches(saved, held_out, limit or saved.config.training.evaluate_batches))
+    backend = _load(saved, held_out.vocab_size)
+    loss = backend.evaluate(batches)
+    own = [line["loss"] for line in read_run(saved.dump_dir).evaluations if line["step"] == saved.step]
+    return Evaluation(
+        checkpoint=str(saved.checkpoint),
+        step=saved.step,
+        data=str(saved.data),
+        batches=len(batches),
+        sequences=sum(len(batch["input_ids"]) for batch in batches),
+        targets=sum(map(target_count, batches)),
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        in_training=own[-1] if own else None,
+    )
+
+
+def _batches(saved: SavedRun, held_out: TokenDataset, limit: int) -> Iterator[Any]:
+    """Micro-batches of all data ranks of the run, which decide what is read, one after the other."""
+    mesh = Mesh(*saved.state["mesh"])
+    micro = BatchSize.resolve(saved.config, mesh).micro
+    loaders = (evaluation_batches(held_out, micro, rank, mesh.data_ranks, limit) for rank in range(mesh.data_ranks))
+    return chain.from_iterable(loaders)
+
+
+def _load(saved: SavedRun, vocab_size: int) -> Backend:
+    """The checkpoint's weights in evaluation mode."""
+    model = build_model(saved.config.model, vocab_size)
+    layout = Layout.of(model, saved.config, Mesh(saved.config.sdp.groups))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backend = build_backend(model, saved.config, layout, device)
+    buffers = {name: buffer for name, buffer in backend.module.named_buffers() if name in layout.buffers}
+    checkpoint.load(saved.checkpoint, checkpoint.weights_of(backend.parameters, buffers), distributed=False)
+    backend.module.eval()
+    return backend
+
+
+def _table(result: Evaluation) -> str:
+    rows = {
+        "checkpoint": result.checkpoint,
+        "held out": f"{result.sequences:,} sequences, {result.targets:,} targets of {result.data}",
+        "loss": f"{result.loss:.6f}",
+        "perplexity": f"{result.perplexity:.4f}",
+    }
+    if result.in_training is not None:
+        rows["in training"] = f"{result.in_training:.6f} at this step"
+    return "\n".join(f"{name:<12} {text}" for name, text in rows.items())

@@ -1,0 +1,81 @@
+"""A checkpoint and the run that wrote it, found from the directory that a user names."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engine.checkpoint import STATE, latest, read_state
+from ..engine.config import Config, load_config
+from ..engine.errors import CheckpointError, ConfigError
+from .metrics import CONFIG
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """``config`` is the run's own with the user's changes; ``state`` is the checkpoint's ``state.json``."""
+
+    dump_dir: Path
+    config: Config
+    checkpoint: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.state["global_steps"]
+
+    @property
+    def data(self) -> Path:
+        """The prepared data of the run."""
+        path = self.config.data.path
+        return Path(path) if path is not None else self.dump_dir / "corpus"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare how a checkpoint is named on the command line."""
+    parser.add_argument("run", metavar="DIR", type=Path, help="the --dump-dir of a run, or one of its checkpoints")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step (default: the newest)")
+    which.add_argument("--checkpoint", metavar="TAG", help="the checkpoint of this name")
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a key of the run's configuration, such as data.path of data that was moved; may be repeated",
+    )
+
+
+def find(args: argparse.Namespace, overrides: Sequence[str] = ()) -> SavedRun:
+    """The checkpoint that ``args`` name; ``overrides`` go before the user's own.
+
+    Raises ConfigError where ``DIR`` is no run, CheckpointError where the run has no such checkpoint or it is damaged.
+    """
+    tag = args.checkpoint if args.step is None else f"step-{args.step}"
+    dump_dir, checkpoint = _locate(args.run, tag)
+    state = read_state(checkpoint)
+    return SavedRun(dump_dir, load_config(dump_dir / CONFIG, [*overrides, *args.set]), checkpoint, state)
+
+
+def _locate(directory: Path, tag: str | None) -> tuple[Path, Path]:
+    if (directory / STATE).is_file():
+        if tag is not None:
+            raise ConfigError(f"{directory} is one checkpoint; name the run's directory to choose {tag} in it")
+        dump_dir = directory.absolute().parent.parent
+        if not (dump_dir / CONFIG).is_file():
+            raise ConfigError(f"{directory}: a checkpoint outside of a run; {dump_dir / CONFIG} is missing, which says what the model is")
+        return dump_dir, directory
+    if not (directory / CONFIG).is_file():
+        found = f"no {CONFIG} in it" if directory.is_dir() else "no such directory"
+        raise ConfigError(f"{directory}: neither a run nor a checkpoint of one ({found}); give the --dump-dir of sdp train")
+    checkpoints = directory / "checkpoints"
+    tag = tag or latest(checkpoints)
+    if tag is None:
+        raise CheckpointError(f"{directory}: this run has no checkpoint; training.save_every says when one is written")
+    if not (checkpoints / tag).is_dir():
+        there = ", ".join(sorted(path.name for path in checkpoints.glob("[!.]*") if path.is_dir())) or "none"
+        raise CheckpointError(f"{checkpoints}: no checkpoint {tag}; there: {there}")
+    return directory, checkpoints / tag
