@@ -1,17 +1,21 @@
 """Checkpoints under the canonical names of the full model: any layout in, any layout out.
 
 ``torch.distributed.checkpoint`` writes and reads tensors: every rank its own shards, holders' equal copies once. ``state.json``
-beside them holds the rest. A checkpoint is written aside and renamed, so that a name never stands for half of one.
+beside them holds the rest, and a hash of every file. A checkpoint is written aside and renamed, so that a name never stands for
+half of one.
 """
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
+import socket
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +25,55 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
+from .checkpoint_files import (
+    PARTIAL,
+    STATE,
+    damaged_file,
+    encode_state,
+    hash_files,
+    point_to,
+    prune,
+    remove_leftovers,
+    share_of,
+    write_durably,
+)  # fmt: skip
 from .checkpoint_reader import SafeReader
 from .errors import CheckpointError
 
-FORMAT = 1
-STATE, LATEST = "state.json", "latest.json"
-_KEYS = {"global_steps", "global_samples", "mesh", "placement", "scheduler", "loader", "client_state"}
+_SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that save or load together; ``group`` None is all of them. ``alone``: this one process by itself."""
+
+    alone: bool
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.alone else dist.get_rank()
+
+    @property
+    def count(self) -> int:
+        return 1 if self.alone else dist.get_world_size()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, by rank."""
+        if self.alone:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, problem: str | None) -> None:
+        """Raise the first rank's problem on every rank, so that none waits for another in a collective."""
+        first = next((found for found in self.gather(problem) if found is not None), None)
+        if first is not None:
+            raise CheckpointError(first)
 
 
 def weights_of(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -59,81 +104,109 @@ def materialise_state(optimizer: Optimizer) -> None:
         group["lr"] = rate
 
 
-def save(directory: Path, tag: str, tensors: dict[str, Any], state: Mapping[str, Any], *, distributed: bool) -> Path:
-    """Write the checkpoint ``directory/tag``; collective if ``distributed``. Returns its path.
+class Saver:
+    """Writes checkpoints one after the other; in a thread of its own where asked, on a copy in host memory."""
 
-    Raises :class:`CheckpointError` on every rank if ``state`` is not JSON or nothing can be written.
+    def __init__(self, *, alone: bool):
+        self._alone = alone
+        self._group: dist.ProcessGroup | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[Path] | None = None
+
+    def save(
+        self, directory: Path, tag: str, tensors: dict[str, Any], state: Mapping[str, Any], *, keep: int | None, background: bool
+    ) -> None:
+        """Write the checkpoint ``directory/tag`` and remove all but the newest ``keep``. Collective; waits for the one before.
+
+        In the ``background`` it returns once the tensors are copied, and what fails is raised by :meth:`wait`.
+        """
+        self.wait()
+        encode_state(state)  # what is not JSON is said now
+        if not background:
+            write(directory, tag, tensors, state, Ranks(self._alone), keep=keep)
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            # Its collectives must not mix with those of the training loop.
+            self._group = None if self._alone else dist.new_group(backend="gloo")  # type: ignore[assignment]
+        options = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )  # fmt: skip
+        copies = DefaultStager(options).stage(tensors)
+        assert isinstance(copies, dict)
+        self._pending = self._thread.submit(write, directory, tag, copies, state, Ranks(self._alone, self._group), keep=keep)
+
+    def wait(self, *, block: bool = True) -> None:
+        """Raise what the save in the background failed with; unless ``block``, only if it has ended."""
+        pending = self._pending
+        if pending is not None and (block or pending.done()):
+            self._pending = None
+            pending.result()
+
+
+def write(
+    directory: Path, tag: str, tensors: dict[str, Any], state: Mapping[str, Any], ranks: Ranks, *, keep: int | None = None
+) -> Path:  # fmt: skip
+    """Write the checkpoint ``directory/tag``; collective among ``ranks``. Returns its path.
+
+    Raises :class:`CheckpointError` on every rank if ``state`` is not JSON or nothing can be written; what was half written is removed.
     """
-    try:
-        text = json.dumps({"format": FORMAT, **state}, indent=1)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the client state or the scheduler's state is not JSON ({error}); give plain numbers, text, lists") from None
-    final, aside, old = directory / tag, directory / f".{tag}.partial", directory / f".{tag}.old"
+    final, aside, old = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}.old"
 
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_leftovers(directory)
+        aside.mkdir()
 
-    def finish() -> None:
-        (aside / STATE).write_text(text, encoding="utf-8")
+    def finish(files: dict[str, str]) -> None:
+        files |= hash_files([aside / ".metadata"])
+        write_durably(aside / STATE, encode_state({**state, "files": files}))
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
             final.rename(old)
         aside.rename(final)
-        pointer = directory / f".{LATEST}"
-        pointer.write_text(json.dumps({"tag": tag}), encoding="utf-8")
-        pointer.rename(directory / LATEST)
+        point_to(directory, tag)
         shutil.rmtree(old, ignore_errors=True)
+        if keep is not None:
+            prune(directory, keep, tag)
 
-    _on_rank_0(prepare, distributed)
-    with _without_single_process_warning():
-        dcp.save(tensors, checkpoint_id=str(aside), no_dist=not distributed)
-    _on_rank_0(finish, distributed)
+    _on_rank_0(prepare, ranks)
+    try:
+        ranks.agree(_unless_shared(aside, ranks.rank))
+        _write_tensors(aside, tensors, ranks)
+        own = _attempt(lambda: hash_files(aside.glob(f"__{ranks.rank}_*.distcp")))
+        everyones = ranks.gather(own)
+        ranks.agree(own if isinstance(own, str) else None)
+        _on_rank_0(lambda: finish({name: digest for files in everyones for name, digest in files.items()}), ranks)
+    except CheckpointError:
+        if ranks.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
+        raise
     return final
 
 
-def latest(directory: Path) -> str | None:
-    """The tag of the newest whole checkpoint in ``directory``, or None."""
-    try:
-        tag = json.loads((directory / LATEST).read_text(encoding="utf-8"))["tag"]
-    except FileNotFoundError:  # lost, or killed before it was written: the newest whole one stands for it
-        whole = checkpoints_in(directory)
-        return whole[-1].name if whole else None
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{directory / LATEST}: cannot be read; name the checkpoint yourself, or remove this file") from None
-    return str(tag)
+def load(path: Path, tensors: dict[str, Any], files: Mapping[str, str], *, alone: bool) -> None:
+    """Fill ``tensors`` in place from the checkpoint at ``path``, whatever the layout that wrote it; collective unless ``alone``.
 
-
-def read_state(path: Path) -> dict[str, Any]:
-    """``state.json`` of the checkpoint at ``path``. Raises :class:`CheckpointError`."""
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no checkpoint of this engine ({STATE} is missing); choose another or start anew") from None
-    except (OSError, ValueError):
-        state = None
-    if not isinstance(state, dict) or not state.keys() >= {"format"}:
-        raise CheckpointError(f"{path / STATE}: damaged; resume from an older checkpoint")
-    if state["format"] != FORMAT:
-        raise CheckpointError(f"{path}: has format {state['format']!r}, this version reads {FORMAT}; use the version that wrote it")
-    missing = _KEYS - state.keys()
-    if missing:
-        raise CheckpointError(f"{path / STATE}: damaged, {min(missing)!r} is missing; resume from an older checkpoint")
-    return state
-
-
-def load(path: Path, tensors: dict[str, Any], *, distributed: bool) -> None:
-    """Fill ``tensors`` in place from the checkpoint at ``path``, whatever the layout that wrote it; collective if ``distributed``.
-
-    Raises :class:`CheckpointError` on every rank if it is damaged, or of another model or optimizer.
+    ``files``: their hashes by name, from its state. Raises :class:`CheckpointError` on every rank if it is damaged, or of another
+    model or optimizer.
     """
-    _agree(_obstacle(path, tensors), distributed)
+    ranks = Ranks(alone)
+    ranks.agree(damaged_file(path, share_of(files, ranks.rank, ranks.count)))
+    ranks.agree(_obstacle(path, tensors))
     try:
         with _without_single_process_warning():
-            dcp.load(tensors, storage_reader=SafeReader(str(path)), no_dist=not distributed)
+            dcp.load(tensors, storage_reader=SafeReader(str(path)), no_dist=alone)
     except CheckpointException as error:  # the same on every rank
-        reason = _first_line(next(iter(error.failures.values()))[0])
-        raise CheckpointError(f"{path}: its tensors are damaged or missing, resume from an older checkpoint ({reason})") from None
+        raise CheckpointError(f"{path}: its tensors are damaged or missing, resume from an older checkpoint ({_cause(error)})") from None
+
+
+def _write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
+    try:
+        with _without_single_process_warning():
+            dcp.save(tensors, checkpoint_id=str(aside), no_dist=ranks.alone, process_group=ranks.group)
+    except CheckpointException as error:  # the same on every rank
+        raise CheckpointError(f"cannot write the checkpoint: {_cause(error)}") from None
 
 
 def _obstacle(path: Path, tensors: Mapping[str, Any]) -> str | None:
@@ -151,38 +224,35 @@ def _obstacle(path: Path, tensors: Mapping[str, Any]) -> str | None:
     return None
 
 
-def checkpoints_in(directory: Path) -> list[Path]:
-    """The whole checkpoints in ``directory`` that carry a step's name, oldest first."""
-    named = [path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
+def _unless_shared(aside: Path, rank: int) -> str | None:
+    """What is wrong if this rank does not see the directory that rank 0 made."""
+    deadline = time.monotonic() + _SHARED_SECONDS
+    while not aside.is_dir():
+        if time.monotonic() > deadline:
+            return (
+                f"rank {rank} on {socket.gethostname()} does not see {aside.parent}, which rank 0 made; checkpoints need a directory "
+                "that all hosts share"
+            )
+        time.sleep(0.1)
+    return None
 
 
-def prune(paths: Sequence[Path], keep: int) -> None:
-    """Remove all but the last ``keep`` of the checkpoints at ``paths``, oldest first."""
-    for path in paths[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _on_rank_0(action: Callable[[], None], distributed: bool) -> None:
+def _on_rank_0(action: Callable[[], None], ranks: Ranks) -> None:
     """Run ``action`` on rank 0 while the others wait; its failure is everyone's."""
-    problem = None
-    if not distributed or dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            problem = f"cannot write the checkpoint: {error}"
-    _agree(problem, distributed)
+    problem = _attempt(action) if ranks.rank == 0 else None
+    ranks.agree(problem)
 
 
-def _agree(problem: str | None, distributed: bool) -> None:
-    """Raise the first rank's problem on every rank, so that none waits for another in a collective."""
-    problems = [problem]
-    if distributed:
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    first = next((found for found in problems if found is not None), None)
-    if first is not None:
-        raise CheckpointError(first)
+def _attempt(action: Callable[[], Any]) -> Any:
+    """What ``action`` returns, or the text of its OSError."""
+    try:
+        return action()
+    except OSError as error:
+        return f"cannot write the checkpoint: {error}"
+
+
+def _cause(error: CheckpointException) -> str:
+    return _first_line(next(iter(error.failures.values()))[0])
 
 
 def _first_line(error: BaseException) -> str:

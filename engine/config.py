@@ -110,6 +110,7 @@ class TrainingSection(Section):
     evaluate_batches: PositiveInt = 8
     save_every: NonNegativeInt = 0
     keep: PositiveInt = 2
+    async_save: bool = False
     seed: NonNegativeInt = 0
     compile: bool = False
 

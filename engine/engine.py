@@ -17,6 +17,7 @@ from . import checkpoint
 from .backends.base import Backend
 from .batch import call_model, loss_of
 from .batch_size import BatchSize
+from .checkpoint_files import latest, read_state
 from .clip import clip_
 from .config import Config
 from .consistency import check_holders
@@ -46,6 +47,7 @@ class SDPEngine:
         self._gradient_bytes = 0
         self._reduced = False
         self._syncing = True
+        self._saver = checkpoint.Saver(alone=self.world_size == 1)
 
     # -- training --------------------------------------------------------------------------------------------------------------
 
@@ -155,11 +157,21 @@ class SDPEngine:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None) -> bool:
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> bool:
         """Write ``save_dir/tag`` (default ``step-N``): weights, optimizer, schedule, position in the data. Collective.
 
-        ``client_state`` must be JSON. Holders are compared first, since equal names are written once. Raises CheckpointError or
-        DivergenceError; an earlier checkpoint of the same tag is replaced only once the new one is whole.
+        ``client_state`` must be JSON. Holders are compared first, since equal names are written once. ``keep``: of the checkpoints
+        named by steps only so many are left. ``background``: return once everything is copied to host memory and write while
+        training goes on; :meth:`wait_for_checkpoint` tells how it ended. Raises CheckpointError or DivergenceError; an earlier
+        checkpoint of the same tag is replaced only once the new one is whole.
         """
         self.check_holders()
         state = {
@@ -172,14 +184,13 @@ class SDPEngine:
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": dict(client_state or {}),
         }
-        checkpoint.save(
-            Path(save_dir),
-            tag or f"step-{self.global_steps}",
-            self._tensors() | self._random_state(),
-            state,
-            distributed=self.world_size > 1,
-        )
+        tensors = self._tensors() | self._random_state()
+        self._saver.save(Path(save_dir), tag or f"step-{self.global_steps}", tensors, state, keep=keep, background=background)
         return True
+
+    def wait_for_checkpoint(self, *, block: bool = True) -> None:
+        """Wait for the checkpoint that is written in the background and raise its CheckpointError; unless ``block``, only if it ended."""
+        self._saver.wait(block=block)
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
         """Continue from ``load_dir/tag`` (default: the newest), written under any layout. Collective.
@@ -187,16 +198,16 @@ class SDPEngine:
         Returns its path and the client state; ``(None, {})`` where there is no checkpoint and no tag was asked for. Raises
         CheckpointError for one that is damaged, or of another model, optimizer or data set.
         """
-        tag = tag or checkpoint.latest(Path(load_dir))
+        tag = tag or latest(Path(load_dir))
         if tag is None:
             return None, {}
         path = Path(load_dir) / tag
-        state = checkpoint.read_state(path)
+        state = read_state(path)
         if state["global_steps"] and not self.optimizer.state:
             checkpoint.materialise_state(self.optimizer)
         # Random numbers are a rank's own: they go on where the same ranks go on.
         random = self._random_state() if state["mesh"] == self._mesh_shape() else {}
-        checkpoint.load(path, self._tensors() | random, distributed=self.world_size > 1)
+        checkpoint.load(path, self._tensors() | random, state["files"], alone=self.world_size == 1)
         for key, value in random.items():
             (torch.cuda.set_rng_state if "/cuda/" in key else torch.set_rng_state)(value)
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]

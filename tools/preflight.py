@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..data.index import load_index
+from ..data.tokenizers import INDEX_FILE
 from ..engine.batch_size import BatchSize
-from ..engine.checkpoint import latest, read_state
+from ..engine.checkpoint_files import latest, read_state
 from ..engine.config import Config, NamedParams
-from ..engine.errors import ConfigError
+from ..engine.errors import CheckpointError, ConfigError
 from ..engine.layout import Layout
 from ..engine.mesh import Mesh
 from ..engine.optim import build_optimizer
@@ -33,9 +37,8 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     _check_sequence(config, model)
     Layout.of(model, config, mesh)
     _check_optimizer(config)
-    checkpoints = dump_dir / "checkpoints"
-    if resume and (tag := latest(checkpoints)) is not None:
-        read_state(checkpoints / tag)
+    if resume:
+        _check_checkpoint(config, dump_dir)
 
 
 def _check_length(config: Config) -> None:
@@ -67,3 +70,25 @@ def _check_optimizer(config: Config) -> None:
     optimizer, _ = build_optimizer(section.type, section.params, stand_in, torch.device("cpu"))
     if config.scheduler is not None:
         build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
+
+
+def _check_checkpoint(config: Config, dump_dir: Path) -> None:
+    """The newest checkpoint can be read, and the run's tokenizer is the one that it was trained with."""
+    tag = latest(dump_dir / "checkpoints")
+    if tag is None:
+        return
+    path = dump_dir / "checkpoints" / tag
+    trained_with = read_state(path)["client_state"].get("tokenizer")
+    data = Path(config.data.path) if config.data.path is not None else dump_dir / "corpus"
+    if trained_with is None or not (data / INDEX_FILE).is_file():
+        return
+    found = load_index(data).tokenizer
+    if found != trained_with:
+        raise CheckpointError(
+            f"{path}: was trained with another tokenizer ({_named(trained_with)}) than {data} was prepared with ({_named(found)}); "
+            "use the data of that run, or data prepared with its tokenizer"
+        )
+
+
+def _named(tokenizer: Mapping[str, Any]) -> str:
+    return " ".join(str(tokenizer[key])[:12] for key in ("kind", "name", "sha256") if key in tokenizer)

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ..engine.batch import loss_of, to_device
-from ..engine.checkpoint import checkpoints_in, prune
 from ..engine.config import Config, load_config
 from ..engine.engine import SDPEngine
 from ..engine.environment import detect
-from ..engine.errors import DivergedError
+from ..engine.errors import CheckpointError, DivergedError
 from ..engine.initialize import init_distributed, initialize, mesh_of
 from ..engine.loader import evaluation_batches
 from ..engine.memory import PeakMemory
@@ -133,9 +132,10 @@ class Trainer:
             while self.engine.global_steps < self.steps and not self._stopping:
                 self._step(batches, bar)
                 self._after_step(bar)
+            self._settle(block=True)
             bar.close()
             if self._stopping:
-                self._save()
+                self._write_checkpoint()
                 log.info("stopped by %s after step %d, with a checkpoint", signal.Signals(self._stopping).name, self.engine.global_steps)
                 return 128 + self._stopping
         self._finish(time.perf_counter() - started)
@@ -224,12 +224,13 @@ class Trainer:
 
     def _after_step(self, bar: Progress) -> None:
         training, step = self.config.training, self.engine.global_steps
+        self._settle(block=False)
         if self._stopping and step < self.steps:
             return  # the grace time is short: save, and evaluate after the resume
         if step == self.steps or (training.evaluate_every and step % training.evaluate_every == 0):
             self._evaluate(bar)
         if training.save_every and (step % training.save_every == 0 or step == self.steps):
-            self._save()
+            self._save(background=training.async_save)
 
     def _evaluate(self, bar: Progress) -> None:
         started = time.perf_counter()
@@ -245,11 +246,28 @@ class Trainer:
         self.monitors.write(step, evaluation_scalars(facts))
         bar.print(f"step {step}: held-out loss {loss:.4f} (full model), {mean_own:.4f} (mean of the groups' own subnetworks)")
 
-    def _save(self) -> None:
-        directory = self.dump_dir / "checkpoints"
-        self.engine.save_checkpoint(directory)
-        if self.files is not None:
-            prune(checkpoints_in(directory), self.config.training.keep)
+    def _save(self, *, background: bool) -> None:
+        """Write a checkpoint. One that fails leaves the one before in place; the run goes on."""
+        self._settle(block=True)
+        try:
+            self._write_checkpoint(background=background)
+        except CheckpointError as error:
+            log.error("WARNING: no checkpoint at step %d: %s; the one before stays, the run goes on", self.engine.global_steps, error)
+
+    def _write_checkpoint(self, *, background: bool = False) -> None:
+        self.engine.save_checkpoint(
+            self.dump_dir / "checkpoints",
+            client_state={"tokenizer": self.corpus.train.index.tokenizer},
+            keep=self.config.training.keep,
+            background=background,
+        )
+
+    def _settle(self, *, block: bool) -> None:
+        """Say how the save in the background went, if it failed."""
+        try:
+            self.engine.wait_for_checkpoint(block=block)
+        except CheckpointError as error:
+            log.error("WARNING: the last checkpoint was not written: %s; the one before stays, the run goes on", error)
 
     def _resume(self) -> None:
         path, _ = self.engine.load_checkpoint(self.dump_dir / "checkpoints")

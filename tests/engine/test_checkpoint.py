@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, engine_of, one_step
+from sdp.engine.checkpoint_files import encode_state, hash_files, read_state
 from sdp.engine.errors import CheckpointError
 from torch.distributed.tensor import DTensor
 
@@ -116,11 +119,27 @@ def _damage(folder: Path, how: str) -> None:
     elif how == "truncated tensors":
         data = next(checkpoint.glob("*.distcp"))
         data.write_bytes(data.read_bytes()[:100])
+    elif how == "one flipped bit":
+        data = next(checkpoint.glob("*.distcp"))
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif how == "changed step":
+        state = (checkpoint / "state.json").read_text()
+        (checkpoint / "state.json").write_text(state.replace('"global_steps": 1', '"global_steps": 2'))
+
+
+def _reseal(checkpoint: Path) -> None:
+    """Make the hashes those of the files as they are: what somebody who plants a file would do."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    state = {key: value for key, value in state.items() if key not in ("sha256", "format")}
+    files = hash_files(path for path in checkpoint.iterdir() if path.name != "state.json")
+    (checkpoint / "state.json").write_text(encode_state({**state, "files": files}))
 
 
 DAMAGES = [
-    "no state", "truncated state", "state without steps", "other format", "no metadata", "truncated metadata", "planted pickle",
-    "no tensors", "truncated tensors",
+    "no state", "truncated state", "state without steps", "other format", "no metadata", "truncated metadata", "no tensors",
+    "truncated tensors", "one flipped bit", "changed step",
 ]  # fmt: skip
 
 
@@ -141,7 +160,87 @@ def test_a_damaged_checkpoint_is_one_line(small: Path, how: str, monkeypatch: py
         engine_of(SOURCE, "reference").load_checkpoint(small)
     assert "step-1" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["planted pickle", "truncated metadata", "truncated tensors"])
+def test_right_hashes_do_not_make_a_file_trusted(small: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(small)
+    _damage(small, how)
+    _reseal(small / "step-1")
+    with pytest.raises(CheckpointError, match="step-1"):
+        engine_of(SOURCE, "reference").load_checkpoint(small)
     assert not (small / "planted").exists()
+
+
+def test_a_pointer_to_nothing_falls_back_and_says_so(small: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(SOURCE, "reference")
+    engine.load_checkpoint(small)
+    engine.save_checkpoint(small, "step-9")
+    shutil.rmtree(small / "step-9")
+    assert engine.load_checkpoint(small)[0] == f"{small}/step-1"
+    assert "step-9, which is gone: taking step-1" in caplog.text
+    shutil.rmtree(small / "step-1")
+    with pytest.raises(CheckpointError, match="step-9: is gone"):
+        engine.load_checkpoint(small)
+
+
+def test_the_newest_are_kept_and_the_one_just_written_always(small: Path) -> None:
+    engine = engine_of(SOURCE, "reference")
+    for tag in ("step-5", "step-7", "best"):
+        engine.save_checkpoint(small, tag, keep=3)
+    engine.save_checkpoint(small, "step-3", keep=2)
+    assert sorted(path.name for path in small.glob("[a-z]*")) == ["best", "latest.json", "step-3", "step-7"]
+
+
+def _save_in_the_background(case: Case, folder: str) -> Any:
+    """Train on while the checkpoint of the second step is written, and return the weights of that step."""
+    engine = engine_of(case)
+    for step in range(4):
+        one_step(engine, case, step, data_rank=dist.get_rank())
+        engine.step()
+        if step == 1:
+            engine.save_checkpoint(folder, background=True)
+            weights, moments = engine.full_state_dict(), _moments(engine)
+    engine.wait_for_checkpoint()
+    return weights, moments
+
+
+def test_a_background_save_holds_the_step_at_which_it_began(ranks: RankPool, tmp_path: Path) -> None:
+    answers = ranks.run(_save_in_the_background, SOURCE, str(tmp_path), world=4)
+    loaded = ranks.run(_load, SOURCE, str(tmp_path), world=4)
+    assert all(torch.equal(loaded[0][0][name], value) for name, value in answers[0][0].items())
+    moments = _merged(answers)
+    assert all(torch.equal(value, moments[name]) for name, value in _merged(loaded).items())
+
+
+def _save_without_room(case: Case, folder: str) -> tuple[str, str]:
+    """The errors of a save and of one in the background under a file size limit that the tensors exceed."""
+    engine = engine_of(case)
+    one_step(engine, case, 0, data_rank=dist.get_rank())
+    engine.step()
+    engine.save_checkpoint(folder)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    errors = []
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        for background in (False, True):
+            try:
+                engine.save_checkpoint(folder, "step-2", background=background)
+                engine.wait_for_checkpoint()
+            except CheckpointError as error:
+                errors.append(str(error))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return errors[0], errors[1]
+
+
+def test_a_save_without_room_leaves_the_one_before(ranks: RankPool, tmp_path: Path) -> None:
+    answers = ranks.run(_save_without_room, Case(2, 1, optimizer="adamw"), str(tmp_path), world=2)
+    for errors in answers:
+        assert errors == answers[0]
+        assert all("cannot write the checkpoint" in error for error in errors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-1"]
+    assert read_state(tmp_path / "step-1")["global_steps"] == 1
 
 
 def test_a_checkpoint_of_another_model_is_refused(small: Path) -> None:
