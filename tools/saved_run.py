@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..engine.checkpoint import STATE, latest, read_state
+from ..engine.checkpoint_files import STATE, latest, read_state
 from ..engine.config import Config, load_config
 from ..engine.errors import CheckpointError, ConfigError
 from .metrics import CONFIG
