@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -26,12 +27,16 @@ _AHEAD_PER_WORKER = 3
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Some consecutive documents: per split their tokens with an end-of-text token after each; sizes in bytes."""
+    """Some consecutive documents: per split their tokens with an end-of-text token after each; sizes in bytes.
+
+    ``without_text``: documents that are left out because they are empty.
+    """
 
     tokens: dict[str, np.ndarray]
     documents: dict[str, int]
     text_bytes: int
     source_bytes: int
+    without_text: int
 
 
 def split_of(document: Document, held_out: float) -> str:
@@ -54,7 +59,9 @@ def encode_documents(
     if workers == 1:
         yield from map(encode, _batches(documents))
         return
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    # Ctrl-C reaches every process of the terminal: this one ends the workers, which must not print tracebacks of their own.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
     try:
         # A bounded window: the reader must not run ahead of the encoders and fill the memory.
         pending: deque[Future[EncodedBatch]] = deque()
@@ -78,7 +85,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += len(document.text)
+        characters += max(len(document.text), 1)  # also a million empty ones are a batch
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -89,7 +96,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _encode_batch(spec: str, directory: str, held_out: float, documents: list[Document]) -> EncodedBatch:
     tokenizer = _tokenizer(spec, directory)
     ids: dict[str, list[np.ndarray]] = {}
-    for document in documents:
+    with_text = [document for document in documents if document.text]
+    for document in with_text:
         tokens = np.asarray([*tokenizer.encode(document.text), tokenizer.end_of_text], dtype=np.uint32)
         ids.setdefault(split_of(document, held_out), []).append(tokens)
     return EncodedBatch(
@@ -97,6 +105,7 @@ def _encode_batch(spec: str, directory: str, held_out: float, documents: list[Do
         documents={split: len(parts) for split, parts in ids.items()},
         text_bytes=sum(len(document.text.encode()) for document in documents),
         source_bytes=sum(document.source_bytes for document in documents),
+        without_text=len(documents) - len(with_text),
     )
 
 

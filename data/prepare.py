@@ -22,10 +22,10 @@ from tqdm import tqdm
 from ..engine.errors import DataError
 from .corpus import standard_library
 from .encode import EncodedBatch, encode_documents, split_of
-from .index import SPLITS, Corpus, Index, load_index
+from .index import SPLITS, Corpus, Index, Split, load_index
 from .sources import Document, FileCorpus, Source, expand_inputs
-from .tokenizers import DEFAULT_VOCAB_SIZE, INDEX_FILE, Tokenizer, check_request, make_tokenizer, tokenizer_from_spec
-from .writer import ShardWriter
+from .tokenizers import DEFAULT_VOCAB_SIZE, INDEX_FILE, Tokenizer, check_request, make_tokenizer, ready_made, tokenizer_from_spec
+from .writer import ShardWriter, only_writer, writing
 
 DEFAULT_SHARD_TOKENS = 2**26  # 128 MiB of uint16
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20
@@ -84,37 +84,66 @@ def prepare(
     _check(settings, workers)
     directory = Path(output)
     corpus, names = _open_corpus(inputs, text_column)
-    _say(f"reading {', '.join(names)}", progress)
+    # The user's mistakes come out before the first line of progress, and before terabytes are hashed.
+    next(corpus.documents(), None)
+    existing = _existing(directory, settings, overwrite)
+    if existing is None:
+        _check_output(directory)
+    ready = None if existing else ready_made(tokenizer)
+    _say(f"reading {', '.join(names)}{'' if inputs else ', as no input is named'}", progress)
     sources = corpus.sources()
     digest = hashlib.sha256("".join(source.sha256 for source in sources).encode()).hexdigest()
-    if (existing := _existing(directory, digest, settings, overwrite)) is not None:
+    if existing is not None and existing.corpus.sha256 == digest:
         _say(f"{directory} already holds this corpus with these settings: nothing to do", progress)
         return existing.model_dump()
-    _clear(directory)
-    if tokenizer == "sentencepiece":
-        _say(f"training a SentencePiece tokenizer of {vocab_size:,} tokens", progress)
-    made = make_tokenizer(tokenizer, vocab_size, _sample_texts(corpus, sources, settings), directory)
+    if existing is not None and not overwrite:
+        raise _other_data(directory, ["the corpus"])
+    with only_writer(directory):
+        _clear(directory, overwrite)
+        index = _make(corpus, names, sources, digest, settings, ready, directory, workers or _cores(), progress)
+        with writing(directory):
+            index.save(directory)
+    return index.model_dump()
+
+
+def _make(
+    corpus: _Corpus,
+    names: list[str],
+    sources: list[Source],
+    digest: str,
+    settings: _Settings,
+    ready: Tokenizer | None,
+    directory: Path,
+    workers: int,
+    progress: bool,
+) -> Index:
+    """Tokenizer and shards into the empty ``directory``; returns what its index is to say."""
+    if settings.tokenizer == "sentencepiece":
+        _say(f"training a SentencePiece tokenizer of {settings.vocab_size:,} tokens", progress)
+    made = ready or make_tokenizer(settings.tokenizer, settings.vocab_size, _sample_texts(corpus, sources, settings))
+    with writing(directory):
+        made.save(directory)
     total_bytes = sum(source.bytes for source in sources)
-    encoded = encode_documents(corpus.documents(), made.spec(), directory, held_out, workers or _cores())
-    splits, documents, text_bytes = _write(directory, _with_progress(encoded, total_bytes, progress), made, settings)
-    index = Index(
+    encoded = encode_documents(corpus.documents(), made.spec(), directory, settings.held_out, workers)
+    written = _write(directory, _with_progress(encoded, total_bytes, progress), made, settings)
+    if written.without_text:
+        _say(f"left out {written.without_text:,} document(s) without text (empty or null)", progress)
+    return Index(
         tokenizer=made.spec(),
         vocab_size=made.vocab_size,
         end_of_text=made.end_of_text,
         dtype=_dtype_name(made.vocab_size),
-        splits=splits,
+        splits=written.splits,
         corpus=Corpus(
             sources=names,
             sha256=digest,
             files=len(sources),
             bytes=total_bytes,
-            documents=documents,
-            text_bytes=text_bytes,
+            documents=written.documents,
+            text_bytes=written.text_bytes,
         ),
         settings=vars(settings),
     )
-    index.save(directory)
-    return index.model_dump()
 
 
 def _say(line: str, progress: bool) -> None:
@@ -125,8 +154,6 @@ def _say(line: str, progress: bool) -> None:
 def _check(settings: _Settings, workers: int | None) -> None:
     if not 0 < settings.held_out < 1:
         raise DataError(f"the held-out fraction must lie between 0 and 1, it is {settings.held_out}")
-    if settings.vocab_size is not None and settings.vocab_size < 2:
-        raise DataError(f"the vocabulary size must be at least 2, it is {settings.vocab_size}")
     if workers is not None and workers < 1:
         raise DataError(f"the number of workers must be at least 1, it is {workers}")
     if settings.shard_tokens < 1:
@@ -139,9 +166,18 @@ def _open_corpus(inputs: Sequence[str] | None, text_column: str) -> tuple[_Corpu
     return FileCorpus(expand_inputs(inputs), text_column), list(inputs)
 
 
-def _existing(directory: Path, digest: str, settings: _Settings, overwrite: bool) -> Index | None:
-    """The index in ``directory`` if it is of this corpus and these settings; None if there is none or it may go."""
-    if not (directory / INDEX_FILE).exists():
+def _check_output(directory: Path) -> None:
+    """Raise DataError unless ``directory`` can be written, or made, by this user."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if os.access(path, os.F_OK))
+    if not existing.is_dir():
+        raise DataError(f"{directory}: cannot be written: {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise DataError(f"{directory}: cannot be written: no permission to write in {existing}")
+
+
+def _existing(directory: Path, settings: _Settings, overwrite: bool) -> Index | None:
+    """The index in ``directory`` if it is of these settings; None if there is none or it may go."""
+    if not os.access(directory / INDEX_FILE, os.F_OK):
         return None
     try:
         index = load_index(directory)
@@ -151,26 +187,25 @@ def _existing(directory: Path, digest: str, settings: _Settings, overwrite: bool
         if overwrite:
             return None
         raise
-    if index.corpus.sha256 == digest and index.settings == vars(settings):
-        return index
-    if overwrite:
-        return None
     changed = [key for key, value in vars(settings).items() if index.settings.get(key) != value]
-    if index.corpus.sha256 != digest:
-        changed.insert(0, "the corpus")
-    raise DataError(f"{directory} already holds other data ({', '.join(changed)} differ): choose another output, or add --overwrite")
+    if changed and not overwrite:
+        raise _other_data(directory, changed)
+    return None if changed else index
 
 
-def _clear(directory: Path) -> None:
-    """Make the directory and take away what an earlier or interrupted run left; the index goes first."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+def _other_data(directory: Path, changed: list[str]) -> DataError:
+    return DataError(f"{directory} already holds other data ({', '.join(changed)} differ): choose another output, or add --overwrite")
+
+
+def _clear(directory: Path, overwrite: bool) -> None:
+    """Take away what an earlier or interrupted run left; the index goes first."""
+    if (directory / INDEX_FILE).exists() and not overwrite:  # not when this run began
+        raise DataError(f"{directory}: another sdp prepare has finished here meanwhile; run the command again to compare")
+    with writing(directory):
         (directory / INDEX_FILE).unlink(missing_ok=True)
         for path in directory.iterdir():
             if _OWN_SHARD.fullmatch(path.name):
                 path.unlink()
-    except OSError as error:
-        raise DataError(f"{directory}: cannot be written: {error}") from error
 
 
 def _sample_texts(corpus: _Corpus, sources: list[Source], settings: _Settings) -> Iterator[str]:
@@ -201,12 +236,22 @@ def _quota(sizes: list[int], budget: int) -> float:
     return math.inf
 
 
-def _write(directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: _Settings) -> tuple[dict[str, Any], int, int]:
-    """Write all batches; returns the splits, the number of documents and the bytes of their text."""
+@dataclass(frozen=True)
+class _Written:
+    """The splits, the number of documents in them, the bytes of their text, and how many were left out as empty."""
+
+    splits: dict[str, Split]
+    documents: int
+    text_bytes: int
+    without_text: int
+
+
+def _write(directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: _Settings) -> _Written:
+    """Write all batches; raises DataError for a full disk and for an empty split."""
     dtype = np.dtype(_dtype_name(tokenizer.vocab_size)).newbyteorder("<")
     writers = {split: ShardWriter(directory, split, dtype, settings.shard_tokens, tokenizer.end_of_text) for split in SPLITS}
     documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
-    text_bytes = 0
+    text_bytes = without_text = 0
     with contextlib.ExitStack() as unfinished:
         for writer in writers.values():
             unfinished.callback(writer.abort)
@@ -215,8 +260,10 @@ def _write(directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenize
                 writers[split].write(tokens)
                 documents[split] += batch.documents[split]
             text_bytes += batch.text_bytes
+            without_text += batch.without_text
         _check_splits(documents, settings.held_out)
-        return {split: writer.finish() for split, writer in writers.items()}, sum(documents.values()), text_bytes
+        splits = {split: writer.finish() for split, writer in writers.items()}
+    return _Written(splits, sum(documents.values()), text_bytes, without_text)
 
 
 def _check_splits(documents: dict[str, int], held_out: float) -> None:

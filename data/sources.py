@@ -20,11 +20,12 @@ from ..engine.errors import DataError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 _HASHING_THREADS = 4
+_READ_BYTES = 2**17
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text of the corpus.
+    """One text of the corpus; ``""`` for a text that is empty or null, which no split gets.
 
     split_key: what decides whether it is held out; None: the text itself, so that equal texts stay together.
     source_bytes: bytes of the source that were read for it, for the progress bar.
@@ -57,7 +58,7 @@ class FileCorpus:
             return list(pool.map(_source_of, self.paths))
 
     def documents(self, piece: int | None = None) -> Iterator[Document]:
-        """All documents in order, or those of the file with index ``piece``; texts that are empty are left out."""
+        """All documents in order, or those of the file with index ``piece``."""
         paths = self.paths if piece is None else (self.paths[piece],)
         for path in paths:
             yield from read_documents(path, self.text_column)
@@ -93,7 +94,7 @@ def read_documents(path: Path, text_column: str = "text") -> Iterator[Document]:
             documents = _read_parquet(path, text_column)
         else:
             documents = _read_json_lines(path, text_column)
-        yield from (document for document in documents if document.text)
+        yield from documents
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
@@ -128,34 +129,65 @@ def _read_json_lines(path: Path, column: str) -> Iterator[Document]:
         position = 0
         try:
             for number, line in enumerate(_decompressed(path, raw), start=1):
+                if not line.strip():
+                    continue
                 # The position on disk: behind a decompressor it jumps by blocks, which a progress bar can bear.
                 consumed, position = raw.tell() - position, raw.tell()
-                text = _text_of_line(line, column, f"{path}, line {number}") if line.strip() else ""
-                yield Document(text, consumed)
+                yield Document(_text_of_line(line, column, f"{path}, line {number}"), consumed)
         except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
             raise DataError(f"{path}, after line {number}: damaged or cut off ({error}); fetch the file again") from error
 
 
-def _decompressed(path: Path, raw: IO[bytes]) -> Iterator[bytes]:
-    name = path.name.lower()
-    if name.endswith(".gz"):
-        yield from gzip.GzipFile(fileobj=raw)
-    elif name.endswith(".zst"):
-        stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
-        yield from io.BufferedReader(stream)  # pyright: ignore[reportArgumentType]  # a RawIOBase in all but name
-    else:
+def _decompressed(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
+    suffix = _suffix(path)
+    if suffix == ".jsonl":
         yield from raw
+        return
+    if not raw.peek(1):  # compressed nothing has a header
+        raise EOFError("the file is empty")
+    yield from gzip.GzipFile(fileobj=raw) if suffix == ".jsonl.gz" else io.BufferedReader(_ZstdFrames(raw))
+
+
+class _ZstdFrames(io.RawIOBase):
+    """The content of all frames of ``raw``; EOFError where the last one does not end, which zstandard's own readers let pass."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._begun = False
+        self._pending = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._pending:
+            data = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame, self._begun = zstandard.ZstdDecompressor().decompressobj(), False
+            data = data or self._raw.read(_READ_BYTES)
+            if not data:
+                if self._begun:
+                    raise EOFError("the last Zstandard frame does not end")
+                return 0
+            self._begun = True
+            self._pending = memoryview(self._frame.decompress(data))
+        count = min(len(buffer), len(self._pending))
+        buffer[:count], self._pending = self._pending[:count], self._pending[count:]
+        return count
 
 
 def _text_of_line(line: bytes, column: str, where: str) -> str:
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or brackets as deep
         raise DataError(f"{where}: not valid JSON ({error})") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: a JSON object is expected, this is a {type(row).__name__}")
     if column not in row:
         raise DataError(_missing_column(where, column, list(row)))
+    if row[column] is None:
+        return ""
     if not isinstance(row[column], str):
         raise DataError(f"{where}: {column!r} must be a string, it is {type(row[column]).__name__}")
     # JSON can spell half of a surrogate pair, which no encoding of text can hold.
@@ -173,26 +205,23 @@ def _read_parquet(path: Path, column: str) -> Iterator[Document]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
         schema = file.schema_arrow
-        if column not in schema.names:
+        if (count := schema.names.count(column)) > 1:
+            raise DataError(f"{path}: {count} columns are named {column!r}; rename one of them")
+        if not count:
             raise DataError(_missing_column(str(path), column, schema.names))
         kind = schema.field(column).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        strings = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null())
+        if kind not in strings:
             raise DataError(f"{path}: column {column!r} must hold strings, it holds {kind}")
         bytes_per_row = path.stat().st_size / max(file.metadata.num_rows, 1)
         row = 0
         for batch in file.iter_batches(batch_size=1024, columns=[column]):
             for text in batch.column(0).to_pylist():
                 row += 1
-                yield Document(_checked_cell(text, f"{path}, row {row}", column), _share(bytes_per_row, row))
-    except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
+                yield Document(text or "", _share(bytes_per_row, row))
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); fetch the file again") from error
-
-
-def _checked_cell(text: Any, where: str, column: str) -> str:
-    if text is None:
-        raise DataError(f"{where}: {column!r} is null; leave such rows out of the file")
-    return text
 
 
 def _share(bytes_per_row: float, row: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -20,6 +21,8 @@ INDEX_FILE = "index.json"
 _MODEL_FILE = "tokenizer.model"
 _HF_DIRECTORY = "tokenizer"
 _HF_PREFIX = "hf:"
+_HUB_SECONDS = 10.0
+_SMALLEST_VOCABULARY = 260  # unknown, end of text, newline, tab and the 256 bytes
 _LINE_CHARACTERS = 16_000  # the trainer ignores longer "sentences"
 _SPACE_SYMBOL = "\u2581"  # SentencePiece spells a space so, and would decode a real one as a space
 
@@ -42,6 +45,10 @@ class Tokenizer(Protocol):
         """What the index records, enough for ``tokenizer_from_spec``."""
         ...
 
+    def save(self, directory: Path) -> None:
+        """Write the files that ``spec`` names into ``directory``."""
+        ...
+
 
 class BytesTokenizer:
     """One token a UTF-8 byte, and 256 for end-of-text."""
@@ -58,11 +65,15 @@ class BytesTokenizer:
     def spec(self) -> dict[str, Any]:
         return {"kind": "bytes"}
 
+    def save(self, directory: Path) -> None:
+        """Nothing to save."""
+
 
 class SentencePieceTokenizer:
     """A SentencePiece model with byte fallback that gives back every character, also spaces, tabs and newlines."""
 
     def __init__(self, model: bytes) -> None:
+        self._model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self._sha256 = hashlib.sha256(model).hexdigest()
         self.vocab_size: int = self._processor.vocab_size()
@@ -83,6 +94,11 @@ class SentencePieceTokenizer:
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "sentencepiece", "file": _MODEL_FILE, "sha256": self._sha256}
+
+    def save(self, directory: Path) -> None:
+        temporary = directory / f"{_MODEL_FILE}.tmp"
+        temporary.write_bytes(self._model)
+        temporary.replace(directory / _MODEL_FILE)
 
 
 class HuggingFaceTokenizer:
@@ -118,10 +134,47 @@ def _auto_tokenizer(location: str) -> Any:
     except ImportError as error:
         raise DataError(f"tokenizer 'hf:{location}' needs the transformers package: pip install 'sdp-engine[huggingface]'") from error
     try:
-        return AutoTokenizer.from_pretrained(location)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise DataError(f"tokenizer 'hf:{location}' cannot be loaded: {reason}") from error
+        with _errors_only():
+            return _from_disk_or_hub(AutoTokenizer, location)
+    except Exception as error:  # each version of the package and of its network library raises others
+        raise DataError(f"tokenizer 'hf:{location}' cannot be loaded: {_first_line(error)}") from error
+
+
+def _from_disk_or_hub(auto_tokenizer: Any, location: str) -> Any:
+    from huggingface_hub import HfApi
+
+    local = Path(location).is_dir()
+    try:
+        return auto_tokenizer.from_pretrained(location, local_files_only=True)  # a directory, or in the hub's cache
+    except Exception:
+        if local:
+            raise
+    try:
+        # One question first: loading asks for several files and repeats each for 25 s where the hub cannot be reached.
+        HfApi().model_info(location, timeout=_HUB_SECONDS)
+    except Exception as error:
+        raise DataError(f"no such directory, not in the cache, and the hub does not give it ({_first_line(error)})") from error
+    return auto_tokenizer.from_pretrained(location)
+
+
+@contextlib.contextmanager
+def _errors_only() -> Iterator[None]:
+    """Silence the warnings of ``transformers`` and its hub: what matters of them is in the exception."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), hub_logging.get_verbosity()
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before[0])
+        hub_logging.set_verbosity(before[1])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def check_request(request: str, vocab_size: int | None) -> None:
@@ -130,29 +183,28 @@ def check_request(request: str, vocab_size: int | None) -> None:
         raise DataError(f"unknown tokenizer {request!r}: choose sentencepiece, bytes or hf:NAME")
     if request == _HF_PREFIX:
         raise DataError("hf: must be followed by a directory or a name on the hub, as in hf:gpt2")
+    if request == "sentencepiece" and vocab_size is not None and vocab_size <= _SMALLEST_VOCABULARY:
+        raise DataError(f"the vocabulary size must be more than {_SMALLEST_VOCABULARY}, every byte being a token; it is {vocab_size}")
     if request == "bytes" and vocab_size not in (None, BytesTokenizer.vocab_size):
         raise DataError(f"the bytes tokenizer has {BytesTokenizer.vocab_size} tokens, not {vocab_size}: leave the size out")
     if request.startswith(_HF_PREFIX) and vocab_size is not None:
         raise DataError(f"the vocabulary of {request!r} is fixed: leave the vocabulary size ({vocab_size}) out")
 
 
-def make_tokenizer(request: str, vocab_size: int | None, texts: Iterable[str], directory: Path) -> Tokenizer:
-    """The tokenizer that ``request`` names, its files saved in ``directory``.
+def ready_made(request: str) -> BytesTokenizer | HuggingFaceTokenizer | None:
+    """The tokenizer that ``request`` names, None where it is yet to be trained; raises DataError where it cannot be loaded."""
+    if request == "sentencepiece":
+        return None
+    return BytesTokenizer() if request == "bytes" else HuggingFaceTokenizer(request.removeprefix(_HF_PREFIX))
+
+
+def make_tokenizer(request: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer that ``request`` names.
 
     texts: what SentencePiece learns from; not read for the others. Raises DataError where it cannot be made.
     """
     check_request(request, vocab_size)
-    if request == "bytes":
-        return BytesTokenizer()
-    if request == "sentencepiece":
-        model = train_sentencepiece(texts, vocab_size or DEFAULT_VOCAB_SIZE)
-        temporary = directory / f"{_MODEL_FILE}.tmp"
-        temporary.write_bytes(model)
-        temporary.replace(directory / _MODEL_FILE)
-        return SentencePieceTokenizer(model)
-    tokenizer = HuggingFaceTokenizer(request.removeprefix(_HF_PREFIX))
-    tokenizer.save(directory)
-    return tokenizer
+    return ready_made(request) or SentencePieceTokenizer(train_sentencepiece(texts, vocab_size or DEFAULT_VOCAB_SIZE))
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
@@ -161,9 +213,10 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     Raises DataError where the texts are too few for the size, or the size too small for their characters.
     """
     model = io.BytesIO()
+    failures: list[BaseException] = []
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts),
+            sentence_iterator=_lines(_noting(texts, failures)),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -184,9 +237,20 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
             num_threads=1,  # recorded in the model's bytes, which must not depend on the machine
             minloglevel=2,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
+        if failures:
+            raise failures[0] from None
         raise DataError(_training_error(str(error), vocab_size)) from error
     return model.getvalue()
+
+
+def _noting(texts: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
+    """Hand ``texts`` on; the trainer turns what a damaged corpus or Ctrl-C raises into an error of its own."""
+    try:
+        yield from texts
+    except BaseException as error:
+        failures.append(error)
+        raise
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
@@ -221,14 +285,16 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
     """The tokenizer that ``spec()`` described, with its files in ``directory``; raises DataError if they do not fit."""
-    kind = spec.get("kind")
-    if kind == "bytes":
-        return BytesTokenizer()
-    if kind == "sentencepiece":
-        return _load_sentencepiece(directory / spec["file"], spec["sha256"])
-    if kind == "hf":
-        return HuggingFaceTokenizer(str(directory / spec["directory"]), spec["name"])
-    raise DataError(f"{directory}: the index names an unknown kind of tokenizer, {kind!r}")
+    match spec:
+        case {"kind": "bytes"}:
+            return BytesTokenizer()
+        case {"kind": "sentencepiece", "file": str(file), "sha256": str(sha256)}:
+            return _load_sentencepiece(directory / file, sha256)
+        case {"kind": "hf", "directory": str(folder), "name": str(name)}:
+            if not (directory / folder).is_dir():
+                raise DataError(f"{directory / folder}: the tokenizer of these shards is missing; prepare the data again")
+            return HuggingFaceTokenizer(str(directory / folder), name)
+    raise DataError(f"{directory}: the index does not describe a known kind of tokenizer: {spec}; prepare the data again")
 
 
 def _load_sentencepiece(path: Path, sha256: str) -> Tokenizer:

@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
+from ..engine.errors import DataError
 from .index import Shard, Split
+
+
+@contextlib.contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """An OSError of the body, such as a full disk, becomes a DataError that names ``directory``."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{directory}: cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def only_writer(directory: Path) -> Iterator[None]:
+    """Make ``directory`` and hold its lock, which ends with the process; raises DataError where another one holds it."""
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{directory}: another sdp prepare is writing here: wait for it, or choose another output") from None
+        except OSError as error:  # some network file systems
+            print(f"{directory} cannot be locked ({error.strerror}): let no other sdp prepare write here", file=sys.stderr, flush=True)
+        yield
+    finally:
+        os.close(handle)
 
 
 class ShardWriter:
@@ -35,7 +68,14 @@ class ShardWriter:
         return sum(shard.tokens for shard in self._shards) + self._tokens
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append ``tokens`` (1-D, end-of-text tokens included); goes on in a new shard where one is full."""
+        """Append ``tokens`` (1-D, end-of-text tokens included); goes on in a new shard where one is full.
+
+        Raises DataError where the file cannot be written.
+        """
+        with writing(self._directory):
+            self._write(tokens)
+
+    def _write(self, tokens: np.ndarray) -> None:
         while len(tokens):
             if self._file is None:
                 self._file = self._path(".tmp").open("wb")
@@ -50,14 +90,16 @@ class ShardWriter:
 
     def finish(self) -> Split:
         """Close the last shard and describe all of them; there must be at least one document."""
-        self._close_shard()
+        with writing(self._directory):
+            self._close_shard()
         documents = sum(shard.documents for shard in self._shards)
         return Split(shards=self._shards, tokens=self.tokens, documents=documents)
 
     def abort(self) -> None:
         """Close and remove the unfinished shard."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk refuses the rest of the buffer once more
+                self._file.close()
             self._file = None
             self._path(".tmp").unlink(missing_ok=True)
 

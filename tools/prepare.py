@@ -41,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.output}: every shard and the tokenizer are sound")
         _print_summary(index.model_dump(), args.output)
         return 0
-    if args.input is None:
-        print("no --input: using the sources and doc strings of Python's standard library")
     index = prepare(
         args.input,
         args.output,

@@ -3,8 +3,12 @@
 import argparse
 import gzip
 import json
+import os
+import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +20,9 @@ from sdp.data import prepare as room
 from sdp.data.prepare import prepare
 from sdp.data.shards import TokenDataset
 from sdp.data.tokenizers import load_tokenizer
+from sdp.data.writer import only_writer
 from sdp.engine.errors import DataError, LaunchError
+from sdp.launcher.main import main
 from sdp.tools import prepare as command
 
 TEXTS = [f"Document {i}\n\n" + "\n".join(f"    line {i * j}: some text" for j in range(i % 7 + 1)) for i in range(60)]
@@ -181,7 +187,7 @@ def test_empty_split_says_what_to_do(tmp_path):
     [
         ({"held_out": 0}, "between 0 and 1, it is 0"),
         ({"held_out": 1.5}, "between 0 and 1, it is 1.5"),
-        ({"tokenizer": "sentencepiece", "vocab_size": 1}, "at least 2, it is 1"),
+        ({"tokenizer": "sentencepiece", "vocab_size": 260}, "more than 260, .* it is 260"),
         ({"workers": 0}, "at least 1, it is 0"),
         ({"shard_tokens": 0}, "at least 1 token"),
         ({"tokenizer": "gpt2"}, "unknown tokenizer 'gpt2'"),
@@ -197,6 +203,103 @@ def test_output_that_cannot_be_written(tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(DataError, match="out: cannot be written"):
         quiet([write_json_lines(tmp_path / "a.jsonl")], tmp_path / "out")
+
+
+def test_documents_without_text_are_left_out_and_counted_once(tmp_path, capsys):
+    table = pyarrow.table({"text": [TEXTS[i] if i % 3 else [None, ""][i % 2] for i in range(60)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    index = quiet([str(tmp_path / "a.parquet")], tmp_path / "out", progress=True)
+    assert capsys.readouterr().err.count("left out 20 document(s) without text (empty or null)") == 1
+    assert index["corpus"]["documents"] == 40
+    assert sorted(documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "held_out")) == sorted(
+        text for i, text in enumerate(TEXTS) if i % 3
+    )
+
+
+def test_full_disk_is_one_line_and_leaves_nothing_that_passes_for_complete(tmp_path):
+    path = write_json_lines(tmp_path / "a.jsonl", TEXTS * 50)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # bytes in a file; the corpus has about 600 kB
+    try:
+        with pytest.raises(DataError, match=r"out: cannot be written: .*File too large"):
+            quiet([path], tmp_path / "out", overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "out").iterdir())
+    quiet([path], tmp_path / "out")
+
+
+def test_two_at_once_are_refused(tmp_path):
+    path, out = write_json_lines(tmp_path / "a.jsonl"), tmp_path / "out"
+    with only_writer(out), pytest.raises(DataError, match="out: another sdp prepare is writing here"):
+        quiet([path], out)
+    assert not list(out.iterdir())
+    quiet([path], out)
+    with pytest.raises(DataError, match="another sdp prepare has finished here meanwhile"):
+        room._clear(out, overwrite=False)
+    assert load_tokenizer(out).vocab_size == 257
+
+
+def test_interrupted_run_is_silent_and_can_be_repeated(tmp_path):
+    inputs, out = write_json_lines(tmp_path / "a.jsonl", TEXTS * 1500), tmp_path / "out"
+    arguments = ["prepare", "--input", inputs, "--output", str(out), "--tokenizer", "bytes", "--workers", "2"]
+    command_line = [sys.executable, "-P", "-m", "sdp.launcher.main", *arguments]
+    process = subprocess.Popen(command_line, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not list(out.glob("*.tmp")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: to the workers too
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == f"reading {inputs}\n"
+    assert not list(out.glob("*.tmp")) + list(out.glob("index.json"))
+    assert quiet([inputs], out)["corpus"]["documents"] == 60 * 1500
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece"])
+def test_error_in_the_corpus_is_the_same_while_a_tokenizer_is_trained(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(Path(write_json_lines(path)).read_bytes() + b"{\n")
+    with pytest.raises(DataError, match=rf"a\.jsonl, line {len(TEXTS) + 1}: not valid JSON"):
+        quiet([str(path)], tmp_path / "out", tokenizer=tokenizer, vocab_size=None if tokenizer == "bytes" else 310)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "nothing.jsonl"], "no file matches 'nothing.jsonl'"),
+        (["--text-column", "body"], "no column 'body' (there are: text)"),
+        (["--tokenizer", "gpt2"], "unknown tokenizer 'gpt2'"),
+        (["--tokenizer", "hf:./nothing"], "tokenizer 'hf:./nothing' cannot be loaded"),
+        (["--vocab-size", "100"], "the vocabulary size must be more than 260"),
+        (["--output", "a.jsonl"], "a.jsonl: cannot be written: "),
+        (["--output", "a.jsonl/out"], "a.jsonl/out: cannot be written: "),
+        (["--held-out", "1"], "the held-out fraction must lie between 0 and 1"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    write_json_lines(tmp_path / "a.jsonl")
+    assert main(["prepare", "--input", "a.jsonl", "--output", "out", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_hub_that_cannot_be_reached_is_one_line_within_seconds(tmp_path):
+    arguments = ["prepare", "--output", str(tmp_path / "out"), "--tokenizer", "hf:some/name"]
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "sdp.launcher.main", *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("sdp: error: tokenizer 'hf:some/name' cannot be loaded: no such directory, not in the cache, and")
+    assert result.stderr.count("\n") == 1
+    assert time.monotonic() - started < 40  # the hub's own retries take 50 s on top of the imports
 
 
 def test_error_in_the_corpus_leaves_no_index(tmp_path):
@@ -248,8 +351,7 @@ def test_command_prepares_and_verifies(tmp_path, capsys):
 
 def test_command_without_input_reads_the_standard_library(tmp_path, capsys):
     assert run_command("--output", str(tmp_path), "--tokenizer", "bytes", "--workers", "1") == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("no --input: using the sources and doc strings of Python's standard library\n")
+    assert "reading the standard library of Python 3" in capsys.readouterr().err
     index = json.loads((tmp_path / "index.json").read_text())
     assert index["corpus"]["text_bytes"] >= 10_000_000
     share = index["splits"]["held_out"]["tokens"] / index["splits"]["train"]["tokens"]

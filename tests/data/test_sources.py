@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pyarrow
 import pyarrow.parquet
@@ -39,7 +40,7 @@ def texts_of(path, column="text") -> list[str]:
 def test_json_lines(tmp_path, name, pack):
     path = tmp_path / name
     path.write_bytes(pack(json_lines([*TEXTS[:2], "", TEXTS[2]]) + b"\n"))
-    assert texts_of(path) == TEXTS
+    assert texts_of(path) == [*TEXTS[:2], "", TEXTS[2]]
     assert sum(document.source_bytes for document in read_documents(path)) <= path.stat().st_size
 
 
@@ -53,7 +54,7 @@ def test_text_and_its_byte_order_mark(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfline\r\n\tend\n")
     (tmp_path / "empty.txt").write_bytes(b"")
     assert texts_of(tmp_path / "a.txt") == ["line\r\n\tend\n"]
-    assert texts_of(tmp_path / "empty.txt") == []
+    assert texts_of(tmp_path / "empty.txt") == [""]
 
 
 def test_other_columns(tmp_path):
@@ -81,6 +82,10 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
         ("a.jsonl", b'{"text": "\xff"}\n', r"line 1: not valid JSON"),
         ("a.jsonl.gz", gzip.compress(json_lines(TEXTS))[:-9], r"a\.jsonl\.gz, after line \d: damaged or cut off"),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz, after line 0: damaged or cut off"),
+        ("a.jsonl.gz", b"", r"a\.jsonl\.gz, after line 0: damaged or cut off \(the file is empty\)"),
+        ("a.jsonl.zst", b"", r"a\.jsonl\.zst, after line 0: damaged or cut off \(the file is empty\)"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", r"a\.jsonl, line 1: not valid JSON"),
+        ("a.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}\n", r"a\.jsonl, line 1: not valid JSON"),
         ("a.jsonl.zst", b"no zstd", r"a\.jsonl\.zst, after line 0: damaged or cut off"),
         ("a.txt", b"ab\xff", r"a\.txt: byte 2 is not UTF-8"),
         ("a.parquet", b"no parquet at all", r"a\.parquet: not a readable Parquet file"),
@@ -93,15 +98,49 @@ def test_damage_is_named(tmp_path, name, data, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_cut_off_stream_never_passes_for_a_shorter_one(tmp_path, suffix):
+    pack = gzip.compress if suffix == "gz" else zstandard.ZstdCompressor().compress
+    frames = [pack(json_lines([text])) for text in ("first", os.urandom(200_000).hex(), "last")]
+    whole, path = b"".join(frames), tmp_path / f"a.jsonl.{suffix}"
+    ends = {len(frames[0]), len(frames[0]) + len(frames[1]), len(whole)}
+    for size in {1, 9, len(frames[0]) // 2, len(frames[0]) + 1, 100_000, len(whole) - 1} | {end - 1 for end in ends} | ends:
+        path.write_bytes(whole[:size])
+        if size in ends:
+            assert texts_of(path)
+            continue
+        with pytest.raises(DataError, match=rf"a\.jsonl\.{suffix}, after line \d: damaged or cut off"):
+            texts_of(path)
+
+
+def test_a_cut_off_parquet_file_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, [os.urandom(1000).hex() for _ in range(100)])
+    whole = path.read_bytes()
+    for size in (0, 3, 1000, len(whole) - 9, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=r"a\.parquet: not a readable Parquet file"):
+            texts_of(path)
+
+
+def test_empty_and_null_texts_are_documents_without_text(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["a", None, "", "b"])
+    write_parquet(tmp_path / "b.parquet", [None, None])
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["a", None, "", "b"]))
+    assert texts_of(tmp_path / "a.parquet") == texts_of(tmp_path / "a.jsonl") == ["a", "", "", "b"]
+    assert texts_of(tmp_path / "b.parquet") == ["", ""]
+
+
 def test_parquet_columns_are_checked(tmp_path):
     path = tmp_path / "a.parquet"
-    write_parquet(path, ["a", "b", None])
-    with pytest.raises(DataError, match=r"a\.parquet, row 3: 'text' is null"):
-        texts_of(path)
+    write_parquet(path, ["a", "b"])
     with pytest.raises(DataError, match=r"a\.parquet: no column 'body' \(there are: id, text\)"):
         texts_of(path, "body")
     with pytest.raises(DataError, match="column 'id' must hold strings, it holds int64"):
         texts_of(path, "id")
+    pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), path)
+    with pytest.raises(DataError, match="2 columns are named 'text'"):
+        texts_of(path)
 
 
 def test_globs_are_expanded_sorted_and_unique(tmp_path):
