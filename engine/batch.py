@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,25 +15,80 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .errors import DataError, ModelError
 
 IGNORED_LABEL = -100  # torch's and Hugging Face's ignore_index
+_TREES = "use tensors, tuples, lists, mappings or dataclasses"
+
+
+def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
+    """``function`` over the corresponding leaves of trees of one structure: torch's pytrees, and in them dataclasses and mappings of
+    any class (a Hugging Face BatchEncoding, say), which torch takes for one leaf.
+    """
+
+    def leaf(*leaves: Any) -> Any:
+        first = leaves[0]
+        if isinstance(first, MutableMapping):
+            new = copy.copy(first)
+            for key in first:
+                new[key] = map_leaves(function, *(each[key] for each in leaves))
+            return new
+        if is_dataclass(first) and not isinstance(first, type):
+            new = copy.copy(first)
+            for field in fields(first):
+                object.__setattr__(new, field.name, map_leaves(function, *(getattr(each, field.name) for each in leaves)))
+            return new
+        return function(*leaves)
+
+    return tree_map(leaf, *trees)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree in order, as :func:`map_leaves` sees them."""
+    found: list[torch.Tensor] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
+    return found
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    """Whether an object that is no tree holds tensors as attributes or members."""
+    members = list(leaf) if isinstance(leaf, list | tuple | set | frozenset) else []
+    return any(isinstance(value, torch.Tensor) for value in tree_leaves([members, *getattr(leaf, "__dict__", {}).values()]))
+
+
+def _bind(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for ``module.forward``; see :func:`call_model`."""
+    signature = inspect.signature(module.forward)
+    parameters = signature.parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if isinstance(batch, Mapping):
+        by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        known = any(p.kind is p.VAR_KEYWORD for p in parameters) or set(batch) <= by_name
+        if known and all(p.name in batch and p.kind is not p.POSITIONAL_ONLY for p in required):
+            return (), dict(batch)
+    elif isinstance(batch, tuple | list):
+        any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        needs_several = sum(p.default is p.empty for p in positional) > 1
+        if (needs_several and len(batch) <= len(positional)) or (any_number and (needs_several or not positional)):
+            return tuple(batch), {}
+    return (batch,), {}
 
 
 def call_model(module: nn.Module, batch: Any) -> Any:
-    """``module`` on one batch: a mapping whose keys are arguments of ``forward`` is spread by name, a tuple or list of as many
-    tensors as ``forward`` has parameters by position; anything else is the one argument.
+    """``module`` on one batch.
+
+    A mapping is spread by name where ``forward`` takes all of its keys and it has all that ``forward`` requires. A tuple or list is
+    spread by position where one argument would not do: ``forward`` requires two or more, or takes ``*args`` alone. Anything else
+    is the one argument, as with DeepSpeed's engine: a tuple for ``forward(x, targets=None)`` too, which might mean either; give
+    ``{"x": ..., "targets": ...}`` to have it spread. Raises :class:`DataError` for a batch that fits in no way.
     """
-    parameters = inspect.signature(module.forward).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if isinstance(batch, Mapping):
-        names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        if takes_any or set(batch) <= names:
-            return module(**batch)
-    elif isinstance(batch, tuple | list):
-        required = [p for p in positional if p.default is p.empty]
-        fits = len(batch) > 1 and len(required) <= len(batch) <= len(positional)
-        if fits or any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            return module(*batch)
-    return module(batch)
+    args, kwargs = _bind(module, batch)
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        what = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+        forward = f"{type(module).__name__}.forward({', '.join(signature.parameters)})"
+        raise DataError(f"a batch ({what}) does not fit {forward}: {error}") from None
+    return module(*args, **kwargs)
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -50,24 +107,31 @@ def loss_of(output: Any) -> torch.Tensor:
     return loss.reshape(())
 
 
-def target_count(batch: Any) -> int:
-    """Targets in a batch, the weight of its mean loss: labels that are not ignored, else the elements of its last tensor."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+def target_count(module: nn.Module, batch: Any) -> int:
+    """Targets in a batch, the weight of its mean loss: the elements of what ``forward`` gets as ``labels`` that are not ignored.
+
+    The first position of token labels (2-D, integer) is none, because causal models shift them inside; Hugging Face's other losses
+    (``module.loss_type``) do not. Without labels: the elements of the batch's last tensor that are not ignored.
+    """
+    args, kwargs = _bind(module, batch)
+    labels = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("labels")
+    if labels is None and isinstance(batch, Mapping):
+        labels = batch.get("labels")
+    shifted = labels is not None and "CausalLM" in (getattr(module, "loss_type", None) or "ForCausalLM")
     if labels is None:
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in(batch)
         if not tensors:
             raise DataError(f"a batch of type {type(batch).__name__} holds no tensor")
         labels = tensors[-1]
     if labels.is_floating_point():
         return labels.numel()
-    # A causal model shifts "labels" inside: the first position of a row is no target.
-    shifted = labels[..., 1:] if isinstance(batch, Mapping) and "labels" in batch and labels.dim() > 1 else labels
-    return int((shifted != IGNORED_LABEL).sum())
+    targets = labels[:, 1:] if shifted and labels.dim() == 2 else labels
+    return int((targets != IGNORED_LABEL).sum())
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor on ``device``."""
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return map_leaves(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def split_rows(batch: Any, parts: int) -> list[Any]:
@@ -76,23 +140,30 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
     def piece(index: int) -> Any:
         def cut(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+                if _hides_tensors(leaf):
+                    raise DataError(f"the rows of a {type(leaf).__name__} cannot be cut for {parts} workers; {_TREES}")
                 return leaf
             if leaf.shape[0] % parts:
                 raise DataError(f"a batch of {leaf.shape[0]} rows cannot be cut for {parts} workers; give a multiple of {parts} rows")
             rows = leaf.shape[0] // parts
             return leaf[index * rows : (index + 1) * rows]
 
-        return tree_map(cut, batch)
+        return map_leaves(cut, batch)
 
     return [piece(index) for index in range(parts)]
 
 
 def merge_outputs(outputs: list[Any]) -> Any:
-    """What ``parts`` workers returned as one: scalars are averaged, tensors joined along dimension 0, other leaves are the first's."""
+    """What the workers returned as one: scalars are averaged, tensors joined along dimension 0, other leaves are the first's.
+
+    Raises :class:`ModelError` for a leaf of unknown class that has tensors.
+    """
 
     def merge(*leaves: Any) -> Any:
         if not isinstance(leaves[0], torch.Tensor):
+            if _hides_tensors(leaves[0]):
+                raise ModelError(f"the model returned a {type(leaves[0]).__name__}, which cannot be joined over workers; {_TREES}")
             return leaves[0]
         return torch.stack(leaves).mean(0) if leaves[0].dim() == 0 else torch.cat(leaves)
 
-    return tree_map(merge, *outputs) if len(outputs) > 1 else outputs[0]
+    return map_leaves(merge, *outputs) if len(outputs) > 1 else outputs[0]

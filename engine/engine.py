@@ -132,7 +132,7 @@ class SDPEngine:
         return self._in_eval_mode(self._backend.evaluate, batches)
 
     def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
-        """Token-weighted mean loss of every group's own subnetwork, by group. Collective."""
+        """Token-weighted mean loss of every group's own subnetwork over the batches of its own ranks, by group. Collective."""
         return self._in_eval_mode(self._backend.evaluate_subnetworks, batches)
 
     def _in_eval_mode(self, evaluation: Callable[[list[Any]], Any], batches: Iterable[Any]) -> Any:

@@ -83,7 +83,7 @@ class StreamedEvaluation:
     def _pass(self, batch: Any, weight: int) -> Callable[[], tuple[float, int]]:
         def work() -> tuple[float, int]:
             output = call_model(self._rank.module, to_device(batch, self._rank.device))
-            return loss_of(output).item(), target_count(batch) * weight
+            return loss_of(output).item(), target_count(self._rank.module, batch) * weight
 
         return work
 
@@ -173,7 +173,7 @@ def subnetwork_losses(rank: EvaluatedRank, batches: Sequence[Any]) -> list[float
     for step in range(steps):  # collectives inside the group: ranks must take the same number of steps
         batch = batches[min(step, len(batches) - 1)]
         loss = loss_of(call_model(rank.module, to_device(batch, rank.device))).item()
-        count = target_count(batch) if step < len(batches) else 0
+        count = target_count(rank.module, batch) if step < len(batches) else 0
         if count:
             sums[rank.at.sdp] += torch.tensor([loss * count, count], dtype=torch.float64, device=rank.device)
     return _mean_over_ranks(rank, sums)

@@ -69,8 +69,9 @@ def initialize(
     ``model``: any module whose units can be found (see the configuration's ``sdp.units``), with weights (rank 0's are taken) or
     on the meta device (initialised from ``training.seed``); it is cut in place. ``config``: a path, a mapping or a Config.
     ``model_parameters``: parameters or parameter groups to train; ``optimizer``: an optimizer over the uncut model's parameters,
-    or a function from parameters to one; ``lr_scheduler``: a scheduler, or a function from the optimizer to one. All three
-    default to the configuration. ``training_data``: a map-style data set; the loader ends with every epoch.
+    or a function to one from this rank's parameters: a list, or the groups where ``model_parameters`` are groups;
+    ``lr_scheduler``: a scheduler, or a function from the optimizer to one. All three default to the configuration.
+    ``training_data``: a map-style data set; the loader ends with every epoch.
 
     Raises an :class:`~sdp.engine.errors.SDPError` in one line for what cannot be honoured.
     """
@@ -84,11 +85,11 @@ def initialize(
     mesh = mesh_of(settings, 1 if reference else dist.get_world_size())
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = _named_groups(model_parameters, optimizer, names)
+    groups, grouped = _named_groups(model_parameters, optimizer, names)
     _freeze_others(model, groups)
     layout = Layout.of(model, settings, mesh)
     backend = build_backend(model, settings, layout, device)
-    built, note = _build_optimizer(settings, optimizer, _groups_here(groups, backend.parameters), device)
+    built, note = _build_optimizer(settings, optimizer, _groups_here(groups, backend.parameters), device, grouped=grouped)
     scheduler = _build_scheduler(settings, lr_scheduler, built)
     engine = SDPEngine(backend, settings, batch, built, scheduler)
     if training_data is not None:
@@ -149,8 +150,8 @@ def _loader(engine: SDPEngine, dataset: Any, collate_fn: Callable[[list[Any]], A
 # -- optimizer and schedule ------------------------------------------------------------------------------------------------------
 
 
-def _named_groups(model_parameters: Iterable[Any] | None, optimizer: Any, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Parameter groups with canonical names in place of the uncut model's parameters."""
+def _named_groups(model_parameters: Iterable[Any] | None, optimizer: Any, names: Mapping[int, str]) -> tuple[list[dict[str, Any]], bool]:
+    """Parameter groups with canonical names in place of the uncut model's parameters, and whether the user gave groups."""
     if isinstance(optimizer, Optimizer):
         if optimizer.state:
             raise ConfigError("sdp.initialize: the optimizer has stepped before; give one without state")
@@ -158,8 +159,9 @@ def _named_groups(model_parameters: Iterable[Any] | None, optimizer: Any, names:
     elif model_parameters is not None:
         given = list(model_parameters)
     else:
-        return [{"params": list(names.values())}]
-    if not given or not isinstance(given[0], Mapping):
+        return [{"params": list(names.values())}], False
+    grouped = bool(given) and isinstance(given[0], Mapping)
+    if not grouped:
         given = [{"params": given}]
     groups = []
     for group in given:
@@ -171,7 +173,7 @@ def _named_groups(model_parameters: Iterable[Any] | None, optimizer: Any, names:
                 f"sdp.initialize: a parameter of shape {tuple(unknown[0].shape)} is given to the optimizer but is none of the model's"
             )
         groups.append({**group, "params": [names[id(p)] for p in parameters]})
-    return groups
+    return groups, grouped
 
 
 def _freeze_others(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -191,14 +193,16 @@ def _groups_here(groups: list[dict[str, Any]], parameters: Mapping[str, nn.Param
     return here
 
 
-def _build_optimizer(config: Config, given: Any, groups: list[dict[str, Any]], device: torch.device) -> tuple[Optimizer, str]:
+def _build_optimizer(
+    config: Config, given: Any, groups: list[dict[str, Any]], device: torch.device, *, grouped: bool
+) -> tuple[Optimizer, str]:
     if isinstance(given, Optimizer):
         given.param_groups.clear()
         for group in groups:
             given.add_param_group(group)
         return given, f"optimizer: {type(given).__name__}, as given to sdp.initialize"
     if given is not None:
-        built = given(groups)
+        built = given(groups if grouped else groups[0]["params"])  # as DeepSpeed: what the user's parameters were
         return built, f"optimizer: {type(built).__name__}, as given to sdp.initialize"
     section = config.optimizer or NamedParams(type="AdamW")
     default = "" if config.optimizer else " (the configuration names none)"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .batch import map_leaves
 from .errors import ModelError
 from .placement import Placement
 from .units import Unit
@@ -18,8 +21,9 @@ from .units import Unit
 class PassThrough(nn.Module):
     """Stands where a block is not held and returns its input in the block's own output structure: the skip connection alone.
 
-    It keeps the block's skeleton on the meta device (no memory, not part of the module tree): to learn the structure that the
-    block returns, and to run the block as a guest when the full model is evaluated. Plain attributes are the block's own.
+    It keeps the block's skeleton on the meta device (no memory, not part of the module tree): to learn the structure that the block
+    returns, and to run the block as a guest when the full model is evaluated. Attributes are the block's own, its children and
+    parameters too (to be looked at: on the meta device they have shapes and dtypes, and no values).
     """
 
     def __init__(self, name: str, block: nn.Module):
@@ -43,34 +47,49 @@ class PassThrough(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            value = getattr(self.__dict__["_hidden"][0], name)
-            if isinstance(value, torch.Tensor | nn.Module):
-                raise  # its parameters and children are not here
-            return value
+            return getattr(self.__dict__["_hidden"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = _first_tensor(args, kwargs)
-        if hidden is None:
-            raise ModelError(f"{self.name}: was called without a tensor, so it cannot be skipped; leave it out of sdp.units")
+        hidden = self._hidden_state(args, kwargs)
         if self._structure is None:
-            self._structure = self._probe(hidden, args, kwargs)
+            self._structure = self._learn_structure(hidden, args, kwargs)
         spec, position = self._structure
         leaves: list[Any] = [None] * spec.num_leaves
         leaves[position] = hidden
         return tree_unflatten(leaves, spec)
 
-    def _probe(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """Run the skeleton on the meta device: the tree that the block returns, and which leaf of it is the hidden state."""
-        dtype = next((p.dtype for p in self.skeleton.parameters() if p.is_floating_point()), hidden.dtype)
+    def _hidden_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The tensor that the block adds to: what the first parameter of its ``forward`` that is given a tensor was given."""
+        bound = inspect.signature(self.skeleton.forward).bind(*args, **kwargs)
+        tensors = [value for value in bound.args if isinstance(value, torch.Tensor)]
+        named = {name: value for name, value in bound.kwargs.items() if isinstance(value, torch.Tensor)}
+        in_order = [named[name] for name in bound.arguments if name in named]  # keyword-only parameters; the rest is **kwargs
+        if tensors or in_order or len(named) == 1:
+            return [*tensors, *in_order, *named.values()][0]
+        if named:
+            raise ModelError(
+                f"{self.name}: its forward does not say which of {', '.join(named)} is the hidden state; name it as a parameter of "
+                "forward, or leave the block out of sdp.units"
+            )
+        raise ModelError(f"{self.name}: was called without a tensor, so it cannot be skipped; leave it out of sdp.units")
 
-        def to_meta(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return torch.empty_like(value, device="meta", dtype=dtype if value.is_floating_point() else value.dtype)
-
-        meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs))
-        with torch.no_grad():
-            leaves, spec = tree_flatten(self.skeleton(*meta_args, **meta_kwargs))
+    def _learn_structure(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """Run the skeleton: the tree that the block returns, and which leaf of it is the hidden state."""
+        try:
+            output = self._run(self.skeleton, "meta", args, kwargs)
+        except Exception as on_meta:  # it reads values, or an operation knows no meta device: once, with zeros, in the host's memory
+            block = copy.deepcopy(self.skeleton).to_empty(device="cpu")
+            for tensor in (*block.parameters(), *block.buffers()):
+                tensor.detach().zero_()
+            try:
+                output = self._run(block, "cpu", args, kwargs)
+            except Exception as error:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise ModelError(
+                    f"{self.name}: what it returns cannot be learned by running it on zeros ({reason[:200]}), so it cannot be skipped; "
+                    "leave it out of sdp.units or list it in sdp.protect"
+                ) from on_meta
+        leaves, spec = tree_flatten(output)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if not tensors or leaves[tensors[0]].shape != hidden.shape:
             found = f"{tuple(leaves[tensors[0]].shape)} from {tuple(hidden.shape)}" if tensors else "no tensor"
@@ -79,9 +98,18 @@ class PassThrough(nn.Module):
             raise ModelError(f"{self.name}: returns more than its hidden state, so it cannot be skipped; leave it out of sdp.units")
         return spec, tensors[0]
 
+    @staticmethod
+    def _run(block: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), None)
 
-def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        def zeros(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return torch.zeros_like(value, device=device, dtype=dtype if value.is_floating_point() else value.dtype)
+
+        args, kwargs = map_leaves(zeros, (args, kwargs))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return block(*args, **kwargs)
 
 
 def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int) -> dict[str, PassThrough]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import nn
 
@@ -42,8 +43,8 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterab
     """The block units of ``model`` in the order of its modules.
 
     ``patterns``: module paths in which ``*`` stands for one path component, or ``"auto"``: the units named by an ``explicit``
-    placement, else what the model states (``unit_patterns()``), else the children of its longest ModuleList or Sequential of
-    equal blocks. Raises :class:`ModelError` if a pattern matches nothing, units nest, or weights are tied across units.
+    placement, else what the model states (``unit_patterns()``), else the longest run of blocks of one class in a ModuleList or
+    Sequential. Raises :class:`ModelError` if a pattern matches nothing, units nest, or weights are tied across units.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     modules.pop("")
@@ -92,21 +93,25 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _longest_chain(model: nn.Module) -> set[str]:
-    """The children of the longest ModuleList / Sequential whose members with parameters are all of one class."""
+    """The longest run of neighbours of one class, in a ModuleList or Sequential, that have children with parameters: a residual
+    block is more than one layer.
+    """
     best: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
-            children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
-            blocks = [(path, child) for path, child in children if next(child.parameters(), None) is not None]
-            one_class = len({type(child) for _, child in blocks}) == 1
-            if one_class and len(blocks) == len(children) and len(blocks) > len(best):
-                best = [path for path, _ in blocks]
+            for _, run in groupby(module.named_children(), key=lambda named: type(named[1])):
+                blocks = [f"{name}.{key}" if name else key for key, child in run if _has_layers(child)]
+                best = max(best, blocks, key=len)  # the first of equals
     if len(best) < 2:
         raise ModelError(
-            'sdp.units: "auto" finds no ModuleList or Sequential of two or more blocks of one class; '
+            'sdp.units: "auto" finds no ModuleList or Sequential with two or more blocks of one class in a row; '
             'name the residual blocks by patterns, for example ["encoder.layers.*"]'
         )
     return set(best)
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return any(next(child.parameters(), None) is not None for child in module.children())
 
 
 def _refuse_nested(names: Sequence[str]) -> None:

@@ -105,16 +105,18 @@ class ReferenceBackend:
 
     @torch.no_grad()
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
+        fsdp = self.layout.mesh.fsdp
+        rows = [split_rows(batch, self.layout.mesh.data_ranks) for batch in batches]
         losses = []
-        for stand_ins in self._stand_ins:
+        for group, stand_ins in enumerate(self._stand_ins):
             with masked(self.module, stand_ins):
-                losses.append(self._mean_loss(batches))
+                losses.append(self._mean_loss([part for parts in rows for part in parts[group * fsdp : (group + 1) * fsdp]]))
         return losses
 
     def _mean_loss(self, batches: Sequence[Any]) -> float:
         total = weight = 0.0
         for batch in batches:
-            count = target_count(batch)
+            count = target_count(self.module, batch)
             if count:  # the mean over no targets is no number
                 total += loss_of(self._run(call_model, to_device(batch, self.device))).item() * count
                 weight += count

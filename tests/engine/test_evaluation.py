@@ -15,8 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import RankPool
 from ranks_cases import Case, engine_of, one_step, reference
-from sdp.engine.batch import call_model, loss_of, target_count
-from sdp.engine.errors import DataError, ModelError
+from sdp.engine.errors import DataError
 from sdp.engine.evaluation import StreamedEvaluation
 from sdp.engine.lockstep import Lockstep
 from torch import nn
@@ -86,6 +85,27 @@ def test_evaluate_is_the_loss_of_the_full_model(ranks: RankPool, case: Case) -> 
         assert [result[1][group] for result in results] == pytest.approx([own] * case.world, rel=1e-6), f"group {group}"
     if case.placement != "full":
         assert abs(results[0][1][0] - expected) > 1e-4, "a subnetwork's loss is not the full model's"
+
+
+def _own_losses(case: Case) -> list[float]:
+    here = [_equal_rows(case, step, dist.get_rank()) for step in range(2)]
+    return engine_of(case).evaluate_subnetworks(here)
+
+
+def _equal_rows(case: Case, step: int, rank: int) -> Any:
+    return models.micro_batch(case.model, 700 + step, step, rank)
+
+
+def test_the_reference_gives_every_group_its_own_rows(ranks: RankPool) -> None:
+    case = Case(2, 2, 3, model="llama")
+    native = ranks.run(_own_losses, case, world=case.world)
+    batches = []
+    for step in range(2):
+        parts = [_equal_rows(case, step, rank) for rank in range(case.world)]
+        batches.append({key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+    expected = engine_of(case, "reference").evaluate_subnetworks(batches)
+    assert abs(expected[0] - expected[1]) > 1e-3
+    assert native == [pytest.approx(expected, rel=1e-6)] * case.world
 
 
 def test_bf16_evaluation(ranks: RankPool) -> None:
@@ -316,34 +336,3 @@ def test_lockstep_ends_all_passes_when_one_fails() -> None:
     assert stops == ["a", "b"]
     lockstep.stop("outside of run")
     assert threading.active_count() == before
-
-
-# -- what is a loss, what is a target --------------------------------------------------------------------------------------------------
-
-
-def test_losses_and_targets() -> None:
-    loss = torch.tensor(2.0)
-    assert all(loss_of(output) is not None for output in (loss, loss[None], {"loss": loss}, (None, loss), type("O", (), {"loss": loss})()))
-    for output in ("no loss", {"logits": loss}, (torch.zeros(2),), None):
-        with pytest.raises(ModelError, match="no loss was found"):
-            loss_of(output)
-    with pytest.raises(ModelError, match="scalar loss"):
-        loss_of(torch.zeros(2))
-    tokens = torch.tensor([[1, 2, -100, 4]])
-    assert target_count({"input_ids": tokens, "labels": tokens}) == 2  # the first position predicts nothing
-    assert target_count((torch.zeros(3, 2), torch.tensor([1, -100, 0]))) == 2
-    assert target_count({"x": torch.zeros(3, 2), "y": torch.zeros(3, 4)}) == 12
-    with pytest.raises(DataError, match="no tensor"):
-        target_count(["text"])
-
-
-def test_arguments_are_spread_by_name_and_place() -> None:
-    class Echo(nn.Module):
-        def forward(self, x: int, y: int = 0, *, z: int = 0) -> tuple[Any, ...]:
-            return x, y, z
-
-    one = torch.tensor(1)
-    assert call_model(Echo(), {"x": one, "z": 3}) == (one, 0, 3)
-    assert call_model(Echo(), (one, 2)) == (one, 2, 0)
-    assert call_model(Echo(), (one,))[0] == (one,)
-    assert call_model(Echo(), {"input": one})[0] == {"input": one}

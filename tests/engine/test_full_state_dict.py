@@ -196,6 +196,26 @@ def test_parameters_optimizers_and_schedules_of_the_user(ranks: RankPool, kind: 
         assert results[0]["seen"] == {n for n in weights if "head" in n or "layers.0" in n}, "nothing else gets a gradient"
 
 
+@pytest.mark.parametrize("given", [None, "list", "groups"])
+def test_an_optimizer_function_gets_what_the_user_gave(given: str | None) -> None:
+    """As deepspeed.initialize: a list of parameters, unless groups were given."""
+    model, seen = models.mlp(), list[Any]()
+    groups = [{"params": list(model.parameters()), "momentum": 0.2}]
+    parameters = {None: None, "list": list(model.head.parameters()), "groups": groups}[given]
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        seen.extend(parameters)
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    optimizer = sdp.initialize(model=model, config=Case(2, 1).config("reference"), model_parameters=parameters, optimizer=make)[1]
+    if given == "groups":
+        assert [type(group) for group in seen] == [dict]
+        assert optimizer.param_groups[0]["momentum"] == 0.2
+    else:
+        assert all(isinstance(parameter, nn.Parameter) for parameter in seen)
+        assert len(seen) == (2 if given == "list" else len(list(model.parameters())))
+
+
 def test_wrong_parameters_and_optimizers() -> None:
     config = Case(2, 1).config("reference")
     stranger = nn.Parameter(torch.zeros(3, 2))

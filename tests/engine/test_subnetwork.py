@@ -80,9 +80,70 @@ def test_plain_attributes_are_the_blocks() -> None:
     stand_in = PassThrough("layers.0", Returns(lambda h: h))
     assert stand_in.kind == "sliding"
     assert stand_in.name == "layers.0"
-    for missing in ("linear", "no_such_thing"):
-        with pytest.raises(AttributeError):
-            getattr(stand_in, missing)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = stand_in.no_such_thing
+
+
+def test_children_and_parameters_can_be_looked_at() -> None:
+    stand_in = PassThrough("layers.0", Returns(lambda h: h))
+    assert stand_in.linear.weight.dtype is torch.float32
+    assert stand_in.linear.weight.shape == (4, 4)
+    assert stand_in.linear.weight.is_meta
+    assert [*stand_in.parameters(), *stand_in.children(), *stand_in.state_dict()] == [], "they are not the subnetwork's"
+
+
+class MaskFirst(nn.Module):
+    """Called by keyword in another order than forward's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:
+        return hidden_states + self.linear(hidden_states)
+
+
+class Keywords(nn.Module):
+    def forward(self, **inputs: Any) -> Any:
+        return inputs["hidden"]
+
+
+def test_the_hidden_state_is_the_first_parameter_of_forward() -> None:
+    x, mask = torch.randn(2, 4), torch.zeros(2, 4)
+    stand_in = PassThrough("layers.0", MaskFirst())
+    assert stand_in(attention_mask=mask, hidden_states=x) is x
+    assert stand_in(attention_mask=mask, position_ids=mask, hidden_states=x) is x
+    assert stand_in(x, mask) is x
+    assert PassThrough("layers.0", Keywords())(hidden=x, n=3) is x
+    with pytest.raises(ModelError, match=r"layers.0: its forward does not say which of mask, hidden is the hidden state"):
+        PassThrough("layers.0", Keywords())(mask=mask, hidden=x)
+
+
+class ReadsValues(nn.Module):
+    """Cannot run on the meta device."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.norm, self.fails = nn.BatchNorm1d(4), fails
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        if self.fails or x.sum().item() > 1e9:
+            raise ValueError("two\nlines")
+        return (x + self.norm(x),)
+
+
+def test_blocks_that_cannot_run_on_the_meta_device() -> None:
+    x = torch.randn(2, 4)
+    before = torch.get_rng_state()
+    stand_in = PassThrough("layers.0", ReadsValues())
+    out = stand_in(x)
+    assert type(out) is tuple
+    assert out[0] is x
+    assert all(tensor.is_meta for tensor in (*stand_in.skeleton.parameters(), *stand_in.skeleton.buffers()))
+    assert torch.equal(torch.get_rng_state(), before)
+    message = r"^layers.1: what it returns cannot be learned by running it on zeros \(ValueError: two lines\), so it cannot be skipped"
+    with pytest.raises(ModelError, match=message):
+        PassThrough("layers.1", ReadsValues(fails=True))(x)
 
 
 def test_training_mode_follows() -> None:

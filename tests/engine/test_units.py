@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import ranks_models as models
 import torch
@@ -28,8 +30,43 @@ def test_auto_takes_the_longest_stack_of_one_class() -> None:
     assert names(Two()) == [f"decoder.layers.{index}" for index in range(3)]
     mixed = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.Sequential(models.Block(), models.Block()))
     assert names(mixed) == ["4.0", "4.1"]
-    with pytest.raises(ModelError, match=r'sdp.units: "auto" finds no ModuleList or Sequential of two or more blocks'):
+    with pytest.raises(ModelError, match=r'sdp.units: "auto" finds no ModuleList or Sequential with two or more blocks'):
         names(nn.Linear(2, 2))
+
+
+def test_auto_takes_blocks_not_layers() -> None:
+    """Plain layers in a row are no residual blocks, however many; a stem and a head may stand beside blocks."""
+    perceptron = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
+    assert names(nn.ModuleDict({"head": perceptron, "blocks": nn.ModuleList(models.Block() for _ in range(3))})) == [
+        f"blocks.{index}" for index in range(3)
+    ]
+    with pytest.raises(ModelError, match='"auto" finds no'):
+        names(perceptron)
+    around = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), *(models.Block() for _ in range(4)), nn.LayerNorm(3), models.Block())
+    assert names(around) == ["2", "3", "4", "5"]
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
+    assert names(encoder) == [f"layers.{index}" for index in range(3)]
+
+
+def hugging_face(kind: str) -> nn.Module:
+    import transformers as hf
+
+    small: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    with torch.device("meta"):
+        if kind == "gpt2":
+            return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0))
+        if kind == "vit":
+            return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **small))
+        if kind == "llama":
+            return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=32, num_key_value_heads=1, **small))
+        return hf.Qwen2ForCausalLM(hf.Qwen2Config(vocab_size=32, num_key_value_heads=1, **small))
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks"), [("gpt2", "transformer.h"), ("vit", "vit.layers"), ("llama", "model.layers"), ("qwen2", "model.layers")]
+)
+def test_auto_on_hugging_face_models(kind: str, blocks: str) -> None:
+    assert names(hugging_face(kind)) == [f"{blocks}.{index}" for index in range(3)]
 
 
 def test_a_model_may_state_its_units() -> None:
