@@ -101,7 +101,8 @@ class DataSection(Section):
 class TrainingSection(Section):
     """Length of the run, and every how many steps to evaluate and to save.
 
-    0: evaluate only before the first step and after the last, and save only when a signal ends the run.
+    0: evaluate only before the first step and after the last, and save only when a signal ends the run. ``max_skips``: steps in a
+    row whose gradient is no number, and which are skipped, before the run stops.
     """
 
     steps: PositiveInt | None = None
@@ -110,6 +111,7 @@ class TrainingSection(Section):
     evaluate_batches: PositiveInt = 8
     save_every: NonNegativeInt = 0
     keep: PositiveInt = 2
+    max_skips: NonNegativeInt = 10
     async_save: bool = False
     seed: NonNegativeInt = 0
     compile: bool = False

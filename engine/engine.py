@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from .sync import local_tensor
 from .traffic import Traffic
 from .traffic_plan import describe_formula, plan_traffic
 
+log = logging.getLogger("sdp")
+
 
 class SDPEngine:
     """Trains one group's subnetwork: ``loss = engine(batch); engine.backward(loss); engine.step()``.
@@ -43,6 +46,8 @@ class SDPEngine:
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
+        self.skipped_steps = 0
+        self._skipped_in_a_row = 0
         self._grad_norm: float | None = None
         self._gradient_bytes = 0
         self._reduced = False
@@ -72,7 +77,11 @@ class SDPEngine:
         return scalar
 
     def step(self) -> None:
-        """At the accumulation boundary: clip by the global norm, update the weights, advance the schedule; else only count."""
+        """At the accumulation boundary: clip by the global norm, update the weights, advance the schedule; else only count.
+
+        A step whose gradient is no number, in whichever group, is skipped by all: weights, optimizer and schedule stay, and
+        ``skipped_steps`` counts it. Raises DivergedError after more than ``training.max_skips`` of them in a row.
+        """
         if not self._syncing:
             raise RuntimeError("step() inside no_sync(): gradients are not averaged there; leave the block first")
         if self.is_gradient_accumulation_boundary():
@@ -85,24 +94,40 @@ class SDPEngine:
         gradients = [p.grad for p in self._backend.parameters.values() if p.grad is not None]
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
         self._grad_norm = math.sqrt(self._backend.squared_grad_norm().item())
-        if not math.isfinite(self._grad_norm):
-            raise DivergedError(
-                f"the gradient's norm is {self._grad_norm} at step {self.global_steps + 1}; the weights are as they were: lower the "
-                "learning rate, or resume from an earlier checkpoint"
-            )
-        if self.config.gradient_clipping > 0:
-            clip_(gradients, self._grad_norm, self.config.gradient_clipping)
-        self._backend.shard_parameters()  # a forward pass since backward may have left gathered copies of the old weights
-        self.optimizer.step()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        if math.isfinite(self._grad_norm):  # the norm is of all groups' gradients, so all ranks decide alike
+            self._apply(gradients, self._grad_norm)
+            self._skipped_in_a_row = 0
+        else:
+            self.skipped_steps += 1
+            self._skipped_in_a_row += 1
         self.zero_grad()
         self._reduced = False
         self.global_steps += 1
         self.global_samples += self._batch.train
+        if self._skipped_in_a_row:
+            self._tell_of_skip(self._grad_norm)
         interval = self.config.sdp.check_interval
         if interval and self.global_steps % interval == 0:
             self.check_holders()
+
+    def _apply(self, gradients: list[torch.Tensor], norm: float) -> None:
+        if self.config.gradient_clipping > 0:
+            clip_(gradients, norm, self.config.gradient_clipping)
+        self._backend.shard_parameters()  # a forward pass since backward may have left gathered copies of the old weights
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def _tell_of_skip(self, norm: float) -> None:
+        allowed = self.config.training.max_skips
+        if self._skipped_in_a_row > allowed:
+            raise DivergedError(
+                f"the gradient's norm is {norm} at step {self.global_steps}, for the {self._skipped_in_a_row}. time in a row "
+                f"(training.max_skips {allowed}); the weights are those after step {self.global_steps - self._skipped_in_a_row}: lower the "
+                "learning rate, or resume from an earlier checkpoint"
+            )
+        log.warning("step %d was skipped by all groups: the gradient's norm is %s (%d in a row, training.max_skips %d)",
+                    self.global_steps, norm, self._skipped_in_a_row, allowed)  # fmt: skip
 
     def zero_grad(self) -> None:
         """Drop all gradients, those of earlier micro-batches too."""
@@ -177,6 +202,7 @@ class SDPEngine:
         state = {
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
+            "skipped_steps": self.skipped_steps,
             "mesh": self._mesh_shape(),
             "placement": self.layout.placement.to_json(),
             "learning_rates": [float(group["lr"]) for group in self.optimizer.param_groups],
@@ -212,6 +238,7 @@ class SDPEngine:
             (torch.cuda.set_rng_state if "/cuda/" in key else torch.set_rng_state)(value)
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
+        self.skipped_steps, self._skipped_in_a_row = state.get("skipped_steps", 0), 0
         if self.lr_scheduler is not None and state["scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["scheduler"])
         for group, rate in zip(self.optimizer.param_groups, state.get("learning_rates", ()), strict=False):
@@ -291,6 +318,11 @@ class SDPEngine:
     def get_global_grad_norm(self) -> float | None:
         """Norm of the full model's averaged gradient before clipping, at the last step; None before the first."""
         return self._grad_norm
+
+    @property
+    def was_step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped because its gradient was no number."""
+        return self._skipped_in_a_row > 0
 
     def get_lr(self) -> list[float]:
         """Learning rate of every parameter group, for the step to come."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine.batch import loss_of, to_device
+from ..engine.checkpoint_files import latest
 from ..engine.config import Config, load_config
 from ..engine.engine import SDPEngine
 from ..engine.environment import detect
@@ -130,7 +131,7 @@ class Trainer:
                 self._evaluate(bar)
             batches = iter(self.engine.loader)
             while self.engine.global_steps < self.steps and not self._stopping:
-                self._step(batches, bar)
+                self._step_or_explain(batches, bar)
                 self._after_step(bar)
             self._settle(block=True)
             bar.close()
@@ -142,6 +143,15 @@ class Trainer:
         return 0
 
     # -- one step --------------------------------------------------------------------------------------------------------------
+
+    def _step_or_explain(self, batches: Iterator[Any], bar: Progress) -> None:
+        try:
+            self._step(batches, bar)
+        except DivergedError as error:
+            self._settle(block=True)
+            checkpoints = self.dump_dir / "checkpoints"
+            newest = latest(checkpoints)
+            raise DivergedError(f"{error}; the last good one: {checkpoints / newest if newest else 'none was written'}") from None
 
     def _step(self, batches: Iterator[Any], bar: Progress) -> None:
         self.memory.reset()
@@ -162,8 +172,6 @@ class Trainer:
             losses, seconds = self._compute(batches)
         comm = self.engine.traffic.by_kind()
         loss = self.engine.mean_loss(torch.stack(losses).mean())
-        if not math.isfinite(loss):
-            raise DivergedError(f"loss is {loss} at step {self.engine.global_steps}; lower the learning rate, or resume from a checkpoint")
         self.last_facts = StepFacts(loss, learning_rate, self.memory.read(), comm, seconds)
         self._report_step(bar, started)
 
@@ -215,6 +223,7 @@ class Trainer:
             "peak_memory_bytes": max(peak for peak, _, _ in everyones),
             "comm_bytes": sum(busiest.values()),
             "comm_bytes_by_kind": busiest,
+            "skipped_steps": self.engine.skipped_steps,
         }
         self.files.step(line | facts.seconds if self.config.wall_clock_breakdown else line)
         self.monitors.write(step, train_scalars(line))
@@ -229,7 +238,8 @@ class Trainer:
             return  # the grace time is short: save, and evaluate after the resume
         if step == self.steps or (training.evaluate_every and step % training.evaluate_every == 0):
             self._evaluate(bar)
-        if training.save_every and (step % training.save_every == 0 or step == self.steps):
+        due = training.save_every and (step % training.save_every == 0 or step == self.steps)
+        if due and not self.engine.was_step_skipped:  # such weights must not push out those of a good step
             self._save(background=training.async_save)
 
     def _evaluate(self, bar: Progress) -> None:

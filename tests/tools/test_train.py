@@ -125,6 +125,19 @@ def test_reference_engine_trains_the_same_run_and_resumes_bit_for_bit(config, tm
     assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
 
 
+def test_a_run_that_diverges_names_its_last_checkpoint_and_keeps_it(config, tmp_path, capsys):
+    # After one step of this rate the weights are so large that every later pass overflows.
+    config |= {"optimizer": {"type": "SGD", "params": {"lr": 1e30}}, "scheduler": None}
+    config["training"] |= {"save_every": 1, "keep": 1, "evaluate_every": 0, "max_skips": 2}
+    config["sdp"]["engine"] = "reference"
+    assert main(["train", str(write(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert f"the last good one: {tmp_path / 'run' / 'checkpoints' / 'step-1'}" in error.splitlines()[-1]
+    assert "Traceback" not in error
+    assert error.count("was skipped by all groups") == 2
+    assert [line["skipped_steps"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
 def test_an_existing_run_is_not_overwritten(config, tmp_path, capsys):
     path = write(config, tmp_path)
     arguments = ["train", str(path), "--set", "sdp.engine=reference", "--set", "training.steps=2", "--dump-dir", str(tmp_path / "run")]
