@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..engine.errors import DataError
+from .sources import HASHING_THREADS, sha256_of
 from .tokenizers import INDEX_FILE
 
 FORMAT = "sdp-token-shards"
@@ -82,9 +83,8 @@ class Index(_Strict):
 
     def check_sizes(self, directory: Path) -> None:
         """Raise DataError for a shard that is missing or not of the size that the index states."""
-        width = int(self.dtype.removeprefix("uint")) // 8
         for shard in self._shards():
-            path, expected = directory / shard.file, shard.tokens * width
+            path, expected = directory / shard.file, shard.tokens * self._width
             if not path.is_file():
                 raise DataError(f"{path}: this token shard is missing; {_again(directory)}")
             if (size := path.stat().st_size) != expected:
@@ -93,12 +93,22 @@ class Index(_Strict):
     def verify(self, directory: Path) -> None:
         """Raise DataError for a shard whose size or sha256 is not what the index states; reads every shard."""
         self.check_sizes(directory)
-        for shard in self._shards():
-            path = directory / shard.file
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != shard.sha256:
-                raise DataError(f"{path}: sha256 {digest[:12]}… instead of {shard.sha256[:12]}…, damaged; {_again(directory)}")
+        with ThreadPoolExecutor(HASHING_THREADS) as pool:
+            digests = pool.map(lambda shard: sha256_of(directory / shard.file), self._shards())
+            for shard, digest in zip(self._shards(), digests, strict=True):
+                if digest != shard.sha256:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    path = directory / shard.file
+                    raise DataError(f"{path}: sha256 {digest[:12]}… instead of {shard.sha256[:12]}…, damaged; {_again(directory)}")
+
+    @property
+    def bytes(self) -> int:
+        """Size of all shards of all splits."""
+        return sum(shard.tokens for shard in self._shards()) * self._width
+
+    @property
+    def _width(self) -> int:
+        return int(self.dtype.removeprefix("uint")) // 8
 
     def _shards(self) -> list[Shard]:
         return [shard for split in self.splits.values() for shard in split.shards]

@@ -19,7 +19,7 @@ import zstandard
 from ..engine.errors import DataError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-_HASHING_THREADS = 4
+HASHING_THREADS = 4
 _READ_BYTES = 2**17
 
 
@@ -54,7 +54,7 @@ class FileCorpus:
 
     def sources(self) -> list[Source]:
         """Name, size and hash of every file; reads all of them once."""
-        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        with ThreadPoolExecutor(HASHING_THREADS) as pool:
             return list(pool.map(_source_of, self.paths))
 
     def documents(self, piece: int | None = None) -> Iterator[Document]:
@@ -107,10 +107,15 @@ def _suffix(path: Path) -> str:
 
 
 def _source_of(path: Path) -> Source:
+    digest = sha256_of(path)
+    return Source(str(path), path.stat().st_size, digest)
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's bytes, in hexadecimal; raises DataError where it cannot be read."""
     try:
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Source(str(path), path.stat().st_size, digest)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
 

@@ -191,6 +191,11 @@ def check_request(request: str, vocab_size: int | None) -> None:
         raise DataError(f"the vocabulary of {request!r} is fixed: leave the vocabulary size ({vocab_size}) out")
 
 
+def request_of(spec: dict[str, Any]) -> str:
+    """The request that a tokenizer of this ``spec()`` was made for."""
+    return f"{_HF_PREFIX}{spec.get('name')}" if spec.get("kind") == "hf" else str(spec.get("kind"))
+
+
 def ready_made(request: str) -> BytesTokenizer | HuggingFaceTokenizer | None:
     """The tokenizer that ``request`` names, None where it is yet to be trained; raises DataError where it cannot be loaded."""
     if request == "sentencepiece":

@@ -89,13 +89,18 @@ class SDPSection(Section):
 
 
 class DataSection(Section):
-    """Token shards to train on; without ``path`` the sources of Python's standard library are prepared and used."""
+    """Token shards to train on; without ``path`` the sources of Python's standard library are prepared and used.
+
+    ``tokenizer`` (None: sentencepiece) and ``vocab_size`` are what those are prepared with; where ``path`` is given, it must have
+    been prepared with them. ``verify``: hash the shards at the start of a run; auto: unless they are so large that it takes minutes.
+    """
 
     path: str | None = None
     sequence_length: PositiveInt = 512
-    tokenizer: str = "sentencepiece"
+    tokenizer: str | None = None
     vocab_size: PositiveInt | None = None
     num_workers: NonNegativeInt = 0
+    verify: Literal["auto", "always", "never"] = "auto"
 
 
 class TrainingSection(Section):

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeVar, cast
 
 import torch.distributed as dist
 
+from ..data.index import load_index
 from ..data.prepare import prepare
 from ..data.shards import TokenDataset
+from ..data.tokenizers import request_of
 from ..engine.config import Config
-from ..engine.errors import ConfigError
+from ..engine.errors import ConfigError, SDPError
 
 log = logging.getLogger("sdp")
+
+T = TypeVar("T")
+
+VERIFIED_BYTES = 4_000_000_000  # some 3 s of four cores, or half a minute of a plain disk
 
 
 @dataclass(frozen=True)
@@ -36,17 +44,51 @@ class Corpus:
 
 
 def open_corpus(config: Config, dump_dir: Path) -> Corpus:
-    """Open the data of a run. Collective: rank 0 prepares the default corpus in ``dump_dir/corpus`` while the others wait."""
+    """Open the data of a run. Collective: rank 0 prepares the default corpus in ``dump_dir/corpus``, and verifies the shards.
+
+    Raises DataError or ConfigError on all ranks where any rank finds something wrong.
+    """
+    path = Path(config.data.path) if config.data.path is not None else dump_dir / "corpus"
+    _on_all_or_none(lambda: _make_ready(config, path))
+    return _on_all_or_none(lambda: open_prepared(config, path))
+
+
+def _make_ready(config: Config, path: Path) -> None:
+    """Rank 0's part before the shards are opened; the others have none."""
     data = config.data
-    if data.path is not None:
-        return open_prepared(config, Path(data.path))
-    path = dump_dir / "corpus"
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    if data.path is None:
         log.info("data.path is not set: taking the sources of Python's standard library")
-        prepare(None, path, tokenizer=data.tokenizer, vocab_size=data.vocab_size)
+        prepare(None, path, tokenizer="sentencepiece" if data.tokenizer is None else data.tokenizer, vocab_size=data.vocab_size)
+    _verify(path, data.verify)
+
+
+def _verify(path: Path, when: Literal["auto", "always", "never"]) -> None:
+    index = load_index(path)
+    if when == "auto" and index.bytes > VERIFIED_BYTES:
+        log.info(
+            'data: the %.1f GB in %s are not hashed at each start (data.verify "always" does); to check them now: '
+            "sdp prepare --output %s --verify", index.bytes / 1e9, path, path,
+        )  # fmt: skip
+    elif when != "never":
+        index.verify(path)
+
+
+def _on_all_or_none(action: Callable[[], T]) -> T:
+    """What ``action`` returns here; the first rank's error is raised on every rank, so that none waits for another in a collective."""
+    result, error = None, None
+    try:
+        result = action()
+    except SDPError as caught:
+        error = caught
     if dist.is_initialized():
-        dist.barrier()
-    return open_prepared(config, path)
+        errors: list[SDPError | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        error = next((found for found in errors if found is not None), None)
+    if error is not None:
+        raise error
+    return cast(T, result)
 
 
 def open_prepared(config: Config, path: Path) -> Corpus:
@@ -56,6 +98,12 @@ def open_prepared(config: Config, path: Path) -> Corpus:
         TokenDataset(path, "train", data.sequence_length),
         TokenDataset(path, "held_out", data.sequence_length),
     )
+    prepared_with = request_of(corpus.train.index.tokenizer)
+    if data.tokenizer not in (None, prepared_with):
+        raise ConfigError(
+            f"data.tokenizer: {data.tokenizer}, but {path} was prepared with {prepared_with}; "
+            "remove data.tokenizer, or prepare the data anew"
+        )
     if data.vocab_size is not None and data.vocab_size != corpus.vocab_size:
         raise ConfigError(
             f"data.vocab_size: {data.vocab_size}, but {path} was prepared with a vocabulary of {corpus.vocab_size}; "

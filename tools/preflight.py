@@ -16,11 +16,12 @@ from ..engine.checkpoint_files import latest, read_state
 from ..engine.config import Config, NamedParams
 from ..engine.errors import CheckpointError, ConfigError
 from ..engine.layout import Layout
+from ..engine.loader import evaluation_batches
 from ..engine.mesh import Mesh
 from ..engine.optim import build_optimizer
 from ..engine.schedules import build_scheduler
 from ..models.registry import build_model
-from .corpus import open_prepared
+from .corpus import Corpus, open_prepared
 
 _SOME_VOCABULARY = 256  # stands for that of a corpus not made yet: where units are cut does not depend on it
 
@@ -32,9 +33,12 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     and schedule, the index of the data, the checkpoint to resume from.
     """
     _check_length(config)
-    BatchSize.resolve(config, mesh)
-    model = build_model(config.model, _vocabulary(config))
+    batch = BatchSize.resolve(config, mesh)
+    corpus = None if config.data.path is None else open_prepared(config, Path(config.data.path))
+    model = build_model(config.model, _vocabulary(config, corpus))
     _check_sequence(config, model)
+    if corpus is not None:
+        evaluation_batches(corpus.held_out, batch.micro, data_ranks=mesh.data_ranks)
     Layout.of(model, config, mesh)
     _check_optimizer(config)
     if resume:
@@ -48,11 +52,8 @@ def _check_length(config: Config) -> None:
         raise ConfigError("training: give the length of the run as either training.steps or training.tokens")
 
 
-def _vocabulary(config: Config) -> int:
-    data = config.data
-    if data.path is None:
-        return data.vocab_size or config.model.get("vocab_size") or _SOME_VOCABULARY
-    return open_prepared(config, Path(data.path)).vocab_size
+def _vocabulary(config: Config, corpus: Corpus | None) -> int:
+    return corpus.vocab_size if corpus else config.data.vocab_size or config.model.get("vocab_size") or _SOME_VOCABULARY
 
 
 def _check_sequence(config: Config, model: nn.Module) -> None:

@@ -163,6 +163,8 @@ BAD = [
     ({"model.hiden_size": 8}, "model.hiden_size: unknown key, did you mean hidden_size?"),
     ({"data.path": "nowhere"}, "nowhere"),
     ({"data.sequence_length": 10**7}, "fewer than one sequence"),
+    ({"data.sequence_length": 1024}, "the evaluation data has"),
+    ({"data.tokenizer": "sentencepiece"}, "was prepared with bytes; remove data.tokenizer"),
     ({"data.sequence_length": 4096, "model.max_position_embeddings": 2048}, "more than model.max_position_embeddings = 2048"),
     ({"scheduler.params.total_num_steps": -1}, "scheduler.params.total_num_steps"),
     ({"training.tokens": 4096}, "either training.steps or training.tokens"),
