@@ -8,6 +8,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ _HF_PREFIX = "hf:"
 _HUB_SECONDS = 10.0
 _SMALLEST_VOCABULARY = 260  # unknown, end of text, newline, tab and the 256 bytes
 _LINE_CHARACTERS = 16_000  # the trainer ignores longer "sentences"
-_SPACE_SYMBOL = "\u2581"  # SentencePiece spells a space so, and would decode a real one as a space
+SPACE_SYMBOL = "\u2581"  # SentencePiece spells a space so, and would decode a real one as a space
 
 
 class Tokenizer(Protocol):
@@ -48,6 +49,15 @@ class Tokenizer(Protocol):
     def save(self, directory: Path) -> None:
         """Write the files that ``spec`` names into ``directory``."""
         ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token of a SentencePiece model. ``mergeable``: neighbours may become it; the best ``score`` goes first."""
+
+    text: str
+    score: float
+    mergeable: bool
 
 
 class BytesTokenizer:
@@ -78,11 +88,11 @@ class SentencePieceTokenizer:
         self._sha256 = hashlib.sha256(model).hexdigest()
         self.vocab_size: int = self._processor.vocab_size()
         self.end_of_text: int = self._processor.eos_id()
-        self._space_symbol = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_SYMBOL.encode()]
+        self._space_symbol = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()]
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        for i, part in enumerate(text.split(_SPACE_SYMBOL)):
+        for i, part in enumerate(text.split(SPACE_SYMBOL)):
             ids += [*self._space_symbol, *self._encode_plain(part)] if i else self._encode_plain(part)
         return ids
 
@@ -91,6 +101,14 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode(list(ids))
+
+    def pieces(self) -> Iterator[Piece]:
+        """All tokens in the order of their ids, with plain spaces."""
+        model = self._processor
+        for number in range(self.vocab_size):
+            special = model.is_control(number) or model.is_unknown(number) or model.is_byte(number)
+            text = model.id_to_piece(number)
+            yield Piece(text if special else text.replace(SPACE_SYMBOL, " "), model.get_score(number), not special)
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "sentencepiece", "file": _MODEL_FILE, "sha256": self._sha256}
@@ -125,7 +143,12 @@ class HuggingFaceTokenizer:
         return {"kind": "hf", "name": self._name, "directory": _HF_DIRECTORY}
 
     def save(self, directory: Path) -> None:
-        self._tokenizer.save_pretrained(directory / _HF_DIRECTORY)
+        self.save_pretrained(directory / _HF_DIRECTORY)
+
+    def save_pretrained(self, directory: Path) -> int | None:
+        """Write its files; returns the id of the token that begins a text, None where there is none."""
+        self._tokenizer.save_pretrained(directory)
+        return self._tokenizer.bos_token_id
 
 
 def _auto_tokenizer(location: str) -> Any:

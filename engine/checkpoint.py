@@ -76,14 +76,14 @@ class Ranks:
             raise CheckpointError(first)
 
 
-def weights_of(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The model's tensors by key, ``model/NAME``; shards stay shards."""
-    return {f"model/{name}": tensor.detach() for name, tensor in (*parameters.items(), *buffers.items())}
+    return {f"model/{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
 def tensors_of(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor], optimizer: Optimizer) -> dict[str, Any]:
     """Everything that is a tensor, by key: ``model/NAME`` and ``optimizer/NAME/KEY``; shards stay shards."""
-    tensors = weights_of(parameters, buffers)
+    tensors = weights_of({**parameters, **buffers})
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):

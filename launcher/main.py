@@ -195,6 +195,7 @@ _COMMANDS = {
     "config": _Command("print a configuration with all defaults, or the schema", _add_show_config_arguments, _show_config),
     "bench": _tool_command("bench", "time the engine's step against a plain hand-written loop"),
     "evaluate": _tool_command("evaluate", "held-out loss of the full model of a checkpoint"),
+    "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
     "report": _tool_command("report", "summarise and compare finished runs"),
     "version": _Command("print versions", lambda _: None, _show_version),
 }

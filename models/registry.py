@@ -11,18 +11,22 @@ from torch import nn
 
 from ..engine.errors import ConfigError, suggestion
 from ..engine.section import Section, parse_section
+from . import llama_hf
 from .llama import Llama, LlamaConfig
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A model that can be named in the configuration: the schema of its section, and how to build it."""
+    """A model that can be named in the configuration: the schema of its section, how to build it, and the ``config.json`` of its
+    counterpart in ``transformers``, which has the same names and numerics, where there is one.
+    """
 
     config: type[Section]
     build: Callable[[Any], nn.Module]
+    to_huggingface: Callable[[Any], dict[str, Any]] | None = None
 
 
-MODELS: Mapping[str, Entry] = {"llama": Entry(LlamaConfig, Llama)}
+MODELS: Mapping[str, Entry] = {"llama": Entry(LlamaConfig, Llama, llama_hf.to_huggingface)}
 
 
 def build_model(section: Mapping[str, Any], vocab_size: int | None = None) -> nn.Module:
@@ -32,13 +36,29 @@ def build_model(section: Mapping[str, Any], vocab_size: int | None = None) -> nn
     section that names none. Raises :class:`ConfigError` for an unknown name or key, an ill-typed value, or vocabularies
     that differ.
     """
+    entry, config = _parse(section, vocab_size)
+    with torch.device("meta"):
+        return entry.build(config)
+
+
+def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """The ``config.json`` with which ``transformers`` builds the model of ``section``, without tokens and dtype.
+
+    Raises :class:`ConfigError` where ``transformers`` has no such model.
+    """
+    entry, config = _parse(section, vocab_size)
+    if entry.to_huggingface is None:
+        known = ", ".join(name for name, other in MODELS.items() if other.to_huggingface is not None)
+        raise ConfigError(f"model.name: {section['name']!r} has no counterpart in transformers; there is one for: {known}")
+    return entry.to_huggingface(config)
+
+
+def _parse(section: Mapping[str, Any], vocab_size: int | None) -> tuple[Entry, Section]:
     fields = dict(section)
     entry = _entry(fields.pop("name", None))
     if vocab_size is not None and "vocab_size" in entry.config.model_fields:
         fields["vocab_size"] = _agreed_vocabulary(fields.get("vocab_size"), vocab_size)
-    config = parse_section(entry.config, fields, "model")
-    with torch.device("meta"):
-        return entry.build(config)
+    return entry, parse_section(entry.config, fields, "model")
 
 
 def _entry(name: object) -> Entry:

@@ -97,7 +97,7 @@ def _load(saved: SavedRun, vocab_size: int) -> Backend:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = build_backend(model, saved.config, layout, device)
     buffers = {name: buffer for name, buffer in backend.module.named_buffers() if name in layout.buffers}
-    checkpoint.load(saved.checkpoint, checkpoint.weights_of(backend.parameters, buffers), saved.state["files"], alone=True)
+    checkpoint.load(saved.checkpoint, checkpoint.weights_of({**backend.parameters, **buffers}), saved.state["files"], alone=True)
     backend.module.eval()
     return backend
 

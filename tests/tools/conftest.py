@@ -1,14 +1,25 @@
 """Puts the modules that the tests in this folder share on the import path; a corpus and a finished run for those that read one."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from sdp.data.prepare import prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """A run in this process publishes its place in os.environ; nothing of it may outlive the test."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

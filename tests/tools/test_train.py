@@ -1,7 +1,6 @@
 """``sdp train`` end to end: real processes, real text, real files."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -39,15 +38,6 @@ def config(corpus) -> dict:
         "data": {"path": str(corpus), "sequence_length": 32},
         "training": {"steps": STEPS, "evaluate_every": 3, "evaluate_batches": 2, "save_every": 3},
     }
-
-
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch):
-    """A run in this process publishes its place in os.environ; nothing of it may outlive the test."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def write(config: dict, tmp_path: Path) -> Path:

@@ -1,0 +1,89 @@
+"""Our tokenizers as files that ``transformers`` loads: the same ids for the same text, and the same end-of-text.
+
+Written as plain JSON in the format of the ``tokenizers`` library, which is not needed for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engine.errors import DataError
+from .tokenizers import END_OF_TEXT, SPACE_SYMBOL, BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+
+_UNLIMITED = int(1e30)  # how transformers writes that a tokenizer knows no longest text
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Ids that a model's configuration states; ``begin`` is None where no token begins a text."""
+
+    begin: int | None
+    end: int
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> SpecialIds:
+    """Write the files of ``tokenizer`` that ``AutoTokenizer.from_pretrained(directory)`` reads; raises DataError for an unknown kind."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return SpecialIds(tokenizer.save_pretrained(directory), tokenizer.end_of_text)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        pieces = list(tokenizer.pieces())
+        vocabulary = {piece.text: number for number, piece in enumerate(pieces)}
+        scores = {piece.text: piece.score for piece in pieces if piece.mergeable}
+        model = _byte_fallback_bpe(vocabulary, list(_merges(scores, vocabulary)))
+    elif isinstance(tokenizer, BytesTokenizer):
+        model = _byte_fallback_bpe({f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_TEXT: tokenizer.end_of_text}, [])
+    else:
+        raise DataError(f"{type(tokenizer).__name__} has no counterpart in transformers")
+    # A SentencePiece model of a corpus without spaces spells one as the bytes of its symbol.
+    spaces_are_tokens = not isinstance(tokenizer, SentencePieceTokenizer) or " " in model["vocab"]
+    _write(directory / "tokenizer.json", _tokenizer_json(model, tokenizer.end_of_text, spaces_are_tokens=spaces_are_tokens))
+    _write(directory / "tokenizer_config.json", _TOKENIZER_CONFIG)
+    return SpecialIds(None, tokenizer.end_of_text)
+
+
+def _merges(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """SentencePiece merges the neighbours that make the best piece, however they divide it: every division, best pieces first."""
+    for piece in sorted(scores, key=lambda text: (-scores[text], vocabulary[text])):
+        for cut in range(1, len(piece)):
+            if piece[:cut] in scores and piece[cut:] in scores:
+                yield piece[:cut], piece[cut:]
+
+
+def _byte_fallback_bpe(vocabulary: Mapping[str, int], merges: list[tuple[str, str]]) -> dict[str, Any]:
+    """Characters without a token of their own become the tokens of their bytes, ``<0xE2>`` and so on."""
+    return {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+        "fuse_unk": False, "byte_fallback": True, "ignore_merges": False, "vocab": dict(vocabulary), "merges": merges,
+    }  # fmt: skip
+
+
+def _tokenizer_json(model: Mapping[str, Any], end_of_text: int, *, spaces_are_tokens: bool) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": end_of_text, "content": END_OF_TEXT, **flags}],
+        "normalizer": None if spaces_are_tokens else {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SYMBOL},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": model,
+    }
+
+
+_TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": END_OF_TEXT,
+    "model_max_length": _UNLIMITED,
+    "clean_up_tokenization_spaces": False,
+    "split_special_tokens": True,  # as in training: an end-of-text spelled out in a text is text
+}
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,57 @@
+"""Tokenizers written for ``transformers``: the same ids for any text, whatever the corpus was."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sdp.data.huggingface import SpecialIds, write_tokenizer
+from sdp.data.tokenizers import BytesTokenizer, SentencePieceTokenizer, train_sentencepiece
+
+transformers = pytest.importorskip("transformers")
+
+WORDS = random.Random(0)
+CORPORA = {
+    # Few letters make long pieces that overlap in many ways.
+    "two letters": (["".join(WORDS.choice("ab ") for _ in range(60)) for _ in range(500)], 330),
+    "code": (["def square(value):\n    if value > 1000:\n\t\treturn value * value\n\n\n        # done  \n"] * 40, 320),
+    "no spaces": (["你好世界，今天天气很好。\n", "世界很大。\n"] * 40, 290),
+    "bytes": ([], 257),
+}
+
+
+@pytest.fixture(scope="module", params=CORPORA)
+def pair(request, tmp_path_factory):
+    """Ours, and the one that transformers loads from what was written, beside a LLaMA's config.json."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    texts, size = CORPORA[request.param]
+    ours = SentencePieceTokenizer(train_sentencepiece(texts, size)) if texts else BytesTokenizer()
+    assert write_tokenizer(ours, folder) == SpecialIds(None, ours.end_of_text)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return ours, transformers.AutoTokenizer.from_pretrained(folder), texts
+
+
+AWKWARD = st.text(alphabet="ab \n\t▁é漢世界好。0<>|x", max_size=40)
+
+
+def test_ids_and_text_are_the_same(pair):
+    ours, theirs, texts = pair
+    assert len(theirs) == ours.vocab_size
+    assert theirs.eos_token_id == ours.end_of_text
+
+    @settings(max_examples=300, deadline=None)
+    @given(AWKWARD | st.text() | st.sampled_from([*texts[:50], "<|endoftext|>", "<unk> <0x41>", "\n" * 9, "  \n  \t  "]))
+    def check(text: str) -> None:
+        ids = ours.encode(text)
+        assert theirs(text)["input_ids"] == ids
+        assert theirs.decode(ids) == ours.decode(ids)
+
+    check()
+
+
+def test_end_of_text_is_decoded_and_skipped_on_demand(pair):
+    ours, theirs, _ = pair
+    ids = [*ours.encode("ab"), ours.end_of_text]
+    assert theirs.decode(ids, skip_special_tokens=True) == "ab"
+    assert theirs.decode(ids) == "ab<|endoftext|>"

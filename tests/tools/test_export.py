@@ -1,0 +1,244 @@
+"""``sdp export``: what ``transformers`` makes of the directory, and what it costs to write."""
+
+import json
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sdp.data.shards import TokenDataset
+from sdp.data.tokenizers import load_tokenizer
+from sdp.engine import checkpoint
+from sdp.engine.checkpoint_files import read_state
+from sdp.launcher.main import main
+from sdp.models.llama import Llama
+from sdp.models.registry import build_model
+from sdp.tools import saved_run
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def exported(trained_run, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("export") / "model"
+    assert main(["export", str(trained_run), "--to", "hf", str(out)]) == 0
+    return out
+
+
+def our_model(run: Path, tag: str = "step-4") -> torch.nn.Module:
+    """The checkpoint's model, loaded without what is under test."""
+    saved = saved_run.find(Namespace(run=run, step=None, checkpoint=tag, set=[]))
+    model = Llama(build_model(saved.config.model, load_tokenizer(saved.data).vocab_size).config)
+    tensors = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    checkpoint.load(saved.checkpoint, tensors, saved.state["files"], alone=True)
+    return model.eval()
+
+
+def texts() -> list[str]:
+    awkward = [
+        "",
+        " ",
+        "  lead and trail  ",
+        "a\n\n\n\tb\r\n",
+        "\x00\x01",
+        "▁",
+        " ▁▁ x▁",
+        "é漢字😀\ufeff\u2028",
+        "<|endoftext|><unk><0x41>",
+    ]
+    root = Path(__file__).parent.parent.parent
+    return awkward + [path.read_text() for path in (root / "README.md", root / "tools" / "table.py", Path(__file__))]
+
+
+def test_logits_and_generation_are_those_of_our_model(trained_run, exported):
+    ours, theirs = our_model(trained_run), transformers.AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    assert type(theirs) is transformers.LlamaForCausalLM
+    assert theirs.dtype == torch.float32
+    assert (theirs.config.rope_parameters["rope_theta"], theirs.config.bos_token_id, theirs.config.eos_token_id) == (5000.0, None, 1)
+    ids = tokenizer(texts()[-1], return_tensors="pt")["input_ids"][:, : 8 * 64].view(8, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=1e-5, atol=1e-5)
+    made = theirs.generate(ids[:1, :8], max_new_tokens=6, do_sample=False)
+    expected = ids[:1, :8]
+    for _ in range(made.shape[1] - 8):
+        expected = torch.cat([expected, ours(expected)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(made, expected)
+    assert isinstance(tokenizer.decode(made[0]), str)
+
+
+def test_the_loss_is_that_of_the_runs_own_evaluation(trained_run, exported):
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    config = json.loads((trained_run / "config.json").read_text())
+    held_out = TokenDataset(config["data"]["path"], "held_out", 48)
+    rows = torch.stack([held_out[index * len(held_out) // 16]["input_ids"] for index in range(16)])  # 2 batches x 2 x 4 data ranks
+    own = [json.loads(line) for line in (trained_run / "evaluations.jsonl").read_text().splitlines()]
+    with torch.no_grad():
+        assert model(rows, labels=rows).loss.item() == pytest.approx(own[-1]["loss"], rel=1e-5)
+
+
+def test_the_tokenizer_gives_our_ids_for_any_text(trained_run, exported):
+    config = json.loads((trained_run / "config.json").read_text())
+    ours, theirs = load_tokenizer(config["data"]["path"]), transformers.AutoTokenizer.from_pretrained(exported)
+    assert len(theirs) == ours.vocab_size
+    assert theirs.eos_token_id == ours.end_of_text
+    for text in texts():
+        assert theirs(text)["input_ids"] == ours.encode(text), text[:80]
+        assert theirs.decode(ours.encode(text)) == text
+
+
+def test_shards_dtype_and_overwriting(trained_run, exported, tmp_path, capsys):
+    out = tmp_path / "model"
+    command = ["export", str(trained_run), "--checkpoint", "step-2", "--to", "hf", str(out)]
+    assert main([*command, "--dtype", "bfloat16", "--max-shard-size", "20KB"]) == 0
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 3
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert {index["weight_map"][name] for name in index["weight_map"]} == {path.name for path in files}
+    whole = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    ours = our_model(trained_run, "step-2").state_dict()
+    assert whole.keys() == ours.keys() == load_file(exported / "model.safetensors").keys()
+    assert all(torch.equal(whole[name], ours[name].bfloat16()) for name in ours)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    for path in files:
+        tensors = load_file(path).values()
+        assert sum(tensor.nbytes for tensor in tensors) <= 20_000 or len(tensors) == 1
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in model.state_dict().items())
+
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert main(command) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert main([*command, "--overwrite"]) == 0
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in exported.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "OUT"], "nowhere: neither a run nor a checkpoint of one"),
+        (["run", "OUT", "--checkpoint", "step-9"], "no checkpoint step-9; there: step-2, step-4"),
+        (["run", "run", "--overwrite"], "holds something else than an export"),
+        (["run", "OUT", "--to", "gguf"], "invalid choice: 'gguf'"),
+        (["run", "OUT", "--max-shard-size", "lots"], "'lots' is no size"),
+        (["run", "OUT", "--set", "data.path=nowhere"], "sdp prepare"),
+        (["run", "OUT", "--set", "model.num_hidden_layers=5"], "for another model"),
+        (["run", "file/OUT"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line(trained_run, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("run").symlink_to(trained_run)
+    Path("file").write_text("")
+    assert main(["export", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(trained_run, tmp_path, capsys):
+    run = shutil.copytree(trained_run, tmp_path / "run")
+    file = sorted((run / "checkpoints" / "step-4").glob("*.distcp"))[-1]
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    assert f"{file}: damaged, its sha256 is" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+# -- other tokenizers, tied weights ----------------------------------------------------------------------------------------------
+
+
+def hf_tokenizer(folder: Path) -> str:
+    """A byte-level BPE of ``transformers`` that begins texts with a token of its own; nothing is downloaded."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = ["<begin>", "<end>"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(texts(), trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<begin>", eos_token="<end>").save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "hf"])
+def test_bytes_and_hugging_face_tokenizers(kind, tmp_path):
+    name = kind if kind == "bytes" else hf_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in texts()))
+    data = ["--input", tmp_path / "text.jsonl", "--output", tmp_path / "data", "--tokenizer", name, "--held-out", 0.4, "--workers", 1]
+    assert main(["prepare", *map(str, data)]) == 0
+    shutil.rmtree(tmp_path / "tokenizer", ignore_errors=True)  # the prepared data is enough
+    config = {
+        "sdp": {"groups": 2, "capacity": 0.5, "engine": "reference"},
+        "model": {
+            "name": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "tie_word_embeddings": True, "initializer_range": 0.2,
+        },
+        "data": {"path": str(tmp_path / "data"), "sequence_length": 32},
+        "training": {"steps": 1, "save_every": 1, "evaluate_batches": 1},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["train", str(tmp_path / "config.json"), "--dump-dir", str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    ours, theirs = load_tokenizer(tmp_path / "data"), transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert theirs.eos_token_id == ours.end_of_text == model.config.eos_token_id
+    assert model.config.bos_token_id == theirs.bos_token_id == (None if kind == "bytes" else 0)
+    assert model.config.vocab_size == len(theirs) == ours.vocab_size
+    for text in texts():
+        own = {} if kind == "bytes" else {"add_special_tokens": False, "split_special_tokens": True}
+        assert theirs(text, **own)["input_ids"] == ours.encode(text)
+    ids = torch.tensor([ours.encode(texts()[-1])[:200]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, our_model(tmp_path / "run", "step-1")(ids), rtol=1e-5, atol=1e-5)
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------------
+
+BIG = {"name": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 8}
+
+MEASURE = """
+import sys
+import torch
+from sdp.engine.memory import PeakMemory
+from sdp.launcher.main import main
+import sdp.tools.export
+run, out, big, small = sys.argv[1:]
+assert main(["export", run, out + "-first", "--max-shard-size", small]) == 0  # what is imported and cached once
+memory = PeakMemory(torch.device("cpu"))
+memory.reset()
+before = memory.read()
+assert main(["export", run, out, "--max-shard-size", big]) == 0
+print(memory.read() - before)
+"""
+
+
+def test_the_memory_is_that_of_two_shards_not_of_the_model(trained_run, tmp_path):
+    config = json.loads((trained_run / "config.json").read_text())
+    state = read_state(trained_run / "checkpoints" / "step-4")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config | {"model": BIG}))
+    model = build_model(BIG, 384)
+    tensors = {f"model/{name}": torch.full(tuple(p.shape), 0.5) for name, p in model.named_parameters()}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    assert size > 400e6
+    checkpoint.write(tmp_path / "run" / "checkpoints", "step-4", tensors, state, checkpoint.Ranks(alone=True))
+    del tensors
+    shard = 50_000_000
+    arguments = [tmp_path / "run", tmp_path / "out", str(shard), "12MB"]
+    measured = subprocess.run([sys.executable, "-P", "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=300)
+    assert measured.returncode == 0, measured.stderr
+    peak = int(measured.stdout.splitlines()[-1])
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) >= size // shard
+    assert shard / 2 < peak <= 2 * shard
+    shutil.rmtree(tmp_path)

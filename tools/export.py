@@ -1,0 +1,143 @@
+"""``sdp export DIR --to hf OUT``: a checkpoint's full model and its tokenizer as a directory that ``transformers`` loads.
+
+One output file at a time is in memory: its tensors are read from the checkpoint, whatever layout wrote it, and written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from ..data.huggingface import write_tokenizer
+from ..data.tokenizers import load_tokenizer
+from ..engine import checkpoint
+from ..engine.checkpoint_files import damaged_file
+from ..engine.errors import CheckpointError, ConfigError
+from ..models.registry import build_model, huggingface_config
+from . import saved_run
+from .saved_run import SavedRun
+
+WEIGHTS = "model"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    saved_run.add_arguments(parser)
+    parser.add_argument("--to", choices=["hf"], default="hf", help="the format: hf, a model directory of Hugging Face's transformers")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights written (default: float32)")
+    parser.add_argument("--max-shard-size", metavar="SIZE", type=_size, default="5GB", help="largest file, as 500MB (default: 5GB)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export and say what was written. Raises an SDPError, and leaves no OUT, for what cannot be exported."""
+    saved = saved_run.find(args)
+    _check_output(args.out, overwrite=args.overwrite)
+    files = export(saved, args.out, getattr(torch, args.dtype), args.max_shard_size)
+    total = sum(path.stat().st_size for path in files)
+    print(f"{saved.checkpoint} -> {args.out}: {args.dtype} weights in {len(files)} file(s), {total / 1e6:,.1f} MB, and the tokenizer")
+    return 0
+
+
+def export(saved: SavedRun, out: Path, dtype: torch.dtype, max_shard_bytes: int) -> list[Path]:
+    """Write ``saved`` to ``out``, replacing it once everything is written; returns the files of the weights."""
+    tokenizer = load_tokenizer(saved.data)
+    config = huggingface_config(saved.config.model, tokenizer.vocab_size)
+    shapes = _shapes(saved, tokenizer.vocab_size)
+    if (damage := damaged_file(saved.checkpoint, saved.state["files"])) is not None:
+        raise CheckpointError(damage)
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        names = _write_weights(saved.checkpoint, partial, shapes, dtype, max_shard_bytes)
+        special = write_tokenizer(tokenizer, partial)
+        tokens = {"bos_token_id": special.begin, "eos_token_id": special.end}
+        _write_json(partial / "config.json", config | tokens | {"torch_dtype": str(dtype).removeprefix("torch.")})
+        _write_json(partial / "generation_config.json", tokens)
+        _replace(partial, out)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{out}: cannot be written ({error})") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return [out / name for name in names]
+
+
+def _shapes(saved: SavedRun, vocab_size: int) -> dict[str, torch.Size]:
+    """Every tensor of the model once, in the model's order; a tied parameter is under its first name."""
+    model = build_model(saved.config.model, vocab_size)
+    persistent = model.state_dict().keys()
+    tensors = (*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in persistent))
+    return {name: tensor.shape for name, tensor in tensors}
+
+
+def _write_weights(path: Path, out: Path, shapes: Mapping[str, torch.Size], dtype: torch.dtype, limit: int) -> list[str]:
+    """Write the tensors of the checkpoint at ``path`` in files of at most ``limit`` bytes, and an index where they are several."""
+    shards = _divide({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, limit)
+    files = [f"{WEIGHTS}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    files = files if len(shards) > 1 else [f"{WEIGHTS}.safetensors"]
+    for file, names in zip(files, shards, strict=True):
+        tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
+        checkpoint.load(path, checkpoint.weights_of(tensors), files={}, alone=True)  # checked already
+        save_file(tensors, out / file, metadata={"format": "pt"})
+        del tensors  # before the next file's are allocated
+    if len(files) > 1:
+        total = sum(shape.numel() for shape in shapes.values())
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        metadata = {"total_parameters": total, "total_size": total * dtype.itemsize}
+        _write_json(out / f"{WEIGHTS}.safetensors.index.json", {"metadata": metadata, "weight_map": places})
+    return files
+
+
+def _divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in files of at most ``limit`` bytes; a larger tensor gets a file of its own."""
+    shards: list[list[str]] = []
+    filled = limit
+    for name, size in sizes.items():
+        if filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)?", text, re.IGNORECASE)
+    size = int(float(found[1]) * _UNITS[(found[2] or "").upper()]) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 500MB or 5GB")
+    return size
+
+
+def _check_output(out: Path, *, overwrite: bool) -> None:
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not overwrite:
+        raise ConfigError(f"{out}: exists already; choose another directory, or pass --overwrite to replace an earlier export")
+    if not (out / "config.json").is_file() or not list(out.glob("*.safetensors")):
+        raise ConfigError(f"{out}: holds something else than an export, which --overwrite does not remove; choose another directory")
+
+
+def _replace(new: Path, out: Path) -> None:
+    old = out.with_name(f"{out.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
+    new.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
