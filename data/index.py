@@ -65,7 +65,7 @@ class Index(_Strict):
     vocab_size: int = Field(ge=2)
     end_of_text: int = Field(ge=0)
     dtype: Literal["uint16", "uint32"]
-    splits: dict[str, Split]
+    splits: dict[str, Split] = Field(min_length=1)
     corpus: Corpus
     settings: dict[str, Any]
 

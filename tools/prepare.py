@@ -9,6 +9,7 @@ from typing import Any
 from ..data.index import load_index
 from ..data.prepare import prepare
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, load_tokenizer
+from ..engine.errors import DataError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
     if args.verify:
         index = load_index(args.output)
         index.verify(Path(args.output))
-        load_tokenizer(args.output)
+        tokenizer = load_tokenizer(args.output)
+        if (tokenizer.vocab_size, tokenizer.end_of_text) != (index.vocab_size, index.end_of_text):
+            raise DataError(f"{args.output}: the vocabulary in the index is not that of its tokenizer; prepare the data again")
         print(f"{args.output}: every shard and the tokenizer are sound")
         _print_summary(index.model_dump(), args.output)
         return 0

@@ -349,6 +349,18 @@ def test_command_prepares_and_verifies(tmp_path, capsys):
         run_command("--output", out, "--verify")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("splits", {}, "splits: "), ("vocab_size", 300, "the vocabulary in the index"), ("end_of_text", 3, "the vocabulary in the index")],
+)
+def test_an_index_edited_by_hand_does_not_verify(tmp_path, key, value, message):
+    out = tmp_path / "out"
+    index = quiet([write_json_lines(tmp_path / "a.jsonl")], out)
+    (out / "index.json").write_text(json.dumps({**index, key: value}))
+    with pytest.raises(DataError, match=message):
+        run_command("--output", str(out), "--verify")
+
+
 def test_command_without_input_reads_the_standard_library(tmp_path, capsys):
     assert run_command("--output", str(tmp_path), "--tokenizer", "bytes", "--workers", "1") == 0
     assert "reading the standard library of Python 3" in capsys.readouterr().err
