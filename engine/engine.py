@@ -151,8 +151,8 @@ class SDPEngine:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Token-weighted mean loss of the full model over the batches of all ranks. Collective.
 
-        Units that this group lacks are streamed from their holders, one at a time for a chunk of batches. Ranks may bring
-        different numbers of batches, at least one each.
+        Units that this group lacks are streamed from their holders, one at a time for a chunk of batches; running statistics are
+        those of :meth:`full_state_dict`. Ranks may bring different numbers of batches, at least one each.
         """
         return self._in_eval_mode(self._backend.evaluate, batches)
 

@@ -6,7 +6,8 @@ they go on. One guest unit is in memory at a time, beside hidden states of the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,32 @@ def _mean_over_ranks(rank: EvaluatedRank, sums: torch.Tensor) -> list[float]:
     """Σ loss·weight / Σ weight from pairs of shape (n, 2), summed over all ranks."""
     rank.all_reduce_control(sums)
     return (sums[:, 0] / sums[:, 1]).tolist()
+
+
+@contextmanager
+def first_holders_buffers(rank: EvaluatedRank) -> Iterator[None]:
+    """While inside, every persistent buffer has the value of its first holder's first rank, as in the full state. Collective.
+
+    Running statistics are every rank's own in training; one model is evaluated, not one a rank.
+    """
+    here = dict(rank.module.named_buffers())
+    own: dict[str, torch.Tensor] = {}
+    try:
+        for name, info in rank.layout.buffers.items() if rank.layout.mesh.world_size > 1 else ():
+            source = rank.layout.mesh.rank(info.holders[0])
+            value = torch.empty(info.shape, dtype=info.dtype, device=rank.device)
+            if name in here:
+                own[name] = here[name].detach().clone()
+                value.copy_(own[name])
+            if rank.rank == source:
+                rank.traffic.record("between groups", "broadcast", value.nbytes, rank.layout.mesh.world_size)
+            dist.broadcast(value, src=source)
+            if name in here:
+                here[name].copy_(value)
+        yield
+    finally:
+        for name, value in own.items():
+            here[name].copy_(value)
 
 
 class StreamedEvaluation:

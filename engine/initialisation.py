@@ -3,7 +3,7 @@
 A parameter of a model that states its own rule (``parameter_init(name)``) is filled in blocks of rows, each from a generator
 seeded by sha256(seed, canonical name, block), on the CPU: a shard generates only the blocks that it overlaps, and holders agree
 without a broadcast. Other models run their ``_init_weights`` (Hugging Face) or ``reset_parameters`` (torch) module by module
-under a generator forked for that module.
+under a generator forked for that module; ``_init_weights`` of the modules around it too, which may have rules for its tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,7 +84,7 @@ def plan_initialisation(model: nn.Module, seed: int) -> list[ModuleInit]:
     parameter is initialised.
     """
     rule = getattr(model, "parameter_init", None)
-    whole = getattr(model, "_init_weights", None)
+    skeleton = None if rule is not None else _skeleton(model, {})
     plan: list[ModuleInit] = []
     done: set[int] = set()
     for path, module in model.named_modules():
@@ -95,8 +96,9 @@ def plan_initialisation(model: nn.Module, seed: int) -> list[ModuleInit]:
             make = partial(_rule_fillers, shapes, {name: rule(name) for name in own}, seed)
             plan.append(ModuleInit(tuple(own), make))
         elif own:
-            reset = _module_reset(module, path, next(iter(own)), whole)
-            make = partial(_module_fillers, _without_children(module), list(own), reset, seed_of(seed, path))
+            assert skeleton is not None
+            resets = _resets(skeleton, path, next(iter(own)))
+            make = partial(_module_fillers, skeleton.get_submodule(path), list(own), resets, seed_of(seed, path))
             plan.append(ModuleInit(tuple(own), make))
     return plan
 
@@ -108,30 +110,49 @@ def _rule_fillers(shapes: dict[str, torch.Size], rules: dict[str, Init], seed: i
     }
 
 
-def _module_reset(module: nn.Module, path: str, name: str, whole: Callable[[nn.Module], None] | None) -> Callable[[nn.Module], None]:
-    if whole is not None:
-        return whole
-    if hasattr(module, "reset_parameters"):
-        return lambda lone: lone.reset_parameters()  # type: ignore[operator]
+def _resets(skeleton: nn.Module, path: str, name: str) -> list[Callable[[], Any]]:
+    """What initialises the tensors of the module at ``path``, in order: the model's own rule for it and for the modules around it,
+    from the inside out (GPT-2's attention scales its projection), else the module's ``reset_parameters``.
+    """
+    parts = path.split(".") if path else []
+    chain = [skeleton.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    if hasattr(skeleton, "_init_weights"):
+        rules, rule = [], skeleton._init_weights
+        for module in chain:
+            if hasattr(module, "_initialize_weights"):  # Hugging Face: a model inside a model has rules of its own
+                rule = module._init_weights
+            rules.append(partial(rule, module))  # type: ignore[arg-type]
+        return rules[::-1]
+    if hasattr(chain[-1], "reset_parameters"):
+        return [chain[-1].reset_parameters]  # type: ignore[list-item]
+    kind = type(chain[-1]).__name__
     raise ModelError(
-        f"{path or type(module).__name__}: nothing says how {name!r} is initialised; give {type(module).__name__} a "
+        f"{path or kind}: nothing says how {name!r} is initialised; give {kind} a "
         "reset_parameters(), or build the model with its weights instead of on the meta device"
     )
 
 
-def _module_fillers(lone: nn.Module, names: list[str], reset: Callable[[nn.Module], None], seed: int) -> dict[str, Filler]:
-    """Fill a copy of the module on the CPU under a generator of its own, and hand out rows of it."""
-    filled = copy.copy(lone).to_empty(device="cpu")
-    before = {name: _mark(tensor) for name, tensor in _own_tensors(filled).items()}
+def _module_fillers(module: nn.Module, names: list[str], resets: list[Callable[[], Any]], seed: int) -> dict[str, Filler]:
+    """Give the skeleton's ``module`` values on the CPU under a generator of its own, all else stays on the meta device; hand out rows."""
+    module.to_empty(device="cpu", recurse=False)
+    before = {key: _mark(tensor) for key, tensor in _own_tensors(module).items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        reset(filled)
-    values = _own_tensors(filled)
+        for reset in resets:
+            try:
+                reset()
+            except NotImplementedError as error:  # torch's, of values that a meta tensor has not
+                raise ModelError(
+                    f"{names[0]}: its initialisation reads other modules' values, which are not in memory "
+                    f"({str(error).splitlines()[0]}); build the model with its weights instead of on the meta device"
+                ) from error
+    values = _own_tensors(module)
+    module.to_empty(device="meta", recurse=False)
     for name in names:
         key = name.rpartition(".")[2]
         if values[key].numel() and torch.equal(values[key].nan_to_num(nan=_MARK), before[key].nan_to_num(nan=_MARK)):
             raise ModelError(
-                f"{name}: is on the meta device, and initialising {type(lone).__name__} does not fill it; build the model with its "
+                f"{name}: is on the meta device, and initialising {type(module).__name__} does not fill it; build the model with its "
                 "values instead, or compute this tensor in forward"
             )
     return {name: partial(_copy_rows, full=values[name.rpartition(".")[2]].detach()) for name in names}
@@ -155,10 +176,11 @@ def _copy_rows(out: torch.Tensor, start: int, full: torch.Tensor) -> None:
     out.copy_(full[start : start + out.shape[0]] if full.dim() else full)
 
 
-def _without_children(module: nn.Module) -> nn.Module:
-    """A meta copy of the module's own parameters and attributes, without its children."""
-    lone = copy.copy(module)
-    lone._parameters = {k: p if p is None else nn.Parameter(torch.empty_like(p, device="meta")) for k, p in module._parameters.items()}
-    lone._buffers = {k: b if b is None else torch.empty_like(b, device="meta") for k, b in module._buffers.items()}
-    lone._modules = {}
-    return lone
+def _skeleton(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
+    """A copy of the module tree on the meta device, with the attributes of the original and no tie between its parameters."""
+    if id(module) not in copies:
+        copies[id(module)] = bare = copy.copy(module)
+        bare._parameters = {k: p if p is None else nn.Parameter(torch.empty_like(p, device="meta")) for k, p in module._parameters.items()}
+        bare._buffers = {k: b if b is None else torch.empty_like(b, device="meta") for k, b in module._buffers.items()}
+        bare._modules = {k: child if child is None else _skeleton(child, copies) for k, child in module._modules.items()}
+    return copies[id(module)]

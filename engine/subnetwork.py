@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .batch import map_leaves
 from .errors import ModelError
 from .placement import Placement
 from .units import Unit
@@ -101,15 +101,24 @@ class PassThrough(nn.Module):
     @staticmethod
     def _run(block: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), None)
-
-        def zeros(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return torch.zeros_like(value, device=device, dtype=dtype if value.is_floating_point() else value.dtype)
-
-        args, kwargs = map_leaves(zeros, (args, kwargs))
+        with _CopiesAreZeros(device, dtype):  # whatever holds tensors, such as a cache that the block writes to
+            args, kwargs = copy.deepcopy((args, kwargs))
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return block(*args, **kwargs)
+
+
+class _CopiesAreZeros(TorchFunctionMode):
+    """While inside, ``copy.deepcopy`` of a tensor gives zeros of its shape on ``device``, floating ones in ``dtype``."""
+
+    def __init__(self, device: str, dtype: torch.dtype | None):
+        super().__init__()
+        self._device, self._dtype = device, dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor = args[0]
+        return torch.zeros_like(tensor, device=self._device, dtype=self._dtype if tensor.is_floating_point() else None)
 
 
 def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int) -> dict[str, PassThrough]:

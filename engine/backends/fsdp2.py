@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..clip import squared_norm
-from ..evaluation import StreamedEvaluation, subnetwork_losses
+from ..errors import ModelError
+from ..evaluation import StreamedEvaluation, first_holders_buffers, subnetwork_losses
 from ..gather import stream_full_state
 from ..layout import Layout
 from ..mesh import Communicators
@@ -55,6 +56,7 @@ class FSDP2Backend:
             alone=self.uses_fsdp and self.shards == 1,
         )
         if self.uses_fsdp:
+            self._refuse_scalars()
             self._shard(self.communicators.fsdp_mesh(device.type))
 
     @property
@@ -65,6 +67,14 @@ class FSDP2Backend:
     @property
     def data_ranks_here(self) -> int:
         return 1
+
+    def _refuse_scalars(self) -> None:
+        for name, info in self.layout.parameters.items():  # the full model's, so that all ranks stop
+            if not info.shape:
+                raise ModelError(
+                    f"parameter {name!r} has no dimension that could be sharded; make it shape (1,), or set zero_optimization.stage to 0 "
+                    "and bf16.enabled to false"
+                )
 
     def _shard(self, mesh: DeviceMesh) -> None:
         policy = MixedPrecisionPolicy(
@@ -142,7 +152,7 @@ class FSDP2Backend:
         dist.all_reduce(values, op=op)
 
     def evaluate(self, batches: Sequence[Any]) -> float:
-        with self._evaluating():
+        with self._evaluating(), first_holders_buffers(self):
             return StreamedEvaluation(self).run(batches)
 
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:

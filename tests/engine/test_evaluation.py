@@ -162,36 +162,41 @@ class Noisy(nn.Module):
 class NoisyModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.norm = nn.BatchNorm1d(5)
         self.layers = nn.ModuleList(Noisy() for _ in range(4))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
         for layer in self.layers:
             x = layer(x)
         return F.mse_loss(x[:, :3], y)
 
 
-def _evaluate_noisy() -> tuple[float, float, Any]:
+def _evaluate_noisy(case: Case) -> tuple[float, float, Any, bool]:
     torch.manual_seed(0)
-    # Batch statistics are each holder's own, so every block has one holder here.
-    config = Case(2, 1).config(sdp={"groups": 2, "placement": {f"layers.{unit}": [unit % 2] for unit in range(4)}})
-    engine = sdp.initialize(model=NoisyModel(), config=config)[0]
+    engine = sdp.initialize(model=NoisyModel(), config=case.config())[0]
     for step in range(3):
         engine.backward(engine(models.micro_batch("mlp", step, 0, dist.get_rank(), rows=8)))
         engine.step()
     batch = models.micro_batch("mlp", 99, 0, 0, rows=8)
-    return engine.evaluate([batch]), engine.evaluate([batch]), engine.full_state_dict()
+    before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    losses = engine.evaluate([batch]), engine.evaluate([batch])
+    kept = all(torch.equal(before[name], buffer) for name, buffer in engine.module.named_buffers())
+    return *losses, engine.full_state_dict(), kept
 
 
-def test_guests_are_in_evaluation_mode(ranks: RankPool) -> None:
-    """A block that a group does not hold must neither drop activations nor take the batch's statistics when it runs as a guest."""
-    results = ranks.run(_evaluate_noisy, world=2)
-    state = results[0][2]
+@pytest.mark.parametrize("case", [Case(2, 1), Case(2, 2, 3)], ids=str)
+def test_evaluation_mode_and_statistics_of_one_model(ranks: RankPool, case: Case) -> None:
+    """A guest must neither drop activations nor take the batch's statistics; statistics are those of the full state, though each
+    rank has its own of the shared part and of what it holds with others.
+    """
+    results = ranks.run(_evaluate_noisy, case, world=case.world)
     model = NoisyModel().eval()
-    model.load_state_dict(state)
-    batch = models.micro_batch("mlp", 99, 0, 0, rows=8)
-    expected = model(**batch).item()
-    for first, second, _ in results:
+    model.load_state_dict(results[0][2])
+    expected = model(**models.micro_batch("mlp", 99, 0, 0, rows=8)).item()
+    for first, second, _, kept in results:
         assert first == second == pytest.approx(expected, rel=1e-5)
+        assert kept, "training goes on with its own statistics"
 
 
 def _frozen_mode() -> bool:

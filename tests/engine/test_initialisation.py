@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import ranks_models as models
@@ -99,6 +100,42 @@ def test_global_random_state_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def _hugging_face(kind: str) -> nn.Module:
+    """Sizes at which a standard deviation says something; GPT-2 scales its projections by its depth, one level up."""
+    import transformers as hf
+
+    small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
+    if kind == "gpt2":
+        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=200, n_embd=64, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0))
+    if kind == "vit":
+        return hf.ViTForImageClassification(hf.ViTConfig(image_size=32, patch_size=4, initializer_range=0.05, **small))
+    if kind == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=200, num_key_value_heads=1, initializer_range=0.03, **small))
+    return hf.Qwen2ForCausalLM(hf.Qwen2Config(vocab_size=200, num_key_value_heads=1, tie_word_embeddings=True, **small))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "vit", "llama", "qwen2"])
+def test_hugging_face_models_are_initialised_as_they_do_it(kind: str) -> None:
+    torch.manual_seed(0)
+    theirs = _hugging_face(kind)
+    with torch.device("meta"):
+        model = _hugging_face(kind)
+    config = {"sdp": {"engine": "reference"}, "train_micro_batch_size_per_gpu": 1}
+    state = sdp.initialize(model=model, config=config)[0].module.state_dict()
+    expected = dict(theirs.state_dict()) | dict(theirs.named_buffers())
+    state |= dict(model.named_buffers())
+    assert set(state) == set(expected)
+    for name, tensor in expected.items():
+        spread = 6 / (2 * tensor.numel()) ** 0.5  # six standard errors of an estimated standard deviation
+        if tensor.std() == 0 or "inv_freq" in name:
+            torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, msg=name)
+        else:
+            assert state[name].std().item() == pytest.approx(tensor.std().item(), rel=1.5 * spread), name
+            assert abs(state[name].mean().item() - tensor.mean().item()) < 6 * tensor.std().item() / tensor.numel() ** 0.5, name
+    if kind == "gpt2":
+        assert state["transformer.h.1.mlp.c_proj.weight"].std().item() == pytest.approx(0.02 / 6**0.5, rel=0.05)
+
+
 class Lawless(nn.Module):
     """A parameter without any rule."""
 
@@ -110,12 +147,27 @@ class Lawless(nn.Module):
         return x * self.scale
 
 
+class Copies(nn.Sequential):
+    """A rule that needs two modules' values at once."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+        elif module is self:
+            self[0].weight.copy_(self[1].weight)  # type: ignore[operator,arg-type]
+
+
 def test_models_that_cannot_be_initialised() -> None:
     config = {"sdp": {"engine": "reference"}, "train_micro_batch_size_per_gpu": 1}
     with torch.device("meta"):
         lawless = nn.Sequential(Lawless(), Lawless())
     with pytest.raises(sdp.ModelError, match=r"nothing says how '0.scale' is initialised; give Lawless a reset_parameters"):
         sdp.initialize(model=lawless, config=config)
+    with torch.device("meta"):
+        copies = Copies(nn.Linear(2, 2), nn.Linear(2, 2))
+    message = r"^0.weight: its initialisation reads other modules' values, .*; build the model with its weights"
+    with pytest.raises(sdp.ModelError, match=message):
+        sdp.initialize(model=copies, config=config)
     half = models.mlp()
     half.head.to_empty(device="meta")
     with pytest.raises(sdp.ModelError, match=r"'head.weight' is on the meta device but others have values"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +131,25 @@ class ReadsValues(nn.Module):
         if self.fails or x.sum().item() > 1e9:
             raise ValueError("two\nlines")
         return (x + self.norm(x),)
+
+
+class Caches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        cache.seen.append(x + cache.seen[-1].cpu())  # fails on the meta device
+        return x + self.linear(x)
+
+
+def test_objects_that_a_block_writes_to_stay_as_they_are() -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    before = 2 * x  # not a leaf, which torch does not copy
+    cache = SimpleNamespace(seen=[before])
+    assert PassThrough("layers.0", Caches())(x, cache) is x
+    assert len(cache.seen) == 1
+    assert cache.seen[0] is before
 
 
 def test_blocks_that_cannot_run_on_the_meta_device() -> None:
