@@ -107,7 +107,8 @@ class TrainingSection(Section):
     """Length of the run, and every how many steps to evaluate and to save.
 
     0: evaluate only before the first step and after the last, and save only when a signal ends the run. ``max_skips``: steps in a
-    row whose gradient is no number, and which are skipped, before the run stops.
+    row whose gradient is no number, and which are skipped, before the run stops. ``start_timeout``: seconds that the start with the
+    first step, an evaluation or a save may take, and any collective; ``step_timeout``: a part of a later step.
     """
 
     steps: PositiveInt | None = None
@@ -118,6 +119,8 @@ class TrainingSection(Section):
     keep: PositiveInt = 2
     max_skips: NonNegativeInt = 10
     async_save: bool = False
+    start_timeout: Annotated[float, Field(gt=0)] = 1800.0
+    step_timeout: Annotated[float, Field(gt=0)] = 600.0
     seed: NonNegativeInt = 0
     compile: bool = False
 

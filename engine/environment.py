@@ -102,6 +102,17 @@ def supervision() -> Supervision | None:
     return Supervision(int(parent), Path(error_file)) if parent.isdigit() and error_file else None
 
 
+def place_file() -> Path | None:
+    """Where the local launcher above this process looks for what this rank is doing, or None."""
+    error_file = os.environ.get(ERROR_FILE, "")
+    return place_file_beside(Path(error_file)) if error_file else None
+
+
+def place_file_beside(error_file: Path) -> Path:
+    """The file of a rank's place, from the file for the text of its fatal error."""
+    return error_file.with_suffix(".place")
+
+
 def child_environment(overlay: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process to start: this one's, ``overlay`` over it, ``defaults`` where nothing is set."""
     return {**defaults, **os.environ, **overlay}

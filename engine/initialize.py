@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ from .schedules import build_scheduler
 log = logging.getLogger("sdp")
 
 
-def init_distributed() -> torch.device:
+def init_distributed(timeout_seconds: float | None = None) -> torch.device:
     """Join the processes that a launcher started (or be the only one) and choose this rank's device.
 
-    Gloo on a CPU, NCCL on CUDA. Does nothing to a process group that exists already. Raises LaunchError where the launcher's
-    variables are incomplete.
+    Gloo on a CPU, NCCL on CUDA. ``timeout_seconds``: how long a collective may take (None: torch's default). Does nothing to a
+    process group that exists already. Raises LaunchError where the launcher's variables are incomplete.
     """
     cuda = torch.cuda.is_available()
     if dist.is_initialized():  # by the user's own script, which has chosen its device too
@@ -45,7 +46,8 @@ def init_distributed() -> torch.device:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         environment.publish(found)
-        dist.init_process_group(backend, device_id=device if cuda else None)
+        timeout = timedelta(seconds=timeout_seconds) if timeout_seconds is not None else None
+        dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None)
         log.info("rank %d of %d, from the variables of %s", found.rank, found.world_size, found.source)
     return device
 

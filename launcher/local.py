@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import site
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from ..engine import environment as env
 from ..engine.errors import LaunchError
+from ..engine.heartbeat import Place
 from .supervised import FatalError
 
 GRACE_SECONDS = 10.0
@@ -56,6 +58,19 @@ class _Rank:
         if report is not None or code is None:
             return report
         return FatalError(code, self._last_log_line(), time.time())
+
+    @property
+    def place(self) -> Place | None:
+        """Where it said last that it is."""
+        return Place.read(env.place_file_beside(self.error_file))
+
+    def is_stopped(self) -> bool:
+        """Whether the process exists but does not run (SIGSTOP, a debugger)."""
+        try:
+            status = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] in ("T", "t")
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -106,14 +121,16 @@ def start_local(
             if not received:
                 _wait(ranks, lambda: bool(received), _SETTLE_SECONDS)
             failures = [(rank, failure) for rank in ranks if (failure := rank.failure())]
+            suspect = _suspect(ranks) if any(failure.stalled for _, failure in failures) else ""
             interrupted = bool(received)  # a signal that comes while failed ranks are being ended is no cause
             if interrupted:
                 _say(f"{signal.Signals(received[0]).name} received, ending {processes} processes (again: kill them)")
         finally:
             _end(ranks, received, stop_seconds if received and stop_seconds is not None else grace_seconds)
-        exit_code = 128 + received[0] if interrupted else _report(failures)
+        exit_code = 128 + received[0] if interrupted else _report(failures, suspect)
         for rank in ranks:
             rank.error_file.unlink(missing_ok=True)
+            env.place_file_beside(rank.error_file).unlink(missing_ok=True)
     return exit_code
 
 
@@ -130,6 +147,7 @@ def _start(rank: int, command: Sequence[str], environ: dict[str, str], log_dir: 
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         error_file.unlink(missing_ok=True)
+        env.place_file_beside(error_file).unlink(missing_ok=True)
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command,
@@ -172,7 +190,17 @@ def _end(ranks: Sequence[_Rank], received: list[int], grace_seconds: float) -> N
     _wait(ranks, lambda: False)
 
 
-def _report(failures: Sequence[tuple[_Rank, FatalError]]) -> int:
+def _suspect(ranks: Sequence[_Rank]) -> str:
+    """Ranks wait for each other, so the one that reports no progress first need not be the one that hangs: who may be."""
+    stopped = [rank for rank in ranks if rank.is_stopped()]
+    if stopped:
+        return f"; stopped: {stopped[0].place or f'rank {stopped[0].rank}'}"
+    places = [place for rank in ranks if (place := rank.place)]
+    behind = min(places, key=lambda place: (place.step, place.since), default=None)
+    return f"; the furthest behind: {behind}" if behind else ""
+
+
+def _report(failures: Sequence[tuple[_Rank, FatalError]], suspect: str) -> int:
     """Say in one message which rank failed first and why; the exit code of the whole run."""
     if not failures:
         return 0
@@ -187,8 +215,10 @@ def _report(failures: Sequence[tuple[_Rank, FatalError]]) -> int:
     lines = failure.text.strip().splitlines() or [""]
     if rank.rank == 0 and len(lines) > 1:
         print(failure.text.rstrip(), file=sys.stderr, flush=True)
-    reason = f" ({lines[-1].removeprefix('sdp: error: ')})" if lines[-1] else ""
-    _say(f"error: rank {rank.rank} {_how(failure.exit_code)}{reason}; its log: {rank.log}")
+    reason = f" ({lines[-1].removeprefix('sdp: error: ')}{suspect})" if lines[-1] else ""
+    place = rank.place
+    where = f" in step {place.step} ({place.phase})" if place else ""
+    _say(f"error: rank {rank.rank} on {socket.gethostname()} {_how(failure.exit_code)}{where}{reason}; its log: {rank.log}")
     return 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import platform
 import sys
 import traceback
@@ -19,11 +20,14 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..engine.environment import detect, supervision
+from ..engine.environment import Supervision, detect, supervision
 from ..engine.errors import ConfigError, SDPError
 from .supervised import report_fatal, tie_to_parent
 
 STOP_SECONDS = 300.0  # from a signal to the command until its ranks are killed: the step at hand, and a checkpoint
+
+
+_above: Supervision | None = None  # the local launcher that started this process
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: this process's) and return its exit code."""
-    above = supervision()
+    global _above
+    above = _above = supervision()
     if above is not None:
         tie_to_parent(above.parent_pid)
     try:
@@ -117,7 +122,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(args: argparse.Namespace) -> int:
     """Train in this process where a launcher started it, or where one process is enough; else start the processes.
 
-    Adds to ``args``, for ``tools.train``: ``overrides``, all that changes CONFIG in the form of ``--set``.
+    Adds to ``args``, for ``tools.train``: ``overrides``, all that changes CONFIG in the form of ``--set``, and ``on_stall``.
     """
     from ..engine.config import load_config
     from .layout import Degrees, visible_devices
@@ -127,6 +132,7 @@ def _train(args: argparse.Namespace) -> int:
     args.overrides += [f"tensor_parallel.autotp_size={args.tp}"] if args.tp else []
     args.dump_dir = args.dump_dir or Path("runs") / args.config.stem
     degrees = Degrees.of(load_config(args.config, args.overrides), args.fsdp)
+    args.on_stall = _end_stalled
     place = detect()
     if place is not None:
         if args.nproc not in (None, place.world_size):
@@ -143,6 +149,12 @@ def _train(args: argparse.Namespace) -> int:
 
     become_single(on_cpu=devices == 0)
     return _tool("train").run(args)
+
+
+def _end_stalled(text: str) -> None:
+    """End this process from whatever thread finds that it makes no progress; its main thread may never return."""
+    report_fatal(f"sdp: error: {text}", 1, _above, stalled=True)
+    os._exit(1)
 
 
 def _add_show_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,8 @@ from ..engine.errors import ConfigError, SDPError
 
 log = logging.getLogger("sdp")
 
+_LOOK_SECONDS = 0.2
+
 T = TypeVar("T")
 
 VERIFIED_BYTES = 4_000_000_000  # some 3 s of four cores, or half a minute of a plain disk

@@ -19,8 +19,9 @@ from ..engine.batch import loss_of, to_device
 from ..engine.checkpoint_files import latest
 from ..engine.config import Config, load_config
 from ..engine.engine import SDPEngine
-from ..engine.environment import detect
+from ..engine.environment import detect, place_file
 from ..engine.errors import CheckpointError, DivergedError
+from ..engine.heartbeat import Heartbeat
 from ..engine.initialize import init_distributed, initialize, mesh_of
 from ..engine.loader import evaluation_batches
 from ..engine.memory import PeakMemory
@@ -41,7 +42,10 @@ PROBED_STEP = 2  # the first step allocates optimizer state; from the second on,
 
 
 def run(args: argparse.Namespace) -> int:
-    """``sdp train``: this rank's part of a run. ``args`` as made by the command line; returns the exit code."""
+    """``sdp train``: this rank's part of a run. ``args`` as made by the command line; returns the exit code.
+
+    ``args.on_stall`` is called with a message, from another thread, when the rank makes no progress.
+    """
     config = load_config(args.config, args.overrides)
     place = detect()
     rank, world_size = (place.rank, place.world_size) if place is not None else (0, 1)
@@ -50,14 +54,18 @@ def run(args: argparse.Namespace) -> int:
     monitors = open_monitors(config, args.dump_dir) if rank == 0 else None
     _set_up_logging(rank, args.dump_dir)
     log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), args.dump_dir / "logs")
+    beat = Heartbeat(rank, place_file(), args.dump_dir / "logs" / f"rank-{rank}.log", args.on_stall)
+    beat.at(0, "starting", config.training.start_timeout)
     if config.sdp.engine != "reference":
-        init_distributed()
+        init_distributed(config.training.start_timeout)
+    beat.at(0, "preparing data", None)
     corpus = open_corpus(config, args.dump_dir)
+    beat.at(0, "building the model", config.training.start_timeout)
     memory = PeakMemory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     memory.reset()
     baseline = memory.read()
     engine, *_ = initialize(model=build_model(config.model, corpus.vocab_size), training_data=corpus.train, config=config)
-    trainer = Trainer(config, engine, corpus, args.dump_dir, baseline, files, monitors)
+    trainer = Trainer(config, engine, corpus, args.dump_dir, baseline, beat, files, monitors)
     try:
         status = trainer.train(resume=args.resume)
     finally:
@@ -92,11 +100,12 @@ class Trainer:
         corpus: Corpus,
         dump_dir: Path,
         baseline: int,
+        beat: Heartbeat,
         files: RunFiles | None,
         monitors: Monitors | None,
     ):
         self.config, self.engine, self.corpus, self.dump_dir = config, engine, corpus, dump_dir
-        self.files, self.monitors = files, monitors
+        self.beat, self.files, self.monitors = beat, files, monitors
         self.baseline_memory = baseline
         self.memory = PeakMemory(engine.device)
         self.tokens_per_step = engine.train_batch_size() * config.data.sequence_length
@@ -194,6 +203,10 @@ class Trainer:
     @contextmanager
     def _timed(self, seconds: dict[str, float], part: str) -> Iterator[None]:
         """Seconds of one part of the step; on CUDA only ``wall_clock_breakdown`` waits for the device."""
+        training = self.config.training
+        first = self.last_facts is None  # compiles, allocates, connects
+        name = part.removesuffix("_seconds")
+        self.beat.at(self.engine.global_steps + 1, name, training.start_timeout if first else training.step_timeout)
         synchronise = self.config.wall_clock_breakdown and self.engine.device.type == "cuda"
         started = time.perf_counter()
         yield
@@ -243,6 +256,7 @@ class Trainer:
             self._save(background=training.async_save)
 
     def _evaluate(self, bar: Progress) -> None:
+        self.beat.at(self.engine.global_steps, "evaluation", self.config.training.start_timeout)
         started = time.perf_counter()
         loss = self.engine.evaluate(self.held_out)
         own = self.engine.evaluate_subnetworks(self.held_out)
@@ -265,6 +279,7 @@ class Trainer:
             log.error("WARNING: no checkpoint at step %d: %s; the one before stays, the run goes on", self.engine.global_steps, error)
 
     def _write_checkpoint(self, *, background: bool = False) -> None:
+        self.beat.at(self.engine.global_steps, "checkpoint", self.config.training.start_timeout)
         self.engine.save_checkpoint(
             self.dump_dir / "checkpoints",
             client_state={"tokenizer": self.corpus.train.index.tokenizer},
@@ -280,6 +295,7 @@ class Trainer:
             log.error("WARNING: the last checkpoint was not written: %s; the one before stays, the run goes on", error)
 
     def _resume(self) -> None:
+        self.beat.at(0, "loading the checkpoint", self.config.training.start_timeout)
         path, _ = self.engine.load_checkpoint(self.dump_dir / "checkpoints")
         if path is None:
             log.info("--resume: no checkpoint in %s; starting from the beginning", self.dump_dir / "checkpoints")
@@ -318,6 +334,7 @@ class Trainer:
             log.info("bytes sent by this rank in a step, planned: %s", planned)
 
     def _finish(self, seconds: float) -> None:
+        self.beat.at(self.engine.global_steps, "the end", None)
         everyones = self.engine.gather_facts(rank_facts(self.engine, self.last_facts, self.baseline_memory, self.peak_tensors))
         if self.files is None:
             return

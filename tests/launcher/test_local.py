@@ -3,6 +3,7 @@
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import sdp
 
+HOST = socket.gethostname()
 PACKAGE_FOLDER = str(Path(sdp.__path__[0]).parent)
 
 # What every tiny rank starts with; `say` writes a note that the test reads, `note(rank)` waits for another rank's.
@@ -161,7 +163,7 @@ time.sleep(60)
     code, _, err = job.end()
     assert code == 1
     log = job.logs / "rank-2.log"
-    assert err.splitlines() == [f"sdp: error: rank 2 was killed by SIGKILL, perhaps for lack of memory; its log: {log}"]
+    assert err.splitlines() == [f"sdp: error: rank 2 on {HOST} was killed by SIGKILL, perhaps for lack of memory; its log: {log}"]
     assert not any(alive(pid) for pid in pids)
 
 
@@ -180,7 +182,7 @@ sys.exit(1)
     code, _, err = job.end()
     assert code == 1
     log = job.logs / "rank-2.log"
-    assert err.splitlines() == [f"sdp: error: rank 2 ended with exit code 1 (ValueError: the cause); its log: {log}"]
+    assert err.splitlines() == [f"sdp: error: rank 2 on {HOST} ended with exit code 1 (ValueError: the cause); its log: {log}"]
     assert "ValueError: the cause" in log.read_text()
 
 
@@ -211,7 +213,7 @@ time.sleep(60)
     pids = [*job.pids(), int(job.note("helper-0")), int(job.note("helper-1"))]
     code, _, err = job.end()
     assert code == 1
-    assert "rank 0 ended with exit code 1" in err
+    assert f"rank 0 on {HOST} ended with exit code 1" in err
     until(lambda: not any(alive(pid) for pid in pids), 5)
 
 
