@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from ..data.index import load_index
@@ -19,11 +21,11 @@ from ..engine.errors import ConfigError, SDPError
 
 log = logging.getLogger("sdp")
 
-_LOOK_SECONDS = 0.2
-
 T = TypeVar("T")
 
 VERIFIED_BYTES = 4_000_000_000  # some 3 s of four cores, or half a minute of a plain disk
+
+_LOOK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,30 @@ def open_corpus(config: Config, dump_dir: Path) -> Corpus:
     Raises DataError or ConfigError on all ranks where any rank finds something wrong.
     """
     path = Path(config.data.path) if config.data.path is not None else dump_dir / "corpus"
-    _on_all_or_none(lambda: _make_ready(config, path))
+    _on_all_or_none(lambda: _while_rank_0_works(lambda: _make_ready(config, path)))
     return _on_all_or_none(lambda: open_prepared(config, path))
 
 
-def _make_ready(config: Config, path: Path) -> None:
-    """Rank 0's part before the shards are opened; the others have none."""
-    data = config.data
-    if dist.is_initialized() and dist.get_rank() != 0:
+def _while_rank_0_works(action: Callable[[], None]) -> None:
+    """Run ``action`` on rank 0 in a thread while all ranks meet every few seconds: no collective waits longer, however long it takes."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        action()
         return
+    with ThreadPoolExecutor(1) as thread:
+        work = thread.submit(action) if dist.get_rank() == 0 else None
+        done = torch.zeros(1)
+        while not done:
+            if work is not None:
+                wait([work], timeout=_LOOK_SECONDS)
+                done.fill_(work.done())
+            dist.broadcast(done, src=0)
+    if work is not None:
+        work.result()
+
+
+def _make_ready(config: Config, path: Path) -> None:
+    """Prepare the default corpus, and verify what is read."""
+    data = config.data
     if data.path is None:
         log.info("data.path is not set: taking the sources of Python's standard library")
         prepare(None, path, tokenizer="sentencepiece" if data.tokenizer is None else data.tokenizer, vocab_size=data.vocab_size)
