@@ -109,6 +109,7 @@ class TrainingSection(Section):
     0: evaluate only before the first step and after the last, and save only when a signal ends the run. ``max_skips``: steps in a
     row whose gradient is no number, and which are skipped, before the run stops. ``start_timeout``: seconds that the start with the
     first step, an evaluation or a save may take, and any collective; ``step_timeout``: a part of a later step.
+    ``init_from``: a directory with the weights to start from, in Hugging Face's format.
     """
 
     steps: PositiveInt | None = None
@@ -118,6 +119,7 @@ class TrainingSection(Section):
     save_every: NonNegativeInt = 0
     keep: PositiveInt = 2
     max_skips: NonNegativeInt = 10
+    init_from: str | None = None
     async_save: bool = False
     start_timeout: Annotated[float, Field(gt=0)] = 1800.0
     step_timeout: Annotated[float, Field(gt=0)] = 600.0

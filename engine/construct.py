@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,16 +19,22 @@ from .initialisation import ModuleInit, plan_initialisation
 from .layout import Layout
 from .subnetwork import carve
 from .sync import local_tensor
+from .weight_files import filled_from, fillers_from
 
 
 def build_backend(model: nn.Module, config: Config, layout: Layout, device: torch.device) -> Backend:
-    """Cut ``model`` in place for this rank. A model on the meta device is initialised from ``training.seed``; one with weights keeps
-    rank 0's. Raises :class:`ModelError` for a model of which only some parameters have values.
+    """Cut ``model`` in place for this rank. A model on the meta device is initialised from ``training.seed``, or has the values of the
+    files in ``training.init_from``; one with weights keeps rank 0's. Raises :class:`ModelError` for a model of which only some
+    parameters have values, and for files of another model.
     """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < len(layout.parameters):
         raise ModelError(f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two")
     plan = plan_initialisation(model, config.training.seed) if on_meta else None
+    if config.training.init_from is not None:
+        if plan is None:
+            raise ModelError("training.init_from: the model has weights already; build it on the meta device, or remove this key")
+        plan = filled_from(plan, fillers_from(Path(config.training.init_from), model, layout))
     _require_float32(model)
     compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
     mode = config.activation_checkpointing.mode

@@ -243,6 +243,8 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         "batch: %d samples a step = micro-batch %d × accumulation %d × %d data ranks",
         engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), mesh.data_ranks,
     )  # fmt: skip
+    if config.training.init_from is not None:
+        log.info("weights: start from those in %s", config.training.init_from)
     log.info("%s", optimizer_note)
     if config.hints:
         log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(config.hints))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import platform
 import sys
@@ -116,6 +117,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", metavar="T", type=_positive, help="tensor-parallel degree (tensor_parallel.autotp_size)")
     parser.add_argument("--nproc", metavar="P", type=_positive, help="processes to start here where no launcher did")
     parser.add_argument("--dump-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME of CONFIG)")
+    parser.add_argument("--init-from", metavar="DIR", type=Path, help="start from the Hugging Face LLaMA in DIR (training.init_from)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the dump directory")
 
 
@@ -130,6 +132,7 @@ def _train(args: argparse.Namespace) -> int:
     args.overrides = [*args.set]
     args.overrides += [f"sdp.groups={args.groups}"] if args.groups else []
     args.overrides += [f"tensor_parallel.autotp_size={args.tp}"] if args.tp else []
+    args.overrides += [f"training.init_from={json.dumps(str(args.init_from))}"] if args.init_from else []
     args.dump_dir = args.dump_dir or Path("runs") / args.config.stem
     degrees = Degrees.of(load_config(args.config, args.overrides), args.fsdp)
     args.on_stall = _end_stalled
@@ -163,8 +166,6 @@ def _add_show_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_config(args: argparse.Namespace) -> int:
-    import json
-
     from ..engine.config import json_schema, load_config
 
     if args.schema == (args.config is not None):

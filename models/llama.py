@@ -229,6 +229,12 @@ class Llama(nn.Module):
             return Normal(self.config.initializer_range)
         raise ModelError(f"{name}: LLaMA has no parameter of this name")
 
+    def canonical_name(self, key: str) -> str | None:
+        """The parameter that ``key`` of a Hugging Face file stands for; None for the rotary table that old files hold."""
+        if key.endswith("rotary_emb.inv_freq"):
+            return None
+        return key if key.startswith(("model.", "lm_head.")) else f"model.{key}"  # LlamaModel, without a head, has no prefix
+
     def sharding_groups(self) -> list[str]:
         """Modules outside the units that are sharded on their own; a tied pair must share one group: none then."""
         return [] if self.config.tie_word_embeddings else ["model.embed_tokens", "lm_head"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .llama import LlamaConfig
@@ -26,4 +27,34 @@ def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "attention_dropout": 0.0,
         "use_cache": True,
+    }
+
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_OPTIONAL = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
+_NEUTRAL = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "quantization_config": None}
+
+
+def from_huggingface(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``model`` section of a LLaMA's ``config.json``, of transformers 4 or 5; missing keys have the defaults of ``transformers``.
+
+    Raises ValueError for what this LLaMA cannot compute.
+    """
+    for key in _REQUIRED:
+        if key not in content:
+            raise ValueError(f"{key} is missing")
+    for key, neutral in _NEUTRAL.items():
+        if content.get(key, neutral) != neutral:
+            raise ValueError(f"{key} {content[key]!r} is not supported, only {neutral!r}")
+    rotary = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"rotary embedding of type {kind!r} is not supported, only 'default'")
+    heads = content["num_attention_heads"]
+    return {
+        **{key: content[key] for key in _REQUIRED},
+        **{key: content.get(key, default) for key, default in _OPTIONAL.items()},
+        "num_key_value_heads": content.get("num_key_value_heads") or heads,
+        "head_dim": content.get("head_dim") or content["hidden_size"] // heads,
+        "rope_theta": float(rotary.get("rope_theta") or content.get("rope_theta") or 10000.0),
     }

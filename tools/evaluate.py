@@ -28,7 +28,7 @@ from .metrics import read_run
 from .saved_run import SavedRun
 
 # The reference engine holds the whole model in one process, whatever the layout that trained it.
-_IN_ONE_PROCESS = ("sdp.engine=reference", "tensor_parallel.autotp_size=1")
+_IN_ONE_PROCESS = ("sdp.engine=reference", "tensor_parallel.autotp_size=1", "training.init_from=null")
 
 
 @dataclass(frozen=True)

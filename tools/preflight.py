@@ -20,6 +20,7 @@ from ..engine.loader import evaluation_batches
 from ..engine.mesh import Mesh
 from ..engine.optim import build_optimizer
 from ..engine.schedules import build_scheduler
+from ..engine.weight_files import fillers_from
 from ..models.registry import build_model
 from .corpus import Corpus, open_prepared
 
@@ -39,7 +40,9 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     _check_sequence(config, model)
     if corpus is not None:
         evaluation_batches(corpus.held_out, batch.micro, data_ranks=mesh.data_ranks)
-    Layout.of(model, config, mesh)
+    layout = Layout.of(model, config, mesh)
+    if config.training.init_from is not None:
+        fillers_from(Path(config.training.init_from), model, layout)
     _check_optimizer(config)
     if resume:
         _check_checkpoint(config, dump_dir)

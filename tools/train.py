@@ -26,7 +26,7 @@ from ..engine.initialize import init_distributed, initialize, mesh_of
 from ..engine.loader import evaluation_batches
 from ..engine.memory import PeakMemory
 from ..engine.memory_probe import peak_tensor_bytes
-from ..models.registry import build_model
+from ..models.registry import build_model, section_from_huggingface
 from . import preflight
 from .corpus import Corpus, open_corpus
 from .metrics import RunFiles, read_run
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     ``args.on_stall`` is called with a message, from another thread, when the rank makes no progress.
     """
-    config = load_config(args.config, args.overrides)
+    config = _with_initial_model(load_config(args.config, args.overrides))
     place = detect()
     rank, world_size = (place.rank, place.world_size) if place is not None else (0, 1)
     preflight.check(config, mesh_of(config, world_size), args.dump_dir, resume=args.resume)
@@ -73,6 +73,13 @@ def run(args: argparse.Namespace) -> int:
     if dist.is_initialized():  # not after a failure: other ranks may be inside a collective, and the message must get out
         dist.destroy_process_group()
     return status
+
+
+def _with_initial_model(config: Config) -> Config:
+    """The model section as the model to start from states it."""
+    if config.training.init_from is None:
+        return config
+    return config.model_copy(update={"model": section_from_huggingface(Path(config.training.init_from), config.model)})
 
 
 def _set_up_logging(rank: int, dump_dir: Path) -> None:

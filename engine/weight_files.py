@@ -1,0 +1,110 @@
+"""Start values from safetensors files instead of from initialisation: a rank reads the rows that it holds, and no others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from .errors import ModelError
+from .initialisation import Filler, ModuleInit
+from .layout import Layout, TensorInfo
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+class WeightFiles:
+    """The tensors in ``directory``, one safetensors file or several with an index, by key; nothing is read before it is asked for.
+
+    Raises :class:`ModelError` where there are none, or they cannot be read.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._handles = {key: handle for file in self._files() for handle in [self._open(file)] for key in handle.keys()}  # noqa: SIM118
+
+    def _files(self) -> Iterable[Path]:
+        if (index := self.directory / INDEX).is_file():
+            try:
+                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            except (OSError, ValueError, KeyError, AttributeError, TypeError):
+                raise ModelError(f"{index}: is no index of weights; download or export the model again") from None
+            return [self.directory / Path(str(name)).name for name in sorted(names, key=str)]
+        if (self.directory / WHOLE).is_file():
+            return [self.directory / WHOLE]
+        pickles = sorted(path.name for path in self.directory.glob("*.bin"))
+        if pickles:
+            raise ModelError(
+                f"{self.directory}: holds its weights as {pickles[0]}, a pickle, which can run code and is not read; convert it where it "
+                "is trusted: load it with transformers and save_pretrained it again"
+            )
+        raise ModelError(f"{self.directory}: no {WHOLE} and no {INDEX} there; give the directory of a model in Hugging Face's format")
+
+    def _open(self, file: Path) -> Any:
+        try:
+            return safe_open(file, framework="pt", device="cpu")
+        except FileNotFoundError:
+            raise ModelError(f"{file}: is missing, though {INDEX} names it; download the model again") from None
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file}: cannot be read ({error}); download or export the model again") from None
+
+    def keys(self) -> list[str]:
+        return list(self._handles)
+
+    def obstacle(self, key: str, info: TensorInfo) -> str | None:
+        """Why the tensor ``key`` cannot be the value of ``info``."""
+        found = self._handles[key].get_slice(key)
+        if list(found.get_shape()) != list(info.shape):
+            return f"has shape {tuple(found.get_shape())} there and {tuple(info.shape)} here"
+        if info.dtype.is_floating_point and found.get_dtype() not in _FLOATS:
+            return f"is {found.get_dtype()} there, which is no plain floating-point format; quantised models cannot be a start"
+        return None
+
+    def fill(self, out: torch.Tensor, start: int, key: str) -> None:
+        """Rows [start, start + len(out)) of the tensor ``key`` into ``out``, in its dtype."""
+        handle = self._handles[key]
+        out.copy_(handle.get_slice(key)[start : start + out.shape[0]] if out.dim() else handle.get_tensor(key))
+
+
+def fillers_from(directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:
+    """Fillers of all parameters and persistent buffers of ``layout``, by canonical name, from the files in ``directory``.
+
+    A model may say by ``canonical_name(key)`` which of its tensors a key stands for, None for one that it does without. Raises
+    :class:`ModelError` unless files and model have the same tensors.
+    """
+    files = WeightFiles(directory)
+    canonical: Callable[[str], str | None] = getattr(model, "canonical_name", lambda key: key)
+    keys = {name: key for key in files.keys() if (name := canonical(key)) is not None}  # noqa: SIM118
+    names_of: dict[str, list[str]] = {name: [name] for name in (*layout.parameters, *layout.buffers)}
+    for alias, name in layout.aliases.items():
+        names_of[name].append(alias)
+    fillers: dict[str, Filler] = {}
+    for name, names in names_of.items():
+        key = next((keys[other] for other in names if other in keys), None)
+        if key is None:
+            raise ModelError(f"training.init_from: {directory} holds no {name!r}; it is of another model")
+        info = layout.parameters.get(name) or layout.buffers[name]
+        if (obstacle := files.obstacle(key, info)) is not None:
+            raise ModelError(f"training.init_from: {directory}: {key!r} {obstacle}")
+        fillers[name] = partial(files.fill, key=key)
+    unknown = keys.keys() - {name for names in names_of.values() for name in names}
+    if unknown:
+        raise ModelError(f"training.init_from: {directory} holds {keys[min(unknown)]!r}, which this model has not; it is of another model")
+    return fillers
+
+
+def filled_from(plan: Sequence[ModuleInit], fillers: dict[str, Filler]) -> list[ModuleInit]:
+    """``plan`` with ``fillers`` in place of its own; a module is initialised only where it has tensors that they lack."""
+
+    def merged(init: ModuleInit) -> dict[str, Filler]:
+        given = {name: fillers[name] for name in init.names if name in fillers}
+        return given if len(given) == len(init.names) else init.fillers() | given
+
+    return [ModuleInit(init.names, partial(merged, init)) for init in plan]

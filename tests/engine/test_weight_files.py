@@ -1,0 +1,176 @@
+"""Start values from a Hugging Face directory: every rank reads its own rows, and the loss is Hugging Face's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks_models as models
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from ranks_cases import Case, engine_of
+from safetensors.torch import load_file, save_file
+from sdp.engine.errors import ModelError
+from sdp.engine.sync import local_tensor
+from sdp.engine.weight_files import WeightFiles
+
+transformers = pytest.importorskip("transformers")
+
+DENSE = Case(1, 1, placement="full", model="llama-meta")
+
+
+def make(folder: Path, *, tied: bool = False, **options: Any) -> Path:
+    """A LLaMA of the shape of ``ranks_models.llama``, with weights that tell it from any initialisation."""
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=models.VOCABULARY, hidden_size=10, intermediate_size=15, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=6, max_position_embeddings=32, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0, 0.3)
+    model.to(options.pop("dtype", torch.float32)).save_pretrained(folder, **options)
+    return folder
+
+
+def their_loss(folder: Path, data_ranks: int) -> float:
+    """Over the batches of all data ranks, weighted by tokens, in float32."""
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(**models.rows_of_all("llama", 0, 0, data_ranks)).loss.item()
+
+
+def _start(case: Case, folder: str) -> tuple[Any, float, int, int]:
+    """The full model and its loss before the first step; elements that this rank read, and elements that it holds."""
+    read = 0
+    fill = WeightFiles.fill
+
+    def counted(self: WeightFiles, out: torch.Tensor, start: int, key: str) -> None:
+        nonlocal read
+        read += out.numel()
+        fill(self, out, start, key)
+
+    WeightFiles.fill = counted  # type: ignore[method-assign]
+    try:
+        engine = engine_of(case, training={"init_from": folder})
+    finally:
+        WeightFiles.fill = fill  # type: ignore[method-assign]
+    loss = engine.evaluate([models.micro_batch("llama", 0, 0, dist.get_rank())])
+    held = sum(local_tensor(parameter.detach()).numel() for parameter in engine.parameters_here.values())
+    return engine.full_state_dict(), loss, read, held
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_read_their_rows_and_the_loss_is_hugging_faces(ranks: RankPool, tmp_path: Path, stage: int, tied: bool) -> None:
+    folder = make(tmp_path / "model", tied=tied, max_shard_size="3KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    case = Case(2, 2, stage=stage, placement="profile", model="llama-tied-meta" if tied else "llama-meta")
+    answers = ranks.run(_start, case, str(folder), world=4)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
+    state = answers[0][0]
+    assert state.keys() == theirs.keys()
+    assert all(torch.equal(state[name], theirs[name]) for name in theirs)
+    assert [answer[1] for answer in answers] == pytest.approx([their_loss(folder, 4)] * 4, rel=1e-5)
+    assert all(read == held for _, _, read, held in answers)
+    whole = sum(tensor.numel() for name, tensor in theirs.items() if not (tied and name == "lm_head.weight"))
+    assert all(held < whole for *_, held in answers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_any_float_becomes_a_float32_master_in_the_reference(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = make(tmp_path / "model", dtype=dtype)
+    engine = engine_of(DENSE, "reference", training={"init_from": str(folder)})
+    saved = load_file(folder / "model.safetensors")
+    state = engine.full_state_dict()
+    assert state.keys() == saved.keys()
+    assert all(saved[name].dtype == dtype and torch.equal(state[name], saved[name].float()) for name in saved)
+    assert engine.evaluate([models.micro_batch("llama", 0, 0, 0)]) == pytest.approx(their_loss(folder, 1), rel=1e-5)
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """The file again, with what ``change`` makes of its tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change({name: tensor.clone() for name, tensor in tensors.items()}), folder / "model.safetensors")
+
+
+ACCEPTED = {
+    "a head beside a tie": lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()},
+    "the head's name alone": lambda t: {("lm_head.weight" if "embed" in name else name): tensor for name, tensor in t.items()},
+    "no prefix": lambda t: {name.removeprefix("model."): tensor for name, tensor in t.items()},
+    "rotary tables": lambda t: t | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(3) for i in range(4)},
+}
+
+
+@pytest.mark.parametrize("layout", ACCEPTED)
+def test_layouts_of_keys(tmp_path: Path, layout: str) -> None:
+    folder = make(tmp_path / "model", tied=True)
+    expected = load_file(folder / "model.safetensors")
+    rewrite(folder, ACCEPTED[layout])
+    state = engine_of(
+        Case(1, 1, placement="full", model="llama-tied-meta"), "reference", training={"init_from": str(folder)}
+    ).full_state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+REFUSED = {
+    "missing": (lambda t: {name: v for name, v in t.items() if "2.mlp.up" not in name}, "holds no 'model.layers.2.mlp.up_proj.weight'"),
+    "untied head missing": (lambda t: {name: v for name, v in t.items() if "lm_head" not in name}, "holds no 'lm_head.weight'"),
+    "another shape": (lambda t: t | {"model.norm.weight": torch.ones(11)}, "'model.norm.weight' has shape (11,) there and (10,) here"),
+    "one more": (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(12)}, "q_proj.bias', which this model has not"),
+    "quantised": (lambda t: t | {"model.norm.weight": torch.ones(10, dtype=torch.int8)}, "is I8 there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_files_of_another_model_are_refused(tmp_path: Path, how: str) -> None:
+    change, message = REFUSED[how]
+    folder = make(tmp_path / "model")
+    rewrite(folder, change)
+    with pytest.raises(ModelError) as error:
+        engine_of(DENSE, "reference", training={"init_from": str(folder)})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def damage(folder: Path, how: str) -> None:
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if how == "truncated":
+        whole.write_bytes(whole.read_bytes()[:-100])
+    elif how == "no weights":
+        whole.unlink()
+    elif how == "pickle":
+        whole.unlink()
+        (folder / "pytorch_model.bin").write_bytes(b"")
+    elif how == "shard missing":
+        whole.unlink()
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}))
+    elif how == "index damaged":
+        index.write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("truncated", "cannot be read"),
+        ("no weights", "no model.safetensors"),
+        ("pickle", "pytorch_model.bin, a pickle"),
+        ("shard missing", "model-00001-of-00001.safetensors: is missing"),
+        ("index damaged", "is no index of weights"),
+    ],
+)
+def test_damaged_files_are_one_line(tmp_path: Path, how: str, message: str) -> None:
+    folder = make(tmp_path / "model")
+    damage(folder, how)
+    with pytest.raises(ModelError, match=message) as error:
+        engine_of(DENSE, "reference", training={"init_from": str(folder)})
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_with_weights_has_its_start_already(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has weights already"):
+        engine_of(Case(1, 1, placement="full", model="llama"), "reference", training={"init_from": str(make(tmp_path / "model"))})

@@ -1,0 +1,111 @@
+"""``sdp train --init-from``: an export is the start of another run."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from sdp.launcher.main import main
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def exported(trained_run, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("start") / "model"
+    assert main(["export", str(trained_run), str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def config(trained_run, tmp_path) -> Path:
+    """Four virtual workers, as the run that was exported: the same held-out batches; no model section."""
+    whole = json.loads((trained_run / "config.json").read_text())
+    short = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "optimizer": whole["optimizer"],
+        "sdp": {"groups": 2, "capacity": 0.75, "engine": "reference"},
+        "data": whole["data"],
+        "training": {"steps": 2, "evaluate_batches": 2, "save_every": 1},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(short))
+    return path
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_it_starts_where_the_export_ended_and_a_checkpoint_wins(trained_run, exported, config, tmp_path, capsys):
+    start = shutil.copytree(exported, tmp_path / "start")
+    run = ["train", str(config), "--init-from", str(start), "--dump-dir"]
+    assert main([*run, str(tmp_path / "whole")]) == 0
+    assert f"weights: start from those in {start}" in capsys.readouterr().err
+    ended = lines(trained_run / "evaluations.jsonl")[-1]["loss"]
+    assert lines(tmp_path / "whole" / "evaluations.jsonl")[0]["loss"] == pytest.approx(ended, rel=1e-5)
+    recorded = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert recorded["training"]["init_from"] == str(start)
+    assert (recorded["model"]["name"], recorded["model"]["hidden_size"], recorded["model"]["rope_theta"]) == ("llama", 32, 5000.0)
+
+    assert main([*run, str(tmp_path / "halves"), "--set", "training.steps=1"]) == 0
+    assert main([*run, str(tmp_path / "halves"), "--resume"]) == 0
+    whole, halves = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "halves"))
+    assert [line["loss"] for line in halves] == [line["loss"] for line in whole]
+    assert whole[1]["loss"] != whole[0]["loss"]
+
+    shutil.rmtree(start)  # what was trained stands by itself
+    assert main(["evaluate", str(tmp_path / "whole"), "--json"]) == 0
+    loss = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
+    assert loss == pytest.approx(lines(tmp_path / "whole" / "evaluations.jsonl")[-1]["loss"], rel=1e-5)
+
+
+def change_config(folder: Path, **keys: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+BAD = {
+    "a key that differs": (lambda _: None, ["--set", "model.hidden_size=64"], "model.hidden_size: 64, but"),
+    "another model": (lambda _: None, ["--set", "model.name=resnet"], 'model.name: "resnet", but'),
+    "an unknown key": (lambda _: None, ["--set", "model.hiden_size=32"], "model.hiden_size: unknown key"),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), [], "is no model's configuration"),
+    "another kind": (lambda folder: change_config(folder, model_type="gpt2"), [], "model_type 'gpt2' cannot be a start"),
+    "a bias": (lambda folder: change_config(folder, attention_bias=True), [], "attention_bias True is not supported"),
+    "stretched positions": (
+        lambda folder: change_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1.0}), [], "type 'llama3' is not",
+    ),
+    "another vocabulary": (lambda folder: change_config(folder, vocab_size=385), [], "vocab_size: 385, but the data's tokenizer has 384"),
+    "another shape": (lambda folder: change_config(folder, intermediate_size=49), [], "has shape (48, 32) there and (49, 32) here"),
+    "a pickle": (only_a_pickle, [], "pytorch_model.bin, a pickle"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_what_cannot_be_a_start_is_one_line_before_anything_is_written(exported, config, tmp_path, capsys, how):
+    spoil, arguments, message = BAD[how]
+    start = shutil.copytree(exported, tmp_path / "start")
+    spoil(start)
+    assert main(["train", str(config), "--init-from", str(start), "--dump-dir", str(tmp_path / "run"), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_start_of_transformers_4_and_its_loss(config, exported, tmp_path):
+    """Its config.json has rope_theta at the top; the loss of the first step's model is that of transformers."""
+    start = shutil.copytree(exported, tmp_path / "start")
+    old = json.loads((start / "config.json").read_text())
+    del old["rope_parameters"], old["head_dim"]
+    (start / "config.json").write_text(json.dumps(old))
+    assert main(["train", str(config), "--init-from", str(start), "--dump-dir", str(tmp_path / "run"), "--set", "training.steps=1"]) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["rope_theta"] == 5000.0
