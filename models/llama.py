@@ -19,13 +19,14 @@ from ..engine.config import PositiveInt
 from ..engine.errors import ConfigError, ModelError
 from ..engine.initialisation import Constant, Init, Normal
 from ..engine.section import Section
-
-IGNORE_INDEX = -100
-"""Label of a token that does not count in the loss (Hugging Face's convention)."""
+from .loss import LanguageModelHead
 
 
 class LlamaConfig(Section):
-    """Shape of a LLaMA, under Hugging Face's field names; ``vocab_size`` may be left to the data."""
+    """Shape of a LLaMA, under Hugging Face's field names; ``vocab_size`` may be left to the data.
+
+    ``loss_chunk_tokens``: tokens whose logits exist at the same time while the loss is computed (None: as many as are worth it).
+    """
 
     vocab_size: PositiveInt | None = None
     hidden_size: PositiveInt
@@ -39,6 +40,7 @@ class LlamaConfig(Section):
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     tie_word_embeddings: bool = False
     initializer_range: Annotated[float, Field(gt=0, le=1)] = 0.02
+    loss_chunk_tokens: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -193,7 +195,7 @@ class Llama(nn.Module):
             raise ConfigError("model.vocab_size: not set, and no data states one; add it to the model section")
         self.config = config
         self.model = LlamaModel(config, config.vocab_size)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, config.loss_chunk_tokens)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -209,8 +211,7 @@ class Llama(nn.Module):
                 f"a sequence of {tokens} tokens is longer than model.max_position_embeddings = {limit}; "
                 "raise it, or lower data.sequence_length"
             )
-        logits = self.lm_head(self.model(input_ids))
-        return logits if labels is None else next_token_loss(logits, labels)
+        return self.lm_head(self.model(input_ids), labels)
 
     def unit_patterns(self) -> list[str]:
         """Patterns of the modules that are units: the decoder layers."""
@@ -253,10 +254,3 @@ class Llama(nn.Module):
         layer = 3.0 * (2 * weights + 4 * queries * sequence_length)
         head = 3.0 * 2 * config.hidden_size * config.vocab_size
         return {f"model.layers.{index}": layer for index in range(config.num_hidden_layers)} | {"shared": head}
-
-
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in float32 of ``logits`` (B, S, V) at each position against the next position's label."""
-    # The labels are shifted, not the logits: a shifted copy of those is the largest tensor of the step.
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX)

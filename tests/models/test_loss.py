@@ -1,0 +1,133 @@
+"""The loss in chunks of tokens against torch's cross-entropy of all logits, and what it spares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sdp.engine.memory_probe import peak_tensor_bytes
+from sdp.models.llama import Llama, LlamaConfig
+from sdp.models.loss import IGNORE_INDEX, LanguageModelHead, linear_cross_entropy
+from torch import Tensor, nn
+
+TOKENS, HIDDEN, VOCABULARY = 30, 12, 53
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    targets[torch.rand(TOKENS, generator=generator) < 0.3] = IGNORE_INDEX
+    return hidden, weight, targets
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=IGNORE_INDEX)
+
+
+def relative(mine: Tensor, other: Tensor) -> float:
+    return ((mine - other).abs().max() / other.abs().max()).item()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10, TOKENS, 1000])
+def test_loss_and_gradients_equal_those_of_all_logits(chunk: int) -> None:
+    hidden, weight, targets = inputs()
+    expected = plain(hidden, weight, targets)
+    wanted = torch.autograd.grad(expected * 0.3, (hidden, weight))
+    loss = linear_cross_entropy(hidden, weight, targets, chunk)
+    gradients = torch.autograd.grad(loss * 0.3, (hidden, weight))
+    assert loss.shape == () and loss.dtype == torch.float32
+    assert relative(loss, expected) <= 1e-6
+    for mine, other in zip(gradients, wanted, strict=True):
+        assert relative(mine, other) <= 1e-6
+    with torch.no_grad():
+        assert relative(linear_cross_entropy(hidden, weight, targets, chunk), expected) <= 1e-6
+
+
+def test_in_bfloat16_it_is_no_further_from_the_exact_gradients_than_all_logits_at_once() -> None:
+    hidden, weight, targets = inputs(torch.bfloat16)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    wanted = torch.autograd.grad(F.cross_entropy(F.linear(*exact), targets), exact)
+    whole = torch.autograd.grad(plain(hidden, weight, targets), (hidden, weight))
+    mine = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 7), (hidden, weight))
+    for one, other, truth in zip(mine, whole, wanted, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one - truth).norm() <= 1.1 * (other - truth).norm()
+
+
+def test_nothing_to_predict_is_no_number_with_a_zero_gradient() -> None:
+    hidden, weight, targets = inputs()
+    targets.fill_(IGNORE_INDEX)
+    for compute in (plain, lambda *args: linear_cross_entropy(*args, 7)):
+        loss = compute(hidden, weight, targets)
+        assert loss.isnan()
+        assert all(not gradient.any() for gradient in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def test_a_head_that_is_not_trained_gets_no_gradient() -> None:
+    hidden, weight, targets = inputs()
+    weight.requires_grad_(False)
+    linear_cross_entropy(hidden, weight, targets, 7).backward()
+    expected = torch.autograd.grad(plain(hidden, weight, targets), hidden)[0]
+    assert weight.grad is None and hidden.grad is not None
+    assert relative(hidden.grad, expected) <= 1e-6
+
+
+def test_a_second_backward_is_refused() -> None:
+    hidden, weight, targets = inputs()
+    loss = linear_cross_entropy(hidden, weight, targets, 7)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_gives_the_same_loss_and_gradients_whatever_the_chunk(tied: bool) -> None:
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = torch.randint(VOCABULARY, (3, 11))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, IGNORE_INDEX)
+    for chunk in (None, 5):
+        torch.manual_seed(0)
+        model = Llama(LlamaConfig(**shape, tie_word_embeddings=tied, loss_chunk_tokens=chunk))
+        logits = model(ids)
+        model(ids, labels).backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+        for name, parameter in model.named_parameters():
+            assert relative(gradients[name], parameter.grad) <= 2e-6, name
+
+
+class PlainHead(LanguageModelHead):
+    """As it was: all logits, then their loss."""
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is not None
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        return plain(hidden.flatten(0, 1), self.weight, targets.flatten())
+
+
+def test_the_peak_of_a_step_does_not_contain_the_logits() -> None:
+    vocabulary, tokens, rows, hidden = 32_000, 512, 2, 16
+    logits = rows * tokens * vocabulary * 4
+    peaks = {}
+    for kind in (LanguageModelHead, PlainHead):
+        model = Llama(
+            LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        )
+        model.lm_head = kind(hidden, vocabulary, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ids = torch.randint(vocabulary, (rows, tokens))
+        peaks[kind] = peak_tensor_bytes(lambda: step(model, optimizer, ids), model, optimizer, torch.device("cpu"))  # noqa: B023
+    assert peaks[PlainHead] > 2 * logits  # what the test would see
+    assert peaks[LanguageModelHead] < 0.25 * logits
+    # The default keeps 64 MiB of logits, in and out of the softmax.
+    assert LanguageModelHead(hidden, vocabulary).chunk_tokens * vocabulary * 4 <= 64 * 2**20
+    assert LanguageModelHead(2048, vocabulary).chunk_tokens == 2048
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+    model(ids, ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
