@@ -24,12 +24,12 @@ def own_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This project's own sources and README, in a SentencePiece vocabulary of 384."""
+    """This project's own sources and README, in a SentencePiece vocabulary of 512."""
     folder = tmp_path_factory.mktemp("text")
     root = Path(__file__).parent.parent.parent
     for number, path in enumerate([*sorted((root / "engine").glob("*.py")), root / "README.md"]):
         (folder / f"{number}.txt").write_bytes(path.read_bytes())
-    options = {"tokenizer": "sentencepiece", "vocab_size": 384, "held_out": 0.2, "workers": 1, "progress": False}
+    options = {"tokenizer": "sentencepiece", "vocab_size": 512, "held_out": 0.2, "workers": 1, "progress": False}
     prepare([str(folder / "*.txt")], folder / "shards", **options)
     return folder / "shards"
 

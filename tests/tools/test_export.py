@@ -228,7 +228,7 @@ def test_the_memory_is_that_of_two_shards_not_of_the_model(trained_run, tmp_path
     state = read_state(trained_run / "checkpoints" / "step-4")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps(config | {"model": BIG}))
-    model = build_model(BIG, 384)
+    model = build_model(BIG, 512)
     tensors = {f"model/{name}": torch.full(tuple(p.shape), 0.5) for name, p in model.named_parameters()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     assert size > 400e6

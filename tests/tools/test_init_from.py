@@ -83,7 +83,7 @@ BAD = {
     "stretched positions": (
         lambda folder: change_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1.0}), [], "type 'llama3' is not",
     ),
-    "another vocabulary": (lambda folder: change_config(folder, vocab_size=385), [], "vocab_size: 385, but the data's tokenizer has 384"),
+    "another vocabulary": (lambda folder: change_config(folder, vocab_size=513), [], "vocab_size: 513, but the data's tokenizer has 512"),
     "another shape": (lambda folder: change_config(folder, intermediate_size=49), [], "has shape (48, 32) there and (49, 32) here"),
     "a pickle": (only_a_pickle, [], "pytorch_model.bin, a pickle"),
 }  # fmt: skip
