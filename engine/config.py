@@ -77,7 +77,7 @@ class SDPSection(Section):
     capacity: float | list[float] = 1.0
     granularity: Literal["block", "neuron"] = "block"
     masking: Literal["forward", "backward"] = "forward"
-    placement: Literal["cyclic", "balanced", "random"] | dict[str, list[NonNegativeInt]] = "cyclic"
+    placement: Literal["cyclic", "balanced", "random"] | Annotated[dict[str, list[NonNegativeInt]], Field(min_length=1)] = "cyclic"
     profile: Literal["uniform", "depth"] | list[PositiveInt] = "uniform"
     units: Literal["auto"] | list[str] = "auto"
     protect: list[str] = Field(default_factory=list)

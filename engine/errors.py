@@ -1,7 +1,7 @@
 """Exceptions whose class says whose fault it is: every ``SDPError`` is the user's to mend and ends a command with exit code 2.
 
-The exceptions end with exit code 1: :class:`DivergenceError`, the holders of a unit disagree, and :class:`DivergedError`, the loss is
-no number any more.
+The exceptions end with exit code 1: :class:`DivergenceError`, the holders of a unit disagree, :class:`DivergedError`, the loss is
+no number any more, and :class:`OutOfMemoryError`.
 Messages are one line: what is wrong, where, and what to do.
 """
 
@@ -44,6 +44,12 @@ class CheckpointError(SDPError):
 
 class DivergedError(SDPError):
     """Loss or gradient is no number any more."""
+
+    exit_code = 1
+
+
+class OutOfMemoryError(SDPError):
+    """A device has no memory left for the run."""
 
     exit_code = 1
 

@@ -53,6 +53,11 @@ class Heartbeat:
         self._started = time.monotonic()
         threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
+    @property
+    def place(self) -> Place:
+        """Where the rank is."""
+        return self._place
+
     def at(self, step: int, phase: str, seconds: float | None) -> None:
         """The rank begins ``phase`` of ``step``, which may take ``seconds`` (None: any time)."""
         self._place = Place(self._rank, self._host, step, phase, time.time())

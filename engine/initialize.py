@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from . import environment
 from .batch_size import BatchSize
-from .config import Config, NamedParams, load_config
+from .config import Config, NamedParams, SDPSection, load_config
 from .construct import build_backend
 from .engine import SDPEngine
 from .errors import ConfigError
@@ -235,6 +235,10 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
     )
     if isinstance(config.sdp.placement, dict) and config.sdp.model_fields_set & {"capacity", "profile"}:
         log.warning("sdp.capacity and sdp.profile have no effect beside an explicit sdp.placement; remove them")
+    if config.sdp.seed:  # of random placements
+        log.warning('sdp.seed %d has no effect with sdp.placement "cyclic" or named holders; training.seed seeds the run', config.sdp.seed)
+    if config.sdp.neuron_groups != SDPSection.model_fields["neuron_groups"].default:
+        log.warning('sdp.neuron_groups %d has no effect with sdp.granularity "block"', config.sdp.neuron_groups)
     if layout.units:
         log.info("placement: %s", layout.placement.describe())
         for warning in layout.placement.warnings() if mesh.sdp > 1 else []:

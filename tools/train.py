@@ -31,6 +31,7 @@ from . import preflight
 from .corpus import Corpus, open_corpus
 from .metrics import RunFiles, read_run
 from .monitors import Monitors, evaluation_scalars, open_monitors, train_scalars
+from .out_of_memory import is_out_of_memory, out_of_memory
 from .plot import plot_loss
 from .progress import Progress, progress
 from .report import render
@@ -64,10 +65,12 @@ def run(args: argparse.Namespace) -> int:
     memory = PeakMemory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     memory.reset()
     baseline = memory.read()
-    engine, *_ = initialize(model=build_model(config.model, corpus.vocab_size), training_data=corpus.train, config=config)
+    with explained(config, beat):
+        engine, *_ = initialize(model=build_model(config.model, corpus.vocab_size), training_data=corpus.train, config=config)
     trainer = Trainer(config, engine, corpus, args.dump_dir, baseline, beat, files, monitors)
     try:
-        status = trainer.train(resume=args.resume)
+        with explained(config, beat, engine):
+            status = trainer.train(resume=args.resume)
     finally:
         trainer.close()
     if dist.is_initialized():  # not after a failure: other ranks may be inside a collective, and the message must get out
@@ -80,6 +83,17 @@ def _with_initial_model(config: Config) -> Config:
     if config.training.init_from is None:
         return config
     return config.model_copy(update={"model": section_from_huggingface(Path(config.training.init_from), config.model)})
+
+
+@contextmanager
+def explained(config: Config, beat: Heartbeat, engine: SDPEngine | None = None) -> Iterator[None]:
+    """Turn a failed allocation into an OutOfMemoryError that says what would need less."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(config, str(beat.place), engine) from None
 
 
 def _set_up_logging(rank: int, dump_dir: Path) -> None:
@@ -315,12 +329,13 @@ class Trainer:
 
     @contextmanager
     def _finishing_on_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the run after the step at hand, with a checkpoint."""
+        """SIGTERM, SIGINT and SIGHUP (unless ignored, as under nohup) end the run after the step at hand, with a checkpoint."""
 
         def remember(number: int, _: Any) -> None:
             self._told_to_stop = number
 
-        before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, remember) for number in numbers}
         try:
             yield
         finally:

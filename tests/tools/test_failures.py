@@ -46,10 +46,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Job:
     """``sdp train`` as a process of its own."""
 
-    def __init__(self, config: Path, dump_dir: Path, *more: str, file_bytes: int | None = None):
+    def __init__(self, config: Path, dump_dir: Path, *more: str, file_bytes: int | None = None, address_bytes: int | None = None):
         self.dump_dir = dump_dir
         command = [sys.executable, "-P", "-m", "sdp.launcher.main", "train", str(config), "--dump-dir", str(dump_dir), *more]
-        limit = (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))) if file_bytes is not None else None
+        limits = {resource.RLIMIT_FSIZE: file_bytes, resource.RLIMIT_AS: address_bytes}
+
+        def limit() -> None:
+            for resource_type, value in limits.items():
+                if value is not None:
+                    resource.setrlimit(resource_type, (value, value))
+
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit)
 
     def rank_pid(self, rank: int) -> int:
@@ -195,3 +201,16 @@ def test_no_room_for_a_checkpoint_does_not_end_the_run(config: Path, tmp_path: P
     assert "the one before stays, the run goes on" in err
     assert losses(tmp_path / "run") == undisturbed
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest.json", "step-2"]
+
+
+def test_out_of_memory_says_what_would_need_less(config: Path, tmp_path: Path) -> None:
+    # Two of the widest activations, 0.33 GB each, are more than is left of the addresses that each process has.
+    much = ("--set", "model.intermediate_size=40000", "--set", "train_batch_size=128", "--set", "training.evaluate_batches=1")
+    code, err = Job(config, tmp_path / "run", *much, address_bytes=1_600_000_000).end()
+    assert code == 1
+    line = next(line for line in err.splitlines() if "error" in line)
+    assert f" on {HOST}, step " in line
+    assert "out of memory. Of this rank's memory parameters take" in line
+    assert 'activation_checkpointing.mode "selective" or "full"' in line
+    assert "an sdp.capacity below 0.75 (down to 0.5 with 2 groups)" in line
+    assert "Traceback" not in err

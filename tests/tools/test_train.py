@@ -144,6 +144,7 @@ BAD = [
     ({"sdp.capacity": 1.5}, "sdp.capacity: 1.5 is out of range"),
     ({"sdp.capacity": 0.25}, "use a capacity of at least 0.5"),
     ({"sdp.units": ["model.layer.*"]}, "matches no module"),
+    ({"sdp.placement": {}}, "sdp.placement"),
     ({"sdp.placement": {"layers.0": [0, 2]}}, "is given to group 2"),
     ({"optimizer.type": "AdmW"}, "did you mean AdamW?"),
     ({"optimizer.params.bettas": [0.9, 0.95]}, "optimizer.params.bettas: unknown key, did you mean betas?"),
