@@ -200,6 +200,8 @@ def _answer(file: str, module: str, name: str, args: tuple[Any, ...], rank: int,
 
 def _leave() -> None:
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # it would hand out the old groups' names to DTensors on a mesh of the same ranks

@@ -83,6 +83,22 @@ def test_a_checkpoint_moves_to_any_layout_exactly(ranks: RankPool, saved: Any, t
     assert all(answer[2] == {"note": "kept"} for answer in answers)
 
 
+PAIRS = [
+    (Case(1, 4, stage=2, optimizer="adamw", placement="full"), Case(2, 2, stage=3, optimizer="adamw", placement="mixed")),
+    (Case(2, 1, stage=0, optimizer="adamw", placement="full"), Case(4, 1, stage=1, optimizer="adamw", placement="profile")),
+    (Case(4, 1, stage=0, optimizer="momentum", placement="cyclic"), Case(1, 2, stage=3, optimizer="momentum", placement="full")),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+def test_dense_and_sdp_runs_continue_each_other(ranks: RankPool, tmp_path: Path, source: Case, target: Case) -> None:
+    saved = ranks.run(_train_and_save, source, str(tmp_path), world=source.world)
+    loaded = ranks.run(_load, target, str(tmp_path), world=target.world)
+    assert all(torch.equal(loaded[0][0][name], value) for name, value in saved[0][0].items())
+    before = {name: tensor for answer in saved for name, tensor in answer[1].items()}
+    assert all(torch.equal(value, before[name]) for name, value in _merged(loaded).items())
+
+
 def test_the_reference_reads_it_too(saved: Any) -> None:
     folder, weights, moments = saved
     engine = engine_of(SOURCE, "reference")

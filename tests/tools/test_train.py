@@ -128,6 +128,33 @@ def test_a_run_that_diverges_names_its_last_checkpoint_and_keeps_it(config, tmp_
     assert [line["skipped_steps"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
+def test_a_resume_with_another_tokenizer_or_a_damaged_checkpoint_changes_nothing(config, corpus, tmp_path, capsys):
+    config["sdp"]["engine"] = "reference"
+    config["training"] |= {"steps": 2, "save_every": 1}
+    run = tmp_path / "run"
+    resume = ["train", str(write(config, tmp_path)), "--dump-dir", str(run), "--resume"]
+    assert main(resume) == 0
+    written = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+
+    texts = str(corpus.parent / "*.txt")
+    prepare([texts], tmp_path / "other", tokenizer="sentencepiece", vocab_size=300, held_out=0.2, workers=1, progress=False)
+    index = json.loads((run / "checkpoints" / "step-2" / "state.json").read_text())
+    assert index["client_state"]["tokenizer"] == {"kind": "bytes"}
+    capsys.readouterr()
+    assert main([*resume, "--set", f"data.path={tmp_path / 'other'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{run}/checkpoints/step-2: was trained with another tokenizer (bytes)" in error
+
+    shard = next((run / "checkpoints" / "step-2").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert main([*resume, "--set", "training.steps=4"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"sdp: error: {shard}: damaged, its sha256 is ")
+    assert last.endswith("remove this directory to resume from an older checkpoint")
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == written
+
+
 def test_an_existing_run_is_not_overwritten(config, tmp_path, capsys):
     path = write(config, tmp_path)
     arguments = ["train", str(path), "--set", "sdp.engine=reference", "--set", "training.steps=2", "--dump-dir", str(tmp_path / "run")]
