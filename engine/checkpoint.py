@@ -81,13 +81,21 @@ def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {f"model/{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
-def tensors_of(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor], optimizer: Optimizer) -> dict[str, Any]:
-    """Everything that is a tensor, by key: ``model/NAME`` and ``optimizer/NAME/KEY``; shards stay shards."""
-    tensors = weights_of({**parameters, **buffers})
+def tensors_of(
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, torch.Tensor],
+    optimizer: Optimizer,
+    placed: Callable[[str, torch.Tensor], Any],
+) -> dict[str, Any]:
+    """Everything that is a tensor, by key: ``model/NAME`` and ``optimizer/NAME/KEY``; shards stay shards.
+
+    ``placed(name, tensor)``: a tensor of the shape of the parameter ``name`` here as DCP is to see it.
+    """
+    tensors = weights_of({name: placed(name, parameter.detach()) for name, parameter in parameters.items()} | dict(buffers))
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer/{name}/{key}"] = value
+                tensors[f"optimizer/{name}/{key}"] = placed(name, value) if value.shape == parameter.shape else value
     return tensors
 
 

@@ -233,11 +233,6 @@ def _refuse_unavailable(config: Config) -> None:
         "sdp.capacity": (isinstance(sdp.capacity, list), sdp.capacity, "use one number for all groups"),
         "sdp.branch_scale": (sdp.branch_scale != "none", sdp.branch_scale, 'use "none"'),
         "sdp.engine": (sdp.engine == "deepspeed", sdp.engine, 'use "fsdp2" or "reference"'),
-        "tensor_parallel.autotp_size": (
-            config.tensor_parallel.autotp_size > 1,
-            config.tensor_parallel.autotp_size,
-            "use 1",
-        ),
         "training.compile": (config.training.compile, True, "use false"),
     }
     for path, (refused, value, remedy) in unavailable.items():

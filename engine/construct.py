@@ -15,10 +15,14 @@ from .backends.fsdp2 import FSDP2Backend
 from .backends.reference import ReferenceBackend
 from .config import Config
 from .errors import ModelError
-from .initialisation import ModuleInit, plan_initialisation
-from .layout import Layout
+from .initialisation import Filler, ModuleInit, plan_initialisation
+from .layout import Layout, Shard, TensorInfo
+from .mesh import Coordinates, tensor_group
 from .subnetwork import carve
 from .sync import local_tensor
+from .tensor_collectives import TensorRanks
+from .tensor_parallel import parallelise
+from .traffic import Traffic
 from .weight_files import filled_from, fillers_from
 
 
@@ -39,19 +43,37 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
     mode = config.activation_checkpointing.mode
     if config.sdp.engine == "reference":
-        _give_values(model, layout, plan, device, shards=1, index=0)
+        _give_values(model, layout, plan, device, Shard())
         backend = ReferenceBackend(model, layout, device, compute_dtype=compute_dtype)
         checkpoint_activations(model, layout.units, mode)  # after the backend has copied the blocks' skeletons
         return backend
     if plan is None:
         _take_values_of_rank_0(model, device)
     at = layout.mesh.coordinates(dist.get_rank())
+    traffic = Traffic()
+    tensor_ranks = _tensor_ranks(layout, at, traffic)
+    if tensor_ranks is not None:
+        parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
     stand_ins = carve(model, layout.units, layout.placement, at.sdp)
     checkpoint_activations(model, [unit for unit in layout.units if unit.name not in stand_ins], mode)
-    native = FSDP2Backend(model, layout, stand_ins, device, stage=config.zero_optimization.stage, compute_dtype=compute_dtype)
-    _give_values(model, layout, plan, device, shards=native.shards, index=native.shard_index)
+    native = FSDP2Backend(
+        model,
+        layout,
+        stand_ins,
+        device,
+        stage=config.zero_optimization.stage,
+        compute_dtype=compute_dtype,
+        traffic=traffic,
+        tensor_ranks=tensor_ranks,
+    )
+    _give_values(model, layout, plan, device, native.shard)
     native.ready()
     return native
+
+
+def _tensor_ranks(layout: Layout, at: Coordinates, traffic: Traffic) -> TensorRanks | None:
+    group = tensor_group(layout.mesh)
+    return TensorRanks(group, layout.mesh.tp, at.tp, traffic) if group is not None else None
 
 
 def _require_float32(model: nn.Module) -> None:
@@ -76,9 +98,7 @@ def _give_values(
     layout: Layout,
     plan: Sequence[ModuleInit] | None,
     device: torch.device,
-    *,
-    shards: int,
-    index: int,
+    shard: Shard,
 ) -> None:
     """Put the model on ``device``; where it was on the meta device, allocate and fill this rank's shards alone."""
     if plan is None:
@@ -94,7 +114,21 @@ def _give_values(
             info = layout.parameters.get(name)
             local = local_tensor(tensors[name].detach())
             if local.numel():
-                fill(local, info.shard_rows(shards, index)[0] if info else 0)
+                _fill(local, fill, info, shard)
+
+
+def _fill(local: torch.Tensor, fill: Filler, info: TensorInfo | None, shard: Shard) -> None:
+    """Give ``local`` its elements of the whole; of one cut across its rows, all columns of these are made for a moment."""
+    if info is None:  # a buffer
+        fill(local, 0)
+        return
+    offset = info.offset(shard)
+    if not info.tp_dim:  # whole rows
+        fill(local, offset[0] if offset else 0)
+        return
+    rows = local.new_empty((local.shape[0], *info.shape[1:]))
+    fill(rows, offset[0])
+    local.copy_(rows.narrow(info.tp_dim, offset[info.tp_dim], info.part[info.tp_dim]))
 
 
 def _restore_ties(model: nn.Module, aliases: Mapping[str, str]) -> None:

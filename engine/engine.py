@@ -19,6 +19,7 @@ from .backends.base import Backend
 from .batch import call_model, loss_of
 from .batch_size import BatchSize
 from .checkpoint_files import latest, read_state
+from .checkpoint_part import Part
 from .clip import clip_
 from .config import Config
 from .consistency import check_holders
@@ -263,7 +264,12 @@ class SDPEngine:
     def _tensors(self) -> dict[str, Any]:
         self._backend.shard_parameters()
         buffers = {name: buffer for name, buffer in self.module.named_buffers() if name in self.layout.buffers}
-        return checkpoint.tensors_of(self._backend.parameters, buffers, self.optimizer)
+        return checkpoint.tensors_of(self._backend.parameters, buffers, self.optimizer, self._placed)
+
+    def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A shard as a part of the whole parameter. FSDP2 knows of no cut but its own."""
+        info = self.layout.parameters[name]
+        return tensor if info.tp_dim is None else Part(local_tensor(tensor), info.offset(self._backend.shard), info.shape)
 
     # -- facts -----------------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import nn
 from .layout import Layout, TensorInfo
 from .mesh import Communicators, Coordinates
 from .sync import local_tensor
+from .tensor_collectives import TensorRanks
 from .traffic import Traffic
 
 
@@ -25,6 +26,7 @@ class Rank(Protocol):
     rank: int
     at: Coordinates
     communicators: Communicators
+    tensor_ranks: TensorRanks | None
     parameters: dict[str, nn.Parameter]
 
     @property
@@ -49,8 +51,15 @@ def gather_inside(rank: Rank, shard: torch.Tensor) -> torch.Tensor:
 
 
 def assemble(shards: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """The whole parameter from its padded shards, shape (shards, padded numel)."""
-    return shards.reshape(-1)[: info.numel].view(info.shape)
+    """This tensor-parallel rank's part of the parameter from its padded shards, shape (shards, padded numel)."""
+    return shards.reshape(-1)[: info.part.numel()].view(info.part)
+
+
+def join_parts(rank: Rank, part: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+    """The whole parameter from the tensor-parallel ranks' parts."""
+    if rank.tensor_ranks is None or info.tp_dim is None:
+        return part
+    return rank.tensor_ranks.all_gather(part, info.tp_dim)
 
 
 def stream_full_state(rank: Rank) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -65,7 +74,7 @@ def stream_full_state(rank: Rank) -> Iterator[tuple[str, torch.Tensor | None]]:
         whole = None
         if rank.at.sdp == owner:
             if name in rank.parameters:
-                whole = assemble(gather_inside(rank, padded_shard(rank, info)), info)
+                whole = join_parts(rank, assemble(gather_inside(rank, padded_shard(rank, info)), info), info)
             else:
                 whole = buffers[name].detach()
         if source != 0 and rank.rank == source:

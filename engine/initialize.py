@@ -116,11 +116,12 @@ def _reference_device() -> torch.device:
 
 
 def mesh_of(config: Config, world_size: int) -> Mesh:
-    """The grid of ranks of a run in ``world_size`` processes; the reference's are virtual. Raises :class:`ConfigError`."""
-    tp = config.tensor_parallel.autotp_size
+    """The grid of ranks of a run in ``world_size`` processes; the reference's are virtual, and its matrices whole. Raises
+    :class:`ConfigError`.
+    """
     if config.sdp.engine == "reference":
-        return Mesh(config.sdp.groups, _virtual_fsdp(config), tp)
-    return Mesh.for_world(world_size, config.sdp.groups, tp)
+        return Mesh(config.sdp.groups, _virtual_fsdp(config))
+    return Mesh.for_world(world_size, config.sdp.groups, config.tensor_parallel.autotp_size)
 
 
 def _virtual_fsdp(config: Config) -> int:
@@ -233,6 +234,8 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         kind,
         config.zero_optimization.stage,
     )
+    if config.tensor_parallel.autotp_size != mesh.tp:
+        log.info("tensor_parallel.autotp_size %d: the reference computes with whole matrices", config.tensor_parallel.autotp_size)
     if isinstance(config.sdp.placement, dict) and config.sdp.model_fields_set & {"capacity", "profile"}:
         log.warning("sdp.capacity and sdp.profile have no effect beside an explicit sdp.placement; remove them")
     if config.sdp.seed:  # of random placements

@@ -13,12 +13,26 @@ from .errors import ModelError
 from .mesh import Coordinates, Holders, Mesh
 from .placement import Placement, place
 from .sync import Bucket, plan_buckets
+from .tensor_parallel import parameter_cuts
 from .units import SHARED, Unit, find_units, unit_of_parameters
 
 
 @dataclass(frozen=True)
+class Shard:
+    """Which of its parameters' elements a rank holds: rows ``index`` of ``count`` in the part of tensor-parallel rank ``tp``."""
+
+    count: int = 1
+    index: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True)
 class TensorInfo:
-    """One parameter or persistent buffer of the full model. ``unit`` is a unit's name or ``"shared"``."""
+    """One parameter or persistent buffer of the full model. ``unit`` is a unit's name or ``"shared"``.
+
+    ``tp_dim``: the dimension along which it is cut among ``tp`` tensor-parallel ranks; None: each of them has all of it. A shard is what
+    is left of a tensor-parallel part once its rows are cut among the ranks that shard a group's state.
+    """
 
     name: str
     shape: torch.Size
@@ -26,21 +40,38 @@ class TensorInfo:
     trainable: bool
     unit: str
     holders: Holders
+    tp_dim: int | None = None
+    tp: int = 1
 
     @property
     def numel(self) -> int:
+        """Elements of the whole."""
         return self.shape.numel()
 
+    @property
+    def part(self) -> torch.Size:
+        """Shape of a tensor-parallel rank's part."""
+        return torch.Size(size // self.tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
+
+    def offset(self, shard: Shard) -> tuple[int, ...]:
+        """Where ``shard`` begins in the whole."""
+        start = [0] * len(self.shape)
+        if self.tp_dim is not None:
+            start[self.tp_dim] = shard.tp * self.part[self.tp_dim]
+        if start:
+            start[0] += self.shard_rows(shard.count, shard.index)[0]
+        return tuple(start)
+
     def shard_rows(self, shards: int, index: int) -> tuple[int, int]:
-        """First and last (exclusive) row of shard ``index``: dimension 0 cut as ``torch.chunk`` and FSDP2 cut it."""
-        rows = self.shape[0] if self.shape else 1
+        """First and last (exclusive) row of shard ``index`` in its part: dimension 0 cut as ``torch.chunk`` and FSDP2 cut it."""
+        rows = self.part[0] if self.shape else 1
         size = -(-rows // shards)
         return min(rows, index * size), min(rows, (index + 1) * size)
 
     def shard_numel(self, shards: int, index: int) -> int:
         """Elements of shard ``index``."""
         first, last = self.shard_rows(shards, index)
-        return (last - first) * self.shape[1:].numel()
+        return (last - first) * self.part[1:].numel()
 
     def padded_shard_numel(self, shards: int) -> int:
         """Elements of a shard as it travels in a gather: all shards padded to the first one's size."""
@@ -63,7 +94,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module, config: Config, mesh: Mesh) -> Layout:
-        """Find the units of the full ``model``, place them, and record its tensors."""
+        """Find the units of the full ``model``, place them, and record its tensors and how tensor parallelism cuts them."""
         section = config.sdp
         explicit = list(section.placement) if isinstance(section.placement, dict) else None
         units = find_units(model, section.units, explicit) if mesh.sdp > 1 or explicit or section.units != "auto" else _units_if_any(model)
@@ -71,9 +102,11 @@ class Layout:
         unit_of = unit_of_parameters(units)
         everyone = tuple(range(mesh.sdp))
 
+        cuts = parameter_cuts(model, mesh.tp) if mesh.tp > 1 else {}
+
         def info(name: str, tensor: torch.Tensor, unit: Unit | None) -> TensorInfo:
-            holders = placement.holders[unit.index] if unit else everyone
-            return TensorInfo(name, tensor.shape, tensor.dtype, tensor.requires_grad, unit.name if unit else SHARED, holders)
+            holders, unit_name = (placement.holders[unit.index], unit.name) if unit else (everyone, SHARED)
+            return TensorInfo(name, tensor.shape, tensor.dtype, tensor.requires_grad, unit_name, holders, cuts.get(name), mesh.tp)
 
         parameters = {name: info(name, p, unit_of.get(name)) for name, p in model.named_parameters()}
         canonical = {id(p): name for name, p in model.named_parameters()}
@@ -97,12 +130,12 @@ class Layout:
 
     def buckets(self, comes_last: Callable[[str], bool]) -> list[Bucket]:
         """The global list of reductions, in launch order; ``comes_last``: whether a parameter's gradient is made after all others'."""
-        trainable = {name: info.numel for name, info in self.parameters.items() if info.trainable}
+        trainable = {name: info.part.numel() for name, info in self.parameters.items() if info.trainable}
         return plan_buckets(trainable, lambda name: self.parameters[name].holders, lambda name: self.parameters[name].unit, comes_last)
 
     def counts_norm(self, info: TensorInfo, at: Coordinates, *, sharded: bool) -> bool:
-        """Whether the rank at ``at`` counts its part of this parameter in the global norm: one holder does, and one replica."""
-        return at.sdp == info.holders[0] and (sharded or at.fsdp == 0)
+        """Whether the rank at ``at`` counts its part of this parameter in the global norm: one holder does, and one copy."""
+        return at.sdp == info.holders[0] and (sharded or at.fsdp == 0) and (info.tp_dim is not None or at.tp == 0)
 
 
 def _units_if_any(model: nn.Module) -> list[Unit]:

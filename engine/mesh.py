@@ -71,6 +71,25 @@ class Mesh:
         return rank // self.tp
 
 
+def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """The process group of this rank's tensor-parallel neighbours; None where there are none. Every rank must call this."""
+    if mesh.tp == 1:
+        return None
+    if mesh.tp == mesh.world_size:
+        return dist.group.WORLD  # type: ignore[return-value]
+    own = None
+    for ranks in mesh.grid.view(-1, mesh.tp).tolist():
+        group = dist.new_group(ranks, backend=_backend())
+        if dist.get_rank() in ranks:
+            own = group
+    return own  # type: ignore[return-value]
+
+
+def _backend() -> str | None:
+    """Of every group: without it each gets a gloo mesh beside NCCL's."""
+    return "nccl" if torch.cuda.is_available() else None
+
+
 @dataclass
 class Communicators:
     """The process groups of one rank.
@@ -95,13 +114,12 @@ class Communicators:
         """
         self = cls(mesh, dist.get_rank(), replicate_inside)
         at = mesh.coordinates(self.rank)
-        backend = "nccl" if torch.cuda.is_available() else None  # without it every group gets a gloo mesh beside NCCL's
         made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
 
         def group_of(ranks: list[int]) -> dist.ProcessGroup:
             key = tuple(ranks)
             if key not in made:
-                made[key] = dist.new_group(ranks, backend=backend)  # type: ignore[assignment]
+                made[key] = dist.new_group(ranks, backend=_backend())  # type: ignore[assignment]
             return made[key]
 
         grid = mesh.grid
@@ -113,7 +131,7 @@ class Communicators:
                     if (group, tp) == (at.sdp, at.tp):
                         self.fsdp = made_group
         if alone:
-            self.fsdp = dist.new_group([self.rank], backend=backend, use_local_synchronization=True)  # type: ignore[assignment]
+            self.fsdp = dist.new_group([self.rank], backend=_backend(), use_local_synchronization=True)  # type: ignore[assignment]
         for holders in sorted(set(holder_sets) | {tuple(range(mesh.sdp))}):
             rows = grid[list(holders)]
             for tp in range(mesh.tp):

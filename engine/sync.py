@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .mesh import Holders
+from .tensor_collectives import TensorRanks
 from .traffic import Traffic
 
 BUCKET_BYTES = 64 * 2**20
@@ -78,7 +79,8 @@ class GradientSync:
     """Averages the gradients of one rank's parameters with the other holders.
 
     ``buckets``: the global list; ``parameters``: this rank's, by canonical name; ``groups[holders]``: the communicator, absent
-    where this rank is the only one.
+    where this rank is the only one. ``partial``: names of those whose gradient is this tensor-parallel rank's share, to be summed
+    over ``tensor_ranks``.
     """
 
     def __init__(
@@ -87,8 +89,12 @@ class GradientSync:
         parameters: Mapping[str, nn.Parameter],
         groups: Mapping[Holders, dist.ProcessGroup],
         traffic: Traffic,
+        partial: Sequence[str] = (),
+        tensor_ranks: TensorRanks | None = None,
     ):
         self._traffic = traffic
+        self._partial, self._tensor_ranks = [parameters[name] for name in partial], tensor_ranks
+        self._summed = False  # whether the partial gradients are sums already
         self._pending: list[_Pending] = []
         self._alone: list[nn.Parameter] = []  # held by this rank only: nothing to send, so no hook either
         self._armed = False
@@ -105,6 +111,18 @@ class GradientSync:
             self._pending.append(pending)
             for parameter in held:
                 parameter.register_post_accumulate_grad_hook(self._hook(pending))
+
+    def begin(self) -> None:
+        """A backward pass begins. Sums that an earlier pass before the same step left become shares again, to which it adds."""
+        if self._summed and self._tensor_ranks is not None:
+            for parameter in self._partial:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self._tensor_ranks.size)
+        self._summed = False
+
+    def dropped(self) -> None:
+        """All gradients were dropped."""
+        self._summed = False
 
     def arm(self) -> None:
         """The backward pass that comes is the last one before the optimizer step: reduce as gradients become ready."""
@@ -153,6 +171,23 @@ class GradientSync:
                 pending.work.wait()
                 pending.buffer.div_(pending.ranks)
             pending.work = pending.buffer = None
+        self._sum_over_tensor_ranks()
+
+    def _sum_over_tensor_ranks(self) -> None:
+        """Add up the shares in rank order, whatever the algorithms of a collective: copies stay bitwise equal on all holders."""
+        if self._tensor_ranks is None or not self._partial:
+            return
+        gradients = [local_tensor(parameter.grad) for parameter in self._partial]  # type: ignore[arg-type]
+        mine = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        shares = mine.new_empty((self._tensor_ranks.size, mine.numel()))
+        self._traffic.record("inside groups", "all_gather", shares.nbytes, self._tensor_ranks.size)
+        dist.all_gather_into_tensor(shares.view(-1), mine, group=self._tensor_ranks.group)
+        total = mine.copy_(shares[0])
+        for share in shares[1:]:
+            total += share
+        for gradient, values in zip(gradients, total.split([gradient.numel() for gradient in gradients]), strict=True):
+            gradient.copy_(values.view_as(gradient))
+        self._summed = True
 
 
 def _coalesce(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

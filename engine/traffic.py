@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Literal
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
-Scope = Literal["between groups", "inside groups", "control"]
+Scope = Literal["between groups", "inside groups", "tensor parallel", "control"]
 
 
 def sent_bytes(kind: Kind, nbytes: int, ranks: int) -> float:

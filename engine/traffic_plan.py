@@ -16,6 +16,9 @@ def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, co
     float32. Inside a group of F ranks: parameters are gathered in compute precision (``compute_bytes`` an element) once a step at
     stages 1 and 2, twice a micro-batch (forward and backward) at stage 3; gradients are reduce-scattered in float32, once a step
     at stage 1, every micro-batch at stages 2 and 3; (F − 1)/F of the padded parameter each time. One scalar for the norm.
+
+    Under tensor parallelism all of this is of a rank's part of the matrices, and gradients of what is not cut (norms) are gathered once
+    a step. What its ranks send of activations ("tensor parallel") depends on the batch, not on the placement: it is counted, not planned.
     """
     mesh, traffic = layout.mesh, Traffic()
     at = mesh.coordinates(rank)
@@ -23,21 +26,24 @@ def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, co
     replicas = mesh.fsdp // shards
     gathers = 2 * accumulation if stage == 3 else 1
     scatters = accumulation if stage >= 2 else 1
+    index = at.fsdp if shards > 1 else 0
     for info in layout.held(at.sdp):
         padded = info.padded_shard_numel(shards) * shards
         traffic.record("inside groups", "all_gather", gathers * padded * compute_bytes, shards)
         if info.trainable:
-            local = info.shard_numel(shards, at.fsdp if shards > 1 else 0)
+            local = info.shard_numel(shards, index)
             traffic.record("between groups", "all_reduce", local * FLOAT32, len(info.holders) * replicas)
             traffic.record("inside groups", "reduce_scatter", scatters * padded * FLOAT32, shards)
+            if info.tp_dim is None:
+                traffic.record("inside groups", "all_gather", local * FLOAT32 * mesh.tp, mesh.tp)
     traffic.record("control", "all_reduce", NORM_BYTES, mesh.world_size)
     return traffic
 
 
 def data_parallel_traffic(layout: Layout) -> Traffic:
-    """What every rank of DistributedDataParallel over the same ranks sends: one all-reduce of all float32 gradients."""
+    """What every rank of DistributedDataParallel over the same ranks sends: one all-reduce of all its float32 gradients."""
     traffic = Traffic()
-    numel = sum(info.numel for info in layout.parameters.values() if info.trainable)
+    numel = sum(info.part.numel() for info in layout.parameters.values() if info.trainable)
     traffic.record("between groups", "all_reduce", numel * FLOAT32, layout.mesh.data_ranks)
     return traffic
 

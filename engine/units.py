@@ -49,11 +49,11 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterab
     modules = dict(model.named_modules(remove_duplicate=False))
     modules.pop("")
     if patterns != "auto":
-        names = _match_patterns(modules, [patterns] if isinstance(patterns, str) else patterns)
+        names = match_patterns(modules, [patterns] if isinstance(patterns, str) else patterns)
     elif explicit is not None:
         names = {resolve_name(name, modules) for name in explicit}
     elif hasattr(model, "unit_patterns"):
-        names = _match_patterns(modules, model.unit_patterns())  # type: ignore[operator]
+        names = match_patterns(modules, model.unit_patterns())  # type: ignore[operator]
     else:
         names = _longest_chain(model)
     ordered = [name for name in modules if name in names]
@@ -77,12 +77,13 @@ def resolve_name(name: str, known: Iterable[str]) -> str:
     raise PlacementError(f"sdp.placement: {name!r} is no module of the model{suggestion(name, known)}")
 
 
-def _match_patterns(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[str]:
+def match_patterns(modules: Mapping[str, nn.Module], patterns: Sequence[str], source: str = "sdp.units") -> set[str]:
+    """The names in ``modules`` that a pattern matches. Raises :class:`ModelError`, naming its ``source``, for one that matches nothing."""
     matched: set[str] = set()
     for pattern in patterns:
         hits = {name for name in modules if _matches(name, pattern)}
         if not hits:
-            raise ModelError(f"sdp.units: {pattern!r} matches no module of the model{suggestion(pattern, modules)}")
+            raise ModelError(f"{source}: {pattern!r} matches no module of the model{suggestion(pattern, modules)}")
         matched |= hits
     return matched
 

@@ -19,6 +19,7 @@ from ..engine.config import PositiveInt
 from ..engine.errors import ConfigError, ModelError
 from ..engine.initialisation import Constant, Init, Normal
 from ..engine.section import Section
+from ..engine.tensor_parallel import Column, Gather, Head, Row, Style, Vocabulary, Whole
 from .loss import LanguageModelHead
 
 
@@ -216,6 +217,27 @@ class Llama(nn.Module):
     def unit_patterns(self) -> list[str]:
         """Patterns of the modules that are units: the decoder layers."""
         return ["model.layers.*"]
+
+    def tensor_parallel_plan(self) -> dict[str, Style]:
+        """How tensor parallelism cuts the matrices: whole heads, features of the feed-forward, rows of the vocabulary."""
+        heads, key_value_heads = self.config.num_attention_heads, self.config.key_value_heads
+        layer = "model.layers.*"
+        return {
+            "model.embed_tokens": Vocabulary(),
+            f"{layer}.input_layernorm": Whole(),
+            f"{layer}.self_attn": Gather(),
+            f"{layer}.self_attn.q_proj": Column(heads),
+            f"{layer}.self_attn.k_proj": Column(key_value_heads),
+            f"{layer}.self_attn.v_proj": Column(key_value_heads),
+            f"{layer}.self_attn.o_proj": Row(),
+            f"{layer}.post_attention_layernorm": Whole(),
+            f"{layer}.mlp": Gather(),
+            f"{layer}.mlp.gate_proj": Column(),
+            f"{layer}.mlp.up_proj": Column(),
+            f"{layer}.mlp.down_proj": Row(),
+            "model.norm": Whole(),
+            "lm_head": Head(),
+        }
 
     def parameter_init(self, name: str) -> Init:
         """How the parameter of this (canonical) name is initialised: Hugging Face's scheme.

@@ -31,13 +31,19 @@ class Case:
     bf16: bool = False
     checkpointing: Literal["none", "full", "selective"] = "none"
     steps: int = STEPS
+    tp: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        return self.groups * self.fsdp
 
     @property
     def world(self) -> int:
-        return self.groups * self.fsdp
+        return self.data_ranks * self.tp
 
     def __str__(self) -> str:
-        parts = [f"{self.groups}x{self.fsdp}", f"zero{self.stage}", f"acc{self.accumulation}", self.optimizer, self.placement, self.model]
+        layout = f"{self.groups}x{self.fsdp}" + f"x{self.tp}" * (self.tp > 1)
+        parts = [layout, f"zero{self.stage}", f"acc{self.accumulation}", self.optimizer, self.placement, self.model]
         parts += ["clip"] * self.clip + ["bf16"] * self.bf16 + [self.checkpointing] * (self.checkpointing != "none")
         return "-".join(parts)
 
@@ -52,7 +58,7 @@ class Case:
             "adamw": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-2}},
         }
         return {
-            "train_batch_size": ROWS * self.accumulation * self.world,
+            "train_batch_size": ROWS * self.accumulation * self.data_ranks,
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": CLIP if self.clip else 0.0,
@@ -63,6 +69,7 @@ class Case:
             },
             "bf16": {"enabled": self.bf16},
             "zero_optimization": {"stage": self.stage},
+            "tensor_parallel": {"autotp_size": self.tp},
             "activation_checkpointing": {"mode": self.checkpointing},
             "sdp": {"groups": self.groups, "engine": engine, **self._placement()},
             **sections,
@@ -108,7 +115,7 @@ def one_step(engine: Any, case: Case, step: int, *, data_rank: int | None) -> fl
     total = 0.0
     for micro in range(case.accumulation):
         if data_rank is None:
-            batch = models.rows_of_all(case.model, step, micro, case.world)
+            batch = models.rows_of_all(case.model, step, micro, case.data_ranks)
         else:
             batch = models.micro_batch(case.model, step, micro, data_rank)
         loss = engine(batch)
@@ -121,17 +128,20 @@ def one_step(engine: Any, case: Case, step: int, *, data_rank: int | None) -> fl
 
 def full_gradients(engine: Any) -> dict[str, torch.Tensor]:
     """This process's gradients, whole, by canonical name; of sharded parameters the ranks of the group must all ask."""
-    return {
-        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).detach().clone()
-        for name, p in engine.parameters_here.items()
-        if p.grad is not None
-    }
+    return {name: whole(engine, name, p.grad).clone() for name, p in engine.parameters_here.items() if p.grad is not None}
+
+
+def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor of which this rank has a shard as it has of the parameter ``name``; the ranks of the group must all ask."""
+    part = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    info = engine.layout.parameters[name]
+    return part if info.tp_dim is None else engine._backend.tensor_ranks.all_gather(part, info.tp_dim)
 
 
 def train(case: Case, engine_name: str = "fsdp2") -> Result:
     """The whole run, in this process."""
     engine = engine_of(case, engine_name)
-    data_rank = None if engine_name == "reference" else dist.get_rank()
+    data_rank = None if engine_name == "reference" else dist.get_rank() // case.tp
     result = Result(before=engine.full_state_dict())
     for step in range(case.steps):
         engine.traffic.reset()
@@ -154,8 +164,8 @@ def _reference(case: Case) -> Result:
 
 
 def reference(case: Case) -> Result:
-    """The reference's run; the ZeRO stage means nothing to it."""
-    return _reference(replace(case, stage=0))
+    """The reference's run; the ZeRO stage and tensor parallelism mean nothing to it."""
+    return _reference(replace(case, stage=0, tp=1))
 
 
 _native: dict[Case, list[Result]] = {}

@@ -61,6 +61,19 @@ def llama(*, tied: bool, device: str = "meta", layers: int = 4) -> nn.Module:
         return Llama(config)
 
 
+def even_llama(*, tied: bool, device: str = "meta", **fields: Any) -> nn.Module:
+    """A LLaMA that two tensor-parallel ranks can share; shards of their parts are uneven: 19 rows of the vocabulary, 7 features."""
+    from sdp.models.llama import Llama, LlamaConfig
+
+    shape = {
+        "vocab_size": VOCABULARY + 1, "hidden_size": 12, "intermediate_size": 14, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32, "initializer_range": 0.1,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(1)
+        return Llama(LlamaConfig(**shape | fields, tie_word_embeddings=tied))
+
+
 def build(kind: str) -> nn.Module:
     """By name: ``mlp`` and ``llama`` have weights of their own, ``…-meta`` have not."""
     makers = {
@@ -70,6 +83,10 @@ def build(kind: str) -> nn.Module:
         "llama-meta": lambda: llama(tied=False),
         "llama-tied": lambda: llama(tied=True, device="cpu"),
         "llama-tied-meta": lambda: llama(tied=True),
+        "even-llama": lambda: even_llama(tied=False, device="cpu"),
+        "even-llama-meta": lambda: even_llama(tied=False),
+        "even-llama-tied": lambda: even_llama(tied=True, device="cpu"),
+        "even-llama-tied-meta": lambda: even_llama(tied=True),
     }
     return makers[kind]()
 

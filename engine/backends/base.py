@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..layout import Layout
+from ..layout import Layout, Shard
 from ..traffic import Traffic
 
 
@@ -24,6 +24,11 @@ class Backend(Protocol):
     @property
     def data_ranks_here(self) -> int:
         """Data ranks that this process stands for: 1, or all of them in the reference."""
+        ...
+
+    @property
+    def shard(self) -> Shard:
+        """Which elements of its parameters this process holds."""
         ...
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:

@@ -16,17 +16,18 @@ from ..clip import squared_norm
 from ..errors import ModelError
 from ..evaluation import StreamedEvaluation, first_holders_buffers, subnetwork_losses
 from ..gather import stream_full_state
-from ..layout import Layout
+from ..layout import Layout, Shard
 from ..mesh import Communicators
 from ..subnetwork import PassThrough
 from ..sync import GradientSync
+from ..tensor_collectives import TensorRanks
 from ..traffic import Traffic
 from ..units import SHARED
 from .fsdp2_comm import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients
 
 
 class FSDP2Backend:
-    """One rank's subnetwork. The model must be carved already; it may be on the meta device; call :meth:`ready` once it has values."""
+    """One rank's subnetwork. The model is cut and carved already and may be on the meta device; call :meth:`ready` once it has values."""
 
     def __init__(
         self,
@@ -37,12 +38,14 @@ class FSDP2Backend:
         *,
         stage: int,
         compute_dtype: torch.dtype,
+        traffic: Traffic,
+        tensor_ranks: TensorRanks | None,
     ):
         self.layout, self.module, self.device, self.stand_ins = layout, model, device, stand_ins
         self.rank = dist.get_rank()
         self.at = layout.mesh.coordinates(self.rank)
         self.stage, self.compute_dtype = stage, compute_dtype
-        self.traffic = Traffic()
+        self.traffic, self.tensor_ranks = traffic, tensor_ranks
         # One shard and float32 compute need nothing of FSDP2: plain parameters, so that no second copy of the weights exists.
         self.shards = layout.mesh.shards(stage)
         # Stages 1 and 2 keep parameters whole between forward and backward. With one shard, resharding after forward is what
@@ -60,9 +63,8 @@ class FSDP2Backend:
             self._shard(self.communicators.fsdp_mesh(device.type))
 
     @property
-    def shard_index(self) -> int:
-        """Which shard of its group's state this rank holds."""
-        return self.at.fsdp if self.shards > 1 else 0
+    def shard(self) -> Shard:
+        return Shard(self.shards, self.at.fsdp if self.shards > 1 else 0, self.at.tp)
 
     @property
     def data_ranks_here(self) -> int:
@@ -103,7 +105,15 @@ class FSDP2Backend:
     def ready(self) -> None:
         """To be called once parameters have their values: hooks the cross-group layer to them."""
         self.parameters = dict(self.module.named_parameters())
-        self._sync = GradientSync(self.layout.buckets(self._in_root_group), self.parameters, self.communicators.holders, self.traffic)
+        partial = [info.name for info in self.layout.held(self.at.sdp) if info.trainable and info.tp_dim is None]
+        self._sync = GradientSync(
+            self.layout.buckets(self._in_root_group),
+            self.parameters,
+            self.communicators.holders,
+            self.traffic,
+            partial,
+            self.tensor_ranks,
+        )
         self._counted = [
             self.parameters[name]
             for name, info in self.layout.parameters.items()
@@ -120,6 +130,7 @@ class FSDP2Backend:
             self.module.set_requires_gradient_sync(boundary or self.stage >= 2)
             self.module.set_reshard_after_backward(boundary or self._reshards)
             self.module.set_is_last_backward(boundary)
+        self._sync.begin()
         if not boundary:
             loss.backward()
             return
@@ -134,6 +145,7 @@ class FSDP2Backend:
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+        self._sync.dropped()
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 drop_unreduced_gradients(module)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ..batch import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
 from ..clip import squared_norm
-from ..layout import Layout
+from ..layout import Layout, Shard
 from ..subnetwork import PassThrough, masked
 from ..traffic import Traffic
 
@@ -53,6 +53,10 @@ class ReferenceBackend:
     @property
     def data_ranks_here(self) -> int:
         return self.layout.mesh.data_ranks
+
+    @property
+    def shard(self) -> Shard:
+        return Shard()
 
     def _run(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         if self._compute_dtype == torch.float32:

@@ -26,14 +26,18 @@ FACTORS: dict[str, Sequence[Any]] = {
     "placement": ["mixed", "cyclic", "profile", "full"],
     "model": ["mlp", "mlp-meta", "llama", "llama-meta", "llama-tied", "llama-tied-meta"],
 }
+TENSOR_FACTORS = FACTORS | {
+    "layout": [(2, 1, 2), (1, 2, 2), (2, 2, 2), (4, 1, 2)],
+    "model": ["even-llama", "even-llama-meta", "even-llama-tied", "even-llama-tied-meta"],
+}
 
 
 def case_of(row: dict[str, Any]) -> Case | None:
     """The case, or None where factors do not go together: one group holds everything."""
-    groups, fsdp = row["layout"]
+    groups, fsdp, *tp = row["layout"]
     if groups == 1 and row["placement"] != "full":
         return None
-    return Case(groups, fsdp, **{key: value for key, value in row.items() if key != "layout"})
+    return Case(groups, fsdp, **{key: value for key, value in row.items() if key != "layout"}, tp=tp[0] if tp else 1)
 
 
 def pairwise_cover(factors: dict[str, Sequence[Any]]) -> list[Case]:
@@ -52,15 +56,15 @@ def pairwise_cover(factors: dict[str, Sequence[Any]]) -> list[Case]:
     return cover
 
 
-def full_table() -> list[Case]:
+def full_table(factors: dict[str, Sequence[Any]]) -> list[Case]:
     """All combinations of all factors but the model, whose kinds take turns."""
-    factors = {name: values for name, values in FACTORS.items() if name != "model"}
-    kinds = itertools.cycle(FACTORS["model"])
-    rows = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
+    kinds = itertools.cycle(factors["model"])
+    others = {name: values for name, values in factors.items() if name != "model"}
+    rows = (dict(zip(others, values, strict=True)) for values in itertools.product(*others.values()))
     return [case for row in rows if (case := case_of({**row, "model": next(kinds)})) is not None]
 
 
-COVER = pairwise_cover(FACTORS)
+COVER, TENSOR_COVER = pairwise_cover(FACTORS), pairwise_cover(TENSOR_FACTORS)
 
 
 def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
@@ -105,15 +109,17 @@ def test_clipping_acts_above_its_value_only() -> None:
 def test_the_cover_holds_every_pair() -> None:
     assert {case.placement for case in COVER} == set(FACTORS["placement"])
     assert len(COVER) < 60
+    assert {case.placement for case in TENSOR_COVER} == set(FACTORS["placement"])
+    assert len(TENSOR_COVER) < 30
 
 
-@pytest.mark.parametrize("case", COVER, ids=str)
+@pytest.mark.parametrize("case", COVER + TENSOR_COVER, ids=str)
 def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
     assert_same_run(native(ranks, case), reference(case), case)
 
 
 @pytest.mark.full_table
-@pytest.mark.parametrize("case", full_table(), ids=str)
+@pytest.mark.parametrize("case", full_table(FACTORS) + full_table(TENSOR_FACTORS), ids=str)
 def test_native_equals_reference_everywhere(ranks: RankPool, case: Case) -> None:
     assert_same_run(native(ranks, case), reference(case), case)
 

@@ -1,0 +1,148 @@
+"""Tensor parallelism inside a group: a model's plan, the parameters that it cuts, and the modules that it makes work on their part.
+
+A model states ``tensor_parallel_plan()``: module patterns (``*`` stands for one path component) → what happens to them. Hidden states
+between those modules are cut along the sequence. Parts are plain tensors, so that whatever shards a group's state (FSDP2, ZeRO) cuts
+them further without knowing of it. The engine sets the model's attribute ``tensor_parallel`` to its :class:`TensorRanks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import ModelError
+from .tensor_collectives import TensorRanks, gather_sequence, scatter_sequence, vocabulary_embedding
+from .units import match_patterns
+
+TP = "tensor_parallel.autotp_size"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Every rank has all of the module's parameters and works on its part of the sequence (norms); gradients are summed."""
+
+    dims = None
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The module's first argument is gathered along the sequence; its own children compute their features of all tokens."""
+
+    dims = None
+
+
+@dataclass(frozen=True)
+class Column:
+    """The output features of a linear layer are cut. ``pieces``: into how many equal pieces at most, attention heads for example;
+    ``gather``: its input is gathered along the sequence first.
+    """
+
+    pieces: int | None = None
+    gather: bool = False
+    dims = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """The input features of a linear layer without bias are cut, as those of the layer before; outputs are summed, and cut along the
+    sequence.
+    """
+
+    dims = 1
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The rows of an embedding table are cut; embeddings come out cut along the sequence."""
+
+    dims = 0
+
+
+Style = Whole | Gather | Column | Row | Vocabulary
+
+
+def parameter_cuts(model: nn.Module, ranks: int) -> dict[str, int | None]:
+    """Canonical parameter name → the dimension along which the plan cuts it among ``ranks``, or None.
+
+    Raises :class:`ModelError` for a model without a plan, a plan that leaves a parameter out, or sizes that do not divide.
+    """
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    cuts: dict[str, int | None] = {}
+    for path, style in _resolved(model).items():
+        for key, parameter in model.get_submodule(path).named_parameters(recurse=False):
+            name = canonical[id(parameter)]
+            if cuts.setdefault(name, style.dims) != style.dims:
+                raise ModelError(f"{name}: is tied, and tensor_parallel_plan() cuts it along different dimensions")
+            _require_divisible(f"{path}.{key}", parameter, style, ranks)
+        _require_plain(path, model.get_submodule(path), style)
+    missing = next((name for name in canonical.values() if name not in cuts), None)
+    if missing is not None:
+        raise ModelError(f"{missing}: tensor_parallel_plan() says nothing about it; add its module there, or set {TP} to 1")
+    return cuts
+
+
+def _resolved(model: nn.Module) -> dict[str, Style]:
+    """Module path → style."""
+    plan = getattr(model, "tensor_parallel_plan", None)
+    if plan is None:
+        raise ModelError(f"{type(model).__name__} states no tensor_parallel_plan(), so it cannot be cut; set {TP} to 1")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    stated: Mapping[str, Style] = plan()
+    return {path: style for pattern, style in stated.items() for path in match_patterns(modules, [pattern], "tensor_parallel_plan()")}
+
+
+def _require_divisible(name: str, parameter: nn.Parameter, style: Style, ranks: int) -> None:
+    if style.dims is None:
+        return
+    if isinstance(style, Row) and parameter.dim() < 2:
+        raise ModelError(f"{name}: input features of a layer with a bias cannot be cut; leave the bias out, or set {TP} to 1")
+    size = parameter.shape[style.dims]
+    pieces = style.pieces or size if isinstance(style, Column) else size
+    if size % pieces or pieces % ranks:
+        what = f"{pieces} pieces of {size // pieces}" if pieces != size else f"size {size}"
+        raise ModelError(f"{name}: dimension {style.dims} ({what}) cannot be cut among {TP} = {ranks} ranks; choose a divisor of {pieces}")
+
+
+def _require_plain(path: str, module: nn.Module, style: Style) -> None:
+    special = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+    if isinstance(style, Vocabulary) and any(getattr(module, key, None) not in (None, False) for key in special):
+        raise ModelError(f"{path}: an embedding with one of {', '.join(special)} cannot be cut; leave these out, or set {TP} to 1")
+
+
+def parallelise(model: nn.Module, cuts: Mapping[str, int | None], ranks: TensorRanks) -> None:
+    """Cut ``model`` in place for this rank, on the meta device or with values, and make its modules exchange what they must."""
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    places = [(module, key, canonical[id(p)]) for module in model.modules() for key, p in module.named_parameters(recurse=False)]
+    parts: dict[str, nn.Parameter] = {}
+    for module, key, name in places:
+        dim = cuts[name]
+        if dim is not None:
+            if name not in parts:  # the second name of a tied parameter gets the same part
+                parts[name] = _part(module.get_parameter(key), dim, ranks)
+            setattr(module, key, parts[name])
+    for path, style in _resolved(model).items():
+        _install(model.get_submodule(path), style, ranks)
+    model.tensor_parallel = ranks  # type: ignore[assignment]
+
+
+def _part(parameter: nn.Parameter, dim: int, ranks: TensorRanks) -> nn.Parameter:
+    part = parameter.detach().chunk(ranks.size, dim)[ranks.index].clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+def _install(module: nn.Module, style: Style, ranks: TensorRanks) -> None:
+    if isinstance(style, Gather) or (isinstance(style, Column) and style.gather):
+        module.register_forward_pre_hook(lambda _, args: (gather_sequence(args[0], ranks), *args[1:]))
+    elif isinstance(style, Row):
+        module.register_forward_hook(lambda _, args, output: scatter_sequence(output, ranks))
+    elif isinstance(style, Vocabulary):
+        module.forward = partial(_embed, module, ranks)  # type: ignore[method-assign]
+
+
+def _embed(module: Any, ranks: TensorRanks, ids: torch.Tensor) -> torch.Tensor:
+    return vocabulary_embedding(ids, module.weight, ranks)
