@@ -93,7 +93,8 @@ def _resolved(model: nn.Module) -> dict[str, Style]:
         raise ModelError(f"{type(model).__name__} states no tensor_parallel_plan(), so it cannot be cut; set {TP} to 1")
     modules = dict(model.named_modules(remove_duplicate=False))
     stated: Mapping[str, Style] = plan()
-    return {path: style for pattern, style in stated.items() for path in match_patterns(modules, [pattern], "tensor_parallel_plan()")}
+    matched = {pattern: match_patterns(modules, [pattern], "tensor_parallel_plan()") for pattern in stated}
+    return {path: style for pattern, style in stated.items() for path in modules if path in matched[pattern]}
 
 
 def _require_divisible(name: str, parameter: nn.Parameter, style: Style, ranks: int) -> None:
@@ -109,9 +110,10 @@ def _require_divisible(name: str, parameter: nn.Parameter, style: Style, ranks: 
 
 
 def _require_plain(path: str, module: nn.Module, style: Style) -> None:
-    special = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
-    if isinstance(style, Vocabulary) and any(getattr(module, key, None) not in (None, False) for key in special):
-        raise ModelError(f"{path}: an embedding with one of {', '.join(special)} cannot be cut; leave these out, or set {TP} to 1")
+    for key in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+        value = getattr(module, key, None)
+        if isinstance(style, Vocabulary) and value is not None and value is not False:
+            raise ModelError(f"{path}: an embedding with {key} cannot be cut; leave it out, or set {TP} to 1")
 
 
 def parallelise(model: nn.Module, cuts: Mapping[str, int | None], ranks: TensorRanks) -> None:
@@ -137,11 +139,19 @@ def _part(parameter: nn.Parameter, dim: int, ranks: TensorRanks) -> nn.Parameter
 
 def _install(module: nn.Module, style: Style, ranks: TensorRanks) -> None:
     if isinstance(style, Gather) or (isinstance(style, Column) and style.gather):
-        module.register_forward_pre_hook(lambda _, args: (gather_sequence(args[0], ranks), *args[1:]))
+        module.register_forward_pre_hook(partial(_gathered, ranks))
     elif isinstance(style, Row):
-        module.register_forward_hook(lambda _, args, output: scatter_sequence(output, ranks))
+        module.register_forward_hook(partial(_scattered, ranks))
     elif isinstance(style, Vocabulary):
         module.forward = partial(_embed, module, ranks)  # type: ignore[method-assign]
+
+
+def _gathered(ranks: TensorRanks, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return gather_sequence(args[0], ranks), *args[1:]
+
+
+def _scattered(ranks: TensorRanks, _: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    return scatter_sequence(output, ranks)
 
 
 def _embed(module: Any, ranks: TensorRanks, ids: torch.Tensor) -> torch.Tensor:

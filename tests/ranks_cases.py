@@ -110,6 +110,11 @@ def engine_of(case: Case, engine: str = "fsdp2", **sections: Any) -> Any:
     return sdp.initialize(model=models.build(case.model), config=case.config(engine, **sections))[0]
 
 
+def data_rank_of(case: Case) -> int:
+    """Whose rows this process reads: tensor-parallel ranks are neighbours and read the same."""
+    return dist.get_rank() // case.tp
+
+
 def one_step(engine: Any, case: Case, step: int, *, data_rank: int | None) -> float:
     """Forward, backward and step of all micro-batches of an optimizer step; ``data_rank`` None: the rows of all. The mean loss."""
     total = 0.0
@@ -135,13 +140,17 @@ def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor of which this rank has a shard as it has of the parameter ``name``; the ranks of the group must all ask."""
     part = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
     info = engine.layout.parameters[name]
-    return part if info.tp_dim is None else engine._backend.tensor_ranks.all_gather(part, info.tp_dim)
+    if info.tp_dim is None:
+        return part
+    parts = [torch.empty_like(part) for _ in range(info.tp)]
+    dist.all_gather(parts, part.contiguous(), group=engine._backend.tensor_ranks.group)  # not counted as the engine's own
+    return torch.cat(parts, info.tp_dim)
 
 
 def train(case: Case, engine_name: str = "fsdp2") -> Result:
     """The whole run, in this process."""
     engine = engine_of(case, engine_name)
-    data_rank = None if engine_name == "reference" else dist.get_rank() // case.tp
+    data_rank = None if engine_name == "reference" else data_rank_of(case)
     result = Result(before=engine.full_state_dict())
     for step in range(case.steps):
         engine.traffic.reset()

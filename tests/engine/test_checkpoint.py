@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from ranks_cases import Case, engine_of, one_step
+from ranks_cases import Case, data_rank_of, engine_of, one_step, whole
 from sdp.engine.checkpoint_files import encode_state, hash_files, read_state
 from sdp.engine.errors import CheckpointError
-from torch.distributed.tensor import DTensor
 
 SOURCE = Case(2, 2, stage=3, optimizer="adamw", placement="mixed")
 
@@ -24,7 +23,7 @@ SOURCE = Case(2, 2, stage=3, optimizer="adamw", placement="mixed")
 def _moments(engine: Any) -> dict[str, torch.Tensor]:
     """Optimizer state of this rank's parameters, whole."""
     return {
-        f"{name}/{key}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        f"{name}/{key}": (whole(engine, name, value) if value.shape == parameter.shape else value).clone()
         for name, parameter in engine.parameters_here.items()
         for key, value in sorted(engine.optimizer.state[parameter].items())
         if isinstance(value, torch.Tensor)
@@ -34,7 +33,7 @@ def _moments(engine: Any) -> dict[str, torch.Tensor]:
 def _train_and_save(case: Case, folder: str) -> tuple[Any, Any]:
     engine = engine_of(case)
     for step in range(2):
-        one_step(engine, case, step, data_rank=dist.get_rank())
+        one_step(engine, case, step, data_rank=data_rank_of(case))
         engine.step()
     engine.save_checkpoint(folder, client_state={"note": "kept"})
     return engine.full_state_dict(), _moments(engine)
@@ -97,6 +96,33 @@ def test_dense_and_sdp_runs_continue_each_other(ranks: RankPool, tmp_path: Path,
     assert all(torch.equal(loaded[0][0][name], value) for name, value in saved[0][0].items())
     before = {name: tensor for answer in saved for name, tensor in answer[1].items()}
     assert all(torch.equal(value, before[name]) for name, value in _merged(loaded).items())
+
+
+TENSOR_SOURCES = [
+    Case(2, 1, stage=3, optimizer="adamw", model="even-llama-tied", tp=2),
+    Case(1, 2, stage=3, optimizer="adamw", model="even-llama", placement="full", tp=2),
+    Case(2, 1, optimizer="adamw", model="even-llama-tied-meta"),
+]
+
+
+@pytest.mark.parametrize("source", TENSOR_SOURCES, ids=str)
+def test_tensor_parallel_parts_become_wholes_and_back(ranks: RankPool, source: Case, tmp_path: Path) -> None:
+    """Weights and moments exact, from cut matrices to whole ones and the other way, sharded further or not."""
+    answers = ranks.run(_train_and_save, source, str(tmp_path), world=source.world)
+    weights, moments = answers[0][0], _merged(answers)
+    for groups, fsdp, tp, stage in [(2, 1, 1, 0), (2, 1, 2, 0), (1, 2, 2, 3), (1, 4, 1, 2)]:
+        placement = "cyclic" if groups > 1 else "full"
+        target = Case(groups, fsdp, stage, optimizer="adamw", model=source.model, placement=placement, tp=tp)
+        answers = ranks.run(_load, target, str(tmp_path), world=target.world)
+        assert set(answers[0][0]) == set(weights)
+        assert all(torch.equal(answers[0][0][name], weights[name]) for name in weights), target
+        loaded = _merged(answers)
+        assert set(loaded) == set(moments)
+        assert all(torch.equal(loaded[name], moments[name]) for name in moments), target
+    reference = engine_of(source, "reference")
+    reference.load_checkpoint(tmp_path)
+    state = reference.full_state_dict()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
 
 
 def test_the_reference_reads_it_too(saved: Any) -> None:

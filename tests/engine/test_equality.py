@@ -118,6 +118,24 @@ def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
     assert_same_run(native(ranks, case), reference(case), case)
 
 
+@pytest.mark.parametrize("case", TENSOR_COVER, ids=str)
+def test_gradients_of_tensor_parallel_parts_are_g_u(ranks: RankPool, case: Case) -> None:
+    """Those of the first step, by parameter, on every rank; tensor-parallel ranks have the same losses."""
+    results, expected = native(ranks, case), reference(case).gradients
+    assert expected is not None
+    seen: set[str] = set()
+    for rank, result in enumerate(results):
+        assert result.losses == results[rank - rank % case.tp].losses
+        assert result.gradients is not None
+        seen |= set(result.gradients)
+        for name, gradient in result.gradients.items():
+            largest = expected[name].abs().max().item()
+            torch.testing.assert_close(
+                gradient, expected[name], rtol=0, atol=RELATIVE * largest, msg=lambda text, at=(rank, name): f"{at}: {text}"
+            )
+    assert seen == set(expected)
+
+
 @pytest.mark.full_table
 @pytest.mark.parametrize("case", full_table(FACTORS) + full_table(TENSOR_FACTORS), ids=str)
 def test_native_equals_reference_everywhere(ranks: RankPool, case: Case) -> None:
@@ -192,10 +210,10 @@ def test_gradients_at_the_boundary_are_g_u(ranks: RankPool, stage: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("model", ["mlp", "llama-tied-meta"])
-def test_activation_checkpointing_changes_nothing(ranks: RankPool, mode: Any, model: str) -> None:
-    plain = Case(2, 2, stage=3, accumulation=3, model=model)
-    case = Case(2, 2, stage=3, accumulation=3, model=model, checkpointing=mode)
+@pytest.mark.parametrize(("model", "tp"), [("mlp", 1), ("llama-tied-meta", 1), ("even-llama", 2)])
+def test_activation_checkpointing_changes_nothing(ranks: RankPool, mode: Any, model: str, tp: int) -> None:
+    plain = Case(2, 2, stage=3, accumulation=3, model=model, tp=tp)
+    case = Case(2, 2, stage=3, accumulation=3, model=model, checkpointing=mode, tp=tp)
     assert_same_run(native(ranks, case), reference(plain), case)
     assert_same_run(native(ranks, case), reference(case), case)
 
@@ -260,6 +278,8 @@ def _float32_run(case: Case) -> Result:
         Case(2, 2, 3, 1, bf16=True, model="llama"),
         Case(4, 2, 2, 3, bf16=True, placement="profile"),
         Case(2, 2, 3, 1, bf16=True, model="llama", checkpointing="full"),
+        Case(2, 2, 3, 3, bf16=True, model="even-llama-tied", tp=2),
+        Case(2, 1, 0, 1, bf16=True, model="even-llama", tp=2),
     ],
     ids=str,
 )

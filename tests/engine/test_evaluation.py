@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import RankPool
-from ranks_cases import Case, engine_of, one_step, reference
+from ranks_cases import Case, data_rank_of, engine_of, one_step, reference
 from sdp.engine.errors import DataError
 from sdp.engine.evaluation import StreamedEvaluation
 from sdp.engine.lockstep import Lockstep
@@ -26,6 +26,9 @@ TABLE = [
     Case(4, 2, 3, 3, placement="profile", model="llama-meta"),
     Case(4, 1, 0, placement="cyclic"),
     Case(1, 4, 3, placement="full", model="llama-tied"),
+    Case(2, 2, 3, model="even-llama-meta", tp=2),
+    Case(2, 1, 0, model="even-llama-tied", tp=2),
+    Case(4, 1, 0, placement="cyclic", model="even-llama-tied-meta", tp=2),
 ]
 
 
@@ -36,9 +39,9 @@ def _batches(case: Case, rank: int) -> list[Any]:
 
 def _evaluate(case: Case) -> tuple[float, list[float], Any, list[str]]:
     engine = engine_of(case)
-    one_step(engine, case, 0, data_rank=dist.get_rank())
+    one_step(engine, case, 0, data_rank=data_rank_of(case))
     engine.step()
-    batches = _batches(case, dist.get_rank())
+    batches = _batches(case, data_rank_of(case))
     full, own = engine.evaluate(iter(batches)), engine.evaluate_subnetworks(batches)
     return full, own, engine.full_state_dict(), [name for name, _ in engine.module.named_parameters()]
 
@@ -76,7 +79,7 @@ class _Skip(nn.Module):
 def test_evaluate_is_the_loss_of_the_full_model(ranks: RankPool, case: Case) -> None:
     results = ranks.run(_evaluate, case, world=case.world)
     state = results[0][2]
-    expected = _expected(case, state, range(case.world))
+    expected = _expected(case, state, range(case.data_ranks))
     assert [result[0] for result in results] == pytest.approx([expected] * case.world, rel=1e-6)
     holders = engine_of(case, "reference").layout.placement
     for group in range(case.groups):

@@ -26,6 +26,8 @@ def _states(case: Case) -> list[Any]:
         Case(4, 2, 1, placement="cyclic", model="llama"),
         Case(4, 1, placement="profile", model="llama-tied"),
         Case(1, 4, 2, placement="full"),
+        Case(2, 2, 3, model="even-llama", tp=2),
+        Case(4, 1, placement="cyclic", model="even-llama-tied", tp=2),
     ],
     ids=str,
 )

@@ -13,6 +13,8 @@ TABLE = [
     Case(4, 2, 3, 3, placement="profile", model="llama-tied-meta"),
     Case(1, 4, 2, 1, placement="full", model="llama-meta", optimizer="adamw"),
     Case(2, 2, 3, 3, bf16=True, model="llama-tied"),
+    Case(2, 2, 3, 1, optimizer="adamw", model="even-llama-tied-meta", tp=2),
+    Case(2, 1, 0, 1, optimizer="adamw", model="even-llama", tp=2),
 ]
 
 
