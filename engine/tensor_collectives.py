@@ -8,7 +8,7 @@ T tensor-parallel ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,38 +25,50 @@ SEQUENCE = 1  # the dimension of tokens in (B, S, …)
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The ranks among which a model's matrices are cut, as one of them sees it: its ``index`` of ``size``."""
+    """The ranks among which a model's matrices are cut, as one of them sees it: its ``index`` of ``size``.
 
-    group: dist.ProcessGroup
+    Without ``group``, and on the meta device, shapes are right and nothing is sent: so a skeleton is probed on one rank alone.
+    """
+
+    group: dist.ProcessGroup | None
     size: int
     index: int
     traffic: Traffic
 
-    def record(self, kind: Kind, whole: Tensor) -> None:
+    def __deepcopy__(self, memo: Any) -> TensorRanks:
+        """Of a copied skeleton, which sends nothing."""
+        return replace(self, group=None)
+
+    def _sends(self, kind: Kind, whole: Tensor) -> bool:
+        """Whether the collective takes place, which is then counted."""
+        if self.group is None or whole.is_meta:
+            return False
         self.traffic.record("tensor parallel", kind, whole.nbytes, self.size)
+        return True
 
     def all_gather(self, part: Tensor, dim: int) -> Tensor:
         """The parts of all ranks, joined along ``dim``."""
         dim %= part.dim()
         parts = part.new_empty((self.size, *part.shape))
-        if not part.is_meta:  # a skeleton is probed without its ranks
-            self.record("all_gather", parts)
-            dist.all_gather_into_tensor(parts.flatten(), part.contiguous().flatten(), group=self.group)
+        if self._sends("all_gather", parts):
+            dist.all_gather_into_tensor(parts.view(-1), part.contiguous().view(-1), group=self.group)
+        else:
+            parts.zero_()
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's part along ``dim`` of the sum over all ranks."""
         parts = whole.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         part = parts.new_empty(parts.shape[1:])
-        if not whole.is_meta:
-            self.record("reduce_scatter", parts)
+        if self._sends("reduce_scatter", parts):
             dist.reduce_scatter_tensor(part.view(-1), parts.view(-1), group=self.group)
+        else:
+            part.zero_()
         return part
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """In place, and returned."""
-        if not values.is_meta:
-            self.record("all_reduce", values)
+        if self._sends("all_reduce", values):
             dist.all_reduce(values, op, group=self.group)
         return values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -18,7 +19,7 @@ from sdp.engine.errors import ModelError
 from sdp.engine.layout import Layout, Shard
 from sdp.engine.mesh import Mesh, tensor_group
 from sdp.engine.tensor_collectives import TensorRanks, cross_entropy, scatter_sequence, vocabulary_embedding
-from sdp.engine.tensor_parallel import Column, Gather, Row, Style, Vocabulary, Whole, parameter_cuts
+from sdp.engine.tensor_parallel import Column, Gather, Row, Style, Vocabulary, Whole, parallelise, parameter_cuts
 from sdp.engine.traffic import Traffic
 from torch import nn
 
@@ -234,6 +235,21 @@ def test_tensor_parallel_ranks_are_neighbours(ranks: RankPool) -> None:
         assert total == 3 * 2**first
 
 
+def test_a_cut_skeleton_has_the_right_shapes_without_its_ranks() -> None:
+    """On the meta device, and as a copy in memory, where a block is run whose forward reads values."""
+    model = models.build("even-llama-meta")
+    cuts, ranks = parameter_cuts(model, 2), TensorRanks(None, 2, 1, Traffic())
+    parallelise(model, cuts, ranks)
+    copied = copy.deepcopy(model).to_empty(device="cpu")
+    for whole, device in ((model, "meta"), (copied, "cpu")):
+        layer = whole.get_submodule("model.layers.0")
+        tables = (torch.zeros(6, 6, device=device), torch.zeros(6, 6, device=device))
+        assert layer(torch.zeros(2, 3, 12, device=device), *tables).shape == (2, 3, 12)
+        assert whole(torch.zeros(2, 6, dtype=torch.int64, device=device)).shape == (2, 6, 38)
+    assert copied.lm_head.weight.shape == (19, 12)
+    assert ranks.traffic.by_kind() == {}
+
+
 # -- what cannot be cut ----------------------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +269,7 @@ def test_sizes_that_do_not_divide(fields: dict[str, int], message: str) -> None:
 
 
 def test_a_sequence_that_does_not_divide() -> None:
-    ranks = TensorRanks(None, 2, 0, Traffic())  # type: ignore[arg-type]
+    ranks = TensorRanks(None, 2, 0, Traffic())
     with pytest.raises(ModelError, match=r"a sequence of 5 tokens cannot be cut among tensor_parallel\.autotp_size = 2 ranks"):
         scatter_sequence(torch.zeros(1, 5, 4), ranks)
 
