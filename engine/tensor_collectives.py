@@ -108,37 +108,6 @@ class _GatherVocabulary(Function):
         return gradients[0].chunk(ctx.ranks.size, dim=-1)[ctx.ranks.index], None
 
 
-class _VocabularyCrossEntropy(Function):
-    """Mean cross-entropy of logits (N, V/T) against targets (N); keeps the probabilities, as the fused loss keeps their logarithms."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, ranks: TensorRanks) -> Tensor:
-        size = logits.shape[-1]
-        counted = targets != ignore_index
-        _require_in_vocabulary(targets.masked_fill(~counted, 0), size * ranks.size, "a label")
-        exact = logits.float()
-        largest = ranks.all_reduce(exact.amax(-1), dist.ReduceOp.MAX)
-        shifted = exact - largest[:, None]
-        columns = targets - ranks.index * size
-        here = counted & (columns >= 0) & (columns < size)
-        columns = columns.masked_fill(~here, 0)[:, None]
-        of_target = shifted.gather(-1, columns).squeeze(-1).masked_fill(~here, 0)
-        exponentials = shifted.exp_()
-        total, of_target = ranks.all_reduce(torch.stack([exponentials.sum(-1), of_target]))
-        count = counted.sum()
-        ctx.save_for_backward(exponentials.div_(total[:, None]), columns, here, counted, count)
-        ctx.dtype = logits.dtype
-        return (total.log() - of_target).masked_fill(~counted, 0).sum() / count
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, columns, here, counted, count = ctx.saved_tensors
-        scale = counted * (gradients[0] / count)
-        gradient = probabilities * scale[:, None]
-        gradient.scatter_add_(-1, columns, -(here * scale)[:, None])
-        return gradient.to(ctx.dtype), None, None, None
-
-
 def gather_sequence(part: Tensor, ranks: TensorRanks) -> Tensor:
     """(B, S/T, …) → (B, S, …)."""
     return _GatherSequence.apply(part, ranks)  # type: ignore[return-value]
@@ -159,23 +128,25 @@ def gather_vocabulary(logits: Tensor, ranks: TensorRanks | None) -> Tensor:
     return logits if ranks is None else _GatherVocabulary.apply(logits, ranks)  # type: ignore[return-value]
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, ranks: TensorRanks | None) -> Tensor:
-    """Mean cross-entropy in float32 of logits (N, V), or of this rank's part (N, V/T), against targets (N) that are not ignored."""
-    if ranks is None:
-        return F.cross_entropy(logits.float(), targets, ignore_index=ignore_index)
-    return _VocabularyCrossEntropy.apply(logits, targets, ignore_index, ranks)  # type: ignore[return-value]
-
-
 def vocabulary_embedding(ids: Tensor, rows: Tensor, ranks: TensorRanks) -> Tensor:
     """Embeddings of ids (B, S) from this rank's ``rows`` (V/T, D) of the table, cut along the sequence: (B, S/T, D)."""
-    _require_in_vocabulary(ids, len(rows) * ranks.size, "a token")
-    own = ids - ranks.index * len(rows)
-    elsewhere = (own < 0) | (own >= len(rows))
-    found = F.embedding(own.masked_fill(elsewhere, 0), rows)
-    return scatter_sequence(found.masked_fill(elsewhere[..., None], 0), ranks)
+    own, here = own_ids(ids, len(rows), ranks)
+    found = F.embedding(own, rows)
+    return scatter_sequence(found.masked_fill(~here[..., None], 0), ranks)
 
 
-def _require_in_vocabulary(ids: Tensor, vocabulary: int, what: str) -> None:
-    """An id that no rank has would silently count as zero."""
-    if not ids.is_meta:
-        torch._assert_async(((ids >= 0) & (ids < vocabulary)).all(), f"{what} is outside the vocabulary of {vocabulary}")  # no wait on CUDA
+def own_ids(ids: Tensor, part: int, ranks: TensorRanks) -> tuple[Tensor, Tensor]:
+    """Of global ``ids``, those within this rank's ``part`` ids of the vocabulary, and 0 for others; and which are within it."""
+    vocabulary = part * ranks.size
+    if not ids.is_meta:  # what no rank has would silently count as zero; on CUDA this waits for nothing
+        torch._assert_async(((ids >= 0) & (ids < vocabulary)).all(), f"a token id is outside the vocabulary of {vocabulary}")
+    own = ids - ranks.index * part
+    here = (own >= 0) & (own < part)
+    return own.masked_fill(~here, 0), here
+
+
+def log_softmax(logits: Tensor, ranks: TensorRanks) -> Tensor:
+    """Float32 logarithms of the probabilities over the whole vocabulary, for this rank's part of the logits (N, V/T). No gradient."""
+    exact = logits.float()
+    shifted = exact - ranks.all_reduce(exact.amax(-1), dist.ReduceOp.MAX)[:, None]
+    return shifted.sub_(ranks.all_reduce(shifted.exp().sum(-1)).log_()[:, None])

@@ -2,7 +2,7 @@
 
 A model states ``tensor_parallel_plan()``: module patterns (``*`` stands for one path component) → what happens to them. Hidden states
 between those modules are cut along the sequence. Parts are plain tensors, so that whatever shards a group's state (FSDP2, ZeRO) cuts
-them further without knowing of it. The engine sets the model's attribute ``tensor_parallel`` to its :class:`TensorRanks`.
+them further without knowing of it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,9 @@ class Gather:
 
 @dataclass(frozen=True)
 class Column:
-    """The output features of a linear layer are cut. ``pieces``: into how many equal pieces at most, attention heads for example;
-    ``gather``: its input is gathered along the sequence first.
-    """
+    """The output features of a linear layer are cut. ``pieces``: into how many equal pieces at most, attention heads for example."""
 
     pieces: int | None = None
-    gather: bool = False
     dims = 0
 
 
@@ -63,7 +60,16 @@ class Vocabulary:
     dims = 0
 
 
-Style = Whole | Gather | Column | Row | Vocabulary
+@dataclass(frozen=True)
+class Head:
+    """The rows of a head over the vocabulary are cut; its first argument is gathered along the sequence. What it makes of its part of the
+    logits is its own affair: its attribute ``tensor_ranks`` is set.
+    """
+
+    dims = 0
+
+
+Style = Whole | Gather | Column | Row | Vocabulary | Head
 
 
 def parameter_cuts(model: nn.Module, ranks: int) -> dict[str, int | None]:
@@ -129,7 +135,6 @@ def parallelise(model: nn.Module, cuts: Mapping[str, int | None], ranks: TensorR
             setattr(module, key, parts[name])
     for path, style in _resolved(model).items():
         _install(model.get_submodule(path), style, ranks)
-    model.tensor_parallel = ranks  # type: ignore[assignment]
 
 
 def _part(parameter: nn.Parameter, dim: int, ranks: TensorRanks) -> nn.Parameter:
@@ -138,8 +143,10 @@ def _part(parameter: nn.Parameter, dim: int, ranks: TensorRanks) -> nn.Parameter
 
 
 def _install(module: nn.Module, style: Style, ranks: TensorRanks) -> None:
-    if isinstance(style, Gather) or (isinstance(style, Column) and style.gather):
+    if isinstance(style, Gather | Head):
         module.register_forward_pre_hook(partial(_gathered, ranks))
+        if isinstance(style, Head):
+            module.tensor_ranks = ranks  # type: ignore[assignment]
     elif isinstance(style, Row):
         module.register_forward_hook(partial(_scattered, ranks))
     elif isinstance(style, Vocabulary):

@@ -57,7 +57,7 @@ def test_tensor_parallel_bytes_by_hand(ranks: RankPool, checkpointing: Any) -> N
             assert sent == {
                 "all_gather": 3 * gathers * hidden // 2,
                 "reduce_scatter": 3 * scatters * hidden // 2,
-                "all_reduce": 3 * 3 * 4 * tokens,  # the loss: a maximum and two sums for each token
+                "all_reduce": 3 * 4 * (2 * tokens + 1),  # a maximum and a sum for each token, and the loss
             }, f"rank {rank}"
 
 
