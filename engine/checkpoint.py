@@ -40,6 +40,7 @@ from .checkpoint_files import (
     share_of,
     write_durably,
 )  # fmt: skip
+from .checkpoint_part import Part
 from .checkpoint_reader import SafeReader
 from .errors import CheckpointError
 
@@ -137,12 +138,7 @@ class Saver:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             # Its collectives must not mix with those of the training loop.
             self._group = None if self._alone else dist.new_group(backend="gloo")  # type: ignore[assignment]
-        options = StagingOptions(
-            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-        )  # fmt: skip
-        copies = DefaultStager(options).stage(tensors)
-        assert isinstance(copies, dict)
-        self._pending = self._thread.submit(write, directory, tag, copies, state, Ranks(self._alone, self._group), keep=keep)
+        self._pending = self._thread.submit(write, directory, tag, _copied(tensors), state, Ranks(self._alone, self._group), keep=keep)
 
     def wait(self, *, block: bool = True) -> None:
         """Raise what the save in the background failed with; unless ``block``, only if it has ended."""
@@ -150,6 +146,17 @@ class Saver:
         if pending is not None and (block or pending.done()):
             self._pending = None
             pending.result()
+
+
+def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies in host memory."""
+    options = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+    )  # fmt: skip
+    copies = DefaultStager(options).stage({key: value.local if isinstance(value, Part) else value for key, value in tensors.items()})
+    assert isinstance(copies, dict)
+    parts = {key: Part(copies[key], value.offset, value.shape) for key, value in tensors.items() if isinstance(value, Part)}
+    return {**copies, **parts}
 
 
 def write(

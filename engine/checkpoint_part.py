@@ -5,6 +5,7 @@ DTensor states a chunk only along its own mesh, which knows nothing of a tensor-
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ class Part(torch.Tensor):
     offset: torch.Size
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, offset: tuple[int, ...], whole: torch.Size) -> Part:
+    def __new__(cls, local: torch.Tensor, offset: Sequence[int], whole: torch.Size) -> Part:
         part = torch.Tensor._make_wrapper_subclass(cls, whole, dtype=local.dtype, device=local.device)
         part.local, part.offset = local, torch.Size(offset)
         return part

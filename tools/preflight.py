@@ -66,6 +66,12 @@ def _check_sequence(config: Config, model: nn.Module) -> None:
             f"data.sequence_length: {config.data.sequence_length} is more than model.max_position_embeddings = {limit}; "
             "raise the one or lower the other"
         )
+    tp = 1 if config.sdp.engine == "reference" else config.tensor_parallel.autotp_size
+    if config.data.sequence_length % tp:
+        raise ConfigError(
+            f"data.sequence_length: {config.data.sequence_length} is not divisible by tensor_parallel.autotp_size = {tp}, among whose "
+            f"ranks a sequence is cut; choose a multiple of {tp}"
+        )
 
 
 def _check_optimizer(config: Config) -> None:

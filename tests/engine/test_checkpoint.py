@@ -238,7 +238,7 @@ def _save_in_the_background(case: Case, folder: str) -> Any:
     """Train on while the checkpoint of the second step is written, and return the weights of that step."""
     engine = engine_of(case)
     for step in range(4):
-        one_step(engine, case, step, data_rank=dist.get_rank())
+        one_step(engine, case, step, data_rank=data_rank_of(case))
         engine.step()
         if step == 1:
             engine.save_checkpoint(folder, background=True)
@@ -247,9 +247,10 @@ def _save_in_the_background(case: Case, folder: str) -> Any:
     return weights, moments
 
 
-def test_a_background_save_holds_the_step_at_which_it_began(ranks: RankPool, tmp_path: Path) -> None:
-    answers = ranks.run(_save_in_the_background, SOURCE, str(tmp_path), world=4)
-    loaded = ranks.run(_load, SOURCE, str(tmp_path), world=4)
+@pytest.mark.parametrize("case", [SOURCE, TENSOR_SOURCES[0]], ids=str)
+def test_a_background_save_holds_the_step_at_which_it_began(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    answers = ranks.run(_save_in_the_background, case, str(tmp_path), world=4)
+    loaded = ranks.run(_load, case, str(tmp_path), world=4)
     assert all(torch.equal(loaded[0][0][name], value) for name, value in answers[0][0].items())
     moments = _merged(answers)
     assert all(torch.equal(value, moments[name]) for name, value in _merged(loaded).items())

@@ -7,6 +7,8 @@ from importlib import resources
 import pytest
 from sdp.engine.config import load_config
 from sdp.engine.errors import ConfigError
+from sdp.engine.layout import Layout
+from sdp.engine.mesh import Mesh
 from sdp.models.llama import Llama
 from sdp.models.registry import build_model
 
@@ -52,6 +54,26 @@ def test_bad_sections_are_refused_in_one_line(change, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         build_model(SECTION | change, vocab_size=77)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "ranks"), [("llama_8b_hybrid", 8_030_261_248, 32), ("llama_70b_hybrid", 70_553_706_496, 128)]
+)
+def test_shipped_sizes_on_three_dimensions(name, parameters, ranks):
+    """LLaMA 3's sizes, on the ranks that README names: every rank's part can be cut, and its state fits into 80 GB."""
+    file = resources.files("sdp.configs") / f"{name}.json"
+    config = load_config(json.loads(file.read_text(encoding="utf-8")))
+    model = build_model(config.model, vocab_size=128256)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert config.scheduler is not None
+    assert config.scheduler.params["total_num_steps"] == config.training.steps
+    mesh = Mesh.for_world(ranks, config.sdp.groups, config.tensor_parallel.autotp_size)
+    assert min(mesh.sdp, mesh.fsdp, mesh.tp) > 1
+    layout = Layout.of(model, config, mesh)
+    for group in range(mesh.sdp):
+        held = sum(info.shard_numel(mesh.fsdp, 0) for info in layout.held(group))
+        assert held < 0.6 * parameters / (mesh.fsdp * mesh.tp)
+        assert 16 * held < 30e9  # bytes: float32 weights, gradients and AdamW's two moments
 
 
 @pytest.mark.parametrize("key", ["name", "hidden_size"])
