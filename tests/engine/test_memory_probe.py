@@ -216,6 +216,17 @@ def engine_config(capacity: float, stage: int, *, bf16: bool, accumulation: int)
     }
 
 
+def bfloat16_scratch() -> int:
+    """Bytes that this machine's kernels need inside one product of the model's, which no tensor shows.
+
+    A CPU without instructions for bfloat16 works on float32 copies.
+    """
+    x, weight = torch.randn(16, WIDTH).bfloat16(), torch.randn(2 * WIDTH, WIDTH).bfloat16()
+    out = x @ weight.T
+    products = [lambda: x @ weight.T, lambda: out @ weight, lambda: out.T @ x]
+    return max(allocator_peak(product) - product().nbytes for product in products)
+
+
 def peaks_without_a_network(config: dict[str, Any], world: int) -> tuple[int, int]:
     """As on rank 0 of ``world`` ranks, whose collectives do nothing: gloo's threads free memory unseen by the profiler."""
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
@@ -231,7 +242,10 @@ def test_a_step_of_the_engine_agrees_with_the_allocator(stage: int, bf16: bool, 
     for capacity in (0.5, 1.0):
         config = engine_config(capacity, stage, bf16=bf16, accumulation=accumulation)
         probed, allocated = peaks_without_a_network(config, world=4)
-        assert probed == pytest.approx(allocated, rel=0.02 if bf16 else 0.01)  # kernels in bfloat16 use scratch space
+        if bf16:
+            assert 0.99 * probed <= allocated <= 1.01 * probed + bfloat16_scratch()
+        else:
+            assert probed == pytest.approx(allocated, rel=0.01)
         peaks.append(probed)
     assert 0.5 < peaks[0] / peaks[1] < 0.65  # half the blocks; the head, activations and gathered copies stay
 
