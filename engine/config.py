@@ -109,7 +109,7 @@ class TrainingSection(Section):
     0: evaluate only before the first step and after the last, and save only when a signal ends the run. ``max_skips``: steps in a
     row whose gradient is no number, and which are skipped, before the run stops. ``start_timeout``: seconds that the start with the
     first step, an evaluation or a save may take, and any collective; ``step_timeout``: a part of a later step.
-    ``init_from``: a directory with the weights to start from, in Hugging Face's format.
+    ``init_from``: a directory with the weights to start from, in Hugging Face's format. ``compile``: units by ``torch.compile``.
     """
 
     steps: PositiveInt | None = None
@@ -233,8 +233,13 @@ def _refuse_unavailable(config: Config) -> None:
         "sdp.capacity": (isinstance(sdp.capacity, list), sdp.capacity, "use one number for all groups"),
         "sdp.branch_scale": (sdp.branch_scale != "none", sdp.branch_scale, 'use "none"'),
         "sdp.engine": (sdp.engine == "deepspeed", sdp.engine, 'use "fsdp2" or "reference"'),
-        "training.compile": (config.training.compile, True, "use false"),
     }
     for path, (refused, value, remedy) in unavailable.items():
         if refused:
             raise ConfigError(f"{path}: {json.dumps(value)} is not available in this version; {remedy}")
+    if config.training.compile and config.tensor_parallel.autotp_size > 1:
+        raise ConfigError(
+            "training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false"
+        )
+    if config.training.compile and sdp.engine == "reference":
+        raise ConfigError('training.compile: sdp.engine "reference" is the specification, which is not compiled; use false')

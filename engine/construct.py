@@ -13,6 +13,8 @@ from .activations import checkpoint_activations
 from .backends.base import Backend
 from .backends.fsdp2 import FSDP2Backend
 from .backends.reference import ReferenceBackend
+from .clock import clock
+from .compile import compile_units
 from .config import Config
 from .errors import ModelError
 from .initialisation import Filler, ModuleInit, plan_initialisation
@@ -55,7 +57,10 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     if tensor_ranks is not None:
         parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
     stand_ins = carve(model, layout.units, layout.placement, at.sdp)
-    checkpoint_activations(model, [unit for unit in layout.units if unit.name not in stand_ins], mode)
+    held = [unit for unit in layout.units if unit.name not in stand_ins]
+    checkpoint_activations(model, held, mode)
+    if config.training.compile:
+        compile_units(model, held, device)
     native = FSDP2Backend(
         model,
         layout,
@@ -67,6 +72,7 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
         tensor_ranks=tensor_ranks,
     )
     _give_values(model, layout, plan, device, native.shard)
+    native.clock = clock(device, waits=config.wall_clock_breakdown)
     native.ready()
     return native
 

@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     for name, (default, text) in _NUMBERS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    parser.add_argument("--compile", action="store_true", help="time the engine with compiled units (training.compile) too")
     parser.add_argument("--capacity", type=float, default=0.5, metavar="C", help="held fraction of the layers (default: 0.5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write settings and every timing there")
 
@@ -110,6 +111,8 @@ def _one_rank(args: argparse.Namespace, placement: Placement) -> Comparison:
         _driven("engine, bfloat16 compute (FSDP2)", _engine(args, layers=held, groups=1, capacity=1.0, bf16=True)),
         _hand_written(f"{PLAIN}, all {args.layers} layers", _random_model(args, engine.device)),
     ]
+    if args.compile:
+        contestants.append(_driven("engine, compiled units", _engine(args, layers=held, groups=1, capacity=1.0, compiled=True)))
     timings = race(contestants, _batches(args, engine.device), args.warmup, engine.device)
     return Comparison(f"one rank, {held} of {args.layers} layers", timings, _weight_difference(engine, plain))
 
@@ -204,13 +207,16 @@ def _name_in_copy(name: str, placement: Placement) -> str:
     return name
 
 
-def _engine(args: argparse.Namespace, *, layers: int, groups: int, capacity: float, bf16: bool = False) -> SDPEngine:
+def _engine(
+    args: argparse.Namespace, *, layers: int, groups: int, capacity: float, bf16: bool = False, compiled: bool = False
+) -> SDPEngine:
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_clipping": MAX_NORM,
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "bf16": {"enabled": bf16},
         "sdp": {"groups": groups, "capacity": capacity, "check_interval": 0},
+        "training": {"compile": compiled},
     }
     return initialize(model=_model(args, layers), config=config)[0]
 

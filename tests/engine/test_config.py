@@ -38,7 +38,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sdp": {"capacity": [0.5, 1.0]}}, "sdp.capacity: [0.5, 1.0] is not available in this version; use one number for all groups"),
     ({"sdp": {"branch_scale": "train"}}, 'sdp.branch_scale: "train" is not available in this version; use "none"'),
     ({"sdp": {"engine": "deepspeed"}}, 'sdp.engine: "deepspeed" is not available in this version; use "fsdp2" or "reference"'),
-    ({"training": {"compile": True}}, "training.compile: true is not available in this version; use false"),
+    (
+        {"training": {"compile": True}, "tensor_parallel": {"autotp_size": 2}},
+        "training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false",
+    ),
     # DeepSpeed's semantics that cannot be honoured.
     ({"fp16": {"enabled": True}}, "fp16.enabled: true cannot be honoured by this engine; remove it or set it to false"),
     ({"prescale_gradients": True}, "prescale_gradients: true cannot be honoured"),

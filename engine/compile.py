@@ -1,0 +1,35 @@
+"""``training.compile``: the units that a rank holds are compiled in place, one compilation for all that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from .errors import ConfigError
+from .units import Unit
+
+
+def compile_units(model: nn.Module, units: Iterable[Unit], device: torch.device) -> None:
+    """Replace every unit's ``forward`` by a compiled one; names of parameters stay, and so do hooks, which run around it.
+
+    To be called after activation checkpointing (recomputation is then part of the compiled graph) and before sharding. Raises
+    :class:`ConfigError` where nothing can be compiled for ``device``.
+    """
+    _require_compiler(device)
+    for unit in units:
+        block = model.get_submodule(unit.name)
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+
+
+def _require_compiler(device: torch.device) -> None:
+    """Compile one sum, so that a missing C++ compiler, header or Triton is found before anything else is done."""
+    try:
+        torch.compile(lambda x: (x + 1).sum())(torch.zeros(64, device=device))
+    except Exception as error:  # of many classes, torch's own and the compiler's
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        needs = "a C++ compiler (CXX)" if device.type == "cpu" else "Triton and a C compiler"
+        raise ConfigError(
+            f"training.compile: torch.compile does not work here for {device.type} ({reason}); it needs {needs}: install it, or use false"
+        ) from None
