@@ -238,8 +238,6 @@ def _refuse_unavailable(config: Config) -> None:
         if refused:
             raise ConfigError(f"{path}: {json.dumps(value)} is not available in this version; {remedy}")
     if config.training.compile and config.tensor_parallel.autotp_size > 1:
-        raise ConfigError(
-            "training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false"
-        )
+        raise ConfigError("training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false")
     if config.training.compile and sdp.engine == "reference":
         raise ConfigError('training.compile: sdp.engine "reference" is the specification, which is not compiled; use false')

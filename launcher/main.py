@@ -119,6 +119,9 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dump-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME of CONFIG)")
     parser.add_argument("--init-from", metavar="DIR", type=Path, help="start from the Hugging Face LLaMA in DIR (training.init_from)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the dump directory")
+    parser.add_argument(
+        "--profile", metavar="STEPS", nargs="?", const="3-5", help="record these steps of rank 0 in DIR/profile (default: 3-5)"
+    )
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -207,6 +210,7 @@ _COMMANDS = {
     "prepare": _tool_command("prepare", "turn text into memory-mapped token shards"),
     "config": _Command("print a configuration with all defaults, or the schema", _add_show_config_arguments, _show_config),
     "bench": _tool_command("bench", "time the engine's step against a plain hand-written loop"),
+    "gpu-check": _tool_command("gpu_check", "measure a rank's share of dense and SDP runs on this GPU"),
     "evaluate": _tool_command("evaluate", "held-out loss of the full model of a checkpoint"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
     "report": _tool_command("report", "summarise and compare finished runs"),

@@ -38,13 +38,13 @@ class LanguageModelHead(nn.Linear):
         self.chunk_tokens = chunk_tokens or max(CHUNK_LOGITS // vocab_size, hidden_size)
         self.tensor_ranks: TensorRanks | None = None
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (B, S, V) of ``hidden`` (B, S, D); with ``labels`` (B, S) the mean next-token loss, a float32 scalar."""
+    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (B, S, V) of hidden states ``input`` (B, S, D); with ``labels`` (B, S) the mean next-token loss, a float32 scalar."""
         if labels is None:
-            return gather_vocabulary(super().forward(hidden), self.tensor_ranks)
+            return gather_vocabulary(super().forward(input), self.tensor_ranks)
         # The labels are shifted, not the hidden states: a shifted copy of those would be larger.
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.weight, targets.flatten(), self.chunk_tokens, self.tensor_ranks)
+        return linear_cross_entropy(input.flatten(0, 1), self.weight, targets.flatten(), self.chunk_tokens, self.tensor_ranks)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, ranks: TensorRanks | None = None) -> Tensor:
@@ -85,7 +85,9 @@ class _LinearCrossEntropy(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides the names
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         if ctx.gradients is None:
             raise RuntimeError("backward through the loss a second time; call the model again")
         (into_hidden, into_weight), ctx.gradients = ctx.gradients, None
