@@ -50,6 +50,8 @@ class SDPEngine:
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
         self._grad_norm: float | None = None
+        self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
+        self._loss: float | None = None
         self._gradient_bytes = 0
         self._reduced = False
         self._syncing = True
@@ -75,6 +77,9 @@ class SDPEngine:
         boundary = self.is_gradient_accumulation_boundary() and self._syncing
         self._backend.backward(scalar / self._batch.accumulation, boundary=boundary)
         self._reduced = boundary
+        self._losses.append(scalar.detach())
+        if self.loader is not None and self.device.type == "cuda":
+            self.loader.fetch_ahead()  # the device still computes; what comes next, the norm, is waited for
         return scalar
 
     def step(self) -> None:
@@ -94,7 +99,9 @@ class SDPEngine:
     def _update(self) -> None:
         gradients = [p.grad for p in self._backend.parameters.values() if p.grad is not None]
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
-        self._grad_norm = math.sqrt(self._backend.squared_grad_norm().item())
+        # The only wait for the device in a step: whether it is skipped, and by what it is clipped, the host must know.
+        squared_norm, self._loss = self._backend.squared_grad_norm_and_loss(torch.stack(self._losses).double().mean()).tolist()
+        self._grad_norm, self._losses = math.sqrt(squared_norm), []
         if math.isfinite(self._grad_norm):  # the norm is of all groups' gradients, so all ranks decide alike
             self._apply(gradients, self._grad_norm)
             self._skipped_in_a_row = 0
@@ -288,6 +295,14 @@ class SDPEngine:
         return self._backend.traffic
 
     @property
+    def exposed_reduction_seconds(self) -> float:
+        """Seconds since the start that this rank waited for reductions between groups which backward did not hide.
+
+        On CUDA they are known with ``wall_clock_breakdown`` alone.
+        """
+        return self._backend.exposed_seconds
+
+    @property
     def device(self) -> torch.device:
         return self._backend.device
 
@@ -324,6 +339,10 @@ class SDPEngine:
     def get_global_grad_norm(self) -> float | None:
         """Norm of the full model's averaged gradient before clipping, at the last step; None before the first."""
         return self._grad_norm
+
+    def get_loss(self) -> float | None:
+        """Mean loss of the last step, over its micro-batches and all ranks; None before the first."""
+        return self._loss
 
     @property
     def was_step_skipped(self) -> bool:
@@ -381,12 +400,6 @@ class SDPEngine:
         if self.world_size > 1:
             dist.all_gather_object(everyones, facts)
         return everyones
-
-    def mean_loss(self, loss: torch.Tensor) -> float:
-        """The mean of a per-rank scalar over all ranks. Collective."""
-        value = loss.detach().double().reshape(())
-        self._backend.all_reduce_control(value)
-        return value.item() / self.world_size
 
     def check_holders(self) -> None:
         """Compare weights and optimizer state bitwise across holders; raises DivergenceError naming the unit. Collective."""

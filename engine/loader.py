@@ -115,8 +115,8 @@ class ResumableBatchSampler:
 class ResumableLoader:
     """An endless iterable over the micro-batches of one data rank whose state counts what was *handed out*.
 
-    Batches that worker processes fetched ahead are not in the state, so a resumed run reads them again. Each ``iter()``
-    goes on after the last batch handed out and ends the iterators before it. Raises DataError for an empty data set.
+    Batches that were fetched ahead, by worker processes or :meth:`fetch_ahead`, are not in the state, so a resumed run reads them
+    again. Each ``iter()`` goes on after the last batch handed out and ends the iterators before it. Raises DataError for an empty data set.
 
     dataset: any map-style data set, the same on every data rank. collate_fn, num_workers, pin_memory: as in
     ``torch.utils.data.DataLoader``.
@@ -141,6 +141,8 @@ class ResumableLoader:
         self._pin_memory = pin_memory
         self._consumed = 0
         self._generation = 0
+        self._source: Iterator[Any] | None = None
+        self._ahead: list[Any] = []
 
     @property
     def consumed(self) -> int:
@@ -153,8 +155,17 @@ class ResumableLoader:
         return self._consumed // self.sampler.num_samples
 
     def __iter__(self) -> Iterator[Any]:
-        self._generation += 1
+        self._end_iterators()
         return self._batches(self._generation)
+
+    def _end_iterators(self) -> None:
+        self._generation += 1
+        self._source, self._ahead = None, []
+
+    def fetch_ahead(self) -> None:
+        """Read the next batch now, while a device computes, unless that has been done; the iterator at hand will return it."""
+        if self._source is not None and not self._ahead:
+            self._ahead.append(next(self._source))
 
     def _batches(self, generation: int) -> Iterator[Any]:
         self._refuse_stale(generation)
@@ -168,8 +179,10 @@ class ResumableLoader:
             pin_memory=self._pin_memory,
             generator=torch.Generator().manual_seed(self.sampler.seed),
         )
-        for batch in _plain_errors(batches):
-            self._refuse_stale(generation)
+        source = self._source = iter(_plain_errors(batches))
+        while True:
+            self._refuse_stale(generation)  # before anything is read: all iterators share the sampler
+            batch = self._ahead.pop() if self._ahead else next(source)
             self._consumed += self.sampler.global_batch_size
             yield batch
 
@@ -184,7 +197,7 @@ class ResumableLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after ``state``, whatever its layout was; raises CheckpointError where data or seed differ."""
         self._consumed = self.sampler.checked_position(state)
-        self._generation += 1
+        self._end_iterators()
 
 
 class EpochLoader:

@@ -8,6 +8,7 @@ same sequence on all of its ranks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -80,7 +81,7 @@ class GradientSync:
 
     ``buckets``: the global list; ``parameters``: this rank's, by canonical name; ``groups[holders]``: the communicator, absent
     where this rank is the only one. ``partial``: names of those whose gradient is this tensor-parallel rank's share, to be summed
-    over ``tensor_ranks``.
+    over ``tensor_ranks``. ``clock`` times what is left to wait for after backward: ``exposed_seconds``, since the start.
     """
 
     def __init__(
@@ -91,8 +92,11 @@ class GradientSync:
         traffic: Traffic,
         partial: Sequence[str] = (),
         tensor_ranks: TensorRanks | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ):
-        self._traffic = traffic
+        self._traffic, self._clock = traffic, clock
+        self.exposed_seconds = 0.0
         self._partial, self._tensor_ranks = [parameters[name] for name in partial], tensor_ranks
         self._summed = False  # whether the partial gradients are sums already
         self._pending: list[_Pending] = []
@@ -166,11 +170,13 @@ class GradientSync:
             pending.missing = 0
         self._launch_ready()
         self._armed = False
+        started = self._clock()
         for pending in self._pending:
             if pending.work is not None and pending.buffer is not None:
                 pending.work.wait()
                 pending.buffer.div_(pending.ranks)
             pending.work = pending.buffer = None
+        self.exposed_seconds += self._clock() - started
         self._sum_over_tensor_ranks()
 
     def _sum_over_tensor_ranks(self) -> None:

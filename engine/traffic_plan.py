@@ -6,7 +6,7 @@ from .layout import Layout, TensorInfo
 from .traffic import Traffic
 
 FLOAT32 = 4
-NORM_BYTES = 8  # the squared gradient norm, one float64
+CONTROL_BYTES = 16  # the squared gradient norm and the loss, a float64 each
 
 
 def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> Traffic:
@@ -36,7 +36,7 @@ def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, co
             traffic.record("inside groups", "reduce_scatter", scatters * padded * FLOAT32, shards)
             if info.tp_dim is None:
                 traffic.record("inside groups", "all_gather", local * FLOAT32 * mesh.tp, mesh.tp)
-    traffic.record("control", "all_reduce", NORM_BYTES, mesh.world_size)
+    traffic.record("control", "all_reduce", CONTROL_BYTES, mesh.world_size)
     return traffic
 
 

@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from ..engine.batch import loss_of, to_device
 from ..engine.checkpoint_files import latest
+from ..engine.clock import clock
 from ..engine.config import Config, load_config
 from ..engine.engine import SDPEngine
 from ..engine.environment import detect, place_file
-from ..engine.errors import CheckpointError, DivergedError
+from ..engine.errors import CheckpointError, ConfigError, DivergedError
 from ..engine.heartbeat import Heartbeat
 from ..engine.initialize import init_distributed, initialize, mesh_of
 from ..engine.loader import evaluation_batches
@@ -33,6 +34,7 @@ from .metrics import RunFiles, read_run
 from .monitors import Monitors, evaluation_scalars, open_monitors, train_scalars
 from .out_of_memory import is_out_of_memory, out_of_memory
 from .plot import plot_loss
+from .profile import StepProfiler, parse_steps
 from .progress import Progress, progress
 from .report import render
 from .summary import StepFacts, rank_facts, run_summary
@@ -45,8 +47,10 @@ PROBED_STEP = 2  # the first step allocates optimizer state; from the second on,
 def run(args: argparse.Namespace) -> int:
     """``sdp train``: this rank's part of a run. ``args`` as made by the command line; returns the exit code.
 
-    ``args.on_stall`` is called with a message, from another thread, when the rank makes no progress.
+    ``args.on_stall`` is called with a message, from another thread, when the rank makes no progress. ``args.profile``: steps to
+    profile, as text, or None.
     """
+    profiled = parse_steps(args.profile) if args.profile is not None else None
     config = _with_initial_model(load_config(args.config, args.overrides))
     place = detect()
     rank, world_size = (place.rank, place.world_size) if place is not None else (0, 1)
@@ -68,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     with explained(config, beat):
         engine, *_ = initialize(model=build_model(config.model, corpus.vocab_size), training_data=corpus.train, config=config)
     trainer = Trainer(config, engine, corpus, args.dump_dir, baseline, beat, files, monitors)
+    trainer.profile(profiled)
     try:
         with explained(config, beat, engine):
             status = trainer.train(resume=args.resume)
@@ -133,6 +138,13 @@ class Trainer:
         training = config.training
         self.steps = training.steps or math.ceil((training.tokens or 0) / self.tokens_per_step)
         self.peak_tensors: int | None = None
+        # Compiled code takes its memory where a CPU's probe does not see it.
+        self._probes = engine.device.type == "cuda" or not training.compile
+        # On CUDA the parts of a step are known only by waiting for the device, which wall_clock_breakdown asks for.
+        self._times_parts = engine.device.type != "cuda" or config.wall_clock_breakdown
+        self._clock = clock(engine.device, waits=config.wall_clock_breakdown)
+        self._profiled: tuple[int, int] | None = None
+        self._profiler: StepProfiler | None = None
         self.last_facts: StepFacts | None = None
         self._told_to_stop = 0  # the signal that this rank got
         self._stopping = 0  # the signal that all ranks agreed to stop for
@@ -145,6 +157,10 @@ class Trainer:
             limit=training.evaluate_batches,
         )
 
+    def profile(self, steps: tuple[int, int] | None) -> None:
+        """Record these steps (first and last, counted from where this process begins) on rank 0."""
+        self._profiled = steps
+
     def train(self, *, resume: bool) -> int:
         """Run from the newest checkpoint (``resume``) or from the start to the last step. Returns the exit code."""
         if resume:
@@ -153,6 +169,8 @@ class Trainer:
             self.files.write_config(self.config)
             self.files.write_placement(self.engine.layout.placement)
         start = self.engine.global_steps
+        if self._profiled is not None and self._profiled[1] > self.steps - start:
+            raise ConfigError(f"--profile: {self._profiled[1]} steps are needed, but only {self.steps - start} are left; name earlier ones")
         self._announce(start)
         bar = progress(self.steps, start, self.files is not None, self.config.steps_per_print)
         started = time.perf_counter()
@@ -160,9 +178,12 @@ class Trainer:
             if start == 0:
                 self._evaluate(bar)
             batches = iter(self.engine.loader)
+            self._start_profile()
             while self.engine.global_steps < self.steps and not self._stopping:
                 self._step_or_explain(batches, bar)
                 self._after_step(bar)
+                if self._profiler is not None:
+                    self._profiler.step()
             self._settle(block=True)
             bar.close()
             if self._stopping:
@@ -171,6 +192,11 @@ class Trainer:
                 return 128 + self._stopping
         self._finish(time.perf_counter() - started)
         return 0
+
+    def _start_profile(self) -> None:
+        if self._profiled is not None and self.files is not None:
+            self._profiler = StepProfiler(*self._profiled, self.dump_dir / "profile", self.engine.device)
+            self._profiler.start()
 
     # -- one step --------------------------------------------------------------------------------------------------------------
 
@@ -188,27 +214,21 @@ class Trainer:
         self.engine.traffic.reset()
         learning_rate = self.engine.get_lr()[0]
         started = time.perf_counter()
-        if self.engine.global_steps + 1 == PROBED_STEP:
-            losses: list[torch.Tensor] = []
-            seconds: dict[str, float] = {}
-
-            def probed() -> None:
-                step_losses, step_seconds = self._compute(batches)
-                losses.extend(step_losses)
-                seconds.update(step_seconds)
-
+        seconds: dict[str, float] = {}
+        if self.engine.global_steps + 1 == PROBED_STEP and self._probes:
+            probed = lambda: seconds.update(self._compute(batches))  # noqa: E731
             self.peak_tensors = peak_tensor_bytes(probed, self.engine.module, self.engine.optimizer, self.engine.device)
         else:
-            losses, seconds = self._compute(batches)
-        comm = self.engine.traffic.by_kind()
-        loss = self.engine.mean_loss(torch.stack(losses).mean())
-        self.last_facts = StepFacts(loss, learning_rate, self.memory.read(), comm, seconds)
+            seconds = self._compute(batches)
+        loss = self.engine.get_loss()
+        assert loss is not None
+        self.last_facts = StepFacts(loss, learning_rate, self.memory.read(), self.engine.traffic.by_kind(), seconds)
         self._report_step(bar, started)
 
-    def _compute(self, batches: Iterator[Any]) -> tuple[list[torch.Tensor], dict[str, float]]:
-        """Forward, backward and update over the step's micro-batches: their losses, and the seconds of each part."""
+    def _compute(self, batches: Iterator[Any]) -> dict[str, float]:
+        """Forward, backward and update over the step's micro-batches: the seconds of each part."""
         seconds = {"data_seconds": 0.0, "forward_seconds": 0.0, "backward_seconds": 0.0, "optimizer_seconds": 0.0}
-        losses = []
+        exposed = self.engine.exposed_reduction_seconds
         for _ in range(self.engine.gradient_accumulation_steps()):
             with self._timed(seconds, "data_seconds"):
                 batch = to_device(next(batches), self.engine.device)
@@ -218,22 +238,21 @@ class Trainer:
                 self.engine.backward(loss)
             with self._timed(seconds, "optimizer_seconds"):
                 self.engine.step()
-            losses.append(loss.detach())
-        return losses, seconds
+        exposed = self.engine.exposed_reduction_seconds - exposed
+        seconds["backward_seconds"] -= exposed
+        return seconds | {"exposed_reduction_seconds": exposed}
 
     @contextmanager
     def _timed(self, seconds: dict[str, float], part: str) -> Iterator[None]:
-        """Seconds of one part of the step; on CUDA only ``wall_clock_breakdown`` waits for the device."""
+        """Seconds of one part of the step, which also has its name in a profile."""
         training = self.config.training
         first = self.last_facts is None  # compiles, allocates, connects
         name = part.removesuffix("_seconds")
         self.beat.at(self.engine.global_steps + 1, name, training.start_timeout if first else training.step_timeout)
-        synchronise = self.config.wall_clock_breakdown and self.engine.device.type == "cuda"
-        started = time.perf_counter()
-        yield
-        if synchronise:
-            torch.cuda.synchronize(self.engine.device)
-        seconds[part] += time.perf_counter() - started
+        started = self._clock()
+        with torch.profiler.record_function(name):
+            yield
+        seconds[part] += self._clock() - started
 
     def _report_step(self, bar: Progress, started: float) -> None:
         """Gather what the ranks observed, and whether one was told to stop: then all do, after this step."""
@@ -259,7 +278,7 @@ class Trainer:
             "comm_bytes_by_kind": busiest,
             "skipped_steps": self.engine.skipped_steps,
         }
-        self.files.step(line | facts.seconds if self.config.wall_clock_breakdown else line)
+        self.files.step(line | facts.seconds if self._times_parts else line)
         self.monitors.write(step, train_scalars(line))
         bar.update(step, facts.loss, line["tokens_per_second"], {"grad_norm": line["grad_norm"], "lr": line["lr"]})
 
@@ -354,6 +373,8 @@ class Trainer:
             log.info("bytes sent between groups by this rank in a step: %s", self.engine.traffic_formula())
             planned = ", ".join(f"{kind.replace('/', ' ')} {sent:,}" for kind, sent in self.engine.planned_traffic().by_kind().items())
             log.info("bytes sent by this rank in a step, planned: %s", planned)
+        if not self._probes:
+            log.info("peak of live tensors: not measured, since on a CPU compiled code takes memory unseen")
 
     def _finish(self, seconds: float) -> None:
         self.beat.at(self.engine.global_steps, "the end", None)
@@ -367,5 +388,7 @@ class Trainer:
 
     def close(self) -> None:
         """Flush and close what is written to."""
+        if self._profiler is not None:
+            self._profiler.close()
         if self.monitors is not None:
             self.monitors.close()

@@ -31,6 +31,11 @@ class Backend(Protocol):
         """Which elements of its parameters this process holds."""
         ...
 
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds since the start that backward passes waited for reductions between groups, their own computation being over."""
+        ...
+
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         """What the model returns for this process's micro-batch."""
         ...
@@ -43,8 +48,11 @@ class Backend(Protocol):
         """Drop all gradients, accumulated ones of earlier micro-batches too."""
         ...
 
-    def squared_grad_norm(self) -> torch.Tensor:
-        """Σ_u ‖g_u‖² + ‖g_S‖² over the full model, the same number on every rank."""
+    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Σ_u ‖g_u‖² + ‖g_S‖² over the full model and the mean of the ranks' ``loss``, a float64 scalar; collective.
+
+        Float64 (2,), the same on every rank: one message, and one wait of the host, for both.
+        """
         ...
 
     def evaluate(self, batches: Sequence[Any]) -> float:

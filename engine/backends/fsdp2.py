@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,7 @@ class FSDP2Backend:
         self.at = layout.mesh.coordinates(self.rank)
         self.stage, self.compute_dtype = stage, compute_dtype
         self.traffic, self.tensor_ranks = traffic, tensor_ranks
+        self.clock: Callable[[], float] = time.perf_counter
         # One shard and float32 compute need nothing of FSDP2: plain parameters, so that no second copy of the weights exists.
         self.shards = layout.mesh.shards(stage)
         # Stages 1 and 2 keep parameters whole between forward and backward. With one shard, resharding after forward is what
@@ -69,6 +71,10 @@ class FSDP2Backend:
     @property
     def data_ranks_here(self) -> int:
         return 1
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self._sync.exposed_seconds
 
     def _refuse_scalars(self) -> None:
         for name, info in self.layout.parameters.items():  # the full model's, so that all ranks stop
@@ -113,6 +119,7 @@ class FSDP2Backend:
             self.traffic,
             partial,
             self.tensor_ranks,
+            clock=self.clock,
         )
         self._counted = [
             self.parameters[name]
@@ -150,11 +157,12 @@ class FSDP2Backend:
             if isinstance(module, FSDPModule):
                 drop_unreduced_gradients(module)
 
-    def squared_grad_norm(self) -> torch.Tensor:
+    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
         gradients = [parameter.grad for parameter in self._counted]
-        total = squared_norm([gradient for gradient in gradients if gradient is not None], self.device)
-        self.all_reduce_control(total)
-        return total
+        norm = squared_norm([gradient for gradient in gradients if gradient is not None], self.device)
+        totals = torch.stack([norm, loss / self.layout.mesh.world_size])
+        self.all_reduce_control(totals)
+        return totals
 
     def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """All-reduce a few numbers among all ranks in place."""

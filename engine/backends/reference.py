@@ -58,6 +58,10 @@ class ReferenceBackend:
     def shard(self) -> Shard:
         return Shard()
 
+    @property
+    def exposed_seconds(self) -> float:
+        return 0.0
+
     def _run(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         if self._compute_dtype == torch.float32:
             return call(self.module, batch)
@@ -100,8 +104,9 @@ class ReferenceBackend:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def squared_grad_norm(self) -> torch.Tensor:
-        return squared_norm([p.grad for p in self.parameters.values() if p.grad is not None], self.device)
+    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        norm = squared_norm([p.grad for p in self.parameters.values() if p.grad is not None], self.device)
+        return torch.stack([norm, loss])
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Any]) -> float:

@@ -118,6 +118,56 @@ def test_loader_goes_on_after_a_break_and_ends_older_iterators():
         next(old)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_fetched_ahead_counts_when_it_is_handed_out(num_workers):
+    loader = ResumableLoader(Numbers(10), 2, seed=3, num_workers=num_workers)
+    loader.fetch_ahead()  # nothing is being read yet
+    batches, read = iter(loader), []
+    for _ in range(3):
+        read += next(batches).tolist()
+        loader.fetch_ahead()
+        loader.fetch_ahead()
+    assert read == read_global(10, 2, 1, 3)
+    assert loader.consumed == 6
+    resumed = ResumableLoader(Numbers(10), 2, seed=3)
+    resumed.load_state_dict(loader.state_dict())
+    following = read_global(10, 2, 1, 1, consumed=6)
+    assert next(iter(resumed)).tolist() == following
+    assert next(iter(loader)).tolist() == following  # a new iterator reads it again
+    loader.fetch_ahead()
+    loader.load_state_dict({"seed": 3, "consumed": 2, "num_samples": 10})
+    assert next(iter(loader)).tolist() == read_global(10, 2, 1, 1, consumed=2)
+
+
+def test_fetching_ahead_is_one_read_of_the_data():
+    class Counted(Numbers):
+        reads = 0
+
+        def __getitem__(self, index: int):
+            Counted.reads += 1
+            return super().__getitem__(index)
+
+    loader = ResumableLoader(Counted(10), 2, seed=3)
+    batches = iter(loader)
+    next(batches)
+    loader.fetch_ahead()
+    assert Counted.reads == 4
+    next(batches)
+    assert Counted.reads == 4
+
+
+def test_an_ended_iterator_reads_nothing():
+    loader = ResumableLoader(Numbers(10), 2, seed=3)
+    old = iter(loader)
+    next(old)
+    new = iter(loader)
+    read = next(new).tolist()
+    with pytest.raises(RuntimeError, match="call iter"):
+        next(old)
+    read += next(new).tolist()
+    assert read == read_global(10, 2, 1, 2, consumed=2)
+
+
 def test_loading_ends_older_iterators():
     loader = ResumableLoader(Numbers(10), 2, seed=3)
     old = iter(loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -41,3 +42,26 @@ def test_reductions_start_before_backward_ends(ranks: RankPool, stage: int) -> N
     for events in ranks.run(_events, Case(2, 2, stage), world=4):
         before = events[: events.index("last gradient")]
         assert before.count("reduction") >= 2, events  # the head and the last shared unit at least
+
+
+def _exposed(case: Case, delay: float) -> float:
+    """Seconds of one backward pass that this rank waited for reductions, while rank 1 begins its own ``delay`` seconds late."""
+    import sdp
+
+    engine = sdp.initialize(model=models.build(case.model), config=case.config())[0]
+    before = 0.0
+    for step in range(2):  # the first one connects
+        before = engine.exposed_reduction_seconds
+        loss = engine(models.micro_batch(case.model, step, 0, dist.get_rank()))
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(delay)
+        engine.backward(loss)
+        engine.step()
+    return engine.exposed_reduction_seconds - before
+
+
+def test_what_backward_does_not_hide_of_the_reductions_is_timed(ranks: RankPool) -> None:
+    waiting, late = ranks.run(_exposed, Case(2, 1), 1.0, world=2)
+    assert 0.8 < waiting < 5.0
+    assert 0 < late < 0.5 * waiting

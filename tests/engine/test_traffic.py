@@ -69,7 +69,7 @@ def test_plan_by_hand_between_groups(ranks: RankPool) -> None:
     """Two groups of one rank: what both hold is all-reduced once, 2·(1/2) of its float32 bytes; what one holds is not sent."""
     result = native(ranks, Case(2, 1))[1]
     both = 4 * _numel(("stem", "head", "layers.1", "layers.2"))
-    assert result.planned == {"between groups/all_reduce": both, "control/all_reduce": 8}
+    assert result.planned == {"between groups/all_reduce": both, "control/all_reduce": 16}
     assert result.traffic[0] == result.planned
 
 
@@ -82,7 +82,7 @@ def test_plan_by_hand_inside_groups() -> None:
     assert plan == {
         "inside groups/all_gather": 6 * padded * 3 // 4,
         "inside groups/reduce_scatter": 3 * padded * 3 // 4,
-        "control/all_reduce": 12,
+        "control/all_reduce": 24,
     }
     assert "nothing is sent between groups" in describe_formula(layout, 0, stage=3)
 

@@ -82,6 +82,10 @@ def check_files(dump_dir: Path) -> None:
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for key in ("tokens", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "peak_memory_bytes", "comm_bytes"):
         assert all(isinstance(line[key], int | float) for line in lines), key
+    for line in lines:
+        parts = [line[f"{part}_seconds"] for part in ("data", "forward", "backward", "exposed_reduction", "optimizer")]
+        assert min(parts) >= 0 and line["exposed_reduction_seconds"] > 0
+        assert sum(parts) <= line["step_seconds"]
     assert lines[-1]["tokens"] == STEPS * 8 * 32
     assert lines[-1]["loss"] < lines[0]["loss"]
     summary = json.loads((dump_dir / "summary.json").read_text())
