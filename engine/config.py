@@ -7,12 +7,13 @@ anywhere are errors with a suggestion. What DeepSpeed knows and we do not act on
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from .config_deepspeed import known_keys, split_foreign_keys
 from .errors import ConfigError
@@ -127,8 +128,30 @@ class TrainingSection(Section):
     compile: bool = False
 
 
+# What a launcher says about a rank's place, and what a process has read before it reads its configuration.
+_NOT_FOR_ENV = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_\w+|GROUP_RANK|MASTER_(ADDR|PORT)|(SDP|SLURM|OMPI|PMIX?|TORCHELASTIC)_\w+|(CUDA|HIP|ROCR)_VISIBLE_DEVICES"
+    r"|LD_\w+|PYTHON\w*|MALLOC_\w+|PATH|HOME"
+)
+
+
+def _variable_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"{json.dumps(name)} is no name of an environment variable")
+    if _NOT_FOR_ENV.fullmatch(name):
+        raise ValueError(f"{name} is the launcher's, or is read before the configuration is; set it where the processes are started")
+    return name
+
+
+VariableName = Annotated[str, AfterValidator(_variable_name)]
+VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")] | int
+
+
 class Config(Section):
-    """A whole run. See the README for what each key means; ``sdp config --schema`` prints the JSON schema."""
+    """A whole run. See the README for what each key means; ``sdp config --schema`` prints the JSON schema.
+
+    ``env``: variables for NCCL, UCX, gloo … that every rank sets before it loads them, over what its environment has.
+    """
 
     train_batch_size: PositiveInt | None = None
     train_micro_batch_size_per_gpu: PositiveInt | None = None
@@ -149,6 +172,7 @@ class Config(Section):
     model: dict[str, Any] = Field(default_factory=dict)
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
+    env: dict[VariableName, VariableValue] = Field(default_factory=dict)
 
     _hints: tuple[str, ...] = PrivateAttr(default=())
 

@@ -93,6 +93,22 @@ def publish(environment: Environment) -> None:
     os.environ.update(environment.variables())
 
 
+def export(settings: Mapping[str, str]) -> None:
+    """Set variables in this process and in what it starts."""
+    os.environ.update(settings)
+
+
+def search_program(name: str) -> str | None:
+    """The path of program ``name`` on the PATH, or None."""
+    return shutil.which(name)
+
+
+def variables_with(prefixes: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables whose names begin with one of ``prefixes``."""
+    environ = os.environ if environ is None else environ
+    return {name: value for name, value in environ.items() if name.startswith(tuple(prefixes))}
+
+
 def supervision() -> Supervision | None:
     """The local launcher above this process, or None.
 

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from ..engine import environment as env
 from ..engine.errors import LaunchError
@@ -108,7 +109,7 @@ def start_local(
     """
     threads = env.thread_settings(processes)
     defaults = env.allocator_settings() if on_cpu else {}
-    settings = {**_search_path(), **threads}
+    settings = {**search_path(), **threads}
     port = env.free_port()
     ranks: list[_Rank] = []
     with _caught_signals() as received:
@@ -116,7 +117,7 @@ def start_local(
             for rank in range(processes):
                 place = env.local_environment(rank, processes, port).variables()
                 environ = env.child_environment({**settings, **place}, defaults)
-                ranks.append(_start(rank, [*(command or _command()), *argv], environ, log_dir))
+                ranks.append(_start(rank, [*(command or own_command()), *argv], environ, log_dir))
             _wait(ranks, lambda: bool(received) or any(rank.failure() for rank in ranks))
             if not received:
                 _wait(ranks, lambda: bool(received), _SETTLE_SECONDS)
@@ -139,6 +140,11 @@ def become_single(*, on_cpu: bool = True) -> None:
     if on_cpu:
         _tune_allocator()
     env.publish(env.local_environment(0, 1, env.free_port()))
+
+
+def become(argv: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
+    """Replace this process by ``sdp`` with ``argv`` and ``settings`` in its environment."""
+    os.execve(sys.executable, [*own_command(), *argv], env.child_environment({**search_path(), **settings}, {}))
 
 
 def _start(rank: int, command: Sequence[str], environ: dict[str, str], log_dir: Path) -> _Rank:
@@ -255,12 +261,13 @@ def _caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _command() -> list[str]:
+def own_command() -> list[str]:
+    """What runs the command line that runs here."""
     # -P: a folder "sdp" in the working directory must not take the place of the package that runs here.
     return [sys.executable, "-P", "-m", __name__.rpartition(".")[0] + ".main"]
 
 
-def _search_path() -> dict[str, str]:
+def search_path() -> dict[str, str]:
     """Settings under which a child imports the very package that runs here.
 
     An installed package, editable or not, is found without help. One found on the parent's search path is found by a

@@ -21,7 +21,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..engine.environment import Supervision, detect, supervision
+from ..engine.environment import Supervision, detect, export, supervision
 from ..engine.errors import ConfigError, SDPError
 from .supervised import report_fatal, tie_to_parent
 
@@ -132,12 +132,10 @@ def _train(args: argparse.Namespace) -> int:
     from ..engine.config import load_config
     from .layout import Degrees, visible_devices
 
-    args.overrides = [*args.set]
-    args.overrides += [f"sdp.groups={args.groups}"] if args.groups else []
-    args.overrides += [f"tensor_parallel.autotp_size={args.tp}"] if args.tp else []
-    args.overrides += [f"training.init_from={json.dumps(str(args.init_from))}"] if args.init_from else []
-    args.dump_dir = args.dump_dir or Path("runs") / args.config.stem
-    degrees = Degrees.of(load_config(args.config, args.overrides), args.fsdp)
+    _complete_train_arguments(args)
+    config = load_config(args.config, args.overrides)
+    export({name: str(value) for name, value in config.env.items()})  # before torch is imported, and for the processes started here
+    degrees = Degrees.of(config, args.fsdp)
     args.on_stall = _end_stalled
     place = detect()
     if place is not None:
@@ -155,6 +153,39 @@ def _train(args: argparse.Namespace) -> int:
 
     become_single(on_cpu=devices == 0)
     return _tool("train").run(args)
+
+
+def _complete_train_arguments(args: argparse.Namespace) -> None:
+    args.overrides = [*args.set]
+    args.overrides += [f"sdp.groups={args.groups}"] if args.groups else []
+    args.overrides += [f"tensor_parallel.autotp_size={args.tp}"] if args.tp else []
+    args.overrides += [f"training.init_from={json.dumps(str(args.init_from))}"] if args.init_from else []
+    args.dump_dir = args.dump_dir or Path("runs") / args.config.stem
+
+
+def _launch(args: argparse.Namespace) -> int:
+    """Find the mistakes in the words for ``sdp train`` here, once, and start it on every rank."""
+    from ..engine.config import load_config
+    from .launch import check, run
+    from .layout import Degrees
+
+    check(args)
+    parser = _Parser(prog="sdp train")
+    _add_train_arguments(parser)
+    words = [*args.words, *(word for setting in args.env for word in ("--set", _env_override(setting)))]
+    train = parser.parse_args(words)
+    if train.nproc is not None:
+        raise ConfigError("--nproc: sdp launch counts the processes itself; give --gpus-per-node before CONFIG")
+    _complete_train_arguments(train)
+    config = load_config(train.config, train.overrides)
+    return run(args, ["train", *words], train.dump_dir, Degrees.of(config, train.fsdp))
+
+
+def _env_override(setting: str) -> str:
+    name, equals, value = setting.partition("=")
+    if not equals:
+        raise ConfigError(f"--env {setting}: expected NAME=VALUE")
+    return f"env.{name}={json.dumps(value)}"
 
 
 def _end_stalled(text: str) -> None:
@@ -205,8 +236,15 @@ def _tool_command(name: str, help_text: str) -> _Command:
     return _Command(help_text, lambda parser: _tool(name).add_arguments(parser), lambda args: _tool(name).run(args))
 
 
+def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    from .launch import add_arguments
+
+    add_arguments(parser)
+
+
 _COMMANDS = {
     "train": _Command("train a model from one JSON file", _add_train_arguments, _train),
+    "launch": _Command("start sdp train on this host or a cluster: local, deepspeed, mpirun, slurm", _add_launch_arguments, _launch),
     "prepare": _tool_command("prepare", "turn text into memory-mapped token shards"),
     "config": _Command("print a configuration with all defaults, or the schema", _add_show_config_arguments, _show_config),
     "bench": _tool_command("bench", "time the engine's step against a plain hand-written loop"),

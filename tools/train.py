@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     monitors = open_monitors(config, args.dump_dir) if rank == 0 else None
     _set_up_logging(rank, args.dump_dir)
     log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), args.dump_dir / "logs")
+    if config.env:
+        log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
     beat = Heartbeat(rank, place_file(), args.dump_dir / "logs" / f"rank-{rank}.log", args.on_stall)
     beat.at(0, "starting", config.training.start_timeout)
     if config.sdp.engine != "reference":

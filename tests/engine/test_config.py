@@ -121,3 +121,18 @@ def test_overrides() -> None:
     ):
         with pytest.raises(SDPError, match=message.replace("?", r"\?")):
             load_config(raw, [override])
+
+
+def test_env_section() -> None:
+    assert load_config({"env": {"NCCL_IB_GID_INDEX": 3, "UCX_TLS": "rc,cuda"}}).env == {"NCCL_IB_GID_INDEX": 3, "UCX_TLS": "rc,cuda"}
+    for name, value, message in (
+        ("RANK", "1", "env.RANK: RANK is the launcher's"),
+        ("CUDA_VISIBLE_DEVICES", "1", "CUDA_VISIBLE_DEVICES is the launcher's"),
+        ("LD_PRELOAD", "x.so", "is read before the configuration is; set it where the processes are started"),
+        ("A=B", "1", "is no name of an environment variable"),
+        ("NCCL_DEBUG", True, "env.NCCL_DEBUG: input should be a valid string"),
+        ("NCCL_DEBUG", ["INFO"], "env.NCCL_DEBUG: input should be a valid string"),
+        ("NCCL_DEBUG", "a\0b", "env.NCCL_DEBUG: string should match pattern"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config({"env": {name: value}})

@@ -308,7 +308,7 @@ import sdp
 from sdp.launcher import local
 show = "import sdp, sdp.launcher.main; print(sdp.__path__[0])"
 print(sdp.__path__[0], flush=True)
-sys.exit(local.start_local([], 1, Path("logs"), command=[*local._command()[:2], "-c", show])
+sys.exit(local.start_local([], 1, Path("logs"), command=[*local.own_command()[:2], "-c", show])
     or local.start_local(["version"], 1, Path("logs")))
 """
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

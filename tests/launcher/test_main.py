@@ -131,6 +131,13 @@ def test_several_values_may_follow_one_set(config: Path, training: SimpleNamespa
     assert training.args.config == config
 
 
+def test_env_section_reaches_the_processes_to_be_started(config: Path, training: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")  # the run's file goes over what the shell has
+    assert command_line.main(["train", str(config), "--set", "env.NCCL_SOCKET_IFNAME=ib0"]) == 0
+    assert training.started
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
 def test_starts_a_process_for_each_group(config: Path, training: SimpleNamespace, tmp_path: Path) -> None:
     words = ["train", str(config), "--groups", "4", "--dump-dir", str(tmp_path / "run")]
     assert command_line.main(words) == 0

@@ -1,0 +1,127 @@
+"""The command line that starts all ranks of a run, for each launcher: plain words, put together without a shell."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ..engine.environment import search_program, variables_with
+from ..engine.errors import LaunchError
+from .hosts import Host, include_text, slots_text, world_size
+from .words import encode, is_safe
+
+Flavour = Literal["openmpi", "mpich", "intel"]
+
+# A host that vanishes without a word is noticed after this many silent seconds.
+_SILENT_SECONDS = 30
+_SSH_ALIVE = f"-o ServerAliveInterval={_SILENT_SECONDS // 3} -o ServerAliveCountMax=3"
+# What DeepSpeed's runner exports to its hosts between double quotes at best, in which a shell still expands $ and `.
+_DEEPSPEED_EXPORTS = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY", "PATH")
+_EXPANDED = re.compile(r"[\"$`\\\n]")
+_ENV_LINE = re.compile(r"\s*[A-Za-z_][A-Za-z0-9_]*\s*=.*")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is to be started: ``words`` are those of ``sdp train``, its own name first; ``extra`` go to the launcher.
+
+    ``python`` and ``directory`` are the same paths on every host; ``search_path`` is what Python needs to find this package.
+    """
+
+    words: Sequence[str]
+    python: str
+    directory: Path
+    search_path: Mapping[str, str] = field(default_factory=dict)
+    extra: Sequence[str] = ()
+
+
+def train_command(start: Start) -> list[str]:
+    """One rank's command, where the launcher's own variables say all about its place."""
+    return [start.python, "-P", "-m", f"{_package()}.main", *start.words]
+
+
+def deepspeed_command(start: Start, hosts: Sequence[Host], hostfile: Path, master: tuple[str, int]) -> tuple[list[str], dict[str, str]]:
+    """DeepSpeed's runner, over pdsh and ssh, and the variables to start it with.
+
+    It takes the hosts' order from ``hostfile`` and their slots from ``--include``; ``--force_multi``, because it would run a single
+    remote host's ranks here. Raises :class:`LaunchError` where it would pass on what a remote shell reads more into.
+    """
+    for what, path in (("--python", start.python), ("the working directory", str(start.directory))):
+        if not is_safe(path):
+            raise LaunchError(f"{what} {path!r}: DeepSpeed's runner passes it unquoted to remote shells; use a path of plain characters")
+    _check_exports(variables_with(_DEEPSPEED_EXPORTS))
+    for folder in (Path.home(), start.directory):
+        _check_env_file(folder / ".deepspeed_env")
+    address, port = master
+    runner = [start.python, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--include", include_text(hosts)]
+    runner += ["--force_multi", "--master_addr", address, "--master_port", str(port), "--no_python", "--no_local_rank"]
+    return [*runner, *start.extra, *_rank_command(start, hosts, master)], {**start.search_path, "PDSH_SSH_ARGS_APPEND": _SSH_ALIVE}
+
+
+def mpirun_command(start: Start, hosts: Sequence[Host], flavour: Flavour, program: str, master: tuple[str, int]) -> list[str]:
+    """``mpirun`` of Open MPI, MPICH or Intel: it only starts processes, so nothing is said about its transports.
+
+    Ranks fill the hosts in order. Its own binding is off: each rank binds itself near its device.
+    """
+    rank = _rank_command(start, hosts, master)
+    if flavour == "openmpi":
+        command = [program, "-np", str(world_size(hosts)), "--host", ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)]
+        command += ["--map-by", "slot", "--rank-by", "slot", "--bind-to", "none", "--wdir", str(start.directory)]
+        command += ["--mca", "plm_rsh_args", _SSH_ALIVE, "--mca", "oob_tcp_keepalive_time", str(_SILENT_SECONDS // 3)]
+        command += ["--mca", "oob_tcp_keepalive_intvl", str(_SILENT_SECONDS // 3), "--mca", "oob_tcp_keepalive_probes", "3"]
+        command += [word for name, value in start.search_path.items() for word in ("-x", f"{name}={value}")]
+        return [*command, *start.extra, *rank]
+    command = [program, "-wdir", str(start.directory)]
+    settings = dict(start.search_path) | ({"I_MPI_PIN": "0"} if flavour == "intel" else {})
+    command += [word for name, value in settings.items() for word in ("-genv", name, value)]
+    command += start.extra
+    for index, host in enumerate(hosts):
+        command += [*([":"] if index else []), "-host", host.name, "-n", str(len(host.slots)), *rank]
+    return command
+
+
+def flavour_of(program: str) -> Flavour:
+    """Which MPI ``program`` belongs to, by what it says of itself. Raises :class:`LaunchError` for others."""
+    require(program, "--mpirun")
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    marks: dict[str, Flavour] = {"Open MPI": "openmpi", "OpenRTE": "openmpi", "PRRTE": "openmpi", "Intel": "intel", "HYDRA": "mpich"}
+    for mark, flavour in marks.items():
+        if mark in said:
+            return flavour
+    raise LaunchError(f"{program} --version tells neither Open MPI nor MPICH nor Intel MPI; name it: --mpi openmpi | mpich | intel")
+
+
+def require(program: str, why: str) -> None:
+    """Raise :class:`LaunchError` unless ``program`` is on the PATH."""
+    if search_program(program) is None:
+        raise LaunchError(f"{why}: {program} is not on the PATH of this host; install it, or choose another --launcher")
+
+
+def _rank_command(start: Start, hosts: Sequence[Host], master: tuple[str, int]) -> list[str]:
+    words = [slots_text(hosts), f"{master[0]}:{master[1]}", *start.words]
+    return [start.python, "-P", "-m", f"{_package()}.rank", *map(encode, words)]
+
+
+def _check_exports(variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        if _EXPANDED.search(value) or not is_safe(name):
+            raise LaunchError(f"{name}={value!r}: DeepSpeed's runner exports it through remote shells, which would change it; unset it")
+
+
+def _check_env_file(path: Path) -> None:
+    """DeepSpeed reads the file; here only that it can, and that its values mean themselves in a shell."""
+    if not path.is_file():
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not _ENV_LINE.fullmatch(line) or _EXPANDED.search(line):
+            raise LaunchError(
+                f'{path}:{number}: {line!r}: expected NAME=VALUE without " $ ` \\; DeepSpeed allows no comments or blank lines here'
+            )
+
+
+def _package() -> str:
+    return __name__.rpartition(".")[0]

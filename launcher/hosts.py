@@ -1,0 +1,132 @@
+"""Which hosts and slots a run takes: DeepSpeed's hostfile, ``--include`` and ``--exclude``, and the ranks that follow.
+
+Ranks count through the hosts in the order of the hostfile and, on a host, through its slots in ascending order, under every launcher.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..engine.errors import LaunchError, suggestion
+
+# Nothing that a shell, pdsh (n[1-3], %h), ssh (-oProxyCommand) or the syntax of --include could read as more than a name.
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host and the indices of the devices on it that the run takes: one rank each."""
+
+    name: str
+    slots: tuple[int, ...]
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a file in DeepSpeed's format, in its order: ``NAME slots=N`` a line, ``#`` begins a comment.
+
+    Raises :class:`LaunchError` with the line's number for what is not of that form, and for a host that stands twice.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"--hostfile {path}: cannot be read ({error})") from None
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None or int(match[2]) == 0:
+            raise LaunchError(f"{path}:{number}: {text!r} cannot be read; expected the form worker-0 slots=4")
+        name = check_host(match[1], f"{path}:{number}")
+        if name in hosts:
+            raise LaunchError(f"{path}:{number}: host {name} stands twice; give its slots in one line")
+        hosts[name] = Host(name, tuple(range(int(match[2]))))
+    if not hosts:
+        raise LaunchError(f"{path}: names no host; expected lines of the form worker-0 slots=4")
+    return list(hosts.values())
+
+
+def check_host(name: str, where: str) -> str:
+    """``name`` if it can be a host name or an IPv4 address, else a :class:`LaunchError`."""
+    if not _HOST.fullmatch(name):
+        raise LaunchError(f"{where}: {name!r} is no host name (letters, digits, '.', '_', '-'; users and ports go to ~/.ssh/config)")
+    return name
+
+
+def select(
+    hosts: Sequence[Host], include: str = "", exclude: str = "", nodes: int | None = None, per_node: int | None = None
+) -> list[Host]:
+    """What is left of ``hosts``: by DeepSpeed's ``NAME[:SLOT,…]@NAME…``, or the first ``nodes`` with ``per_node`` slots each.
+
+    Raises :class:`LaunchError` for unknown hosts and slots, for both ways at once, and where nothing is left.
+    """
+    if include and exclude:
+        raise LaunchError("--include and --exclude exclude each other; give one")
+    if (include or exclude) and (nodes or per_node):
+        raise LaunchError("--nodes and --gpus-per-node do not go with --include or --exclude; give the slots in the one or the other")
+    if include or exclude:
+        named = _parse_filter(include or exclude, hosts, "--include" if include else "--exclude")
+        keep = {host.name: [slot for slot in host.slots if (slot in named.get(host.name, ())) == bool(include)] for host in hosts}
+        chosen = [Host(name, tuple(slots)) for name, slots in keep.items() if slots]
+        if not chosen:
+            raise LaunchError(f"--exclude {exclude}: leaves no slot of the hostfile")
+        return chosen
+    if nodes is not None and nodes > len(hosts):
+        raise LaunchError(f"--nodes {nodes}: the hostfile names {len(hosts)} hosts")
+    return [_first_slots(host, per_node) for host in hosts[:nodes]]
+
+
+def include_text(hosts: Sequence[Host]) -> str:
+    """``hosts`` in the syntax of ``--include``, every slot named."""
+    return "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in hosts)
+
+
+def slots_text(hosts: Sequence[Host]) -> str:
+    """The slots alone, ``0,1/0,2`` for two hosts: what a rank needs to find its place; see :func:`parse_slots`."""
+    return "/".join(",".join(map(str, host.slots)) for host in hosts)
+
+
+def parse_slots(text: str) -> list[list[int]]:
+    """The inverse of :func:`slots_text`."""
+    return [[int(slot) for slot in host.split(",")] for host in text.split("/")]
+
+
+def world_size(hosts: Sequence[Host]) -> int:
+    """How many ranks ``hosts`` make."""
+    return sum(len(host.slots) for host in hosts)
+
+
+def describe(hosts: Sequence[Host]) -> list[str]:
+    """A line for each host: its ranks and its slots."""
+    lines, first = [], 0
+    for host in hosts:
+        lines.append(f"ranks {first} to {first + len(host.slots) - 1} on {host.name}, devices {','.join(map(str, host.slots))}")
+        first += len(host.slots)
+    return lines
+
+
+def _parse_filter(text: str, hosts: Sequence[Host], option: str) -> dict[str, set[int]]:
+    known = {host.name: host.slots for host in hosts}
+    named: dict[str, set[int]] = {}
+    for item in text.split("@"):
+        name, colon, slots = item.partition(":")
+        if name not in known:
+            raise LaunchError(f"{option} {text}: the hostfile has no host {name!r}{suggestion(name, known)}")
+        if colon and not re.fullmatch(r"\d+(,\d+)*", slots):
+            raise LaunchError(f"{option} {text}: {item!r} cannot be read; expected the form worker-0:0,2@worker-1")
+        wanted = {int(slot) for slot in slots.split(",")} if colon else set(known[name])
+        if missing := wanted - set(known[name]):
+            raise LaunchError(f"{option} {text}: host {name} has {len(known[name])} slots, no slot {min(missing)} (they count from 0)")
+        named.setdefault(name, set()).update(wanted)
+    return named
+
+
+def _first_slots(host: Host, count: int | None) -> Host:
+    if count is not None and count > len(host.slots):
+        raise LaunchError(f"--gpus-per-node {count}: the hostfile gives host {host.name} {len(host.slots)} slots")
+    return Host(host.name, host.slots[:count])

@@ -1,0 +1,64 @@
+"""What ``sdp launch`` has a foreign launcher start for each rank: it completes the rank's environment and becomes ``sdp train``.
+
+``python -m sdp.launcher.rank SLOTS HOST:PORT WORD…``, in the alphabet of ``words.py``. DeepSpeed numbers the local ranks of unequal hosts
+in another order, and mpirun names no master and gives no host its own devices: here all are made equal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ..engine import environment as env
+from ..engine.errors import LaunchError
+from .binding import bind_near_device
+from .hosts import parse_slots
+from .local import become
+from .supervised import report_fatal
+from .words import decode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Become this rank of the run; returns only the exit code of an error."""
+    slots_text, master, *words = map(decode, sys.argv[1:] if argv is None else argv)
+    address, _, port = master.rpartition(":")
+    try:
+        settings = place_settings(parse_slots(slots_text), address, port)
+    except LaunchError as error:
+        report_fatal(f"sdp: error: {error}", error.exit_code, None)
+        return error.exit_code
+    settings |= env.thread_settings(int(settings["LOCAL_WORLD_SIZE"]))  # a share of all cores: counted before they are narrowed
+    bind_near_device(int(settings["LOCAL_RANK"]), settings["CUDA_VISIBLE_DEVICES"])
+    return become(words, settings)
+
+
+def place_settings(slots: Sequence[Sequence[int]], address: str, port: str) -> dict[str, str]:
+    """The variables of this rank in a run over hosts with these ``slots``.
+
+    Raises :class:`LaunchError` where the launcher placed it on another host than the one that was planned.
+    """
+    env.export({"MASTER_ADDR": address, "MASTER_PORT": port})
+    place = env.detect()
+    if place is None:
+        raise LaunchError("no launcher's variables found; this command is for sdp launch alone, use sdp train")
+    total = sum(map(len, slots))
+    if place.world_size != total:
+        raise LaunchError(f"{place.source} started {place.world_size} processes, planned were {total}; start through sdp launch")
+    places = [(node, local) for node, host in enumerate(slots) for local in range(len(host))]
+    node, local = places[place.rank]
+    if place.source != "deepspeed" and place.local_rank != local:
+        raise LaunchError(
+            f"{place.source} made rank {place.rank} local rank {place.local_rank}, planned was {local} on host number {node}:"
+            " give hosts their slots in the hostfile alone, without mapping options in --launcher-args"
+        )
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(len(slots[node])),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, slots[node])),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""``sdp launch``: what each launcher would be given, word by word, and that nothing in it can run anything; ``local`` runs."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sdp
+from sdp.data.prepare import prepare
+from sdp.engine.errors import LaunchError
+from sdp.launcher import main as command_line
+from sdp.launcher.commands import Start, mpirun_command
+from sdp.launcher.hosts import Host
+from sdp.launcher.rank import place_settings
+from sdp.launcher.words import decode
+
+PYTHON = sys.executable
+HOSTILE = [
+    "a b",
+    "a;touch pwned",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "'; touch pwned; '",
+    '"; touch pwned; "',
+    "a\ntouch pwned\n",
+    "%h",
+    "&",
+    "",
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what is set is undone
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "run.json").write_text(json.dumps({"train_batch_size": 8, "sdp": {"groups": 2, "capacity": 0.5}}))
+    (tmp_path / "hosts").write_text("worker-0 slots=2\nworker-1 slots=4\n")
+    return tmp_path
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    code = command_line.main(["launch", "--dry-run", *words])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    return out
+
+
+def command_of(printed: str) -> list[str]:
+    """The words of the command in the first line, as a shell splits them, without what stands before it in ``env``."""
+    words = shlex.split(printed.partition("\n")[0])
+    return words[next(index for index, word in enumerate(words) if word != "env" and "=" not in word) :]
+
+
+def train_words(printed: str) -> list[str]:
+    """What ``sdp.launcher.rank`` gives to ``sdp train``, of the last rank's command."""
+    words = command_of(printed)
+    last = max(index for index, word in enumerate(words) if word.endswith("launcher.rank"))
+    return [decode(word) for word in words[last + 3 :]]
+
+
+def test_local(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = dry_run(capsys, "--launcher", "local", "--gpus-per-node", "4", "run.json", "--fsdp", "2")
+    assert command_of(printed)[:2] == [PYTHON, "-P"]
+    assert command_of(printed)[3:] == ["sdp.launcher.main", "train", "run.json", "--fsdp", "2", "--nproc", "4"]
+
+
+def test_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--launcher",
+        "deepspeed",
+        "--hostfile",
+        "hosts",
+        "--exclude",
+        "worker-1:0,2",
+        "--env",
+        "NCCL_DEBUG=INFO",
+        "run.json",
+        "--resume",
+    ]
+    printed = dry_run(capsys, *words)
+    command = command_of(printed)
+    runner = ["--hostfile", "hosts", "--include", "worker-0:0,1@worker-1:1,3", "--force_multi", "--master_addr", "worker-0"]
+    runner += [
+        "--master_port",
+        "29500",
+        "--no_python",
+        "--no_local_rank",
+        PYTHON,
+        "-P",
+        "-m",
+        "sdp.launcher.rank",
+        "0,1/1,3",
+        "worker-0:29500",
+    ]
+    assert command[:3] == [PYTHON, "-m", "deepspeed.launcher.runner"]
+    assert command[3 : 3 + len(runner)] == runner
+    assert train_words(printed) == ["train", "run.json", "--resume", "--set", 'env.NCCL_DEBUG="INFO"']
+    assert printed.splitlines()[1:3] == ["# ranks 0 to 1 on worker-0, devices 0,1", "# ranks 2 to 3 on worker-1, devices 1,3"]
+
+
+def test_open_mpi(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = dry_run(
+        capsys, "--launcher", "mpirun", "--mpi", "openmpi", "--hostfile", "hosts", "--launcher-args=--allow-run-as-root", "run.json"
+    )
+    command = command_of(printed)
+    assert command[:5] == ["mpirun", "-np", "6", "--host", "worker-0:2,worker-1:4"]
+    assert "--allow-run-as-root" in command
+    assert train_words(printed) == ["train", "run.json"]
+    assert not any("tcp_if" in word or word in ("btl", "tcp,self", "^openib") for word in command)  # InfiniBand stays possible
+
+
+@pytest.mark.parametrize("flavour", ["mpich", "intel"])
+def test_hydra(capsys: pytest.CaptureFixture[str], flavour: str) -> None:
+    printed = dry_run(capsys, "--launcher", "mpirun", "--mpi", flavour, "--hostfile", "hosts", "--mpirun", "mpiexec", "run.json")
+    command = command_of(printed)
+    assert command[0] == "mpiexec"
+    assert ("I_MPI_PIN" in command) == (flavour == "intel")
+    first, second = " ".join(command).split(" : ")
+    assert "-host worker-0 -n 2 " in first
+    assert second.startswith(f"-host worker-1 -n 4 {PYTHON} -P -m sdp.launcher.rank 0,1/0,1,2,3 worker-0:29500 train run.json")
+
+
+def test_slurm(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--partition", "gpu", "--account", "a1", "--qos", "high", "--time", "1-12:00:00", "--constraint", "a100&nvlink"]
+    options += ["--container", "docker://nvcr.io/x:1", "--container-mounts", "/data:/data", "--signal-seconds", "120"]
+    printed = dry_run(capsys, "--launcher", "slurm", "--nodes", "2", "--gpus-per-node", "4", *options, "run.json", "--dump-dir", "out")
+    lines = printed.splitlines()
+    for option in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "partition=gpu", "time=1-12:00:00", "constraint=a100&nvlink"):
+        assert f"#SBATCH --{option}" in lines
+    assert "#SBATCH --signal=B:USR1@120" in lines
+    assert f'#SBATCH --output="{Path.cwd()}/out/slurm/job.log"' in lines
+    srun = next(line for line in lines if line.startswith("srun "))
+    assert f"--container-image=docker://nvcr.io/x:1 --container-mounts={Path.cwd()}:{Path.cwd()},/data:/data" in srun
+    assert not Path("out").exists()  # a dry run leaves nothing
+
+
+def test_slurm_without_gpus_asks_for_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "gpus-per-node" not in dry_run(capsys, "--launcher", "slurm", "--gpus-per-node", "2", "--cpu", "run.json")
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+@pytest.mark.parametrize("launcher", ["local", "deepspeed", "mpirun"])
+def test_hostile_words_stay_words(capsys: pytest.CaptureFixture[str], launcher: str, word: str) -> None:
+    hosts = [] if launcher == "local" else ["--hostfile", "hosts"] + (["--mpi", "openmpi"] if launcher == "mpirun" else [])
+    out = word or "."
+    printed = dry_run(capsys, "--launcher", launcher, *hosts, "--env", f"NCCL_X={word}", "run.json", "--dump-dir", out)
+    expected = ["train", "run.json", "--dump-dir", out, "--set", f"env.NCCL_X={json.dumps(word)}"]
+    command, _, _ = printed.partition("\n#")
+    words = shlex.split(command)
+    if launcher == "local":
+        assert words[-len(expected) :] == expected
+        return
+    last = max(index for index, found in enumerate(words) if found.endswith("launcher.rank"))
+    assert [decode(found) for found in words[last + 3 :]] == expected
+    # A remote shell reads the joined words, as pdsh and ssh hand them over.
+    joined = " ".join(words[last + 1 :])
+    read = subprocess.run(["sh", "-c", f"printf '%s\\n' {joined}"], capture_output=True, text=True, check=True)
+    assert read.stdout.splitlines() == words[last + 1 :]
+    assert not Path("pwned").exists()
+
+
+@pytest.mark.parametrize("word", [word for word in HOSTILE if word and not set(word) & set('"\n%')])
+def test_hostile_words_in_the_batch_script(capsys: pytest.CaptureFixture[str], folder: Path, word: str) -> None:
+    """The script runs under bash with an srun that writes down its words."""
+    Path("bin").mkdir()
+    stand_in = Path("bin/srun")
+    stand_in.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{folder}/words"\nexit 3\n')
+    stand_in.chmod(0o755)
+    printed = dry_run(capsys, "--launcher", "slurm", "--gpus-per-node", "2", "--env", f"NCCL_X={word}", "run.json", "--dump-dir", word)
+    script = printed.partition("\n")[2]
+    (folder / word / "slurm").mkdir(parents=True)
+    environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    ended = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (3, "")
+    words = Path("words").read_text().splitlines()
+    assert words[words.index("train") :] == ["train", "run.json", "--dump-dir", word, "--set", f"env.NCCL_X={json.dumps(word)}", "--resume"]
+    assert [line.split()[1:] for line in (folder / word / "slurm/events").read_text().splitlines()] == [
+        ["7", "running"],
+        ["7", "ended", "3"],
+    ]
+    assert not list(folder.rglob("pwned"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--launcher", "pdsh", "run.json"], "invalid choice: 'pdsh'"),
+        (["--launcher", "local"], "the following arguments are required: CONFIG"),
+        (["--launcher", "local", "--hostfile", "hosts", "run.json"], "--hostfile has no effect with --launcher local"),
+        (["--launcher", "mpirun", "run.json"], "needs --hostfile"),
+        (["--launcher", "slurm", "run.json"], "needs --gpus-per-node"),
+        (["--launcher", "slurm", "--gpus-per-node", "2", "--mpi", "mpich", "run.json"], "--mpi has no effect with --launcher slurm"),
+        (["--launcher", "slurm", "--gpus-per-node", "2", "--partition", "a\n#SBATCH --x", "run.json"], "not a value that SLURM could know"),
+        (["--launcher", "slurm", "--gpus-per-node", "2", "--time", "1;touch pwned", "run.json"], "not a value that SLURM could know"),
+        (["--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", 'a"b'], "choose a name without them"),
+        (["--launcher", "slurm", "--gpus-per-node", "2", "--launcher-args", "touch pwned", "run.json"], "options of sbatch in the form"),
+        (["--launcher", "local", "--gpus-per-node", "3", "run.json"], "3 processes (--gpus-per-node) are not a multiple of groups 2"),
+        (["--launcher", "deepspeed", "--hostfile", "hosts", "run.json", "--fsdp", "2"], "6 processes (slots of 2 hosts) are not"),
+        (["--launcher", "deepspeed", "--hostfile", "hosts", "--master-addr", "a;b", "run.json"], "--master-addr: 'a;b' is no host name"),
+        (["--launcher", "deepspeed", "--hostfile", "hosts", "--python", "/a b/python", "run.json"], "passes it unquoted to remote shells"),
+        (["--launcher", "deepspeed", "--hostfile", "local-host", "run.json"], "cannot reach rank 0 at localhost"),
+        (["--launcher", "local", "--env", "NCCL_DEBUG", "run.json"], "expected NAME=VALUE"),
+        (["--launcher", "local", "--env", "RANK=3", "run.json"], "env.RANK: RANK is the launcher's"),
+        (["--launcher", "local", "--env", "A B=3", "run.json"], "is no name of an environment variable"),
+        (["--launcher", "local", "--launcher-args", "x", "run.json"], "--launcher-args has no effect"),
+        (["--launcher", "mpirun", "--hostfile", "hosts", "--launcher-args", "'", "run.json"], "No closing quotation"),
+        (["--launcher", "local", "run.json", "--nproc", "2"], "give --gpus-per-node before CONFIG"),
+        (["--launcher", "local", "none.json"], "none.json: no such configuration file"),
+        (["--launcher", "mpirun", "--hostfile", "hosts", "--mpirun", "./no-mpirun", "run.json"], "no-mpirun is not on the PATH"),
+    ],
+)
+def test_refused(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    Path("local-host").write_text("localhost slots=2\nworker-1 slots=2\n")
+    assert command_line.main(["launch", "--dry-run", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize("line", ["A=$(touch pwned)", "A=`touch pwned`", 'A="x"', "# comment", "", "export A=1"])
+def test_deepspeed_env_file_that_the_runner_would_trip_over(capsys: pytest.CaptureFixture[str], line: str) -> None:
+    Path(".deepspeed_env").write_text(f"NCCL_DEBUG=INFO\n{line}\n")
+    assert command_line.main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
+    assert ".deepspeed_env:2:" in capsys.readouterr().err
+
+
+def test_deepspeed_exports_that_a_remote_shell_would_expand(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "$(touch pwned)")
+    assert command_line.main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
+    assert "UCX_TLS='$(touch pwned)'" in capsys.readouterr().err
+
+
+def test_started_ranks_are_not_launched_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert command_line.main(["launch", "--launcher", "local", "run.json"]) == 2
+    assert "its ranks run sdp train themselves" in capsys.readouterr().err
+
+
+def test_search_path_goes_to_every_host() -> None:
+    start = Start(["train"], "python", Path("/w"), {"PYTHONPATH": "/a b;c"})
+    assert "PYTHONPATH=/a b;c" in mpirun_command(start, [Host("a", (0,))], "openmpi", "mpirun", ("a", 1))
+    hydra = mpirun_command(start, [Host("a", (0,))], "mpich", "mpirun", ("a", 1))
+    assert hydra[hydra.index("-genv") :][:3] == ["-genv", "PYTHONPATH", "/a b;c"]
+
+
+def open_mpi(monkeypatch: pytest.MonkeyPatch, rank: int, local: int, local_size: int, size: int = 5) -> None:
+    values = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local, "LOCAL_SIZE": local_size}
+    for name, value in values.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+
+
+def test_rank_completes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_mpi(monkeypatch, rank=3, local=1, local_size=3)
+    settings = place_settings([[0, 1], [1, 2, 3]], "h", "7")
+    assert settings == {
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "7",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "CUDA_VISIBLE_DEVICES": "1,2,3",
+    }
+
+
+def test_rank_on_another_host_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_mpi(monkeypatch, rank=3, local=0, local_size=2)
+    with pytest.raises(LaunchError, match="Open MPI made rank 3 local rank 0, planned was 1 on host number 1"):
+        place_settings([[0, 1], [1, 2, 3]], "h", "7")
+    open_mpi(monkeypatch, rank=3, local=0, local_size=2, size=4)
+    with pytest.raises(LaunchError, match="started 4 processes, planned were 5"):
+        place_settings([[0, 1], [1, 2, 3]], "h", "7")
+
+
+def test_local_ranks_of_unequal_hosts_under_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed numbers them by rank modulo the host's slots: ranks 2, 3, 4 of hosts with 2 and 3 slots as 2, 0, 1."""
+    values = {"RANK": 2, "WORLD_SIZE": 5, "LOCAL_RANK": 2, "LOCAL_SIZE": 3, "CROSS_RANK": 1, "MASTER_ADDR": "h", "MASTER_PORT": 7}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+    assert place_settings([[0, 1], [0, 1, 2]], "h", "7")["LOCAL_RANK"] == "0"
+
+
+def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"a text of number {n} " * 9}) + "\n" for n in range(40)))
+    prepare([str(folder / "texts.jsonl")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
+    model = {"name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "sdp": {"groups": 2, "capacity": 0.5},
+        "model": {**model, "max_position_embeddings": 32},
+        "data": {"path": "shards", "sequence_length": 32},
+        "training": {"steps": 2, "evaluate_batches": 1},
+        "env": {"GLOO_SOCKET_IFNAME": "lo"},
+    }
+    (folder / "small.json").write_text(json.dumps(config))
+    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
+    head = [PYTHON, "-P", "-m", "sdp.launcher.main"]
+    launched = subprocess.run(
+        [*head, "launch", "--launcher", "local", "--gpus-per-node", "2", "--env", "NCCL_DEBUG=a b", "small.json", "--dump-dir", "one run"],
+        env=environ, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert launched.returncode == 0, launched.stderr
+    assert "environment of every rank: GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=a b" in launched.stderr
+    trained = subprocess.run([*head, "train", "small.json", "--dump-dir", "two"], env=environ, capture_output=True, text=True, timeout=240)
+    assert trained.returncode == 0, trained.stderr
+    losses = [[json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()] for run in ("one run", "two")]
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ["infiniband", "roce", "slingshot", "ethernet"])
+def test_examples_for_clusters(folder: Path, name: str) -> None:
+    root = Path(sdp.__path__[0])
+    (folder / "sdp").write_text(f'#!/bin/sh\nexec {shlex.quote(PYTHON)} -P -m sdp.launcher.main "$@"\n')
+    (folder / "sdp").chmod(0o755)
+    (folder / "hosts").write_text("worker-0 slots=8\nworker-1 slots=8\n")
+    environ = dict(os.environ, PYTHONPATH=str(root.parent), PATH=f"{folder}:{os.environ['PATH']}", HOSTFILE=str(folder / "hosts"))
+    script = root / f"configs/clusters/{name}.sh"
+    shown = subprocess.run([script, "--dry-run"], cwd=root, env=environ, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    assert "GLOO_SOCKET_IFNAME" in shown.stdout
