@@ -41,10 +41,10 @@ def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, co
 
 
 def data_parallel_traffic(layout: Layout) -> Traffic:
-    """What every rank of DistributedDataParallel over the same ranks sends: one all-reduce of all its float32 gradients."""
+    """What every rank of DistributedDataParallel over the same ranks sends: one all-reduce of all float32 gradients."""
     traffic = Traffic()
-    numel = sum(info.part.numel() for info in layout.parameters.values() if info.trainable)
-    traffic.record("between groups", "all_reduce", numel * FLOAT32, layout.mesh.data_ranks)
+    numel = sum(info.numel for info in layout.parameters.values() if info.trainable)
+    traffic.record("between groups", "all_reduce", numel * FLOAT32, layout.mesh.world_size)
     return traffic
 
 

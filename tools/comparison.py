@@ -33,7 +33,8 @@ class Facts:
     """One run in numbers: bytes, seconds, tokens, nats per token. What the run did not record is None or missing.
 
     ``state``: bytes by part and ``"together"``, counted in the tensors; ``peak_tensors``: of live tensors in a probed step;
-    ``peak_process``: above what the process had before the model existed; ``sent`` and ``sent_by_kind``: per step, busiest rank.
+    ``peak_process``: above what the process had before the model existed; ``sent`` and ``sent_by_kind``: per step, busiest rank;
+    ``sent_deviation``: how far what the placement decides is from the plan, of the rank where it is farthest.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Facts:
     peak_process: Spread | None = None
     sent: float | None = None
     sent_by_kind: dict[str, float] = field(default_factory=dict)
-    sent_planned: float | None = None
+    sent_deviation: float | None = None
     dense_state: dict[str, float] = field(default_factory=dict)
     data_parallel_sent: float | None = None
 
@@ -131,7 +132,7 @@ def facts_of(run: Run) -> Facts:
         peak_process=Spread.of(_above_baseline(rank) for rank in ranks),
         sent=float(_total(busiest, "comm_bytes_per_step")) if busiest else _median(settled, "comm_bytes"),
         sent_by_kind=dict(busiest.get("comm_bytes_per_step") or last.get("comm_bytes_by_kind") or {}),
-        sent_planned=max((float(_total(rank, "comm_bytes_planned")) for rank in ranks), default=None),
+        sent_deviation=_sent_deviation(ranks),
         dense_state=dense_state | ({"together": sum(dense_state.values())} if dense_state else {}),
         data_parallel_sent=summary.get("ddp_comm_bytes_per_step"),
     )
@@ -193,6 +194,17 @@ def _above_baseline(rank: Mapping[str, Any]) -> float | None:
 
 def _total(rank: Mapping[str, Any], key: str) -> int:
     return sum((rank.get(key) or {}).values())
+
+
+def _sent_deviation(ranks: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of what tensor-parallel ranks send of activations there is no plan: it follows from the batch, not from the placement."""
+    deviations = []
+    for rank in ranks:
+        counted = {kind: sent for kind, sent in (rank.get("comm_bytes_per_step") or {}).items() if not kind.startswith("tensor parallel")}
+        planned = _total(rank, "comm_bytes_planned")
+        if counted and planned:
+            deviations.append(sum(counted.values()) / planned - 1)
+    return max(deviations, key=abs, default=None)
 
 
 def _measured_state(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:

@@ -128,7 +128,7 @@ def _traffic(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
         Row("bytes sent per step, busiest rank"),
         bytes_row("all collectives", [run.sent for run in runs], dense.sent, decimal=True, show_baseline=predicted),
         *(bytes_row(f"  {_kind(kind)}", [run.sent_by_kind.get(kind) for run in runs], decimal=True) for kind in kinds),
-        text_row("    counted against planned", [_deviation(_relative(run.sent, run.sent_planned)) for run in runs]),
+        text_row("    counted against planned", [_deviation(run.sent_deviation) for run in runs]),
         bytes_row("per second", [run.sent_per_second for run in runs], decimal=True, per="/s"),
     ]
 
@@ -140,10 +140,6 @@ def _on_cuda(runs: Sequence[Facts]) -> bool:
 def _largest(run: Facts | None, key: str) -> float | None:
     spread = getattr(run, key) if run else None
     return spread.largest if spread else None
-
-
-def _relative(value: float | None, planned: float | None) -> float | None:
-    return value / planned - 1 if value is not None and planned else None
 
 
 def _deviation(deviation: float | None) -> str | None:

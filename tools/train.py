@@ -374,7 +374,8 @@ class Trainer:
         if self.engine.world_size > 1:
             log.info("bytes sent between groups by this rank in a step: %s", self.engine.traffic_formula())
             planned = ", ".join(f"{kind.replace('/', ' ')} {sent:,}" for kind, sent in self.engine.planned_traffic().by_kind().items())
-            log.info("bytes sent by this rank in a step, planned: %s", planned)
+            activations = "; activations between tensor-parallel ranks come on top" if self.engine.layout.mesh.tp > 1 else ""
+            log.info("bytes sent by this rank in a step, planned: %s%s", planned, activations)
         if not self._probes:
             log.info("peak of live tensors: not measured, since on a CPU compiled code takes memory unseen")
 

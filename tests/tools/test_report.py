@@ -90,6 +90,16 @@ def test_deviations_from_the_plan_are_shown(tmp_path: Path):
     assert row(table, "inside groups, all-gather") == ["1 B"]
 
 
+def test_activations_between_tensor_parallel_ranks_are_shown_and_not_planned(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    assert run.summary is not None
+    for rank in run.summary["ranks"]:
+        rank["comm_bytes_per_step"] = rank["comm_bytes_per_step"] | {"tensor parallel/all_gather": 3_000_000}
+    table = render([run])
+    assert row(table, "counted against planned") == ["equal"]
+    assert row(table, "tensor parallel, all-gather") == ["3.00 MB"]
+
+
 def test_the_text_fits_into_100_columns(tmp_path: Path):
     runs = [make_run(tmp_path / f"capacity-{holders}", holders=holders) for holders in (1, 2, 3, 4)]
     table = render(runs)

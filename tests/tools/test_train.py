@@ -194,6 +194,12 @@ BAD = [
 ]
 
 
+def test_a_sequence_that_tensor_parallel_ranks_cannot_share_is_refused_in_one_line(config, tmp_path, capsys):
+    path = write(config, tmp_path)
+    assert main(["train", str(path), "--tp", "2", "--dump-dir", str(tmp_path / "run"), "--set", "data.sequence_length=33"]) == 2
+    assert "data.sequence_length: 33 is not divisible by tensor_parallel.autotp_size = 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[next(iter(change)) for change, _ in BAD])
 def test_bad_input_is_one_line_and_exit_code_2(config, tmp_path, capsys, change, message):
     config["sdp"]["engine"] = "reference"
