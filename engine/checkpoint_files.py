@@ -19,8 +19,15 @@ FORMAT = 2
 STATE, LATEST = "state.json", "latest.json"
 PARTIAL = ".partial"
 
-_KEYS = {"global_steps", "global_samples", "mesh", "placement", "scheduler", "loader", "client_state", "files"}
+_KEYS = {"global_steps", "global_samples", "mesh", "placement", "scheduler", "loader", "client_state", "files", "has_optimizer_state"}
 _OLDER = "remove this directory to resume from an older checkpoint"
+
+
+def check_tag(tag: str) -> str:
+    """``tag`` if it can be the name of a directory among others. Raises :class:`CheckpointError`."""
+    if not tag or tag.startswith(".") or Path(tag).name != tag:
+        raise CheckpointError(f"the tag {tag!r} is no name of one directory; use letters, digits and dashes, such as step-100")
+    return tag
 
 
 def encode_state(state: Mapping[str, Any]) -> str:

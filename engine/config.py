@@ -71,6 +71,9 @@ class WandbSection(Section):
     project: str = "sdp"
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # as torch's generators take it
+
+
 class SDPSection(Section):
     """Subnetwork Data Parallelism: which group of ranks holds which part of the model."""
 
@@ -84,7 +87,7 @@ class SDPSection(Section):
     protect: list[str] = Field(default_factory=list)
     branch_scale: Literal["none", "train", "eval"] = "none"
     neuron_groups: PositiveInt = 8
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     engine: Literal["fsdp2", "deepspeed", "reference"] = "fsdp2"
     check_interval: NonNegativeInt = 100
 
@@ -124,7 +127,7 @@ class TrainingSection(Section):
     async_save: bool = False
     start_timeout: Annotated[float, Field(gt=0)] = 1800.0
     step_timeout: Annotated[float, Field(gt=0)] = 600.0
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     compile: bool = False
 
 
@@ -209,7 +212,9 @@ def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(source))  # a deep copy that is sure to be JSON
     path = Path(source)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
+        raw = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_refuse_duplicates)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -232,7 +237,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     path, separator, text = override.partition("=")
-    if not separator or not path.strip():
+    if not separator or not all(part.strip() for part in path.split(".")):
         raise ConfigError(f"--set {override}: expected section.key=value")
     try:
         value = json.loads(text)

@@ -18,7 +18,7 @@ from . import checkpoint
 from .backends.base import Backend
 from .batch import call_model, loss_of
 from .batch_size import BatchSize
-from .checkpoint_files import latest, read_state
+from .checkpoint_files import check_tag, latest, read_state
 from .checkpoint_part import Part
 from .clip import clip_
 from .config import Config
@@ -211,6 +211,7 @@ class SDPEngine:
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
             "skipped_steps": self.skipped_steps,
+            "has_optimizer_state": bool(self.optimizer.state),  # not before the first step that was no skip
             "mesh": self._mesh_shape(),
             "placement": self.layout.placement.to_json(),
             "learning_rates": [float(group["lr"]) for group in self.optimizer.param_groups],
@@ -218,8 +219,9 @@ class SDPEngine:
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": dict(client_state or {}),
         }
+        tag = check_tag(tag) if tag is not None else f"step-{self.global_steps}"
         tensors = self._tensors() | self._random_state()
-        self._saver.save(Path(save_dir), tag or f"step-{self.global_steps}", tensors, state, keep=keep, background=background)
+        self._saver.save(Path(save_dir), tag, tensors, state, keep=keep, background=background)
         return True
 
     def wait_for_checkpoint(self, *, block: bool = True) -> None:
@@ -232,12 +234,14 @@ class SDPEngine:
         Returns its path and the client state; ``(None, {})`` where there is no checkpoint and no tag was asked for. Raises
         CheckpointError for one that is damaged, or of another model, optimizer or data set.
         """
-        tag = tag or latest(Path(load_dir))
+        tag = check_tag(tag) if tag is not None else latest(Path(load_dir))
         if tag is None:
             return None, {}
         path = Path(load_dir) / tag
         state = read_state(path)
-        if state["global_steps"] and not self.optimizer.state:
+        if not state["has_optimizer_state"]:
+            self.optimizer.state.clear()
+        elif not self.optimizer.state:
             checkpoint.materialise_state(self.optimizer)
         # Random numbers are a rank's own: they go on where the same ranks go on.
         random = self._random_state() if state["mesh"] == self._mesh_shape() else {}

@@ -72,11 +72,11 @@ def first_holders_buffers(rank: EvaluatedRank) -> Iterator[None]:
                 rank.traffic.record("between groups", "broadcast", value.nbytes, rank.layout.mesh.world_size)
             dist.broadcast(value, src=source)
             if name in here:
-                here[name].copy_(value)
+                here[name].data.copy_(value)
         yield
     finally:
         for name, value in own.items():
-            here[name].copy_(value)
+            here[name].data.copy_(value)  # not seen by autograd: a backward pass may still be to come, and the values are the same
 
 
 class StreamedEvaluation:

@@ -148,7 +148,7 @@ def become(argv: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
 
 
 def _start(rank: int, command: Sequence[str], environ: dict[str, str], log_dir: Path) -> _Rank:
-    log, error_file = log_dir / f"rank-{rank}.log", log_dir / f"rank-{rank}.error"
+    log, error_file = log_dir / f"rank-{rank}.log", log_dir / f"rank-{rank}.{os.getpid()}.error"
     environ |= {env.PARENT_PID: str(os.getpid()), env.ERROR_FILE: str(error_file.absolute())}
     try:
         log_dir.mkdir(parents=True, exist_ok=True)

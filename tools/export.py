@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,25 +54,28 @@ def run(args: argparse.Namespace) -> int:
 
 def export(saved: SavedRun, out: Path, dtype: torch.dtype, max_shard_bytes: int) -> list[Path]:
     """Write ``saved`` to ``out``, replacing it once everything is written; returns the files of the weights."""
+    out = out.resolve()
     tokenizer = load_tokenizer(saved.data)
     config = huggingface_config(saved.config.model, tokenizer.vocab_size)
     shapes = _shapes(saved, tokenizer.vocab_size)
     if (damage := damaged_file(saved.checkpoint, saved.state["files"])) is not None:
         raise CheckpointError(damage)
-    partial = out.with_name(f"{out.name}.partial")
+    partial = None
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         names = _write_weights(saved.checkpoint, partial, shapes, dtype, max_shard_bytes)
         special = write_tokenizer(tokenizer, partial)
         tokens = {"bos_token_id": special.begin, "eos_token_id": special.end}
         _write_json(partial / "config.json", config | tokens | {"torch_dtype": str(dtype).removeprefix("torch.")})
         _write_json(partial / "generation_config.json", tokens)
+        partial.chmod(0o777 & ~_umask())
         _replace(partial, out)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out}: cannot be written ({error})") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
     return [out / name for name in names]
 
 
@@ -131,12 +136,20 @@ def _check_output(out: Path, *, overwrite: bool) -> None:
 
 
 def _replace(new: Path, out: Path) -> None:
-    old = out.with_name(f"{out.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        out.rename(old)
+    """Put ``new`` in the place of ``out``; nothing that stands beside it is touched."""
+    if not out.exists():
+        new.rename(out)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    out.rename(aside / out.name)
     new.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +15,9 @@ from ..engine.config import Config
 from ..engine.errors import ConfigError, DataError
 from ..engine.placement import Placement
 
+log = logging.getLogger("sdp")
+
+LOCK = ".lock"
 CONFIG, PLACEMENT, SUMMARY = "config.json", "placement.json", "summary.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 PLOT = "plots/loss.png"
@@ -21,9 +26,9 @@ PLOT = "plots/loss.png"
 class RunFiles:
     """Writes the files of the run in ``dump_dir``, which is made if it is missing.
 
-    Every line reaches the file before the call returns, so that a killed run loses at most the line being written. Numbers
-    that JSON lacks (nan, infinity) are written as null. Raises ConfigError where ``dump_dir`` holds a run and ``resume`` is
-    false, or cannot be written.
+    The directory is locked against a second run until :meth:`close`. Every line reaches the file before the call returns, so that a
+    killed run loses at most the line being written. Numbers that JSON lacks (nan, infinity) are written as null. Raises ConfigError
+    where ``dump_dir`` holds a run and ``resume`` is false, where another run is writing to it, or where it cannot be written.
     """
 
     def __init__(self, dump_dir: Path, resume: bool):
@@ -33,8 +38,10 @@ class RunFiles:
             raise ConfigError(f"{dump_dir} already holds a run; pass --resume to continue it or name another --dump-dir")
         try:
             dump_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = (dump_dir / LOCK).open("a")
         except OSError as error:
-            raise ConfigError(f"--dump-dir {dump_dir}: cannot be made ({error.strerror})") from None
+            raise ConfigError(f"--dump-dir {dump_dir}: cannot be written ({error.strerror})") from None
+        _lock(self._lock, dump_dir)
         if not resume:
             for name in (METRICS, EVALUATIONS, SUMMARY):  # left by a run that ended before its first step
                 (dump_dir / name).unlink(missing_ok=True)
@@ -60,7 +67,7 @@ class RunFiles:
 
     def truncate_after(self, step: int) -> None:
         """Forget what was written after ``step``, so that a resumed run has every step once; an old summary goes too."""
-        self.close()
+        self._close_lines()
         for name in (METRICS, EVALUATIONS):
             if (self.dump_dir / name).exists():
                 kept = [line for line in _read_lines(self.dump_dir / name) if line["step"] <= step]
@@ -68,6 +75,11 @@ class RunFiles:
         (self.dump_dir / SUMMARY).unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Close what is written to, and let another run have the directory."""
+        self._close_lines()
+        self._lock.close()
+
+    def _close_lines(self) -> None:
         for file in self._open.values():
             file.close()
         self._open.clear()
@@ -115,6 +127,16 @@ def read_run(dump_dir: Path) -> Run:
         evaluations=_read_lines(dump_dir / EVALUATIONS),
         summary=_read_object(dump_dir / SUMMARY),
     )
+
+
+def _lock(file: TextIO, dump_dir: Path) -> None:
+    """Hold the lock until ``file`` is closed or the process ends. Raises ConfigError where another process does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"{dump_dir}: another run is writing here at this moment; wait for it, or name another --dump-dir") from None
+    except OSError as error:
+        log.warning("%s: its file system has no locks (%s), so nothing keeps a second run from writing there too", dump_dir, error.strerror)
 
 
 def _holds_run(dump_dir: Path) -> bool:

@@ -88,7 +88,12 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
     if tag is None:
         return
     path = dump_dir / "checkpoints" / tag
-    trained_with = read_state(path)["client_state"].get("tokenizer")
+    state = read_state(path)
+    if config.training.steps is not None and state["global_steps"] > config.training.steps:
+        raise ConfigError(
+            f"training.steps: {config.training.steps}, but {path} is from step {state['global_steps']}; raise training.steps to train on"
+        )
+    trained_with = state["client_state"].get("tokenizer")
     data = Path(config.data.path) if config.data.path is not None else dump_dir / "corpus"
     if trained_with is None or not (data / INDEX_FILE).is_file():
         return

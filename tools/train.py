@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     profile, as text, or None.
     """
     profiled = parse_steps(args.profile) if args.profile is not None else None
-    config = _with_initial_model(load_config(args.config, args.overrides))
+    config = _with_absolute_paths(_with_initial_model(load_config(args.config, args.overrides)))
     place = detect()
     rank, world_size = (place.rank, place.world_size) if place is not None else (0, 1)
     preflight.check(config, mesh_of(config, world_size), args.dump_dir, resume=args.resume)
@@ -80,9 +80,22 @@ def run(args: argparse.Namespace) -> int:
             status = trainer.train(resume=args.resume)
     finally:
         trainer.close()
+        if files is not None:
+            files.close()
     if dist.is_initialized():  # not after a failure: other ranks may be inside a collective, and the message must get out
         dist.destroy_process_group()
     return status
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """The run's own config.json is read from other directories too."""
+    paths = {"data": ("path", config.data.path), "training": ("init_from", config.training.init_from)}
+    changed = {
+        section: getattr(config, section).model_copy(update={key: str(Path(path).absolute())})
+        for section, (key, path) in paths.items()
+        if path is not None
+    }
+    return config.model_copy(update=changed)
 
 
 def _with_initial_model(config: Config) -> Config:
@@ -137,8 +150,8 @@ class Trainer:
         self.baseline_memory = baseline
         self.memory = PeakMemory(engine.device)
         self.tokens_per_step = engine.train_batch_size() * config.data.sequence_length
+        self.steps = 0
         training = config.training
-        self.steps = training.steps or math.ceil((training.tokens or 0) / self.tokens_per_step)
         self.peak_tensors: int | None = None
         # Compiled code takes its memory where a CPU's probe does not see it.
         self._probes = engine.device.type == "cuda" or not training.compile
@@ -171,6 +184,7 @@ class Trainer:
             self.files.write_config(self.config)
             self.files.write_placement(self.engine.layout.placement)
         start = self.engine.global_steps
+        self.steps = self.config.training.steps or start + max(0, math.ceil(self._tokens_left() / self.tokens_per_step))
         if self._profiled is not None and self._profiled[1] > self.steps - start:
             raise ConfigError(f"--profile: {self._profiled[1]} steps are needed, but only {self.steps - start} are left; name earlier ones")
         self._announce(start)
@@ -194,6 +208,14 @@ class Trainer:
                 return 128 + self._stopping
         self._finish(time.perf_counter() - started)
         return 0
+
+    @property
+    def tokens(self) -> int:
+        """Trained on since the start of the run, whatever the batch sizes were."""
+        return self.engine.global_samples * self.config.data.sequence_length
+
+    def _tokens_left(self) -> int:
+        return (self.config.training.tokens or 0) - self.tokens
 
     def _start_profile(self) -> None:
         if self._profiled is not None and self.files is not None:
@@ -269,7 +291,7 @@ class Trainer:
         busiest = max((comm for _, comm, _ in everyones), key=lambda comm: sum(comm.values()))
         line = {
             "step": step,
-            "tokens": step * self.tokens_per_step,
+            "tokens": self.tokens,
             "loss": facts.loss,
             "grad_norm": self.engine.get_global_grad_norm(),
             "lr": facts.learning_rate,
@@ -306,9 +328,8 @@ class Trainer:
             return
         step, mean_own = self.engine.global_steps, sum(own) / len(own)
         seconds = time.perf_counter() - started
-        tokens = step * self.tokens_per_step
         facts = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "subnetwork_losses": own, "seconds": seconds}
-        self.files.evaluation({"step": step, "tokens": tokens, **facts})
+        self.files.evaluation({"step": step, "tokens": self.tokens, **facts})
         self.monitors.write(step, evaluation_scalars(facts))
         bar.print(f"step {step}: held-out loss {loss:.4f} (full model), {mean_own:.4f} (mean of the groups' own subnetworks)")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks_models as models
 import torch
 import torch.distributed as dist
 from ranks import RankPool
@@ -296,6 +297,33 @@ def test_no_checkpoint_is_no_error_but_a_named_one_is(tmp_path: Path) -> None:
     assert engine.load_checkpoint(tmp_path) == (None, {})
     with pytest.raises(CheckpointError, match="step-7"):
         engine.load_checkpoint(tmp_path, "step-7")
+
+
+def test_a_checkpoint_from_before_the_first_update_brings_that_back(tmp_path: Path) -> None:
+    engine = engine_of(SOURCE, "reference", training={"max_skips": 3})
+    engine.save_checkpoint(tmp_path)
+    engine.backward(engine(models.rows_of_all(SOURCE.model, 0, 0, SOURCE.world)) * float("nan"))
+    engine.step()
+    engine.save_checkpoint(tmp_path)  # the only step so far was skipped: there is no optimizer state
+    before = engine.full_state_dict()
+    trained = []
+    for tag in ("step-0", "step-1"):
+        engine.load_checkpoint(tmp_path, tag)
+        assert not engine.optimizer.state
+        assert all(torch.equal(engine.full_state_dict()[name], value) for name, value in before.items())
+        one_step(engine, SOURCE, 0, data_rank=None)
+        engine.step()
+        trained.append(engine.full_state_dict())
+    # From step 1 the schedule is one skip behind, not a step ahead: the same update.
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in before)
+
+
+@pytest.mark.parametrize("tag", ["", ".", "../up", "a/b", ".hidden"])
+def test_a_tag_is_one_name(small: Path, tag: str) -> None:
+    engine = engine_of(SOURCE, "reference")
+    with pytest.raises(CheckpointError, match="no name of one directory"):
+        engine.save_checkpoint(small, tag)
+    assert sorted(path.name for path in small.iterdir()) == ["latest.json", "step-1"]
 
 
 def test_a_tag_is_replaced_and_client_state_must_be_json(small: Path) -> None:

@@ -54,6 +54,16 @@ def texts() -> list[str]:
     return awkward + [path.read_text() for path in (root / "README.md", root / "tools" / "table.py", Path(__file__))]
 
 
+def test_what_stands_beside_the_output_is_not_touched(trained_run, tmp_path):
+    for name in ("model.old", "model.partial", ".model.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+    for more in ([], ["--overwrite"]):
+        assert main(["export", str(trained_run), "--to", "hf", str(tmp_path / "model"), *more]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model.partial", "model", "model.old", "model.partial"]
+    assert len(list(tmp_path.rglob("precious"))) == 3
+
+
 def test_logits_and_generation_are_those_of_our_model(trained_run, exported):
     ours, theirs = our_model(trained_run), transformers.AutoModelForCausalLM.from_pretrained(exported)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)

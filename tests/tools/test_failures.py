@@ -70,7 +70,7 @@ class Job:
         return until(find)
 
     def place(self, rank: int) -> Place | None:
-        return Place.read(self.dump_dir / "logs" / f"rank-{rank}.place")
+        return Place.read(self.dump_dir / "logs" / f"rank-{rank}.{self.process.pid}.place")
 
     def signal_rank_when(self, rank: int, number: int, reached: Callable[[Place], bool]) -> list[int]:
         """Signal the rank once its place is ``reached``; returns all ranks' process ids."""

@@ -121,5 +121,5 @@ def test_a_directory_without_a_run(tmp_path: Path):
 
 def test_a_dump_dir_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"--dump-dir .*: cannot be made"):
+    with pytest.raises(ConfigError, match=r"--dump-dir .*: cannot be written"):
         RunFiles(tmp_path / "file" / "run", resume=False)

@@ -1,5 +1,6 @@
 """``sdp train`` end to end: real processes, real text, real files."""
 
+import fcntl
 import json
 import random
 import subprocess
@@ -189,6 +190,7 @@ BAD = [
     ({"data.tokenizer": "sentencepiece"}, "was prepared with bytes; remove data.tokenizer"),
     ({"data.sequence_length": 4096, "model.max_position_embeddings": 2048}, "more than model.max_position_embeddings = 2048"),
     ({"scheduler.params.total_num_steps": -1}, "scheduler.params.total_num_steps"),
+    ({"training.seed": 10**25}, "training.seed"),
     ({"training.tokens": 4096}, "either training.steps or training.tokens"),
     ({"wandb.enabled": True}, "wandb"),
 ]
@@ -243,3 +245,39 @@ def test_world_must_be_divisible(config, tmp_path):
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "multiple of" in result.stderr
+
+
+def test_two_runs_cannot_write_to_one_directory(config, tmp_path, capsys):
+    config["sdp"]["engine"] = "reference"
+    path = write(config, tmp_path)
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert main(["train", str(path), "--dump-dir", str(tmp_path / "run")]) == 2
+    assert "another run is writing here at this moment" in capsys.readouterr().err
+    assert main(["train", str(path), "--dump-dir", str(tmp_path / "run"), "--set", "training.steps=1"]) == 0
+
+
+def test_a_budget_of_tokens_holds_over_a_change_of_batch(config, tmp_path, capsys):
+    config["sdp"]["engine"] = "reference"
+    config["scheduler"] = None
+    config["training"] |= {"steps": None, "tokens": 3 * 8 * 32, "save_every": 1}
+    run = ["train", str(write(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]
+    assert main(run) == 0
+    # The same number of tokens again in batches twice as large: one step of 512, and one that goes over.
+    assert main([*run, "--resume", "--set", f"training.tokens={6 * 8 * 32}", "train_batch_size=16"]) == 0
+    assert [line["tokens"] for line in metrics(tmp_path / "run")] == [256, 512, 768, 1280, 1792]
+    capsys.readouterr()
+    assert main([*run, "--resume", "--set", "training.tokens=null", "training.steps=4"]) == 2
+    assert "training.steps: 4, but" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["tokens"] == 6 * 8 * 32
+
+
+def test_a_run_is_found_again_from_another_directory(config, corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(corpus.parent)
+    config["data"]["path"] = corpus.name
+    config["sdp"]["engine"] = "reference"
+    config["training"] |= {"steps": 1, "save_every": 1}
+    assert main(["train", str(write(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", "run"]) == 0
