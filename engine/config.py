@@ -82,7 +82,7 @@ class SDPSection(Section):
     granularity: Literal["block", "neuron"] = "block"
     masking: Literal["forward", "backward"] = "forward"
     placement: Literal["cyclic", "balanced", "random"] | Annotated[dict[str, list[NonNegativeInt]], Field(min_length=1)] = "cyclic"
-    profile: Literal["uniform", "depth"] | list[PositiveInt] = "uniform"
+    profile: Literal["uniform", "depth", "auto"] | list[PositiveInt] = "uniform"
     units: Literal["auto"] | list[str] = "auto"
     protect: list[str] = Field(default_factory=list)
     branch_scale: Literal["none", "train", "eval"] = "none"
@@ -258,8 +258,6 @@ def _refuse_unavailable(config: Config) -> None:
     unavailable = {
         "sdp.granularity": (sdp.granularity != "block", sdp.granularity, 'use "block"'),
         "sdp.masking": (sdp.masking != "forward", sdp.masking, 'use "forward"'),
-        "sdp.placement": (sdp.placement in ("balanced", "random"), sdp.placement, 'use "cyclic" or name the holders'),
-        "sdp.capacity": (isinstance(sdp.capacity, list), sdp.capacity, "use one number for all groups"),
         "sdp.branch_scale": (sdp.branch_scale != "none", sdp.branch_scale, 'use "none"'),
         "sdp.engine": (sdp.engine == "deepspeed", sdp.engine, 'use "fsdp2" or "reference"'),
     }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .errors import DivergenceError
+from .errors import DivergenceError, PlacementError
 from .layout import Layout
+from .placement import Placement
 from .sync import local_tensor
 from .units import SHARED
 
@@ -45,6 +47,21 @@ def check_holders(layout: Layout, parameters: dict[str, torch.nn.Parameter], opt
     for index, unit in enumerate(names):
         holders = layout.everyone if unit == SHARED else layout.placement.holders[index - 1]
         _compare(layout, unit, holders, everyones[:, index].tolist(), sharded=sharded)
+
+
+def check_placement(placement: Placement, device: torch.device) -> None:
+    """Raise :class:`PlacementError` on every rank unless all have computed the same placement. Collective.
+
+    Process groups are made of the holder sets: where ranks differ in them, they would wait for each other for ever.
+    """
+    digest = int(hashlib.sha256(repr((placement.units, placement.holders)).encode()).hexdigest()[:15], 16)
+    extremes = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    if extremes[0] != -extremes[1]:
+        raise PlacementError(
+            "sdp.placement: ranks have computed different placements; start all with the same configuration, model and versions of "
+            "sdp, NumPy and SciPy, or name the holders of every unit in sdp.placement"
+        )
 
 
 def _state_of(optimizer: Optimizer, parameter: torch.nn.Parameter) -> list[torch.Tensor]:

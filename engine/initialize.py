@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from . import environment
 from .batch_size import BatchSize
 from .config import Config, NamedParams, SDPSection, load_config
+from .consistency import check_placement
 from .construct import build_backend
 from .engine import SDPEngine
 from .errors import ConfigError
@@ -90,6 +91,8 @@ def initialize(
     groups, grouped = _named_groups(model_parameters, optimizer, names)
     _freeze_others(model, groups)
     layout = Layout.of(model, settings, mesh)
+    if not reference:
+        check_placement(layout.placement, device)
     backend = build_backend(model, settings, layout, device)
     built, note = _build_optimizer(settings, optimizer, _groups_here(groups, backend.parameters), device, grouped=grouped)
     scheduler = _build_scheduler(settings, lr_scheduler, built)
@@ -238,8 +241,8 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         log.info("tensor_parallel.autotp_size %d: the reference computes with whole matrices", config.tensor_parallel.autotp_size)
     if isinstance(config.sdp.placement, dict) and config.sdp.model_fields_set & {"capacity", "profile"}:
         log.warning("sdp.capacity and sdp.profile have no effect beside an explicit sdp.placement; remove them")
-    if config.sdp.seed:  # of random placements
-        log.warning('sdp.seed %d has no effect with sdp.placement "cyclic" or named holders; training.seed seeds the run', config.sdp.seed)
+    if config.sdp.seed and config.sdp.placement != "random":
+        log.warning('sdp.seed %d has no effect without sdp.placement "random"; training.seed seeds the run', config.sdp.seed)
     if config.sdp.neuron_groups != SDPSection.model_fields["neuron_groups"].default:
         log.warning('sdp.neuron_groups %d has no effect with sdp.granularity "block"', config.sdp.neuron_groups)
     if layout.units:

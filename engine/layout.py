@@ -11,7 +11,8 @@ from torch import nn
 from .config import Config
 from .errors import ModelError
 from .mesh import Coordinates, Holders, Mesh
-from .placement import Placement, place
+from .place import place
+from .placement import Placement
 from .sync import Bucket, plan_buckets
 from .tensor_parallel import parameter_cuts
 from .units import SHARED, Unit, find_units, unit_of_parameters

@@ -30,13 +30,15 @@ class Slice:
 class Unit:
     """A part of the model that a group holds or does not hold.
 
-    ``index``: position in the model's order. ``name``: the module's path. ``numel``: number of parameters (elements).
+    ``index``: position in the model's order. ``name``: the module's path. ``numel``: number of parameters (elements). ``flops``:
+    of a forward pass of one sample, 0 where the model does not state them (``unit_flops()``: unit name → FLOPs).
     """
 
     index: int
     name: str
     slices: tuple[Slice, ...]
     numel: int
+    flops: int = 0
 
 
 def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterable[str] | None = None) -> list[Unit]:
@@ -128,6 +130,7 @@ def _refuse_nested(names: Sequence[str]) -> None:
 def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[str]) -> list[Unit]:
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     owner: dict[int, str] = {}
+    flops: Mapping[str, int] = model.unit_flops() if hasattr(model, "unit_flops") else {}  # type: ignore[operator]
     units = []
     for index, name in enumerate(names):
         parameters = list(modules[name].parameters())
@@ -140,7 +143,7 @@ def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[s
                     "leave that module out of sdp.units so that it is shared by all groups"
                 )
         slices = tuple(Slice(canonical[id(parameter)]) for parameter in parameters)
-        units.append(Unit(index, name, slices, sum(parameter.numel() for parameter in parameters)))
+        units.append(Unit(index, name, slices, sum(parameter.numel() for parameter in parameters), flops.get(name, 0)))
     outside = {id(p) for path, m in modules.items() if not _inside(path, names) for p in m.parameters(recurse=False)}
     for parameter_id in outside & set(owner):
         raise ModelError(

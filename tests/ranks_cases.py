@@ -26,7 +26,7 @@ class Case:
     accumulation: int = 1
     clip: bool = False
     optimizer: Literal["sgd", "momentum", "adamw"] = "sgd"
-    placement: Literal["mixed", "cyclic", "profile", "full"] = "mixed"
+    placement: Literal["mixed", "cyclic", "profile", "full", "balanced", "random"] = "mixed"
     model: str = "mlp"
     bf16: bool = False
     checkpointing: Literal["none", "full", "selective"] = "none"
@@ -82,6 +82,10 @@ class Case:
             return {"capacity": 0.5}
         if self.placement == "profile":
             return {"profile": [4, 2, 1, 1] if self.groups == 4 else [2, 2, 1, 1]}
+        if self.placement == "balanced":
+            return {"placement": "balanced", "capacity": [0.75, 0.5] if self.groups == 2 else [0.75, 0.75, 0.5, 0.25]}
+        if self.placement == "random":
+            return {"placement": "random", "seed": 3, "profile": [1, 2, 2, 1] if self.groups == 2 else [1, 3, 2, 4]}
         holders = {2: [[0], [0, 1], [0, 1], [1]], 4: [[0, 1, 2, 3], [0, 2], [3, 1, 0], [3]]}[self.groups]
         return {"placement": {f"layers.{index}": held for index, held in enumerate(holders)}}
 

@@ -26,7 +26,8 @@ from ..engine.engine import SDPEngine
 from ..engine.environment import detect
 from ..engine.errors import ConfigError, LaunchError
 from ..engine.initialize import init_distributed, initialize
-from ..engine.placement import Placement, place
+from ..engine.place import place
+from ..engine.placement import Placement
 from ..engine.units import find_units
 from ..models.registry import build_model
 from .race import Batch, Contestant, Timing, race

@@ -51,7 +51,8 @@ class RunFiles:
         self._replace(CONFIG, config.model_dump(mode="json") if isinstance(config, Config) else config)
 
     def write_placement(self, placement: Placement) -> None:
-        self._replace(PLACEMENT, placement.to_json())
+        """Who holds what, and what can be guaranteed of it."""
+        self._replace(PLACEMENT, {**placement.to_json(), "guarantees": placement.guarantees()})
 
     def step(self, line: Mapping[str, Any]) -> None:
         """One optimizer step; ``line["step"]`` counts from 1."""

@@ -34,8 +34,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # What this version cannot do.
     ({"sdp": {"granularity": "neuron"}}, 'sdp.granularity: "neuron" is not available in this version; use "block"'),
     ({"sdp": {"masking": "backward"}}, 'sdp.masking: "backward" is not available in this version; use "forward"'),
-    ({"sdp": {"placement": "random"}}, 'sdp.placement: "random" is not available in this version; use "cyclic" or name the holders'),
-    ({"sdp": {"capacity": [0.5, 1.0]}}, "sdp.capacity: [0.5, 1.0] is not available in this version; use one number for all groups"),
     ({"sdp": {"branch_scale": "train"}}, 'sdp.branch_scale: "train" is not available in this version; use "none"'),
     ({"sdp": {"engine": "deepspeed"}}, 'sdp.engine: "deepspeed" is not available in this version; use "fsdp2" or "reference"'),
     (

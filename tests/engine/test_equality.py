@@ -142,6 +142,23 @@ def test_native_equals_reference_everywhere(ranks: RankPool, case: Case) -> None
     assert_same_run(native(ranks, case), reference(case), case)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, 3, 3, clip=True, placement="balanced", model="llama-tied-meta"),
+        Case(4, 1, 0, clip=True, placement="balanced", optimizer="adamw"),
+        Case(4, 2, 1, 3, placement="random", model="llama-meta"),
+        Case(2, 1, 0, placement="random"),
+    ],
+    ids=str,
+)
+def test_made_placements_train_alike(ranks: RankPool, case: Case) -> None:
+    """Unequal capacities and drawn holders, of one, some and all groups."""
+    counts = {len(holders) for holders in engine_of(case, "reference").layout.placement.holders}
+    assert len(counts) > 1, "every unit has as many holders"
+    assert_same_run(native(ranks, case), reference(case), case)
+
+
 # -- the reference itself ----------------------------------------------------------------------------------------------------------
 
 HOLDERS = {0: [0], 1: [0, 1], 2: [0, 1], 3: [1]}

@@ -12,7 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from sdp.engine.config import SDPSection
 from sdp.engine.errors import ConfigError, PlacementError
-from sdp.engine.placement import Placement, holder_counts, place
+from sdp.engine.place import place
+from sdp.engine.placement import Placement
+from sdp.engine.profiles import holder_counts
 from sdp.engine.units import Unit
 
 

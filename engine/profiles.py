@@ -1,0 +1,114 @@
+"""How many groups hold a unit: capacities and profiles → holders k_u of every unit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence, Set
+
+import numpy as np
+
+from .config import SDPSection
+from .errors import ConfigError
+
+
+def capacities(section: SDPSection) -> Sequence[float]:
+    """Fraction of the units' parameters that each group holds, a value per group. Raises :class:`ConfigError`."""
+    given = section.capacity if isinstance(section.capacity, list) else [section.capacity] * section.groups
+    if len(given) != section.groups:
+        raise ConfigError(f"sdp.capacity: {len(given)} values are given for {section.groups} groups; give one number, or one per group")
+    for capacity in given:
+        if not 0 < capacity <= 1:
+            raise ConfigError(f"sdp.capacity: {capacity} is out of range; it is the held fraction of the model, more than 0 and at most 1")
+    if sum(given) < 1 - 1e-9:
+        many = isinstance(section.capacity, list)
+        what = f"the values add up to {sum(given):.3g}" if many else f"{section.capacity} × {section.groups} groups = {sum(given):.3g}"
+        remedy = "values that add up to at least 1" if many else f"a capacity of at least {1 / section.groups:.4g}"
+        raise ConfigError(f"sdp.capacity: {what} holders a unit, and every unit needs at least one; use {remedy}")
+    return given
+
+
+def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int] = frozenset()) -> list[int]:
+    """Holders k_u of every unit, in the units' order.
+
+    ``capacity`` is the mean held fraction of the units that are not ``protected`` (indices), weighted by their parameters;
+    protected units have k = N. Raises :class:`ConfigError` if the capacity is out of range, below one holder, or not the mean
+    of an explicit profile.
+    """
+    mean = sum(capacities(section))
+    counts = [section.groups] * len(costs)
+    if isinstance(section.profile, list):
+        free_counts = explicit_profile(section, section.profile, mean, len(costs))
+        free = list(range(len(costs)))
+    else:
+        free = [unit for unit in range(len(costs)) if unit not in protected]
+        free_counts = shaped_counts(section, mean, [costs[unit] for unit in free])
+    for unit, k in zip(free, free_counts, strict=True):
+        counts[unit] = section.groups if unit in protected else k
+    return counts
+
+
+def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> list[int]:
+    """Whole numbers of holders of the shape ``section.profile``, whose mean weighted by ``costs`` is ``mean`` as nearly as may be."""
+    # "auto" is the best rule known so far; see docs/method.md.
+    ideal = [mean] * len(costs) if section.profile == "uniform" else _depth_profile(section.groups, mean, costs)
+    return _round_to_mean(ideal, costs, section.groups)
+
+
+def explicit_profile(section: SDPSection, profile: list[int], mean: float, units: int) -> list[int]:
+    """The holders that the configuration lists, checked against the number of units and the mean that the capacity asks for."""
+    if len(profile) != units:
+        raise ConfigError(f"sdp.profile: {len(profile)} values are given for {units} units; give one number of holders a unit")
+    if max(profile) > section.groups:
+        raise ConfigError(f"sdp.profile: {max(profile)} holders are asked for, but sdp.groups is {section.groups}")
+    asked = "capacity" in section.model_fields_set
+    if asked and abs(sum(profile) - mean * units) >= 1:
+        right = sum(profile) / units
+        raise ConfigError(
+            f"sdp.profile: its mean is {right:.3g} holders a unit, but sdp.capacity "
+            + (
+                f"adds up to {mean:.3g}"
+                if isinstance(section.capacity, list)
+                else f"{section.capacity} × {section.groups} groups = {mean:.3g}"
+            )
+            + f"; set sdp.capacity to {right / section.groups:.4g} or remove it"
+        )
+    return list(profile)
+
+
+def _depth_profile(groups: int, mean: float, costs: Sequence[int]) -> list[float]:
+    """Holders that fall geometrically with depth from N to 1: k(t) = N^((1 − t)^p), t = 0 … 1, p chosen so that the mean holds.
+
+    A mean that no p reaches (of few units, whose ends are fixed) is reached by moving all of them towards N or 1.
+    """
+    if not sum(costs):
+        return [mean] * len(costs)
+    depth = np.linspace(0, 1, len(costs)) if len(costs) > 1 else np.zeros(1)
+    weights = np.asarray(costs, dtype=float) / sum(costs)
+
+    def ideal(log_p: float) -> np.ndarray:
+        return groups ** ((1 - depth) ** math.exp(log_p))
+
+    low, high = -12.0, 12.0  # p from almost 0 (all N) to very large (all 1 but the first)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if weights @ ideal(middle) > mean else (low, middle)
+    curve = ideal((low + high) / 2)
+    reached = float(weights @ curve)
+    if reached < mean - 1e-6:
+        curve = curve + (groups - curve) * (mean - reached) / (groups - reached)
+    elif reached > mean + 1e-6:
+        curve = 1 + (curve - 1) * (mean - 1) / (reached - 1)
+    return curve.tolist()
+
+
+def _round_to_mean(ideal: Sequence[float], costs: Sequence[int], groups: int) -> list[int]:
+    """Whole numbers of holders near ``ideal`` whose cost-weighted mean is that of ``ideal``, as nearly as whole units allow."""
+    counts, carry = [], 0.0
+    for k, cost in zip(ideal, costs, strict=True):
+        wanted = k + (carry / cost if cost else 0.0)  # a unit may have no parameters
+        count = min(groups, max(1, math.floor(wanted + 0.5 - 1e-9)))
+        carry = (wanted - count) * cost
+        counts.append(count)
+    falling = all(a >= b for a, b in itertools.pairwise(ideal)) and len(set(ideal)) > 1
+    return sorted(counts, reverse=True) if falling and len(set(costs)) == 1 else counts
