@@ -50,7 +50,7 @@ def remedies(config: Config) -> list[str]:
 
 def _capacity(config: Config) -> float:
     capacity = config.sdp.capacity
-    return capacity if isinstance(capacity, float) else max(capacity)
+    return max(capacity) if isinstance(capacity, list) else capacity
 
 
 def _lowest(config: Config) -> float:

@@ -344,3 +344,32 @@ def test_lockstep_ends_all_passes_when_one_fails() -> None:
     assert stops == ["a", "b"]
     lockstep.stop("outside of run")
     assert threading.active_count() == before
+
+
+class _Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def _gradients_with_an_evaluation_between(evaluates: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    engine = sdp.initialize(model=_Normalised(), config={"train_micro_batch_size_per_gpu": 4, "sdp": {"groups": 2}})[0]
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss = engine(x)
+    if evaluates:
+        engine.evaluate([x])
+    engine.backward(loss)
+    return {name: p.grad.clone() for name, p in engine.parameters_here.items() if p.grad is not None}
+
+
+def test_an_evaluation_between_forward_and_backward_changes_no_gradient(ranks: RankPool) -> None:
+    without, with_one = (ranks.run(_gradients_with_an_evaluation_between, evaluates, world=2) for evaluates in (False, True))
+    for before, after in zip(without, with_one, strict=True):
+        assert before
+        assert all(torch.equal(before[name], after[name]) for name in before)
