@@ -11,7 +11,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 RUN    ?= runs/quickstart
 
-.PHONY: quickstart test test-all lint types format bench clean
+.PHONY: quickstart test test-all test-cluster lint types format bench clean
 
 quickstart: $(VENV)/.installed
 	@mkdir -p runs
@@ -23,10 +23,14 @@ quickstart: $(VENV)/.installed
 	$(BIN)/sdp report $(RUN) $(RUN)-dense
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow and not full_table"
+	$(BIN)/python -m pytest -m "not slow and not full_table and not cluster"
 
 test-all: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not cluster"
+
+# apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin mpich; as root
+test-cluster: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/cluster
 
 bench: $(VENV)/.installed
 	$(BIN)/sdp bench

@@ -68,8 +68,9 @@ def mpirun_command(start: Start, hosts: Sequence[Host], flavour: Flavour, progra
     Ranks fill the hosts in order. Its own binding is off: each rank binds itself near its device.
     """
     rank = _rank_command(start, hosts, master)
+    counted = ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)
     if flavour == "openmpi":
-        command = [program, "-np", str(world_size(hosts)), "--host", ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)]
+        command = [program, "-np", str(world_size(hosts)), "--host", counted]
         command += ["--map-by", "slot", "--rank-by", "slot", "--bind-to", "none", "--wdir", str(start.directory)]
         command += ["--mca", "plm_rsh_args", _SSH_ALIVE, "--mca", "oob_tcp_keepalive_time", str(_SILENT_SECONDS // 3)]
         command += ["--mca", "oob_tcp_keepalive_intvl", str(_SILENT_SECONDS // 3), "--mca", "oob_tcp_keepalive_probes", "3"]
@@ -79,6 +80,8 @@ def mpirun_command(start: Start, hosts: Sequence[Host], flavour: Flavour, progra
     settings = dict(start.search_path) | ({"I_MPI_PIN": "0"} if flavour == "intel" else {})
     command += [word for name, value in settings.items() for word in ("-genv", name, value)]
     command += start.extra
+    if flavour == "mpich":  # whose -host is for the whole command
+        return [*command, "-hosts", counted, "-n", str(world_size(hosts)), *rank]
     for index, host in enumerate(hosts):
         command += [*([":"] if index else []), "-host", host.name, "-n", str(len(host.slots)), *rank]
     return command

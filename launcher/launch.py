@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -27,7 +26,8 @@ _ELSEWHERE = (*_HOSTS, *_SLURM)
 _MEANT_FOR = {
     "hostfile": _HOSTS, "include": _HOSTS, "exclude": _HOSTS, "master_addr": _HOSTS, "master_port": _HOSTS,
     "nodes": _ELSEWHERE, "python": _ELSEWHERE, "launcher_args": _ELSEWHERE,
-    "mpi": ("mpirun",), "mpirun": ("mpirun",), "container": _SLURM, "container_mounts": _SLURM, "signal_seconds": _SLURM, "cpu": _SLURM,
+    "mpi": ("mpirun",), "mpirun": ("mpirun",), "status": _SLURM,
+    "container": _SLURM, "container_mounts": _SLURM, "signal_seconds": _SLURM, "cpu": _SLURM,
     **{name.replace("-", "_"): _SLURM for name in _SBATCH_OPTIONS},
 }  # fmt: skip
 
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     jobs.add_argument("--container", metavar="IMAGE", help="run the tasks in this image, by pyxis")
     jobs.add_argument("--container-mounts", metavar="SRC:DST,…", help="beside the working directory")
     jobs.add_argument("--signal-seconds", metavar="S", type=_positive, help="checkpoint and requeue this long before --time (default: 300)")
+    jobs.add_argument("--status", metavar="DIR", type=Path, help="how the job of this dump directory is; starts nothing")
     parser.add_argument("words", metavar="CONFIG …", nargs=argparse.REMAINDER, help="the run's JSON file, and options of sdp train")
 
 
@@ -66,6 +67,10 @@ def check(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and args.launcher not in launchers:
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} has no effect with --launcher {args.launcher}, only with {' or '.join(launchers)}; leave it out")
+    if args.status is not None:
+        if args.words:
+            raise ConfigError("--status starts nothing; leave CONFIG out")
+        return
     if args.launcher in _HOSTS and args.hostfile is None:
         raise ConfigError(f"--launcher {args.launcher} needs --hostfile FILE with lines of the form: worker-0 slots=4")
     if args.launcher == "slurm" and args.gpus_per_node is None:
@@ -136,12 +141,7 @@ def _slurm(start: Start, args: argparse.Namespace, dump_dir: Path, degrees: Degr
         print(text, end="")
         return 0
     require("sbatch", "--launcher slurm")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / slurm.SCRIPT).write_text(text, encoding="utf-8")
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        raise LaunchError(f"sbatch refused {folder / slurm.SCRIPT}: {answer.stderr.strip()}")
-    print(f"job {answer.stdout.strip().partition(';')[0]}; its script and logs are in {folder}")
+    print(f"job {slurm.submit(text, dump_dir.absolute())}; its script and logs are in {folder}; sdp launch --launcher slurm --status DIR")
     return 0
 
 

@@ -168,8 +168,12 @@ def _launch(args: argparse.Namespace) -> int:
     from ..engine.config import load_config
     from .launch import check, run
     from .layout import Degrees
+    from .slurm import status
 
     check(args)
+    if args.status is not None:
+        print(status(args.status))
+        return 0
     parser = _Parser(prog="sdp train")
     _add_train_arguments(parser)
     words = [*args.words, *(word for setting in args.env for word in ("--set", _env_override(setting)))]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..engine.environment import search_program
 from ..engine.errors import LaunchError
 from .commands import Start, train_command
 
@@ -76,6 +79,79 @@ def _checked_extra(words: Sequence[str]) -> Sequence[str]:
             raise LaunchError(f"--launcher-args {word!r}: for slurm, options of sbatch in the form --name=value")
     return words
 
+
+def submit(text: str, dump_dir: Path) -> str:
+    """Write the batch script ``text``, give it to ``sbatch`` and return the job's id. Raises :class:`LaunchError` where it is refused."""
+    folder = dump_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SCRIPT).write_text(text, encoding="utf-8")
+    answer = subprocess.run(["sbatch", "--parsable", str(folder / SCRIPT)], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise LaunchError(f"sbatch refused {folder / SCRIPT}: {answer.stderr.strip()}")
+    job = answer.stdout.strip().partition(";")[0]
+    with (folder / EVENTS).open("a", encoding="utf-8") as events:
+        events.write(f"{int(time.time())} {job} submitted\n")
+    return job
+
+
+def status(dump_dir: Path) -> str:
+    """How the last job of ``dump_dir`` is: ``job 7: running``; pending, running, done, out of memory, timeout or failed.
+
+    SLURM is asked first, where it is there and still knows the job; what it calls failed, and the rest, is told by the run's own files.
+    Raises :class:`LaunchError` where no job was submitted for ``dump_dir``.
+    """
+    try:
+        lines = (dump_dir / FOLDER / EVENTS).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        raise LaunchError(f"--status {dump_dir}: sdp launch --launcher slurm submitted no job for it") from None
+    job = max((line.split()[1] for line in lines), key=int)
+    # The job may note that it runs before sbatch's caller notes that it was submitted.
+    events = [line.split()[2:] for line in lines if line.split()[1] == job and not line.endswith("submitted")]
+    state = _STATES.get(_asked(job)) or _by_events(events)
+    if state == "failed" and _says_out_of_memory(dump_dir / FOLDER):
+        state = "out of memory"
+    code = events[-1][1] if events and events[-1][0] == "ended" and state != "done" else None
+    return f"job {job}: {state}" + (f", exit code {code}" if code else "")
+
+
+def _asked(job: str) -> str:
+    """The state in SLURM's words, from its accounting or, for some minutes, from its controller; empty where neither knows."""
+    for command, pattern in (
+        (["sacct", "-j", job, "-X", "-n", "-P", "-o", "State"], r"([A-Z_]+)"),
+        (["scontrol", "show", "job", "-o", job], r"JobState=([A-Z_]+)"),
+    ):
+        if search_program(command[0]) is None:
+            continue
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode == 0 and (match := re.search(pattern, answer.stdout)):
+            return match[1]
+    return ""
+
+
+def _by_events(events: Sequence[Sequence[str]]) -> str:
+    words = [event[0] for event in events]
+    if not words or words[-1] == "requeued":
+        return "pending"
+    if words[-1] != "ended":
+        return "timeout" if words[-1] == "time-limit-near" else "running"
+    if events[-1][1] == "0":
+        return "done"
+    return "timeout" if words[-2:-1] == ["time-limit-near"] else "failed"
+
+
+def _says_out_of_memory(folder: Path) -> bool:
+    return any(_OUT_OF_MEMORY.search(log.read_text(encoding="utf-8", errors="replace")) for log in sorted(folder.glob("*.log")))
+
+
+_OUT_OF_MEMORY = re.compile(r"out of memory|oom[-_ ]kill", re.IGNORECASE)
+_STATES = {
+    **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "CONFIGURING"), "pending"),
+    **dict.fromkeys(("RUNNING", "COMPLETING"), "running"),
+    "COMPLETED": "done",
+    "OUT_OF_MEMORY": "out of memory",
+    **dict.fromkeys(("TIMEOUT", "DEADLINE"), "timeout"),
+    **dict.fromkeys(("FAILED", "CANCELLED", "NODE_FAIL", "BOOT_FAIL", "PREEMPTED"), "failed"),
+}
 
 _TEMPLATE = """\
 #!/bin/bash

@@ -115,12 +115,18 @@ def test_open_mpi(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any("tcp_if" in word or word in ("btl", "tcp,self", "^openib") for word in command)  # InfiniBand stays possible
 
 
-@pytest.mark.parametrize("flavour", ["mpich", "intel"])
-def test_hydra(capsys: pytest.CaptureFixture[str], flavour: str) -> None:
-    printed = dry_run(capsys, "--launcher", "mpirun", "--mpi", flavour, "--hostfile", "hosts", "--mpirun", "mpiexec", "run.json")
+def test_mpich(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = dry_run(capsys, "--launcher", "mpirun", "--mpi", "mpich", "--hostfile", "hosts", "--mpirun", "mpiexec", "run.json")
     command = command_of(printed)
+    hosts = command[command.index("-hosts") :]
     assert command[0] == "mpiexec"
-    assert ("I_MPI_PIN" in command) == (flavour == "intel")
+    assert hosts[:4] == ["-hosts", "worker-0:2,worker-1:4", "-n", "6"]
+    assert hosts[4:] == [PYTHON, "-P", "-m", "sdp.launcher.rank", "0,1/0,1,2,3", "worker-0:29500", "train", "run.json"]
+
+
+def test_intel_mpi(capsys: pytest.CaptureFixture[str]) -> None:
+    command = command_of(dry_run(capsys, "--launcher", "mpirun", "--mpi", "intel", "--hostfile", "hosts", "run.json"))
+    assert command[command.index("I_MPI_PIN") :][:2] == ["I_MPI_PIN", "0"]
     first, second = " ".join(command).split(" : ")
     assert "-host worker-0 -n 2 " in first
     assert second.startswith(f"-host worker-1 -n 4 {PYTHON} -P -m sdp.launcher.rank 0,1/0,1,2,3 worker-0:29500 train run.json")

@@ -1,0 +1,73 @@
+"""How a SLURM job is, from the run's own files and from what sacct and scontrol say. Real jobs: see docs/log.md."""
+
+from pathlib import Path
+
+import pytest
+from sdp.launcher import main as command_line
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The whole PATH: without programs, SLURM's are not there."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return tmp_path / "bin"
+
+
+def status(capsys: pytest.CaptureFixture[str], folder: Path, events: str, log: str = "") -> str:
+    (folder / "run/slurm").mkdir(parents=True)
+    (folder / "run/slurm/events").write_text("".join(f"100 {event}\n" for event in events.split("; ")))
+    (folder / "run/slurm/rank-1.log").write_text(log)
+    assert command_line.main(["launch", "--launcher", "slurm", "--status", str(folder / "run")]) == 0
+    return capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(
+    ("events", "log", "expected"),
+    [
+        ("7 submitted", "", "job 7: pending"),
+        ("7 running; 7 submitted", "", "job 7: running"),
+        ("7 submitted; 7 running; 7 ended 0", "", "job 7: done"),
+        ("7 submitted; 7 running; 7 ended 2", "sdp: error: shard 7 is damaged", "job 7: failed, exit code 2"),
+        ("7 submitted; 7 running; 7 ended 1", "CUDA out of memory. Tried", "job 7: out of memory, exit code 1"),
+        ("7 submitted; 7 running; 7 ended 137", "slurmstepd: error: Detected 1 oom_kill event", "job 7: out of memory, exit code 137"),
+        ("7 submitted; 7 running; 7 time-limit-near", "", "job 7: timeout"),
+        ("7 submitted; 7 running; 7 time-limit-near; 7 ended 143", "", "job 7: timeout, exit code 143"),
+        ("7 submitted; 7 running; 7 time-limit-near; 7 requeued", "", "job 7: pending"),
+        ("7 running; 7 time-limit-near; 7 requeued; 7 running", "", "job 7: running"),
+        ("7 submitted; 7 running; 7 ended 1; 12 submitted", "", "job 12: pending"),
+    ],
+)
+def test_from_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, bin_folder: Path, events: str, log: str, expected: str) -> None:
+    assert not list(bin_folder.iterdir())
+    assert status(capsys, tmp_path, events, log) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("PENDING", "pending"),
+        ("RUNNING", "running"),
+        ("COMPLETED", "done"),
+        ("OUT_OF_MEMORY", "out of memory"),
+        ("TIMEOUT", "timeout"),
+        ("CANCELLED by 0", "failed"),
+        ("NODE_FAIL", "failed"),
+    ],
+)
+@pytest.mark.parametrize("program", ["sacct", "scontrol"])
+def test_slurm_is_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, bin_folder: Path, program: str, state: str, expected: str
+) -> None:
+    """A job that was killed noted no end."""
+    said = f"JobId=7 JobState={state} Reason=None" if program == "scontrol" else state
+    (bin_folder / program).write_text(f"#!/bin/sh\necho '{said}'\n")
+    (bin_folder / program).chmod(0o755)
+    assert status(capsys, tmp_path, "7 submitted; 7 running") == f"job 7: {expected}"
+
+
+def test_no_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert command_line.main(["launch", "--launcher", "slurm", "--status", str(tmp_path)]) == 2
+    assert "submitted no job for it" in capsys.readouterr().err
+    assert command_line.main(["launch", "--launcher", "slurm", "--status", str(tmp_path), "run.json"]) == 2
+    assert "--status starts nothing" in capsys.readouterr().err
