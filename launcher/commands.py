@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ..engine.environment import search_program, variables_with
+from ..engine.environment import child_environment, search_program, variables_with
 from ..engine.errors import LaunchError
 from .hosts import Host, include_text, slots_text, world_size
 from .words import encode, is_safe
@@ -53,13 +53,16 @@ def deepspeed_command(start: Start, hosts: Sequence[Host], hostfile: Path, maste
     for what, path in (("--python", start.python), ("the working directory", str(start.directory))):
         if not is_safe(path):
             raise LaunchError(f"{what} {path!r}: DeepSpeed's runner passes it unquoted to remote shells; use a path of plain characters")
-    _check_exports(variables_with(_DEEPSPEED_EXPORTS))
+    environ = child_environment(start.search_path, {})
+    _check_exports(variables_with(_DEEPSPEED_EXPORTS, environ))
     for folder in (Path.home(), start.directory):
-        _check_env_file(folder / ".deepspeed_env")
+        _check_env_file(folder / environ.get("DS_ENV_FILE", ".deepspeed_env"))  # a full path stays itself
     address, port = master
     runner = [start.python, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--include", include_text(hosts)]
     runner += ["--force_multi", "--master_addr", address, "--master_port", str(port), "--no_python", "--no_local_rank"]
-    return [*runner, *start.extra, *_rank_command(start, hosts, master)], {**start.search_path, "PDSH_SSH_ARGS_APPEND": _SSH_ALIVE}
+    # The user's own come first: of an option that is given twice ssh takes the first.
+    ssh = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {_SSH_ALIVE}".strip()
+    return [*runner, *start.extra, *_rank_command(start, hosts, master)], {**start.search_path, "PDSH_SSH_ARGS_APPEND": ssh}
 
 
 def mpirun_command(start: Start, hosts: Sequence[Host], flavour: Flavour, program: str, master: tuple[str, int]) -> list[str]:

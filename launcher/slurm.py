@@ -95,7 +95,7 @@ def submit(text: str, dump_dir: Path) -> str:
 
 
 def status(dump_dir: Path) -> str:
-    """How the last job of ``dump_dir`` is: ``job 7: running``; pending, running, done, out of memory, timeout or failed.
+    """How the last job of ``dump_dir`` is: ``job 7: running``; pending, running, done, out of memory, timeout, cancelled or failed.
 
     SLURM is asked first, where it is there and still knows the job; what it calls failed, and the rest, is told by the run's own files.
     Raises :class:`LaunchError` where no job was submitted for ``dump_dir``.
@@ -150,7 +150,8 @@ _STATES = {
     "COMPLETED": "done",
     "OUT_OF_MEMORY": "out of memory",
     **dict.fromkeys(("TIMEOUT", "DEADLINE"), "timeout"),
-    **dict.fromkeys(("FAILED", "CANCELLED", "NODE_FAIL", "BOOT_FAIL", "PREEMPTED"), "failed"),
+    "CANCELLED": "cancelled",
+    **dict.fromkeys(("FAILED", "NODE_FAIL", "BOOT_FAIL", "PREEMPTED"), "failed"),
 }
 
 _TEMPLATE = """\
@@ -160,6 +161,8 @@ _TEMPLATE = """\
 # after a node failed.
 cd {directory} || exit 1
 {exports}export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-${{SLURM_CPUS_PER_TASK:-1}}}}"
+# Since SLURM 22.05 srun takes it from nowhere else; sbatch sets it only where --cpus-per-task was given.
+if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
 note() {{ echo "$(date +%s) $SLURM_JOB_ID $*" >> {events}; }}
 
 resume=()

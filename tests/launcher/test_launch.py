@@ -12,7 +12,7 @@ import sdp
 from sdp.data.prepare import prepare
 from sdp.engine.errors import LaunchError
 from sdp.launcher import main as command_line
-from sdp.launcher.commands import Start, mpirun_command
+from sdp.launcher.commands import Start, deepspeed_command, mpirun_command
 from sdp.launcher.hosts import Host
 from sdp.launcher.rank import place_settings
 from sdp.launcher.words import decode
@@ -193,6 +193,19 @@ def test_hostile_words_in_the_batch_script(capsys: pytest.CaptureFixture[str], f
     assert not list(folder.rglob("pwned"))
 
 
+@pytest.mark.parametrize(("given", "expected"), [({"SLURM_CPUS_PER_TASK": "6"}, "6"), ({}, "unset")])
+def test_srun_is_told_the_cores_of_a_task(capsys: pytest.CaptureFixture[str], folder: Path, given: dict[str, str], expected: str) -> None:
+    Path("bin").mkdir()
+    stand_in = Path("bin/srun")
+    stand_in.write_text(f'#!/bin/sh\necho "${{SRUN_CPUS_PER_TASK-unset}}" > "{folder}/cores"\n')
+    stand_in.chmod(0o755)
+    printed = dry_run(capsys, "--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", "out")
+    Path("out/slurm").mkdir(parents=True)
+    environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **given}
+    subprocess.run(["bash", "-c", printed.partition("\n")[2]], env=environ, check=True)
+    assert Path("cores").read_text().strip() == expected
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -241,6 +254,35 @@ def test_deepspeed_exports_that_a_remote_shell_would_expand(capsys: pytest.Captu
     monkeypatch.setenv("UCX_TLS", "$(touch pwned)")
     assert command_line.main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
     assert "UCX_TLS='$(touch pwned)'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["other_env", "elsewhere/other_env"])
+def test_deepspeed_environment_file_of_another_name(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    file = folder / where
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("NCCL_DEBUG=$(touch pwned)\n")
+    monkeypatch.setenv("DS_ENV_FILE", where if file.parent == folder else str(file))
+    assert command_line.main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
+    assert "other_env:1:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["/a$HOME/b", "/a`touch pwned`"])
+def test_deepspeed_exports_the_search_path_too(path: str) -> None:
+    start = Start(["train"], "python", Path("/w"), {"PYTHONPATH": path})
+    with pytest.raises(LaunchError, match=r"PYTHONPATH=.*through remote shells"):
+        deepspeed_command(start, [Host("a", (0,))], Path("hosts"), ("a", 1))
+
+
+def test_deepspeed_keeps_the_users_ssh_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(["train"], "python", Path("/w"))
+    monkeypatch.delenv("PDSH_SSH_ARGS_APPEND", raising=False)
+    alone = deepspeed_command(start, [Host("a", (0,))], Path("hosts"), ("a", 1))[1]["PDSH_SSH_ARGS_APPEND"]
+    assert alone.startswith("-o ServerAliveInterval=")
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222 -i key")
+    _, settings = deepspeed_command(start, [Host("a", (0,))], Path("hosts"), ("a", 1))
+    assert settings == {"PDSH_SSH_ARGS_APPEND": f"-p 2222 -i key {alone}"}
 
 
 def test_started_ranks_are_not_launched_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

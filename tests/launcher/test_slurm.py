@@ -51,7 +51,7 @@ def test_from_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, bin_fold
         ("COMPLETED", "done"),
         ("OUT_OF_MEMORY", "out of memory"),
         ("TIMEOUT", "timeout"),
-        ("CANCELLED by 0", "failed"),
+        ("CANCELLED by 0", "cancelled"),
         ("NODE_FAIL", "failed"),
     ],
 )
