@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,19 +31,26 @@ from torch.optim import Optimizer
 from .checkpoint_files import (
     PARTIAL,
     STATE,
+    check_tag,
     damaged_file,
     encode_state,
     hash_files,
+    latest,
     point_to,
     prune,
+    read_state,
     remove_leftovers,
+    restore_replaced,
     share_of,
     write_durably,
-)  # fmt: skip
+)
 from .checkpoint_part import Part
 from .checkpoint_reader import SafeReader
 from .errors import CheckpointError
 
+T = TypeVar("T")
+
+_UNREADABLE = (OSError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError, IndexError)
 _SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote
 
 
@@ -70,11 +77,39 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def from_rank_0(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns on rank 0, on every rank; or its CheckpointError."""
+        answer: Any = None
+        if self.rank == 0:
+            try:
+                answer = action(), None
+            except CheckpointError as error:
+                answer = None, error
+        result, problem = self.gather(answer)[0]
+        if problem is not None:
+            raise problem
+        return result
+
     def agree(self, problem: str | None) -> None:
         """Raise the first rank's problem on every rank, so that none waits for another in a collective."""
         first = next((found for found in self.gather(problem) if found is not None), None)
         if first is not None:
             raise CheckpointError(first)
+
+
+def find(directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint ``directory/tag`` (None: the newest) and its state; None where there is none and none was asked for."""
+    restore_replaced(directory)
+    tag = check_tag(tag) if tag is not None else latest(directory)
+    return None if tag is None else (directory / tag, read_state(directory / tag))
+
+
+def keys_in(path: Path) -> set[str]:
+    """The keys of the tensors in the checkpoint at ``path``; none where its metadata cannot be read, which :func:`load` tells."""
+    try:
+        return set(SafeReader(str(path)).read_metadata().state_dict_metadata)
+    except _UNREADABLE:
+        return set()
 
 
 def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -116,8 +151,8 @@ def materialise_state(optimizer: Optimizer) -> None:
 class Saver:
     """Writes checkpoints one after the other; in a thread of its own where asked, on a copy in host memory."""
 
-    def __init__(self, *, alone: bool):
-        self._alone = alone
+    def __init__(self, *, alone: bool, device: torch.device):
+        self._alone, self._device = alone, device
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[Path] | None = None
@@ -135,7 +170,9 @@ class Saver:
             write(directory, tag, tensors, state, Ranks(self._alone), keep=keep)
             return
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            # A thread begins on the first device, whoever starts it.
+            use = (lambda: torch.cuda.set_device(self._device)) if self._device.type == "cuda" else None
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=use)
             # Its collectives must not mix with those of the training loop.
             self._group = None if self._alone else dist.new_group(backend="gloo")  # type: ignore[assignment]
         self._pending = self._thread.submit(write, directory, tag, _copied(tensors), state, Ranks(self._alone, self._group), keep=keep)
@@ -170,6 +207,7 @@ def write(
 
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        restore_replaced(directory)
         remove_leftovers(directory)
         aside.mkdir()
 
@@ -228,7 +266,7 @@ def _obstacle(path: Path, tensors: Mapping[str, Any]) -> str | None:
     """Why this rank's ``tensors`` cannot be loaded from ``path``."""
     try:
         saved = SafeReader(str(path)).read_metadata().state_dict_metadata
-    except (OSError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError, IndexError) as error:
+    except _UNREADABLE as error:
         return f"{path}: its metadata is damaged or missing, resume from an older checkpoint ({_first_line(error)})"
     for key, tensor in tensors.items():
         entry = saved.get(key)

@@ -17,7 +17,7 @@ log = logging.getLogger("sdp")
 
 FORMAT = 2
 STATE, LATEST = "state.json", "latest.json"
-PARTIAL = ".partial"
+PARTIAL, OLD = ".partial", ".old"
 
 _KEYS = {"global_steps", "global_samples", "mesh", "placement", "scheduler", "loader", "client_state", "files", "has_optimizer_state"}
 _OLDER = "remove this directory to resume from an older checkpoint"
@@ -128,6 +128,16 @@ def prune(directory: Path, keep: int, saved: str) -> None:
     others = [path for path in checkpoints_in(directory) if path.name != saved]
     for path in others[: max(0, len(others) - (keep - 1))]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def restore_replaced(directory: Path) -> None:
+    """Bring back a checkpoint that was moved aside for another of its tag, where the program was killed before that one took its place."""
+    for path in directory.glob(f".*{OLD}"):
+        final = directory / path.name.removeprefix(".").removesuffix(OLD)
+        if not final.exists():
+            path.rename(final)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_leftovers(directory: Path) -> None:

@@ -38,15 +38,19 @@ def check_holders(layout: Layout, parameters: dict[str, torch.nn.Parameter], opt
     """
     names = [SHARED, *(unit.name for unit in layout.units)]
     device = next(iter(parameters.values())).device
-    mine = torch.zeros(len(names), dtype=torch.int64, device=device)
+    mine = torch.zeros((2, len(names)), dtype=torch.int64, device=device)
     for index, unit in enumerate(names):
-        held = [parameters[info.name] for info in layout.parameters.values() if info.unit == unit and info.name in parameters]
-        mine[index] = checksum(t for p in held for t in (p, *_state_of(optimizer, p)))
-    everyones = mine.new_empty((layout.mesh.world_size, len(names)))
+        held = [info for info in layout.parameters.values() if info.unit == unit and info.name in parameters]
+        whole = [info for info in held if info.tp_dim is None]  # equal on all tensor-parallel ranks
+        for row, infos in enumerate((held, whole)):
+            here = [parameters[info.name] for info in infos]
+            mine[row, index] = checksum(t for p in here for t in (p, *_state_of(optimizer, p)))
+    everyones = mine.new_empty((layout.mesh.world_size, *mine.shape))
     dist.all_gather(list(everyones.unbind()), mine)
     for index, unit in enumerate(names):
         holders = layout.everyone if unit == SHARED else layout.placement.holders[index - 1]
-        _compare(layout, unit, holders, everyones[:, index].tolist(), sharded=sharded)
+        _compare(layout, unit, holders, everyones[:, 0, index].tolist(), sharded=sharded)
+        _compare_copies(layout, unit, everyones[:, 1, index].tolist())
 
 
 def check_placement(placement: Placement, device: torch.device) -> None:
@@ -78,8 +82,21 @@ def _compare(layout: Layout, unit: str, holders: tuple[int, ...], sums: list[int
             for group in holders:
                 other = mesh.rank(group, fsdp, tp)
                 if sums[other] != sums[first]:
-                    what = "the shared part" if unit == SHARED else f"unit {unit!r}"
-                    raise DivergenceError(
-                        f"{what}: weights or optimizer state of rank {other} (group {group}) differ from those of rank {first} "
-                        f"(group {holders[0]}); holders must stay bitwise equal: check the hardware, and resume from the last checkpoint"
-                    )
+                    raise _disagreement(unit, other, group, first, holders[0])
+
+
+def _compare_copies(layout: Layout, unit: str, sums: list[int]) -> None:
+    """What tensor parallelism does not cut is equal on all ranks of one (sdp, fsdp)."""
+    for row in layout.mesh.grid.view(-1, layout.mesh.tp).tolist():
+        for other in row[1:]:
+            if sums[other] != sums[row[0]]:
+                group = layout.mesh.coordinates(other).sdp
+                raise _disagreement(unit, other, group, row[0], group)
+
+
+def _disagreement(unit: str, other: int, group: int, first: int, first_group: int) -> DivergenceError:
+    what = "the shared part" if unit == SHARED else f"unit {unit!r}"
+    return DivergenceError(
+        f"{what}: weights or optimizer state of rank {other} (group {group}) differ from those of rank {first} (group {first_group}); "
+        "holders must stay bitwise equal: check the hardware, and resume from the last checkpoint"
+    )

@@ -18,7 +18,7 @@ from . import checkpoint
 from .backends.base import Backend
 from .batch import call_model, loss_of
 from .batch_size import BatchSize
-from .checkpoint_files import check_tag, latest, read_state
+from .checkpoint_files import check_tag
 from .checkpoint_part import Part
 from .clip import clip_
 from .config import Config
@@ -55,7 +55,7 @@ class SDPEngine:
         self._gradient_bytes = 0
         self._reduced = False
         self._syncing = True
-        self._saver = checkpoint.Saver(alone=self.world_size == 1)
+        self._saver = checkpoint.Saver(alone=self.world_size == 1, device=self.device)
 
     # -- training --------------------------------------------------------------------------------------------------------------
 
@@ -234,17 +234,20 @@ class SDPEngine:
         Returns its path and the client state; ``(None, {})`` where there is no checkpoint and no tag was asked for. Raises
         CheckpointError for one that is damaged, or of another model, optimizer or data set.
         """
-        tag = check_tag(tag) if tag is not None else latest(Path(load_dir))
-        if tag is None:
+        ranks = checkpoint.Ranks(alone=self.world_size == 1)
+        found = ranks.from_rank_0(lambda: checkpoint.find(Path(load_dir), tag))  # two hosts may see two states of a file system
+        if found is None:
             return None, {}
-        path = Path(load_dir) / tag
-        state = read_state(path)
+        path, state = found
         if not state["has_optimizer_state"]:
             self.optimizer.state.clear()
         elif not self.optimizer.state:
             checkpoint.materialise_state(self.optimizer)
         # Random numbers are a rank's own: they go on where the same ranks go on.
-        random = self._random_state() if state["mesh"] == self._mesh_shape() else {}
+        saved = checkpoint.keys_in(path)
+        random = {key: value for key, value in self._random_state().items() if key in saved and state["mesh"] == self._mesh_shape()}
+        if not random and self.global_rank == 0:
+            log.info("%s: is of another layout or device, so random numbers (dropout) start anew", path)
         checkpoint.load(path, self._tensors() | random, state["files"], alone=self.world_size == 1)
         for key, value in random.items():
             (torch.cuda.set_rng_state if "/cuda/" in key else torch.set_rng_state)(value)

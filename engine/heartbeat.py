@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _LOOK_SECONDS = 0.5
+_TELL_SECONDS = 10.0
 _RECORD_BYTES = 256  # every record overwrites the one before, so all have one size
 
 
@@ -42,11 +44,12 @@ class Heartbeat:
     """Told by the training loop what it does next, and for how many seconds at most that may take.
 
     ``file``: where the place is written, None for nowhere. Once a phase takes longer than it may, the stacks of all threads are
-    appended to ``log``, and ``on_stall`` is called with a message from a thread of the heartbeat's.
+    appended to ``log``, ``on_stall`` is called with a message, and the process ends, also where the file system itself hangs.
     """
 
     def __init__(self, rank: int, file: Path | None, log: Path, on_stall: Callable[[str], None]):
-        self._rank, self._host, self._log, self._on_stall = rank, socket.gethostname(), log, on_stall
+        self._rank, self._host, self._on_stall = rank, socket.gethostname(), on_stall
+        self._log = log.open("a", encoding="utf-8")
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) if file is not None else None
         self._place = Place(rank, self._host, 0, "starting", time.time())
         self._seconds: float | None = None
@@ -70,7 +73,13 @@ class Heartbeat:
             time.sleep(_LOOK_SECONDS)
             place, started, seconds = self._place, self._started, self._seconds
             if seconds is not None and place is self._place and time.monotonic() - started > seconds:
-                with self._log.open("a", encoding="utf-8") as log:
-                    faulthandler.dump_traceback(file=log)
-                self._on_stall(f"{place}: no progress for {seconds:g} s")
-                return
+                message = f"{place}: no progress for {seconds:g} s"
+                telling = threading.Thread(target=self._tell, args=(message,), daemon=True)
+                telling.start()
+                telling.join(_TELL_SECONDS)
+                os._exit(1)
+
+    def _tell(self, message: str) -> None:
+        with contextlib.suppress(OSError):
+            faulthandler.dump_traceback(file=self._log)
+        self._on_stall(message)

@@ -86,8 +86,8 @@ def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 def _backend() -> str | None:
-    """Of every group: without it each gets a gloo mesh beside NCCL's."""
-    return "nccl" if torch.cuda.is_available() else None
+    """Of every group: without it each gets a gloo mesh beside NCCL's. A world without NCCL (a fake one) gives its own kind."""
+    return "nccl" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else None
 
 
 @dataclass

@@ -104,7 +104,8 @@ def start_local(
     fails, or this process gets SIGINT, SIGTERM or SIGHUP, the others are told by a signal and killed ``grace_seconds``
     later; after a signal to this process ``stop_seconds`` later (default: the same), so that a checkpoint can be written.
     The exit code is 0, 2 if the rank that failed first ended with 2 (the user's mistake), 1 for other failures,
-    or 128 + the signal. ``command`` replaces ``python -m sdp.launcher.main``.
+    or 128 + the signal; where a rank fails on its way out after a signal and says why, its code. ``command`` replaces
+    ``python -m sdp.launcher.main``.
     Raises :class:`LaunchError` where a process or log cannot be started.
     """
     threads = env.thread_settings(processes)
@@ -128,7 +129,9 @@ def start_local(
                 _say(f"{signal.Signals(received[0]).name} received, ending {processes} processes (again: kill them)")
         finally:
             _end(ranks, received, stop_seconds if received and stop_seconds is not None else grace_seconds)
-        exit_code = 128 + received[0] if interrupted else _report(failures, suspect)
+        if interrupted:  # what a rank says on its way out (no room for the checkpoint) is told; that its peers are gone is not
+            failures = [(rank, report) for rank in ranks if (report := FatalError.read(rank.error_file)) and report.is_known]
+        exit_code = 128 + received[0] if interrupted and not failures else _report(failures, suspect)
         for rank in ranks:
             rank.error_file.unlink(missing_ok=True)
             env.place_file_beside(rank.error_file).unlink(missing_ok=True)

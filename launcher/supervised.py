@@ -21,6 +21,7 @@ from pathlib import Path
 from ..engine.environment import Supervision, detect
 from ..engine.errors import LaunchError
 
+PREFIX = "sdp: error: "
 _PR_SET_PDEATHSIG = 1
 # Launchers look at their processes every 0.1 s (torchrun) to 1 s (DeepSpeed) and end all after the first failure.
 _HOLD_BACK_SECONDS = 2.0
@@ -37,6 +38,11 @@ class FatalError:
     text: str
     time: float
     stalled: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the program itself says what is wrong, in one line."""
+        return self.text.startswith(PREFIX)
 
     def write(self, path: Path) -> None:
         """Write to ``path`` at once: a reader sees all of it or nothing."""

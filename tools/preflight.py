@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..data.index import load_index
-from ..data.tokenizers import INDEX_FILE
 from ..engine.batch_size import BatchSize
 from ..engine.checkpoint_files import latest, read_state
 from ..engine.config import Config, NamedParams
-from ..engine.errors import CheckpointError, ConfigError
+from ..engine.errors import ConfigError
 from ..engine.layout import Layout
 from ..engine.loader import evaluation_batches
 from ..engine.mesh import Mesh
@@ -23,6 +19,7 @@ from ..engine.schedules import build_scheduler
 from ..engine.weight_files import fillers_from
 from ..models.registry import build_model
 from .corpus import Corpus, open_prepared
+from .saved_run import check_tokenizer
 
 _SOME_VOCABULARY = 256  # stands for that of a corpus not made yet: where units are cut does not depend on it
 
@@ -93,17 +90,5 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
         raise ConfigError(
             f"training.steps: {config.training.steps}, but {path} is from step {state['global_steps']}; raise training.steps to train on"
         )
-    trained_with = state["client_state"].get("tokenizer")
     data = Path(config.data.path) if config.data.path is not None else dump_dir / "corpus"
-    if trained_with is None or not (data / INDEX_FILE).is_file():
-        return
-    found = load_index(data).tokenizer
-    if found != trained_with:
-        raise CheckpointError(
-            f"{path}: was trained with another tokenizer ({_named(trained_with)}) than {data} was prepared with ({_named(found)}); "
-            "use the data of that run, or data prepared with its tokenizer"
-        )
-
-
-def _named(tokenizer: Mapping[str, Any]) -> str:
-    return " ".join(str(tokenizer[key])[:12] for key in ("kind", "name", "sha256") if key in tokenizer)
+    check_tokenizer(path, state, data)

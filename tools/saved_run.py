@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..data.index import load_index
+from ..data.tokenizers import INDEX_FILE
 from ..engine.checkpoint_files import STATE, latest, read_state
 from ..engine.config import Config, load_config
 from ..engine.errors import CheckpointError, ConfigError
@@ -57,7 +59,26 @@ def find(args: argparse.Namespace, overrides: Sequence[str] = ()) -> SavedRun:
     tag = args.checkpoint if args.step is None else f"step-{args.step}"
     dump_dir, checkpoint = _locate(args.run, tag)
     state = read_state(checkpoint)
-    return SavedRun(dump_dir, load_config(dump_dir / CONFIG, [*overrides, *args.set]), checkpoint, state)
+    saved = SavedRun(dump_dir, load_config(dump_dir / CONFIG, [*overrides, *args.set]), checkpoint, state)
+    check_tokenizer(checkpoint, state, saved.data)
+    return saved
+
+
+def check_tokenizer(checkpoint: Path, state: Mapping[str, Any], data: Path) -> None:
+    """Raise CheckpointError where ``data``, if it is there, was prepared with another tokenizer than the checkpoint was trained with."""
+    trained_with = state["client_state"].get("tokenizer")
+    if trained_with is None or not (data / INDEX_FILE).is_file():
+        return
+    found = load_index(data).tokenizer
+    if found != trained_with:
+        raise CheckpointError(
+            f"{checkpoint}: was trained with another tokenizer ({_named(trained_with)}) than {data} was prepared with ({_named(found)}); "
+            "use the data of that run, or data prepared with its tokenizer"
+        )
+
+
+def _named(tokenizer: Mapping[str, Any]) -> str:
+    return " ".join(str(tokenizer[key])[:12] for key in ("kind", "name", "sha256") if key in tokenizer)
 
 
 def _locate(directory: Path, tag: str | None) -> tuple[Path, Path]:

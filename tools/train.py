@@ -202,7 +202,7 @@ class Trainer:
                     self._profiler.step()
             self._settle(block=True)
             bar.close()
-            if self._stopping:
+            if self._stopping and self.engine.global_steps < self.steps:
                 self._write_checkpoint()
                 log.info("stopped by %s after step %d, with a checkpoint", signal.Signals(self._stopping).name, self.engine.global_steps)
                 return 128 + self._stopping
@@ -352,6 +352,8 @@ class Trainer:
 
     def _settle(self, *, block: bool) -> None:
         """Say how the save in the background went, if it failed."""
+        if block:
+            self.beat.at(self.engine.global_steps, "waiting for the checkpoint", self.config.training.start_timeout)
         try:
             self.engine.wait_for_checkpoint(block=block)
         except CheckpointError as error:

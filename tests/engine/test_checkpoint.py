@@ -326,6 +326,32 @@ def test_a_tag_is_one_name(small: Path, tag: str) -> None:
     assert sorted(path.name for path in small.iterdir()) == ["latest.json", "step-1"]
 
 
+def _resume_here(case: Case, folder: str) -> tuple[int, Any]:
+    engine = engine_of(case)
+    engine.load_checkpoint(folder)
+    return engine.global_steps, engine.full_state_dict()
+
+
+def test_ranks_resume_what_the_reference_wrote_on_the_same_mesh(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(2, 1, optimizer="adamw")
+    engine = engine_of(case, "reference")
+    one_step(engine, case, 0, data_rank=None)
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    answers = ranks.run(_resume_here, case, str(tmp_path), world=2)
+    assert [answer[0] for answer in answers] == [1, 1]
+    assert all(torch.equal(answers[0][1][name], value) for name, value in engine.full_state_dict().items())
+
+
+def test_a_kill_between_two_checkpoints_of_one_tag_loses_none(small: Path) -> None:
+    (small / "step-1").rename(small / ".step-1.old")
+    shutil.copytree(small / ".step-1.old", small / ".step-1.partial")
+    engine = engine_of(SOURCE, "reference")
+    assert engine.load_checkpoint(small)[0] == f"{small}/step-1"
+    engine.save_checkpoint(small, "step-1")
+    assert sorted(path.name for path in small.iterdir()) == ["latest.json", "step-1"]
+
+
 def test_a_tag_is_replaced_and_client_state_must_be_json(small: Path) -> None:
     engine = engine_of(SOURCE, "reference")
     engine.load_checkpoint(small)

@@ -166,3 +166,19 @@ def test_checksum_across_chunks() -> None:
         sums.add(checksum([large]))
         large[position] = 0.0
     assert len(sums) == 5
+
+
+def _corrupt_a_copy() -> str:
+    """A norm's weight on all holders' second tensor-parallel rank: equal among holders, but not among copies."""
+    engine = engine_of(Case(2, 1, 0, model="even-llama", tp=2))
+    name = next(name for name in engine.parameters_here if name == "model.norm.weight")
+    if dist.get_rank() % 2 == 1:
+        engine.parameters_here[name].data[0] += 1
+    with pytest.raises(DivergenceError) as error:
+        engine.check_holders()
+    return str(error.value)
+
+
+def test_copies_on_tensor_parallel_ranks_are_compared(ranks: RankPool) -> None:
+    for message in ranks.run(_corrupt_a_copy, world=4):
+        assert "the shared part: weights or optimizer state of rank 1 (group 0) differ from those of rank 0 (group 0)" in message

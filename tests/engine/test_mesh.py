@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ranks import RankPool
 from sdp.engine.errors import ConfigError
 from sdp.engine.mesh import Communicators, Mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 HOLDER_SETS = [(0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 3), (2,)]
 
@@ -60,3 +61,13 @@ def test_communicators(ranks: RankPool, fsdp: int, replicate_inside: bool) -> No
                 expected[held] = members
         assert holders == expected
         assert sums == [float(sum(2**member for member in expected[held])) for held in sorted(expected)]
+
+
+def test_groups_of_a_world_without_nccl_are_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        made = Communicators.build(Mesh(4), {(0, 1), (0, 1, 2, 3)}, replicate_inside=True)
+        assert dist.get_backend(made.holders[0, 1]) == "fake"
+    finally:
+        dist.destroy_process_group()

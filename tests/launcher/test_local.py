@@ -318,3 +318,21 @@ sys.exit(local.start_local([], 1, Path("logs"), command=[*local.own_command()[:2
     parent, child, version = done.stdout.splitlines()
     assert Path(child).resolve() == Path(parent).resolve()
     assert version.startswith("sdp 0.")
+
+
+def test_what_a_rank_could_not_do_after_a_signal_is_told(tmp_path: Path) -> None:
+    body = """
+def leave(*_):
+    report_fatal("sdp: error: no room for the checkpoint", 2, above)
+    sys.exit(2)
+signal.signal(signal.SIGTERM, leave if rank == 0 else lambda *_: sys.exit(143))
+say(f"ready-{rank}")
+time.sleep(60)
+"""
+    job = Job(tmp_path, body, processes=2)
+    for rank in range(2):
+        job.note(f"ready-{rank}")
+    job.process.terminate()
+    code, _, err = job.end()
+    assert code == 2
+    assert err.splitlines()[-1] == "sdp: error: no room for the checkpoint"

@@ -64,6 +64,16 @@ def test_what_stands_beside_the_output_is_not_touched(trained_run, tmp_path):
     assert len(list(tmp_path.rglob("precious"))) == 3
 
 
+def test_data_of_another_tokenizer_is_refused(trained_run, tmp_path, capsys):
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"document {number} " * 9}) + "\n" for number in range(40)))
+    assert main(["prepare", "--input", str(tmp_path / "text.jsonl"), "--output", str(tmp_path / "other"), "--tokenizer", "bytes"]) == 0
+    for command in (["export", str(trained_run), "--to", "hf", str(tmp_path / "model")], ["evaluate", str(trained_run)]):
+        capsys.readouterr()
+        assert main([*command, "--set", f"data.path={tmp_path / 'other'}"]) == 2
+        assert "was trained with another tokenizer" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+
+
 def test_logits_and_generation_are_those_of_our_model(trained_run, exported):
     ours, theirs = our_model(trained_run), transformers.AutoModelForCausalLM.from_pretrained(exported)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
@@ -183,7 +193,8 @@ def hf_tokenizer(folder: Path) -> str:
 @pytest.mark.parametrize("kind", ["bytes", "hf"])
 def test_bytes_and_hugging_face_tokenizers(kind, tmp_path):
     name = kind if kind == "bytes" else hf_tokenizer(tmp_path / "tokenizer")
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in texts()))
+    plain = [f"document {number} of those that make both splits large enough, whatever the others are; " * 4 for number in range(40)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in [*plain, *texts()]))
     data = ["--input", tmp_path / "text.jsonl", "--output", tmp_path / "data", "--tokenizer", name, "--held-out", 0.4, "--workers", 1]
     assert main(["prepare", *map(str, data)]) == 0
     shutil.rmtree(tmp_path / "tokenizer", ignore_errors=True)  # the prepared data is enough
