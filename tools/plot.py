@@ -122,7 +122,7 @@ def _legend(axes: Any, runs: Sequence[Run]) -> None:
         ending = _ending(runs[0]) if single else ""
         entries.append(Line2D([], [], color=kinds.held_out, label=f"held-out, full model{ending}", **_FULL_MODEL))
     if any(line.get("subnetwork_losses") for run in runs for line in run.evaluations):
-        entries.append(Line2D([], [], color=kinds.subnetworks, label="held-out, each group's subnetwork alone", **_SUBNETWORK))
+        entries.append(Line2D([], [], color=kinds.subnetworks, label="held-out, each group's subnetwork, on its share", **_SUBNETWORK))
     if entries:
         axes.legend(handles=entries, frameon=False, fontsize=11, loc="upper right")
 
