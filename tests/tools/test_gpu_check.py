@@ -1,4 +1,4 @@
-"""``sdp gpu-check`` in its tiny form: the path is that of a GPU, its figures are never asserted."""
+"""``sdp gpu-check`` in its tiny form: what is not CUDA's own of the path, figures never asserted."""
 
 from __future__ import annotations
 
