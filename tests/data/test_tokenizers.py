@@ -17,22 +17,12 @@ from sdp.data.tokenizers import (
     train_sentencepiece,
 )
 from sdp.engine.errors import DataError
+from texts import AWKWARD
 
 TEXTS = [
     "def square(value):\n    if value > 1000:\n\t\treturn value * value\n\n\n        # done  \n",
     "class Square:\n    def __init__(self, value):\n        self.value = value  # keep\n",
 ] * 20
-AWKWARD = [
-    "",
-    " ",
-    "  lead and trail  ",
-    "a\n\n\n\tb\r\n",
-    "\x00\x01",
-    "▁",
-    " ▁▁ x▁",
-    "é漢字😀\ufeff\u2028",
-    "<|endoftext|><unk></s><0x41>",
-]
 
 
 @pytest.fixture(scope="module")

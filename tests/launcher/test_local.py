@@ -6,11 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import sdp
+from processes import alive, until
 
 HOST = socket.gethostname()
 PACKAGE_FOLDER = str(Path(sdp.__path__[0]).parent)
@@ -73,21 +73,6 @@ class Job:
     def end(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=30)
         return self.process.returncode, out, err
-
-
-def until(condition, seconds: float = 20.0):
-    deadline = time.monotonic() + seconds
-    while (value := condition()) is None or value is False:
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-    return value
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_all_ranks_end_well(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from sdp.launcher.main import main
 from sdp.models.llama import Llama
 from sdp.models.registry import build_model
 from sdp.tools import saved_run
+from texts import AWKWARD
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,19 +40,8 @@ def our_model(run: Path, tag: str = "step-4") -> torch.nn.Module:
 
 
 def texts() -> list[str]:
-    awkward = [
-        "",
-        " ",
-        "  lead and trail  ",
-        "a\n\n\n\tb\r\n",
-        "\x00\x01",
-        "▁",
-        " ▁▁ x▁",
-        "é漢字😀\ufeff\u2028",
-        "<|endoftext|><unk><0x41>",
-    ]
     root = Path(__file__).parent.parent.parent
-    return awkward + [path.read_text() for path in (root / "README.md", root / "tools" / "table.py", Path(__file__))]
+    return AWKWARD + [path.read_text() for path in (root / "README.md", root / "tools" / "table.py", Path(__file__))]
 
 
 def test_what_stands_beside_the_output_is_not_touched(trained_run, tmp_path):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import alive, until
 from sdp.data.prepare import prepare
 from sdp.engine.heartbeat import Place
 
@@ -86,21 +87,6 @@ class Job:
             self.process.kill()
             raise
         return self.process.returncode, err
-
-
-def until(condition: Callable[[], object], seconds: float = 20.0):
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
-    return value
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def losses(dump_dir: Path) -> list[float]:

@@ -1,0 +1,27 @@
+"""What tests that start processes share: waiting for something to come true, and whether a process still runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T | None], seconds: float = 20.0) -> T:
+    """What ``condition`` returns once that is neither None nor False."""
+    deadline = time.monotonic() + seconds
+    while (value := condition()) is None or value is False:
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+    return value
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
