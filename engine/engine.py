@@ -19,7 +19,7 @@ from .backends.base import Backend
 from .batch import call_model, loss_of
 from .batch_size import BatchSize
 from .checkpoint_files import check_tag
-from .checkpoint_part import Part
+from .checkpoint_state import SavedState, set_random_state
 from .clip import clip_
 from .config import Config
 from .consistency import check_holders
@@ -55,6 +55,7 @@ class SDPEngine:
         self._gradient_bytes = 0
         self._reduced = False
         self._syncing = True
+        self._saved = SavedState(backend, optimizer, self.global_rank)
         self._saver = checkpoint.Saver(alone=self.world_size == 1, device=self.device)
 
     # -- training --------------------------------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ class SDPEngine:
             "global_samples": self.global_samples,
             "skipped_steps": self.skipped_steps,
             "has_optimizer_state": bool(self.optimizer.state),  # not before the first step that was no skip
-            "mesh": self._mesh_shape(),
+            "mesh": self._saved.mesh_shape(),
             "placement": self.layout.placement.to_json(),
             "learning_rates": [float(group["lr"]) for group in self.optimizer.param_groups],
             "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
@@ -220,7 +221,7 @@ class SDPEngine:
             "client_state": dict(client_state or {}),
         }
         tag = check_tag(tag) if tag is not None else f"step-{self.global_steps}"
-        tensors = self._tensors() | self._random_state()
+        tensors = self._saved.tensors() | self._saved.random_state()
         self._saver.save(Path(save_dir), tag, tensors, state, keep=keep, background=background)
         return True
 
@@ -245,12 +246,13 @@ class SDPEngine:
             checkpoint.materialise_state(self.optimizer)
         # Random numbers are a rank's own: they go on where the same ranks go on.
         saved = checkpoint.keys_in(path)
-        random = {key: value for key, value in self._random_state().items() if key in saved and state["mesh"] == self._mesh_shape()}
+        random = {
+            key: value for key, value in self._saved.random_state().items() if key in saved and state["mesh"] == self._saved.mesh_shape()
+        }
         if not random and self.global_rank == 0:
             log.info("%s: is of another layout or device, so random numbers (dropout) start anew", path)
-        checkpoint.load(path, self._tensors() | random, state["files"], alone=self.world_size == 1)
-        for key, value in random.items():
-            (torch.cuda.set_rng_state if "/cuda/" in key else torch.set_rng_state)(value)
+        checkpoint.load(path, self._saved.tensors() | random, state["files"], alone=self.world_size == 1)
+        set_random_state(random)
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
         self.skipped_steps, self._skipped_in_a_row = state.get("skipped_steps", 0), 0
@@ -261,29 +263,6 @@ class SDPEngine:
         if self.loader is not None and state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])
         return str(path), state["client_state"]
-
-    def _mesh_shape(self) -> list[int]:
-        mesh = self.layout.mesh
-        return [mesh.sdp, mesh.fsdp, mesh.tp]
-
-    def _random_state(self) -> dict[str, torch.Tensor]:
-        """This rank's generators, under its coordinates: equal names from several ranks would become one."""
-        at = self.layout.mesh.coordinates(self.global_rank)
-        place = f"{at.sdp}.{at.fsdp}.{at.tp}"
-        states = {f"random/cpu/{place}": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            states[f"random/cuda/{place}"] = torch.cuda.get_rng_state(self.device)
-        return states
-
-    def _tensors(self) -> dict[str, Any]:
-        self._backend.shard_parameters()
-        buffers = {name: buffer for name, buffer in self.module.named_buffers() if name in self.layout.buffers}
-        return checkpoint.tensors_of(self._backend.parameters, buffers, self.optimizer, self._placed)
-
-    def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A shard as a part of the whole parameter. FSDP2 knows of no cut but its own."""
-        info = self.layout.parameters[name]
-        return tensor if info.tp_dim is None else Part(local_tensor(tensor), info.offset(self._backend.shard), info.shape)
 
     # -- facts -----------------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import ranks_models as models
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from ranks_cases import Case, engine_of
+from ranks_cases import Case, data_rank_of, engine_of
 from safetensors.torch import load_file, save_file
 from sdp.engine.errors import ModelError
 from sdp.engine.sync import local_tensor
@@ -22,13 +22,14 @@ transformers = pytest.importorskip("transformers")
 DENSE = Case(1, 1, placement="full", model="llama-meta")
 
 
-def make(folder: Path, *, tied: bool = False, **options: Any) -> Path:
-    """A LLaMA of the shape of ``ranks_models.llama``, with weights that tell it from any initialisation."""
+def make(folder: Path, *, tied: bool = False, even: bool = False, **options: Any) -> Path:
+    """A LLaMA of the shape of ``ranks_models.llama`` (or ``even_llama``), with weights that tell it from any initialisation."""
     torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        vocab_size=models.VOCABULARY, hidden_size=10, intermediate_size=15, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=6, max_position_embeddings=32, tie_word_embeddings=tied,
-    )  # fmt: skip
+    shape = {
+        "vocab_size": models.VOCABULARY + even, "hidden_size": 10 + 2 * even, "intermediate_size": 15 - even,
+        "num_attention_heads": 2 + 2 * even, "num_key_value_heads": 1 + even,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(**shape, num_hidden_layers=4, head_dim=6, max_position_embeddings=32, tie_word_embeddings=tied)
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -59,7 +60,7 @@ def _start(case: Case, folder: str) -> tuple[Any, float, int, int]:
         engine = engine_of(case, training={"init_from": folder})
     finally:
         WeightFiles.fill = fill  # type: ignore[method-assign]
-    loss = engine.evaluate([models.micro_batch("llama", 0, 0, dist.get_rank())])
+    loss = engine.evaluate([models.micro_batch("llama", 0, 0, data_rank_of(case))])
     held = sum(local_tensor(parameter.detach()).numel() for parameter in engine.parameters_here.values())
     return engine.full_state_dict(), loss, read, held
 
@@ -79,6 +80,18 @@ def test_ranks_read_their_rows_and_the_loss_is_hugging_faces(ranks: RankPool, tm
     assert all(read == held for _, _, read, held in answers)
     whole = sum(tensor.numel() for name, tensor in theirs.items() if not (tied and name == "lm_head.weight"))
     assert all(held < whole for *_, held in answers)
+
+
+@pytest.mark.parametrize(("fsdp", "stage", "tied"), [(1, 0, True), (2, 3, False)])
+def test_tensor_parallel_ranks_start_from_their_parts(ranks: RankPool, tmp_path: Path, fsdp: int, stage: int, tied: bool) -> None:
+    folder = make(tmp_path / "model", tied=tied, even=True)
+    model = "even-llama-tied-meta" if tied else "even-llama-meta"
+    answers = ranks.run(_start, Case(2, fsdp, stage=stage, placement="profile", model=model, tp=2), str(folder), world=4 * fsdp)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
+    state = answers[0][0]
+    assert state.keys() == theirs.keys()
+    assert all(torch.equal(state[name], theirs[name]) for name in theirs)
+    assert [answer[1] for answer in answers] == pytest.approx([their_loss(folder, 2 * fsdp)] * 4 * fsdp, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

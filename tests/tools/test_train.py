@@ -3,6 +3,7 @@
 import fcntl
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,22 @@ def check_files(dump_dir: Path) -> None:
     assert sorted(p.name for p in (dump_dir / "checkpoints").glob("step-*")) == ["step-3", "step-6"]
     assert {f"rank-{rank}.log" for rank in range(4)} <= {p.name for p in (dump_dir / "logs").iterdir()}
     assert list((dump_dir / "csv").rglob("*.csv"))
+
+
+def test_a_run_goes_on_under_tensor_parallelism(trained_run, tmp_path):
+    """2 groups × fsdp 2 before; 2 groups × tp 2, and the reference, after: the same samples, the same run."""
+    for name in ("tp", "reference"):
+        shutil.copytree(trained_run, tmp_path / name)
+    batch = ["train_batch_size=8", "training.steps=6", "training.evaluate_every=0"]
+    command = ["train", trained_run / "config.json", "--resume", "--set", *batch, "gradient_accumulation_steps=2"]
+    cut = sdp(*command, "--tp", 2, "--dump-dir", tmp_path / "tp")
+    assert cut.returncode == 0, cut.stderr
+    assert main([*map(str, command), "sdp.engine=reference", "--dump-dir", str(tmp_path / "reference")]) == 0
+    assert losses(tmp_path / "tp")[:4] == losses(trained_run)
+    assert losses(tmp_path / "tp")[4:] == pytest.approx(losses(tmp_path / "reference")[4:], rel=1e-5)
+    assert len(losses(tmp_path / "tp")) == 6
+    for rank in json.loads((tmp_path / "tp" / "summary.json").read_text())["ranks"]:
+        assert rank["state_measured"] == rank["state_predicted"]
 
 
 def test_reference_engine_trains_the_same_run_and_resumes_bit_for_bit(config, tmp_path):

@@ -1,0 +1,53 @@
+"""The tensors of a checkpoint as they lie on this rank: state under canonical names, random numbers under the rank's coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from . import checkpoint
+from .backends.base import Backend
+from .checkpoint_part import Part
+from .sync import local_tensor
+
+
+class SavedState:
+    """What a rank gives to a checkpoint and takes from one."""
+
+    def __init__(self, backend: Backend, optimizer: Optimizer, rank: int):
+        self._backend, self._optimizer, self._rank = backend, optimizer, rank
+
+    def mesh_shape(self) -> list[int]:
+        """Sizes of the mesh: sdp, fsdp, tp."""
+        mesh = self._backend.layout.mesh
+        return [mesh.sdp, mesh.fsdp, mesh.tp]
+
+    def tensors(self) -> dict[str, Any]:
+        """Weights, persistent buffers and optimizer state, each as its part of the full model's."""
+        backend = self._backend
+        backend.shard_parameters()
+        buffers = {name: buffer for name, buffer in backend.module.named_buffers() if name in backend.layout.buffers}
+        return checkpoint.tensors_of(backend.parameters, buffers, self._optimizer, self._placed)
+
+    def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A shard as a part of the whole parameter. FSDP2 knows of no cut but its own."""
+        info = self._backend.layout.parameters[name]
+        return tensor if info.tp_dim is None else Part(local_tensor(tensor), info.offset(self._backend.shard), info.shape)
+
+    def random_state(self) -> dict[str, torch.Tensor]:
+        """This rank's generators, under its coordinates: equal names from several ranks would become one."""
+        at = self._backend.layout.mesh.coordinates(self._rank)
+        place = f"{at.sdp}.{at.fsdp}.{at.tp}"
+        states = {f"random/cpu/{place}": torch.get_rng_state()}
+        if self._backend.device.type == "cuda":
+            states[f"random/cuda/{place}"] = torch.cuda.get_rng_state(self._backend.device)
+        return states
+
+
+def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
+    """Put this rank's generators back, as :meth:`SavedState.random_state` gave them."""
+    for key, value in states.items():
+        (torch.cuda.set_rng_state if "/cuda/" in key else torch.set_rng_state)(value)
