@@ -37,7 +37,14 @@ class Constant:
     value: float
 
 
-Init = Normal | Constant
+@dataclass(frozen=True)
+class Uniform:
+    """Independent values, uniform between ``-bound`` and ``bound``."""
+
+    bound: float
+
+
+Init = Normal | Constant | Uniform
 
 # Fills rows [start, start + len(out)) of one parameter into ``out``.
 Filler = Callable[[torch.Tensor, int], None]
@@ -60,7 +67,11 @@ def fill_rows(out: torch.Tensor, start: int, shape: torch.Size, init: Init, seed
     for block in range(start // block_rows, -(-stop // block_rows)):
         first, last = block * block_rows, min(rows, (block + 1) * block_rows)
         generator = torch.Generator().manual_seed(seed_of(seed, name, block))
-        values = torch.randn((last - first, *shape[1:]) if shape else (), generator=generator) * init.std
+        size = (last - first, *shape[1:]) if shape else ()
+        if isinstance(init, Normal):
+            values = torch.randn(size, generator=generator) * init.std
+        else:
+            values = (2 * torch.rand(size, generator=generator) - 1) * init.bound
         a, b = max(first, start), min(last, stop)
         if shape:
             out[a - start : b - start].copy_(values[a - first : b - first])

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,31 +15,38 @@ from ..engine.errors import ConfigError, suggestion
 from ..engine.section import Section, parse_section
 from . import llama_hf
 from .llama import Llama, LlamaConfig
+from .resnet import ResNet, ResNetConfig
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A model that can be named in the configuration: the schema of its section, how to build it, and the ``config.json`` of its
-    counterpart in ``transformers``, which has the same names and numerics, where there is one.
+    """A model that can be named in the configuration: the schema of its section, how to build it, what it reads, and the
+    ``config.json`` of its counterpart in ``transformers``, which has the same names and numerics, where there is one.
     """
 
     config: type[Section]
     build: Callable[[Any], nn.Module]
+    reads: Literal["tokens", "images"]
     to_huggingface: Callable[[Any], dict[str, Any]] | None = None
     from_huggingface: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # the section of such a config.json
 
 
-MODELS: Mapping[str, Entry] = {"llama": Entry(LlamaConfig, Llama, llama_hf.to_huggingface, llama_hf.from_huggingface)}
+MODELS: Mapping[str, Entry] = {
+    "llama": Entry(LlamaConfig, Llama, "tokens", llama_hf.to_huggingface, llama_hf.from_huggingface),
+    "resnet18": Entry(ResNetConfig, ResNet, "images"),
+}
 
 
-def build_model(section: Mapping[str, Any], vocab_size: int | None = None) -> nn.Module:
+def build_model(
+    section: Mapping[str, Any], vocab_size: int | None = None, *, num_classes: int | None = None, image_size: int | None = None
+) -> nn.Module:
     """The model that ``section`` (``{"name": "llama", …}``) describes, on the meta device.
 
-    ``vocab_size`` is that of the data (None: the model reads no tokens, or the section alone decides); it fills in a
-    section that names none. Raises :class:`ConfigError` for an unknown name or key, an ill-typed value, or vocabularies
-    that differ.
+    ``vocab_size`` is that of the data, or ``num_classes`` and ``image_size`` (pixels of a side) of images; None: the section alone
+    decides. They fill in a section that names none. Raises :class:`ConfigError` for an unknown name or key, an ill-typed value,
+    data of the other kind, or a section that differs from the data.
     """
-    entry, config = _parse(section, vocab_size)
+    entry, config = _parse(section, {"vocab_size": vocab_size, "num_classes": num_classes, "image_size": image_size})
     with torch.device("meta"):
         return entry.build(config)
 
@@ -49,7 +56,7 @@ def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str,
 
     Raises :class:`ConfigError` where ``transformers`` has no such model.
     """
-    entry, config = _parse(section, vocab_size)
+    entry, config = _parse(section, {"vocab_size": vocab_size})
     if entry.to_huggingface is None:
         known = ", ".join(name for name, other in MODELS.items() if other.to_huggingface is not None)
         raise ConfigError(f"model.name: {section['name']!r} has no counterpart in transformers; there is one for: {known}")
@@ -83,11 +90,21 @@ def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict
     return {**stated, **found}
 
 
-def _parse(section: Mapping[str, Any], vocab_size: int | None) -> tuple[Entry, Section]:
+def _parse(section: Mapping[str, Any], data: Mapping[str, int | None]) -> tuple[Entry, Section]:
     fields = dict(section)
-    entry = _entry(fields.pop("name", None))
-    if vocab_size is not None and "vocab_size" in entry.config.model_fields:
-        fields["vocab_size"] = _agreed_vocabulary(fields.get("vocab_size"), vocab_size)
+    name = fields.pop("name", None)
+    entry = _entry(name)
+    for key, value in data.items():
+        if value is None:
+            continue
+        if entry.reads != _KIND[key]:
+            others = ", ".join(other for other, known in MODELS.items() if known.reads != entry.reads)
+            raise ConfigError(
+                f"model.name: {name} reads {entry.reads}, but the data section means {_KIND[key]}; "
+                f"choose data of the other kind (data.name), or a model for {_KIND[key]}: {others}"
+            )
+        if key in entry.config.model_fields:
+            fields[key] = _agreed(key, fields.get(key), value)
     return entry, parse_section(entry.config, fields, "model")
 
 
@@ -101,11 +118,15 @@ def _entry(name: object) -> Entry:
     return MODELS[name]
 
 
-def _agreed_vocabulary(stated: object, data: int) -> object:
+_KIND = {"vocab_size": "tokens", "num_classes": "images", "image_size": "images"}
+_ABOUT = {"vocab_size": "the data's tokenizer has", "num_classes": "the data has", "image_size": "the data's images have sides of"}
+
+
+def _agreed(key: str, stated: object, data: int) -> object:
     # A stated value that is no integer is left for the schema to refuse.
     if isinstance(stated, int) and stated != data:
-        raise ConfigError(
-            f"model.vocab_size: {stated}, but the data's tokenizer has {data}; prepare the data with the tokenizer "
-            "that this model was meant for, or, for one that starts anew, remove model.vocab_size to take the data's"
-        )
+        remedy = f"remove model.{key} to take the data's"
+        if key == "vocab_size":
+            remedy = f"prepare the data with the tokenizer that this model was meant for, or, for one that starts anew, {remedy}"
+        raise ConfigError(f"model.{key}: {stated}, but {_ABOUT[key]} {data}; {remedy}")
     return data if stated is None else stated

@@ -86,8 +86,8 @@ class Case:
             return {"placement": "balanced", "capacity": [0.75, 0.5] if self.groups == 2 else [0.75, 0.75, 0.5, 0.25]}
         if self.placement == "random":
             return {"placement": "random", "seed": 3, "profile": [1, 2, 2, 1] if self.groups == 2 else [1, 3, 2, 4]}
-        holders = {2: [[0], [0, 1], [0, 1], [1]], 4: [[0, 1, 2, 3], [0, 2], [3, 1, 0], [3]]}[self.groups]
-        return {"placement": {f"layers.{index}": held for index, held in enumerate(holders)}}
+        holders = {2: [[0], [0, 1], [0, 1], [1], [1]], 4: [[0, 1, 2, 3], [0, 2], [3, 1, 0], [3], [1, 2]]}[self.groups]
+        return {"placement": dict(zip(models.unit_names(self.model), holders, strict=False))}
 
 
 CLIP = 0.25  # below every norm in the table

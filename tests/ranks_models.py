@@ -10,6 +10,7 @@ from torch import nn
 
 IN, WIDTH, HIDDEN, OUT = 5, 13, 11, 3
 VOCABULARY, TOKENS = 37, 6
+CLASSES, SIDE = 5, 24
 
 
 class Block(nn.Module):
@@ -74,6 +75,21 @@ def even_llama(*, tied: bool, device: str = "meta", **fields: Any) -> nn.Module:
         return Llama(LlamaConfig(**shape | fields, tie_word_embeddings=tied))
 
 
+def resnet(device: str = "meta") -> nn.Module:
+    """The project's own ResNet-18, thin; the last stage sees 3 × 3 pixels. 5 classes cut in two are 3, 2."""
+    from sdp.models.resnet import ResNet, ResNetConfig
+
+    with torch.device(device):
+        return ResNet(ResNetConfig(num_classes=CLASSES, stem="cifar", width=3, image_size=SIDE))
+
+
+def unit_names(kind: str) -> list[str]:
+    """The units of a model in order."""
+    if kind.startswith("resnet"):
+        return ["layer1.0", "layer1.1", "layer2.1", "layer3.1", "layer4.1"]
+    return [f"layers.{index}" for index in range(4)]
+
+
 def build(kind: str) -> nn.Module:
     """By name: ``mlp`` and ``llama`` have weights of their own, ``…-meta`` have not."""
     makers = {
@@ -90,6 +106,7 @@ def build(kind: str) -> nn.Module:
         "even-llama-meta": lambda: even_llama(tied=False),
         "even-llama-tied": lambda: even_llama(tied=True, device="cpu"),
         "even-llama-tied-meta": lambda: even_llama(tied=True),
+        "resnet-meta": resnet,
     }
     return makers[kind]()
 
@@ -100,6 +117,9 @@ def micro_batch(kind: str, step: int, micro: int, data_rank: int, rows: int = 2)
     if kind.startswith("mlp"):
         x = torch.randn(rows, IN, generator=generator)
         return {"x": x, "y": torch.sin(3 * x[:, :OUT]) + 1.0}
+    if kind.startswith("resnet"):
+        images = torch.randn(rows, 3, SIDE, SIDE, generator=generator)
+        return {"images": images, "labels": torch.randint(CLASSES, (rows,), generator=generator)}
     tokens = torch.randint(VOCABULARY, (rows, TOKENS), generator=generator)
     labels = tokens.clone()
     labels[0, 1 : 1 + (data_rank + micro) % 4] = -100

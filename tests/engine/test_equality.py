@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,6 +117,28 @@ def test_the_cover_holds_every_pair() -> None:
 @pytest.mark.parametrize("case", COVER + TENSOR_COVER, ids=str)
 def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
     assert_same_run(native(ranks, case), reference(case), case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 1, accumulation=3, model="resnet-meta"),
+        Case(2, 2, 3, clip=True, optimizer="adamw", model="resnet-meta"),
+        Case(4, 1, optimizer="momentum", model="resnet-meta"),
+    ],
+    ids=str,
+)
+def test_native_equals_reference_with_batch_norm(ranks: RankPool, case: Case) -> None:
+    """Weights do. Running statistics are every rank's own: the full state has the first holder's, a worker's in one process are mixed."""
+    parameters = set(dict(models.build(case.model).named_parameters()))
+
+    def weights_alone(result: Result) -> Result:
+        states = {"before": result.before, "after": result.after}
+        assert all(state is None or len(state) > len(parameters) for state in states.values())
+        weights = {part: state and {name: state[name] for name in state if name in parameters} for part, state in states.items()}
+        return replace(result, **weights)
+
+    assert_same_run([weights_alone(result) for result in native(ranks, case)], weights_alone(reference(case)), case)
 
 
 @pytest.mark.parametrize("case", TENSOR_COVER, ids=str)

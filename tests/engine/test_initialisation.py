@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import RankPool
 from ranks_cases import Case, engine_of, reference
-from sdp.engine.initialisation import BLOCK_ELEMENTS, Constant, Normal, fill_rows, seed_of
+from sdp.engine.initialisation import BLOCK_ELEMENTS, Constant, Init, Normal, Uniform, fill_rows, seed_of
 from torch import nn
 
 
@@ -67,16 +67,21 @@ def test_torch_rules_are_those_of_reset_parameters() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=st.integers(1, 40), columns=st.sampled_from([1, 7, BLOCK_ELEMENTS // 4, BLOCK_ELEMENTS + 1]), cuts=st.lists(st.integers(0, 40)))
-def test_any_cut_into_rows_gives_the_same_values(rows: int, columns: int, cuts: list[int]) -> None:
+@given(
+    rows=st.integers(1, 40),
+    columns=st.sampled_from([1, 7, BLOCK_ELEMENTS // 4, BLOCK_ELEMENTS + 1]),
+    cuts=st.lists(st.integers(0, 40)),
+    init=st.sampled_from([Normal(0.5), Uniform(0.5)]),
+)
+def test_any_cut_into_rows_gives_the_same_values(rows: int, columns: int, cuts: list[int], init: Init) -> None:
     shape = torch.Size((rows, columns)) if columns > 1 else torch.Size((rows,))
     whole = torch.empty(shape)
-    fill_rows(whole, 0, shape, Normal(0.5), 3, "name")
+    fill_rows(whole, 0, shape, init, 3, "name")
     edges = sorted({0, rows, *(cut for cut in cuts if cut < rows)})
     pieces = []
     for first, last in itertools.pairwise(edges):
         pieces.append(torch.empty((last - first, *shape[1:])))
-        fill_rows(pieces[-1], first, shape, Normal(0.5), 3, "name")
+        fill_rows(pieces[-1], first, shape, init, 3, "name")
     assert torch.equal(torch.cat(pieces), whole)
 
 

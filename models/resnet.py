@@ -1,0 +1,127 @@
+"""ResNet-18: parameter names, buffers and numerics of torchvision's ``resnet18``, so that weights go either way unchanged.
+
+Sources: He et al., arXiv 1512.03385 (the model, and in section 4.2 the small stem for small images); He et al., arXiv 1502.01852
+(initialisation). Letters of shapes: B images, C channels, H × W pixels, N classes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..engine.config import PositiveInt
+from ..engine.errors import ConfigError, ModelError
+from ..engine.initialisation import Constant, Init, Normal, Uniform
+from ..engine.section import Section
+
+STAGES = (1, 2, 3, 4)  # of two blocks each; the first block of a stage after the first halves the image and doubles the channels
+
+
+class ResNetConfig(Section):
+    """Shape of a ResNet-18; ``num_classes`` and ``image_size`` may be left to the data.
+
+    ``stem``: "imagenet" divides the image's side by 4 before the first block, "cifar" (a 3 × 3 convolution alone) keeps it.
+    ``width``: channels of the first stage. ``image_size``: pixels of a side, by which alone the cost of a unit is told from another's.
+    """
+
+    num_classes: PositiveInt | None = None
+    stem: Literal["cifar", "imagenet"] = "imagenet"
+    width: PositiveInt = 64
+    image_size: PositiveInt | None = None
+
+
+class BasicBlock(nn.Module):
+    """Two 3 × 3 convolutions added to their input; (B, C, H, W) → (B, C', H / stride, W / stride).
+
+    The input has been through a ReLU, so that skipping a block of stride 1 and C' = C is the identity.
+    """
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.downsample = None
+        if stride != 1 or channels_in != channels:
+            self.downsample = nn.Sequential(nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+
+    def forward(self, images: Tensor) -> Tensor:
+        skipped = images if self.downsample is None else self.downsample(images)
+        hidden = F.relu(self.bn1(self.conv1(images)))
+        return F.relu(self.bn2(self.conv2(hidden)) + skipped)
+
+
+class ResNet(nn.Module):
+    """A ResNet-18 with its classifier; state dicts interchange with torchvision's ``resnet18`` (stem "imagenet", width 64).
+
+    Raises :class:`ConfigError` where ``config.num_classes`` is not filled in.
+    """
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        if config.num_classes is None:
+            raise ConfigError("model.num_classes: not set, and no data states it; add it to the model section")
+        self.config = config
+        width = config.width
+        small = config.stem == "cifar"
+        self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False) if small else nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, 1)
+        self.layer1 = _stage(width, width, 1)
+        self.layer2 = _stage(width, 2 * width, 2)
+        self.layer3 = _stage(2 * width, 4 * width, 2)
+        self.layer4 = _stage(4 * width, 8 * width, 2)
+        self.fc = nn.Linear(8 * width, config.num_classes)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (B, N) of ``images`` (B, 3, H, W); with ``labels`` (B) the mean cross-entropy instead, a float32 scalar."""
+        hidden = self.maxpool(F.relu(self.bn1(self.conv1(images))))
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+            hidden = stage(hidden)
+        logits = self.fc(F.adaptive_avg_pool2d(hidden, 1).flatten(1))
+        return logits if labels is None else F.cross_entropy(logits.float(), labels)
+
+    def unit_patterns(self) -> list[str]:
+        """Patterns of the modules that are units: the blocks that keep their input's shape."""
+        return ["layer1.*", "layer2.1", "layer3.1", "layer4.1"]
+
+    def unit_flops(self) -> dict[str, int]:
+        """Floating-point operations of a forward pass of one image, by unit: 2 for every weight of a convolution and position."""
+        side = self.config.image_size or (32 if self.config.stem == "cifar" else 224)
+        if self.config.stem == "imagenet":
+            side = math.ceil(math.ceil(side / 2) / 2)
+        flops = {}
+        for stage in STAGES:
+            channels = self.config.width * 2 ** (stage - 1)
+            block = 2 * 2 * 9 * channels**2 * side**2
+            flops |= {f"layer{stage}.{index}": block for index in ((0, 1) if stage == 1 else (1,))}
+            side = math.ceil(side / 2)
+        return flops
+
+    def parameter_init(self, name: str) -> Init:
+        """How the parameter or buffer of this (canonical) name is initialised: torchvision's scheme.
+
+        Convolutions are normal with variance 2 / (output channels × kernel positions), which keeps gradients from growing or
+        vanishing; the classifier is torch's own. Raises :class:`ModelError` for a name that is no tensor of this model.
+        """
+        module, _, leaf = name.rpartition(".")
+        kind = type(dict(self.named_modules()).get(module))
+        if kind is nn.Conv2d and leaf == "weight":
+            weight = self.get_parameter(name)
+            return Normal(math.sqrt(2 / (weight.shape[0] * weight.shape[2:].numel())))
+        if kind is nn.Linear and leaf in ("weight", "bias"):
+            return Uniform(1 / math.sqrt(8 * self.config.width))
+        if kind is nn.BatchNorm2d and leaf in _BATCH_NORM:
+            return Constant(_BATCH_NORM[leaf])
+        raise ModelError(f"{name}: ResNet has no parameter or buffer of this name")
+
+
+_BATCH_NORM = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}
+
+
+def _stage(channels_in: int, channels: int, stride: int) -> nn.Sequential:
+    return nn.Sequential(BasicBlock(channels_in, channels, stride), BasicBlock(channels, channels, 1))

@@ -1,0 +1,136 @@
+"""ResNet-18: torchvision's names, numerics and initialisation."""
+
+import re
+
+import pytest
+import torch
+from sdp.engine.errors import ConfigError, ModelError
+from sdp.engine.initialisation import plan_initialisation
+from sdp.engine.units import find_units
+from sdp.models.registry import build_model
+from sdp.models.resnet import ResNet, ResNetConfig
+
+UNITS = ["layer1.0", "layer1.1", "layer2.1", "layer3.1", "layer4.1"]
+
+
+def from_transformers(key: str) -> str:
+    """torchvision's name of a tensor of transformers' ``ResNetForImageClassification``."""
+    renamed = [
+        (r"resnet\.embedder\.embedder\.", ""),
+        (r"resnet\.encoder\.stages\.(\d)\.layers\.", lambda match: f"layer{int(match[1]) + 1}."),
+        (r"shortcut\.convolution", "downsample.0"),
+        (r"shortcut\.normalization", "downsample.1"),
+        (r"layer\.(\d)\.convolution", lambda match: f"conv{int(match[1]) + 1}"),
+        (r"layer\.(\d)\.normalization", lambda match: f"bn{int(match[1]) + 1}"),
+        ("^convolution", "conv1"),
+        ("^normalization", "bn1"),
+        (r"classifier\.1", "fc"),
+    ]
+    for pattern, name in renamed:
+        key = re.sub(pattern, name, key)
+    return key
+
+
+@pytest.fixture(scope="module")
+def theirs() -> torch.nn.Module:
+    """An independent ResNet-18, with other running statistics than those of a new model."""
+    from transformers import ResNetConfig as Config
+    from transformers import ResNetForImageClassification
+
+    torch.manual_seed(0)
+    sizes = {"embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"}
+    model = ResNetForImageClassification(Config(num_labels=7, **sizes))
+    for name, buffer in model.named_buffers():
+        if name.endswith(("mean", "var")):
+            buffer.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_logits_are_those_of_transformers(theirs, training):
+    ours = ResNet(ResNetConfig(num_classes=7))
+    ours.load_state_dict({from_transformers(key): value for key, value in theirs.state_dict().items()})
+    ours.train(training), theirs.train(training)
+    images, labels = torch.randn(3, 3, 70, 66), torch.tensor([0, 6, 3])
+    with torch.no_grad():
+        expected = theirs(images, labels=labels)
+        torch.testing.assert_close(ours(images), expected.logits, rtol=1e-5, atol=1e-5)
+        for name, buffer in theirs.named_buffers():
+            torch.testing.assert_close(ours.get_buffer(from_transformers(name)), buffer, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(ours(images, labels), expected.loss, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_state_and_logits_are_those_of_torchvision(training):
+    torchvision = pytest.importorskip("torchvision")
+    theirs = torchvision.models.resnet18(num_classes=7).train(training)
+    ours = ResNet(ResNetConfig(num_classes=7)).train(training)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(3, 3, 70, 66)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
+
+
+def test_units_are_the_blocks_that_keep_their_shape():
+    model = build_model({"name": "resnet18", "stem": "cifar"}, num_classes=10, image_size=32)
+    units = find_units(model, "auto")
+    assert [unit.name for unit in units] == UNITS
+    images = torch.randn(2, 3, 32, 32, device="meta")
+    shapes = {}
+    for name in UNITS:
+        model.get_submodule(name).register_forward_hook(lambda _, args, out, name=name: shapes.update({name: (args[0].shape, out.shape)}))
+    assert model(images).shape == (2, 10)
+    for unit in units:
+        before, after = shapes[unit.name]
+        assert before == after
+        weights = sum(p.numel() for name, p in model.named_parameters() if name.startswith(f"{unit.name}.conv"))
+        assert unit.flops == 2 * weights * after[2:].numel()
+
+
+@pytest.mark.parametrize(("size", "stem", "side"), [(224, "imagenet", 56), (70, "imagenet", 18), (8, "cifar", 8)])
+def test_flops_follow_the_size_of_the_images(size, stem, side):
+    flops = build_model({"name": "resnet18", "stem": stem, "width": 4}, num_classes=10, image_size=size).unit_flops()
+    assert list(flops) == UNITS
+    assert flops["layer1.0"] == flops["layer1.1"] == 2 * 2 * 9 * 4 * 4 * side**2
+
+
+def test_initialisation_is_torchvisions():
+    """Every tensor is filled; convolutions have variance 2 / fan-out, the classifier torch's uniform values."""
+    model = ResNet(ResNetConfig(num_classes=10))
+    for init in plan_initialisation(model, seed=0):
+        for name, fill in init.fillers().items():
+            tensor = model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)
+            tensor.data.fill_(77)
+            fill(tensor.data, 0)
+    state = model.state_dict()
+    assert not any((value == 77).all() for value in state.values())
+    assert state["conv1.weight"].std().item() == pytest.approx((2 / (64 * 49)) ** 0.5, rel=0.03)
+    assert state["layer4.1.conv2.weight"].std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)
+    bound = 512**-0.5
+    assert state["fc.weight"].abs().max().item() == pytest.approx(bound, rel=0.01)
+    assert state["fc.weight"].std().item() == pytest.approx(bound / 3**0.5, rel=0.03)
+    assert state["layer2.0.downsample.1.running_var"].eq(1).all()
+    with pytest.raises(ModelError, match="no parameter or buffer"):
+        model.parameter_init("fc.scale")
+
+
+@pytest.mark.parametrize(
+    ("section", "data", "message"),
+    [
+        ({"stem": "cifr"}, {"num_classes": 10}, "model.stem: input should be 'cifar' or 'imagenet'"),
+        ({"num_classes": 100}, {"num_classes": 10}, "model.num_classes: 100, but the data has 10; remove model.num_classes"),
+        ({"image_size": 32}, {"image_size": 8}, "model.image_size: 32, but the data's images have sides of 8"),
+        ({}, {}, "model.num_classes: not set, and no data states it"),
+        ({}, {"vocab_size": 77}, "model.name: resnet18 reads images, but the data section means tokens"),
+    ],
+)
+def test_mistakes_are_one_line(section, data, message):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")) as error:
+        build_model({"name": "resnet18", **section}, **data)
+    assert "\n" not in str(error.value)
+
+
+def test_a_language_model_reads_no_images():
+    with pytest.raises(ConfigError, match="llama reads tokens, but the data section means images"):
+        build_model({"name": "llama"}, num_classes=10)
