@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import ranks_models as models
 import torch
-import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of
 from safetensors.torch import load_file, save_file
