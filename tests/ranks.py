@@ -1,4 +1,7 @@
-"""A pool of rank processes that lives as long as the test session: starting them and importing torch dominates otherwise."""
+"""A pool of rank processes that lives as long as the test session: starting them and importing torch dominates otherwise.
+
+Ranks are forked from a server that has imported all that they need, and has no thread besides its own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from torch.distributed import TCPStore
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=240)  # ranks that share two loaded cores are slow, not stuck
 MOST_THREADS = 300  # gloo's threads outlive process groups that a device mesh still knows; many of them slow every case down
-START_SECONDS = 300.0  # importing torch in eight processes takes 100 s on two cores that others load
+START_SECONDS = 300.0  # the server imports torch first, on cores that others load
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed
 _VARIABLES: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -45,7 +48,8 @@ class RankPool:
     """``run(function, …, world=W)`` calls a function on ranks 0 … W − 1, each in a process of its own with a fresh gloo group."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["sdp.engine.initialize", "sdp.models.llama"])
         self._processes: list[Any] = []
         self._connections: list[Any] = []
 
@@ -108,7 +112,7 @@ class RankPool:
         started: list[Any] = []
         for rank in range(len(self._processes), world):
             mine, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, os.getpid()), name=f"rank-{rank}", daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs,), name=f"rank-{rank}", daemon=True)
             with _environment({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}):
                 process.start()
             theirs.close()
@@ -145,15 +149,12 @@ def _environment(values: dict[str, str]) -> Any:
                 os.environ[name] = value
 
 
-def _serve(connection: Connection, parent: int) -> None:
+def _serve(connection: Connection) -> None:
     """A rank's life: jobs come as bytes, answers go back as bytes, until the other end closes."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux: die with the test session, however it ends
+    with contextlib.suppress(OSError, AttributeError):  # Linux: die with the server, which dies with the test session, however it ends
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the session's, which kills its ranks
     faulthandler.register(signal.SIGUSR1)
-    import sdp.engine.initialize  # noqa: F401 - all that a rank needs is imported once
     import torch
 
     torch.set_num_threads(1)
