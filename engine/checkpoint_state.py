@@ -25,11 +25,16 @@ class SavedState:
         mesh = self._backend.layout.mesh
         return [mesh.sdp, mesh.fsdp, mesh.tp]
 
-    def tensors(self) -> dict[str, Any]:
-        """Weights, persistent buffers and optimizer state, each as its part of the full model's."""
+    def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
+        """Weights, persistent buffers and optimizer state, each as its part of the full model's.
+
+        Frozen copies are no part of it. Their buffers (running statistics) are this rank's own, but begin ``to_load`` as the holders'.
+        """
         backend = self._backend
         backend.shard_parameters()
-        buffers = {name: buffer for name, buffer in backend.module.named_buffers() if name in backend.layout.buffers}
+        known = backend.layout.buffers
+        named = ((name, buffer) for name, buffer in backend.module.named_buffers() if name in known)
+        buffers = {name: buffer for name, buffer in named if to_load or backend.holds(known[name])}
         return checkpoint.tensors_of(backend.parameters, buffers, self._optimizer, self._placed)
 
     def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,12 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]  # as torch's generators take it
 
 
 class SDPSection(Section):
-    """Subnetwork Data Parallelism: which group of ranks holds which part of the model."""
+    """Subnetwork Data Parallelism: which group of ranks holds which part of the model.
+
+    ``masking``: what a group does with a unit that it does not hold. forward: it is not there, neither in forward nor in backward.
+    backward: it runs, in forward and for the gradients of activations, from a frozen copy in compute precision, which a holder
+    refreshes after each step; only holders compute its weights' gradients, so these are those of the dense model.
+    """
 
     groups: PositiveInt = 1
     capacity: float | list[float] = 1.0
@@ -257,7 +262,6 @@ def _refuse_unavailable(config: Config) -> None:
     sdp = config.sdp
     unavailable = {
         "sdp.granularity": (sdp.granularity != "block", sdp.granularity, 'use "block"'),
-        "sdp.masking": (sdp.masking != "forward", sdp.masking, 'use "forward"'),
         "sdp.branch_scale": (sdp.branch_scale != "none", sdp.branch_scale, 'use "none"'),
         "sdp.engine": (sdp.engine == "deepspeed", sdp.engine, 'use "fsdp2" or "reference"'),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from .errors import ModelError
 from .initialisation import Filler, ModuleInit, plan_initialisation
 from .layout import Layout, Shard, TensorInfo
 from .mesh import Coordinates, tensor_group
-from .subnetwork import carve
+from .subnetwork import PassThrough, carve, freeze
 from .sync import local_tensor
 from .tensor_collectives import TensorRanks
 from .tensor_parallel import parallelise
@@ -56,11 +56,15 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     tensor_ranks = _tensor_ranks(layout, at, traffic)
     if tensor_ranks is not None:
         parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
-    stand_ins = carve(model, layout.units, layout.placement, at.sdp)
-    held = [unit for unit in layout.units if unit.name not in stand_ins]
-    checkpoint_activations(model, held, mode)
+    stand_ins: dict[str, PassThrough] = {}
+    if layout.keeps_frozen:
+        freeze(model, layout.units, layout.placement, at.sdp, compute_dtype)
+    else:
+        stand_ins = carve(model, layout.units, layout.placement, at.sdp)
+    run = [unit for unit in layout.units if unit.name not in stand_ins]
+    checkpoint_activations(model, run, mode)
     if config.training.compile:
-        compile_units(model, held, device)
+        compile_units(model, run, device)
     native = FSDP2Backend(
         model,
         layout,
@@ -71,7 +75,7 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
         traffic=traffic,
         tensor_ranks=tensor_ranks,
     )
-    _give_values(model, layout, plan, device, native.shard)
+    _give_values(model, layout, plan, device, native.shard, {info.name for info in layout.frozen(at.sdp)})
     native.clock = clock(device, waits=config.wall_clock_breakdown)
     native.ready()
     return native
@@ -105,18 +109,23 @@ def _give_values(
     plan: Sequence[ModuleInit] | None,
     device: torch.device,
     shard: Shard,
+    frozen: Collection[str] = (),
 ) -> None:
-    """Put the model on ``device``; where it was on the meta device, allocate and fill this rank's shards alone."""
+    """Put the model on ``device``; where it was on the meta device, allocate and fill this rank's shards alone. ``frozen`` copies get no
+    values: they come from a holder.
+    """
     if plan is None:
         model.to(device)
         return
     model.to_empty(device=device)
     _restore_ties(model, layout.aliases)
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors = {name: p for name, p in model.named_parameters() if name not in frozen} | dict(model.named_buffers())
     for init in plan:
         if not any(name in tensors for name in init.names):
             continue  # of a unit that is not held
         for name, fill in init.fillers().items():
+            if name not in tensors:
+                continue
             info = layout.parameters.get(name)
             local = local_tensor(tensors[name].detach())
             if local.numel():

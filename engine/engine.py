@@ -124,6 +124,7 @@ class SDPEngine:
             clip_(gradients, norm, self.config.gradient_clipping)
         self._backend.shard_parameters()  # a forward pass since backward may have left gathered copies of the old weights
         self.optimizer.step()
+        self._backend.refresh(after_step=True)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
@@ -160,8 +161,8 @@ class SDPEngine:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Token-weighted mean loss of the full model over the batches of all ranks. Collective.
 
-        Units that this group lacks are streamed from their holders, one at a time for a chunk of batches; running statistics are
-        those of :meth:`full_state_dict`. Ranks may bring different numbers of batches, at least one each.
+        Units that this group lacks are streamed from their holders, one at a time for a chunk of batches (none are under backward
+        masking); running statistics are those of :meth:`full_state_dict`. Ranks may bring different numbers of batches, at least one each.
         """
         return self._in_eval_mode(self._backend.evaluate, batches)
 
@@ -251,7 +252,8 @@ class SDPEngine:
         }
         if not random and self.global_rank == 0:
             log.info("%s: is of another layout or device, so random numbers (dropout) start anew", path)
-        checkpoint.load(path, self._saved.tensors() | random, state["files"], alone=self.world_size == 1)
+        checkpoint.load(path, self._saved.tensors(to_load=True) | random, state["files"], alone=self.world_size == 1)
+        self._backend.refresh(after_step=False)
         set_random_state(random)
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
@@ -296,6 +298,11 @@ class SDPEngine:
     def parameters_here(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by canonical name; DTensors where they are sharded."""
         return self._backend.parameters
+
+    @property
+    def frozen_here(self) -> dict[str, nn.Parameter]:
+        """This rank's frozen copies, up to date, by canonical name (``sdp.masking`` "backward"); DTensors where they are sharded."""
+        return self._backend.frozen
 
     @property
     def data_ranks_here(self) -> int:
@@ -349,12 +356,20 @@ class SDPEngine:
         return self._batch.accumulation
 
     def predicted_state_bytes(self) -> StateBytes:
-        """Parameter, gradient and optimizer bytes of this rank by the placement."""
-        return predict_state_bytes(self.layout, self.global_rank, self.optimizer, shards=self._shards, everything=self._is_reference)
+        """Parameter, gradient, optimizer and frozen bytes of this rank by the placement."""
+        return predict_state_bytes(
+            self.layout,
+            self.global_rank,
+            self.optimizer,
+            shards=self._shards,
+            compute_bytes=self._compute_bytes,
+            everything=self._is_reference,
+        )
 
     def measured_state_bytes(self) -> StateBytes:
         """Bytes of this rank's tensors: parameters and optimizer state as they are now, gradients as at the last step."""
-        return measure_state_bytes(self._backend.parameters.values(), self.optimizer, self._gradient_bytes)
+        backend = self._backend
+        return measure_state_bytes(backend.parameters.values(), backend.frozen.values(), self.optimizer, self._gradient_bytes)
 
     def planned_traffic(self) -> Traffic:
         """Bytes that this rank sends in one training step, by the placement; none in the reference, which is one process."""
@@ -365,16 +380,21 @@ class SDPEngine:
             self.global_rank,
             stage=self.config.zero_optimization.stage,
             accumulation=self._batch.accumulation,
-            compute_bytes=2 if self.config.bf16.enabled else 4,
+            compute_bytes=self._compute_bytes,
         )
 
     def traffic_formula(self) -> str:
         """The bytes between groups that this rank sends in a step, as a formula with its numbers."""
-        return describe_formula(self.layout, self.global_rank, stage=self.config.zero_optimization.stage)
+        stage = self.config.zero_optimization.stage
+        return describe_formula(self.layout, self.global_rank, stage=stage, compute_bytes=self._compute_bytes)
 
     @property
     def _is_reference(self) -> bool:
         return self.config.sdp.engine == "reference"
+
+    @property
+    def _compute_bytes(self) -> int:
+        return 2 if self.config.bf16.enabled else 4
 
     @property
     def _shards(self) -> int:

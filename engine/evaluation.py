@@ -1,4 +1,4 @@
-"""Evaluate the full model: units are streamed from their holders to the ranks that lack them.
+"""Evaluate the full model: units are streamed from their holders to the ranks that lack them, where there are any.
 
 Unit-major over a chunk of batches: every batch of the chunk is computed up to a unit, the unit is broadcast once for all of them,
 they go on. One guest unit is in memory at a time, beside hidden states of the chunk.
@@ -195,6 +195,16 @@ def _is_float(value: Any) -> bool:
 
 def subnetwork_losses(rank: EvaluatedRank, batches: Sequence[Any]) -> list[float]:
     """Token-weighted mean loss of every group's own subnetwork over the batches of its ranks. Collective."""
+    return _mean_over_ranks(rank, _own_sums(rank, batches))
+
+
+def mean_loss(rank: EvaluatedRank, batches: Sequence[Any]) -> float:
+    """Token-weighted mean loss over the batches of all ranks, of which each has the full model. Collective."""
+    return _mean_over_ranks(rank, _own_sums(rank, batches).sum(0, keepdim=True))[0]
+
+
+def _own_sums(rank: EvaluatedRank, batches: Sequence[Any]) -> torch.Tensor:
+    """This rank's Σ loss·weight and Σ weight in the row of its group, shape (groups, 2)."""
     steps = _common_count(rank, batches)
     sums = torch.zeros((rank.layout.mesh.sdp, 2), dtype=torch.float64, device=rank.device)
     for step in range(steps):  # collectives inside the group: ranks must take the same number of steps
@@ -203,4 +213,4 @@ def subnetwork_losses(rank: EvaluatedRank, batches: Sequence[Any]) -> list[float
         count = target_count(rank.module, batch) if step < len(batches) else 0
         if count:
             sums[rank.at.sdp] += torch.tensor([loss * count, count], dtype=torch.float64, device=rank.device)
-    return _mean_over_ranks(rank, sums)
+    return sums

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from .errors import ModelError
 from .mesh import Coordinates, Holders, Mesh
 from .place import place
 from .placement import Placement
-from .sync import Bucket, plan_buckets
+from .sync import Bucket, Refresh, plan_buckets
 from .tensor_parallel import parameter_cuts
 from .units import SHARED, Unit, find_units, unit_of_parameters
 
@@ -83,7 +84,8 @@ class TensorInfo:
 class Layout:
     """Mesh, units, placement and the tables of the full model's parameters and persistent buffers, in the model's order.
 
-    ``aliases``: further names of tied tensors → their canonical (first) name.
+    ``aliases``: further names of tied tensors → their canonical (first) name. ``keeps_frozen``: a group keeps frozen copies of the
+    units that it does not hold (backward masking), instead of skipping them.
     """
 
     mesh: Mesh
@@ -92,6 +94,7 @@ class Layout:
     parameters: dict[str, TensorInfo]
     buffers: dict[str, TensorInfo]
     aliases: dict[str, str]
+    keeps_frozen: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, config: Config, mesh: Mesh) -> Layout:
@@ -119,15 +122,32 @@ class Layout:
             for name, buffer in model.named_buffers()
             if name in persistent
         }
-        return cls(mesh, tuple(units), placement, parameters, buffers, aliases)
+        return cls(mesh, tuple(units), placement, parameters, buffers, aliases, section.masking == "backward")
 
     @property
     def everyone(self) -> Holders:
         return tuple(range(self.mesh.sdp))
 
     def held(self, group: int) -> Iterator[TensorInfo]:
-        """The parameters in the memory of ``group``."""
+        """The parameters that ``group`` trains."""
         return (info for info in self.parameters.values() if group in info.holders)
+
+    def frozen(self, group: int) -> Iterator[TensorInfo]:
+        """The parameters of which ``group`` keeps frozen copies in compute precision."""
+        return (info for info in self.parameters.values() if self.keeps_frozen and group not in info.holders)
+
+    @cached_property
+    def refreshes(self) -> tuple[Refresh, ...]:
+        """What brings all frozen copies up to date, in the order of the units."""
+        if not self.keeps_frozen:
+            return ()
+        refreshes = []
+        for unit, holders in zip(self.units, self.placement.holders, strict=True):
+            if len(holders) < self.mesh.sdp:
+                source = self.placement.sources[holders]
+                members = tuple(group for group in self.everyone if group == source or group not in holders)
+                refreshes.append(Refresh(unit.name, tuple(part.parameter for part in unit.slices), source, members))
+        return tuple(refreshes)
 
     def buckets(self, comes_last: Callable[[str], bool]) -> list[Bucket]:
         """The global list of reductions, in launch order; ``comes_last``: whether a parameter's gradient is made after all others'."""

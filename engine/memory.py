@@ -20,22 +20,26 @@ STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2}  # of a parameter's 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank between the backward pass and the optimizer step."""
+    """Bytes on one rank between the backward pass and the optimizer step; ``frozen``: copies of what it does not train."""
 
     parameters: int
     gradients: int
     optimizer: int
+    frozen: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.frozen
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)
 
 
-def predict_state_bytes(layout: Layout, rank: int, optimizer: Optimizer, *, shards: int, everything: bool = False) -> StateBytes:
-    """State of ``rank`` by the placement: float32 master weights and gradients of what its group holds, cut into ``shards``.
+def predict_state_bytes(
+    layout: Layout, rank: int, optimizer: Optimizer, *, shards: int, compute_bytes: int, everything: bool = False
+) -> StateBytes:
+    """State of ``rank`` by the placement: float32 master weights and gradients of what its group holds, and frozen copies of
+    ``compute_bytes`` an element, cut into ``shards``.
 
     ``everything``: of the full model, which the reference keeps whole.
     """
@@ -45,7 +49,9 @@ def predict_state_bytes(layout: Layout, rank: int, optimizer: Optimizer, *, shar
     held = [(info, info.shard_numel(shards, index)) for info in parameters]
     kept = 4 * sum(numel for _, numel in held)
     trained = 4 * sum(numel for info, numel in held if info.trainable)
-    return StateBytes(kept, trained, trained * state_tensors(optimizer))
+    frozen = () if everything else layout.frozen(at.sdp)
+    copies = compute_bytes * sum(info.shard_numel(shards, index) for info in frozen)
+    return StateBytes(kept, trained, trained * state_tensors(optimizer), copies)
 
 
 def state_tensors(optimizer: Optimizer) -> int:
@@ -61,11 +67,13 @@ def state_tensors(optimizer: Optimizer) -> int:
     return 0
 
 
-def measure_state_bytes(parameters: Iterable[nn.Parameter], optimizer: Optimizer, gradient_bytes: int) -> StateBytes:
+def measure_state_bytes(
+    parameters: Iterable[nn.Parameter], frozen: Iterable[nn.Parameter], optimizer: Optimizer, gradient_bytes: int
+) -> StateBytes:
     """Bytes of the local tensors that exist; ``gradient_bytes`` as counted before the step that freed them."""
-    held = sum(local_tensor(parameter.detach()).nbytes for parameter in parameters)
+    held, copies = (sum(local_tensor(parameter.detach()).nbytes for parameter in kind) for kind in (parameters, frozen))
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
-    return StateBytes(held, gradient_bytes, sum(local_tensor(value).nbytes for value in states))
+    return StateBytes(held, gradient_bytes, sum(local_tensor(value).nbytes for value in states), copies)
 
 
 class PeakMemory:

@@ -97,6 +97,7 @@ class Communicators:
     ``fsdp``: the ranks among which this group's state is sharded, or this rank alone where FSDP2 wraps what is not sharded.
     ``holders[h]``: the ranks that average a gradient held by the SDP groups ``h``; absent where that is this rank alone. With
     ``replicate_inside`` (ZeRO stage 0) nothing is sharded, and the ranks of a group average among themselves in the same all-reduce.
+    ``refresh[g]``: the ranks of the groups ``g`` at this rank's place in its own, which exchange frozen copies.
     """
 
     mesh: Mesh
@@ -104,9 +105,18 @@ class Communicators:
     replicate_inside: bool
     fsdp: dist.ProcessGroup | None = None
     holders: dict[Holders, dist.ProcessGroup] = field(default_factory=dict)
+    refresh: dict[Holders, dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, mesh: Mesh, holder_sets: Iterable[Holders], *, replicate_inside: bool, alone: bool = False) -> Communicators:
+    def build(
+        cls,
+        mesh: Mesh,
+        holder_sets: Iterable[Holders],
+        *,
+        replicate_inside: bool,
+        alone: bool = False,
+        refresh_sets: Iterable[Holders] = (),
+    ) -> Communicators:
         """Create all groups of the world; every rank must call this with the same arguments.
 
         Groups are created in world order (``use_local_synchronization`` hangs on cyclic overlaps), equal rank lists once.
@@ -142,6 +152,11 @@ class Communicators:
                         made_group = group_of(ranks)
                         if self.rank in ranks:
                             self.holders[holders] = made_group
+        for groups in sorted(set(refresh_sets)):
+            for ranks in grid[list(groups)].flatten(1).T.tolist():
+                made_group = group_of(ranks)
+                if self.rank in ranks:
+                    self.refresh[groups] = made_group
         return self
 
     def fsdp_mesh(self, device_type: str) -> DeviceMesh:

@@ -121,6 +121,21 @@ class Placement:
         copies = Counter(self.holders)
         return spectral_gap(self._members, [copies[holders] for holders in self.holder_sets])
 
+    @cached_property
+    def sources(self) -> dict[Holders, int]:
+        """Holder set that lacks a group → the holder that sends its units' weights to the groups without them (backward masking).
+
+        One for all units of a set, so that they share a communicator: the one with the fewest parameters to send so far.
+        """
+        sends, costs = Counter[int](), Counter[Holders]()
+        for holders, cost in zip(self.holders, self.costs, strict=True):
+            costs[holders] += cost
+        sources: dict[Holders, int] = {}
+        for holders in sorted((h for h in costs if len(h) < self.groups), key=lambda h: (-costs[h], h)):
+            sources[holders] = min(holders, key=lambda group: sends[group])
+            sends[sources[holders]] += costs[holders]
+        return sources
+
     def communicators_of(self, group: int) -> int:
         """Number of distinct holder sets of more than one group that ``group`` takes part in."""
         return int(self._communicators[group])

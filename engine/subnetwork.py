@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -131,8 +131,23 @@ def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: 
     return stand_ins
 
 
+def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int, dtype: torch.dtype) -> None:
+    """Make every unit that ``group`` does not hold, in place, a copy in ``dtype`` that is not trained: no gradient of it is computed."""
+    for unit in units:
+        if not placement.holds(group, unit.index):
+            for parameter in model.get_submodule(unit.name).parameters():
+                parameter.requires_grad_(False)
+                parameter.data = parameter.data.to(dtype if parameter.is_floating_point() else parameter.dtype).contiguous()
+
+
+def frozen_view(block: nn.Module) -> nn.Module:
+    """A copy of ``block`` whose parameters are not trained and lie in the memory of the block's own; buffers are the copy's own."""
+    views = {id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in block.parameters()}
+    return copy.deepcopy(block, views)
+
+
 @contextmanager
-def masked(model: nn.Module, stand_ins: dict[str, PassThrough]) -> Iterator[None]:
+def masked(model: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
     """While inside, the modules named by ``stand_ins`` are replaced by them: the subnetwork of one group, cut out of the full model."""
     originals = {name: model.get_submodule(name) for name in stand_ins}
     try:

@@ -1,15 +1,18 @@
-"""The cross-group layer: averages gradient shards among the holders of a unit, overlapped with backward.
+"""The cross-group layer: averages gradient shards among the holders of a unit, overlapped with backward; refreshes frozen copies.
 
 A bucket is a run of parameters with one holder set. When the last of its gradients is ready at the accumulation boundary, they are
 laid side by side in one buffer, which replaces them (no second copy stays), and an asynchronous all-reduce starts. Buckets are
 started in one global order, that of backward, whatever the order in which autograd happens to fire: every communicator then sees the
 same sequence on all of its ranks.
+
+Under backward masking a holder then sends its new weights to the groups that keep frozen copies of them, while the next forward pass
+begins: it waits before each unit for that unit's alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -57,6 +60,16 @@ def plan_buckets(
             buckets.append(Bucket(holders_of(name), (name,)))
             size, last = nbytes, unit_of(name)
     return buckets
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """The parameters ``names`` of a unit, which the group ``source``, a holder, sends to the groups without it, the other ``members``."""
+
+    unit: str
+    names: tuple[str, ...]
+    source: int
+    members: Holders
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,6 +207,62 @@ class GradientSync:
         for gradient, values in zip(gradients, total.split([gradient.numel() for gradient in gradients]), strict=True):
             gradient.copy_(values.view_as(gradient))
         self._summed = True
+
+
+class WeightRefresh:
+    """Brings one rank's frozen copies up to date with the holders' weights, and sends its own weights to others' copies.
+
+    ``parameters``: this rank's, held and frozen, by canonical name; ``groups[members]``: the communicator, absent where this rank is
+    none of them. Shards align, since FSDP2 cuts the first dimension alike in all groups, so each goes straight into its place;
+    holders' weights are cast to ``dtype``, the copies', on the way.
+    """
+
+    def __init__(
+        self,
+        refreshes: Sequence[Refresh],
+        parameters: Mapping[str, nn.Parameter],
+        groups: Mapping[Holders, dist.ProcessGroup],
+        traffic: Traffic,
+        dtype: torch.dtype,
+    ):
+        self._refreshes = [refresh for refresh in refreshes if refresh.members in groups]
+        self._parameters, self._groups, self._traffic, self._dtype = parameters, groups, traffic, dtype
+        self._pending: dict[str, list[tuple[dist.Work, torch.Tensor]]] = {}
+
+    @property
+    def units(self) -> list[str]:
+        """Names of the units that this rank sends or receives."""
+        return [refresh.unit for refresh in self._refreshes]
+
+    def start(self, names: Collection[str]) -> None:
+        """Begin to send and receive those of ``names`` that concern this rank, in one order on all ranks."""
+        self.finish()
+        for refresh in self._refreshes:
+            group, source = self._groups[refresh.members], refresh.members.index(refresh.source)
+            pending = self._pending[refresh.unit] = []
+            for name in refresh.names:
+                tensor = local_tensor(self._parameters[name].detach())
+                if name not in names or tensor.numel() == 0:  # a shard may be empty, in all groups then
+                    continue
+                if dist.get_rank(group) == source:
+                    tensor = tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+                    self._traffic.record("between groups", "broadcast", tensor.nbytes, len(refresh.members))
+                work = dist.broadcast(tensor, group_src=source, group=group, async_op=True)
+                assert work is not None
+                pending.append((work, tensor))  # the tensor must live until it is sent
+
+    def wait(self, unit: str, stream: torch.Stream | None = None) -> None:
+        """Wait for one unit's weights. On CUDA it is the current stream that waits, and ``stream``, which gathers them."""
+        for work, _ in self._pending.pop(unit, ()):
+            work.wait()
+            if stream is not None:
+                with torch.cuda.stream(stream):  # type: ignore[arg-type]
+                    work.wait()
+
+    def finish(self) -> None:
+        """Wait for all that is on its way."""
+        for unit in list(self._pending):
+            self.wait(unit)
 
 
 def _coalesce(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

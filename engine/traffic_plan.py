@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .layout import Layout, TensorInfo
+from .layout import Layout
 from .traffic import Traffic
 
 FLOAT32 = 4
@@ -16,6 +16,9 @@ def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, co
     float32. Inside a group of F ranks: parameters are gathered in compute precision (``compute_bytes`` an element) once a step at
     stages 1 and 2, twice a micro-batch (forward and backward) at stage 3; gradients are reduce-scattered in float32, once a step
     at stage 1, every micro-batch at stages 2 and 3; (F − 1)/F of the padded parameter each time. One scalar for the norm.
+
+    Frozen copies (backward masking) are gathered as parameters are; the holder that refreshes a unit broadcasts its local shard in compute
+    precision once a step.
 
     Under tensor parallelism all of this is of a rank's part of the matrices, and gradients of what is not cut (norms) are gathered once
     a step. What its ranks send of activations ("tensor parallel") depends on the batch, not on the placement: it is counted, not planned.
@@ -36,6 +39,10 @@ def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, co
             traffic.record("inside groups", "reduce_scatter", scatters * padded * FLOAT32, shards)
             if info.tp_dim is None:
                 traffic.record("inside groups", "all_gather", local * FLOAT32 * mesh.tp, mesh.tp)
+    for info in layout.frozen(at.sdp):
+        traffic.record("inside groups", "all_gather", gathers * info.padded_shard_numel(shards) * shards * compute_bytes, shards)
+    if refreshed := _refreshed(layout, at.sdp, shards, index):
+        traffic.record("between groups", "broadcast", refreshed * compute_bytes, mesh.sdp)
     traffic.record("control", "all_reduce", CONTROL_BYTES, mesh.world_size)
     return traffic
 
@@ -48,19 +55,23 @@ def data_parallel_traffic(layout: Layout) -> Traffic:
     return traffic
 
 
-def describe_formula(layout: Layout, rank: int, *, stage: int) -> str:
+def _refreshed(layout: Layout, group: int, shards: int, index: int) -> int:
+    """Elements that a rank of ``group`` sends after a step, as the source of frozen copies."""
+    names = [name for refresh in layout.refreshes if refresh.source == group for name in refresh.names]
+    return sum(layout.parameters[name].shard_numel(shards, index) for name in names if layout.parameters[name].trainable)
+
+
+def describe_formula(layout: Layout, rank: int, *, stage: int, compute_bytes: int = FLOAT32) -> str:
     """The between-groups formula with this rank's numbers filled in."""
     at = layout.mesh.coordinates(rank)
     shards = layout.mesh.shards(stage)
+    index = at.fsdp if shards > 1 else 0
     terms: dict[int, int] = {}
     for info in layout.held(at.sdp):
         ranks = len(info.holders) * (layout.mesh.fsdp // shards)
         if info.trainable and ranks > 1:
-            terms[ranks] = terms.get(ranks, 0) + _local(info, shards, at.fsdp) * FLOAT32
-    if not terms:
-        return "nothing is sent between groups"
-    return " + ".join(f"2·{n - 1}/{n}·{nbytes:,} B" for n, nbytes in sorted(terms.items()))
-
-
-def _local(info: TensorInfo, shards: int, index: int) -> int:
-    return info.shard_numel(shards, index if shards > 1 else 0)
+            terms[ranks] = terms.get(ranks, 0) + info.shard_numel(shards, index) * FLOAT32
+    parts = [f"2·{n - 1}/{n}·{nbytes:,} B" for n, nbytes in sorted(terms.items())]
+    refreshed = _refreshed(layout, at.sdp, shards, index) * compute_bytes
+    parts += [f"{refreshed:,} B of new weights"] * (refreshed > 0)
+    return " + ".join(parts) or "nothing is sent between groups"

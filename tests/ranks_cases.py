@@ -32,6 +32,7 @@ class Case:
     checkpointing: Literal["none", "full", "selective"] = "none"
     steps: int = STEPS
     tp: int = 1
+    masking: Literal["forward", "backward"] = "forward"
 
     @property
     def data_ranks(self) -> int:
@@ -45,6 +46,7 @@ class Case:
         layout = f"{self.groups}x{self.fsdp}" + f"x{self.tp}" * (self.tp > 1)
         parts = [layout, f"zero{self.stage}", f"acc{self.accumulation}", self.optimizer, self.placement, self.model]
         parts += ["clip"] * self.clip + ["bf16"] * self.bf16 + [self.checkpointing] * (self.checkpointing != "none")
+        parts += ["backward"] * (self.masking == "backward")
         return "-".join(parts)
 
     def config(self, engine: str = "fsdp2", **sections: Any) -> dict[str, Any]:
@@ -71,7 +73,7 @@ class Case:
             "zero_optimization": {"stage": self.stage},
             "tensor_parallel": {"autotp_size": self.tp},
             "activation_checkpointing": {"mode": self.checkpointing},
-            "sdp": {"groups": self.groups, "engine": engine, **self._placement()},
+            "sdp": {"groups": self.groups, "engine": engine, "masking": self.masking, **self._placement()},
             **sections,
         }
 

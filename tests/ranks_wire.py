@@ -39,7 +39,7 @@ def settled() -> int:
     return count
 
 
-def train(groups: int, stage: int, steps: int) -> tuple[int, dict[str, int], int]:
+def train(groups: int, stage: int, masking: str, steps: int) -> tuple[int, dict[str, int], int]:
     """Bytes on the wire of all ranks (as rank 0 sees them), bytes that this rank counted, and the wire's bytes while nothing was sent."""
     import sdp
     import torch
@@ -67,7 +67,7 @@ def train(groups: int, stage: int, steps: int) -> tuple[int, dict[str, int], int
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "SGD", "params": {"lr": 0.001}},
-        "sdp": {"groups": groups, "profile": [groups, groups, 1, 1] if groups > 1 else "uniform"},
+        "sdp": {"groups": groups, "masking": masking, "profile": [groups, groups, 1, 1] if groups > 1 else "uniform"},
     }
     engine = sdp.initialize(model=Model(), config=config)[0]
 
@@ -121,10 +121,10 @@ def main() -> None:
     pool = RankPool()
     try:
         rows = {}
-        for groups, stage in ((4, 0), (2, 0), (2, 3)):
-            answers = pool.run(ranks_wire.train, groups, stage, 4, world=4)
-            counted = {kind: sum(kinds.get(kind, 0) for _, kinds, _ in answers) for kind in answers[0][1]}
-            rows[f"{groups}x{4 // groups} zero{stage}"] = (answers[0][0], counted, answers[0][2])
+        for groups, stage, masking in ((4, 0, "forward"), (2, 0, "forward"), (2, 3, "forward"), (4, 0, "backward")):
+            answers = pool.run(ranks_wire.train, groups, stage, masking, 4, world=4)
+            counted = {kind: sum(sent.get(kind, 0) for _, sent, _ in answers) for kind in {k for _, sent, _ in answers for k in sent}}
+            rows[f"{groups}x{4 // groups} zero{stage} {masking}"] = (answers[0][0], counted, answers[0][2])
         print(json.dumps({"runs": rows, "collectives": pool.run(ranks_wire.collectives, world=4)[0]}))
     finally:
         pool.close()

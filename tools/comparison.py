@@ -10,7 +10,7 @@ from typing import Any
 from ..engine.placement import Placement
 from .metrics import Run
 
-STATE_PARTS = ("parameters", "gradients", "optimizer")
+STATE_PARTS = ("parameters", "gradients", "optimizer", "frozen")  # the last since backward masking
 WARM_UP_STEPS = 3  # allocators and caches settle; left out of medians
 
 
@@ -208,14 +208,14 @@ def _sent_deviation(ranks: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _measured_state(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
-    parts: dict[str, Callable[[Mapping[str, Any]], float]] = {part: lambda state, part=part: state[part] for part in STATE_PARTS}
-    parts["together"] = lambda state: sum(state[part] for part in STATE_PARTS)
+    parts: dict[str, Callable[[Mapping[str, Any]], float]] = {part: lambda state, part=part: state.get(part, 0) for part in STATE_PARTS}
+    parts["together"] = lambda state: sum(state.get(part, 0) for part in STATE_PARTS)
     spreads = {part: Spread.of(value(rank["state_measured"]) for rank in ranks) for part, value in parts.items()}
-    return {part: spread for part, spread in spreads.items() if spread is not None}
+    return {part: spread for part, spread in spreads.items() if spread is not None and (part != "frozen" or spread.largest)}
 
 
 def _state_deviation(ranks: Sequence[Mapping[str, Any]]) -> float | None:
     """Largest relative difference between counted and predicted bytes, over ranks and parts."""
-    pairs = [(rank["state_measured"][part], rank["state_predicted"][part]) for rank in ranks for part in STATE_PARTS]
+    pairs = [(rank["state_measured"].get(part, 0), rank["state_predicted"].get(part, 0)) for rank in ranks for part in STATE_PARTS]
     deviations = [measured / predicted - 1 if predicted else float(bool(measured)) for measured, predicted in pairs]
     return max(deviations, key=abs, default=None)

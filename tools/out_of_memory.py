@@ -21,9 +21,10 @@ def out_of_memory(config: Config, place: str, engine: SDPEngine | None) -> OutOf
     state = ""
     if engine is not None:
         planned = engine.predicted_state_bytes()
+        frozen = f"frozen copies {_size(planned.frozen)}, " if planned.frozen else ""
         state = (
-            f" Of this rank's memory parameters take {_size(planned.parameters)}, gradients {_size(planned.gradients)} and the optimizer "
-            f"{_size(planned.optimizer)}; the rest are activations and buffers."
+            f" Of this rank's memory parameters take {_size(planned.parameters)}, {frozen}gradients {_size(planned.gradients)} and the "
+            f"optimizer {_size(planned.optimizer)}; the rest are activations and buffers."
         )
     return OutOfMemoryError(f"{place}: out of memory.{state} To need less: {'; '.join(remedies(config))}")
 

@@ -109,7 +109,8 @@ def _learning(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
 
 def _memory(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
     base, predicted = dense.run, dense.known and not dense.measured
-    parts = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state", "together": "together"}
+    parts = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state", "frozen": "frozen copies"}
+    parts |= {"together": "together"}
     state = [bytes_row(parts[p], [run.state.get(p) for run in runs], dense.state.get(p), show_baseline=predicted) for p in parts]
     process = "peak allocated on the GPU ²" if _on_cuda(runs) else "peak of resident memory ²"
     return [

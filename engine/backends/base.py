@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..layout import Layout, Shard
+from ..layout import Layout, Shard, TensorInfo
 from ..traffic import Traffic
 
 
@@ -20,6 +20,15 @@ class Backend(Protocol):
     device: torch.device
     traffic: Traffic
     parameters: dict[str, nn.Parameter]  # canonical name → this rank's parameter (a DTensor where it is sharded)
+
+    @property
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """Frozen copies, up to date, of the parameters that this process does not train (backward masking), by canonical name."""
+        ...
+
+    def holds(self, info: TensorInfo) -> bool:
+        """Whether this process trains the parameter, or has the buffer's value that counts."""
+        ...
 
     @property
     def data_ranks_here(self) -> int:
@@ -42,6 +51,13 @@ class Backend(Protocol):
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
         """Accumulate gradients of ``loss``; at the ``boundary`` leave g_u in ``.grad`` of every parameter."""
+        ...
+
+    def refresh(self, *, after_step: bool) -> None:
+        """Weights have changed: bring all frozen copies up to date. Collective.
+
+        ``after_step``: by an update, so only those that are trained, and what is sent is awaited when it is needed; else all, at once.
+        """
         ...
 
     def zero_grad(self) -> None:
@@ -72,5 +88,5 @@ class Backend(Protocol):
         ...
 
     def shard_parameters(self) -> None:
-        """Bring every parameter into its sharded form."""
+        """Bring every parameter into its sharded form, with the values of the last update."""
         ...

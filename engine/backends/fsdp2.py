@@ -15,20 +15,22 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..clip import squared_norm
 from ..errors import ModelError
-from ..evaluation import StreamedEvaluation, first_holders_buffers, subnetwork_losses
+from ..evaluation import StreamedEvaluation, first_holders_buffers, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
-from ..layout import Layout, Shard
+from ..layout import Layout, Shard, TensorInfo
 from ..mesh import Communicators
 from ..subnetwork import PassThrough
-from ..sync import GradientSync
+from ..sync import GradientSync, WeightRefresh
 from ..tensor_collectives import TensorRanks
 from ..traffic import Traffic
 from ..units import SHARED
-from .fsdp2_comm import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients
+from .fsdp2_comm import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients, gather_stream
 
 
 class FSDP2Backend:
-    """One rank's subnetwork. The model is cut and carved already and may be on the meta device; call :meth:`ready` once it has values."""
+    """One rank's subnetwork. The model is cut and carved, or frozen, already and may be on the meta device; call :meth:`ready` once it has
+    values; frozen copies get theirs there.
+    """
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class FSDP2Backend:
             {info.holders for info in layout.parameters.values()},
             replicate_inside=stage == 0,
             alone=self.uses_fsdp and self.shards == 1,
+            refresh_sets={refresh.members for refresh in layout.refreshes},
         )
         if self.uses_fsdp:
             self._refuse_scalars()
@@ -71,6 +74,14 @@ class FSDP2Backend:
     @property
     def data_ranks_here(self) -> int:
         return 1
+
+    @property
+    def frozen(self) -> dict[str, nn.Parameter]:
+        self._refresh.finish()
+        return self._frozen
+
+    def holds(self, info: TensorInfo) -> bool:
+        return self.at.sdp in info.holders
 
     @property
     def exposed_seconds(self) -> float:
@@ -109,8 +120,10 @@ class FSDP2Backend:
         return self.uses_fsdp and info.unit == SHARED and not any(name.startswith(f"{group}.") for group in self._own_groups())
 
     def ready(self) -> None:
-        """To be called once parameters have their values: hooks the cross-group layer to them."""
-        self.parameters = dict(self.module.named_parameters())
+        """To be called once parameters have their values: hooks the cross-group layer to them, and fills frozen copies."""
+        everything = dict(self.module.named_parameters())
+        self.parameters = {name: p for name, p in everything.items() if self.holds(self.layout.parameters[name])}
+        self._frozen = {name: p for name, p in everything.items() if name not in self.parameters}
         partial = [info.name for info in self.layout.held(self.at.sdp) if info.trainable and info.tp_dim is None]
         self._sync = GradientSync(
             self.layout.buckets(self._in_root_group),
@@ -126,6 +139,19 @@ class FSDP2Backend:
             for name, info in self.layout.parameters.items()
             if info.trainable and self.layout.counts_norm(info, self.at, sharded=self.shards > 1)
         ]
+        self._refresh = WeightRefresh(self.layout.refreshes, everything, self.communicators.refresh, self.traffic, self.compute_dtype)
+        for name in self._refresh.units:
+            # Before FSDP2's own hook, which gathers the shards.
+            self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
+        self.refresh(after_step=False)
+
+    def _wait_for_weights(self, unit: str) -> Callable[..., None]:
+        return lambda module, _: self._refresh.wait(unit, gather_stream(module))
+
+    def refresh(self, *, after_step: bool) -> None:
+        self._refresh.start({name for name, info in self.layout.parameters.items() if info.trainable or not after_step})
+        if not after_step:
+            self._refresh.finish()
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         return call(self.module, batch)
@@ -173,7 +199,7 @@ class FSDP2Backend:
 
     def evaluate(self, batches: Sequence[Any]) -> float:
         with self._evaluating(), first_holders_buffers(self):
-            return StreamedEvaluation(self).run(batches)
+            return mean_loss(self, batches) if self.layout.keeps_frozen else StreamedEvaluation(self).run(batches)
 
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
         with self._evaluating():
@@ -202,7 +228,8 @@ class FSDP2Backend:
                     self.shard_parameters()
 
     def shard_parameters(self) -> None:
-        """Bring every parameter into its sharded form and free gathered copies."""
+        """Bring every parameter into its sharded form and free gathered copies; none is on its way any more."""
+        self._refresh.finish()
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

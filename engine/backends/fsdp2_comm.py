@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -36,6 +37,13 @@ class CountingReduceScatter(DefaultReduceScatter):
     ) -> dist.Work:
         self._traffic.record("inside groups", "reduce_scatter", input_tensor.nbytes, group.size())
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def gather_stream(module: nn.Module) -> torch.Stream | None:
+    """The CUDA stream on which FSDP2 reads the module's shards in forward: it does not wait for the current one, to be ahead of it."""
+    if not isinstance(module, FSDPModule) or not torch.cuda.is_available():
+        return None
+    return getattr(module._get_fsdp_state()._comm_ctx, "all_gather_copy_in_stream", None)  # made by the first forward pass
 
 
 def drop_unreduced_gradients(module: FSDPModule) -> None:

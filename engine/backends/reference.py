@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 from ..batch import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
 from ..clip import squared_norm
-from ..layout import Layout, Shard
-from ..subnetwork import PassThrough, masked
+from ..layout import Layout, Shard, TensorInfo
+from ..subnetwork import PassThrough, frozen_view, masked
 from ..traffic import Traffic
 
 
@@ -29,15 +30,29 @@ class ReferenceBackend:
         self.layout, self.module, self.device = layout, model, device
         self.traffic = Traffic()
         self.parameters = dict(model.named_parameters())
+        self.frozen: dict[str, nn.Parameter] = {}  # stand-ins see the one model's memory
         self._compute_dtype = compute_dtype
         self._averaged = False  # whether ``.grad`` holds means, not sums
         self._stand_ins = [self._make_stand_ins(group) for group in range(layout.mesh.sdp)]
         if compute_dtype != torch.float32:
             self._cast_inputs()
 
-    def _make_stand_ins(self, group: int) -> dict[str, PassThrough]:
-        absent = [unit for unit in self.layout.units if not self.layout.placement.holds(group, unit.index)]
-        return {unit.name: PassThrough(unit.name, copy.deepcopy(self.module.get_submodule(unit.name))) for unit in absent}
+    def _make_stand_ins(self, group: int) -> dict[str, nn.Module]:
+        absent = [unit.name for unit in self.layout.units if not self.layout.placement.holds(group, unit.index)]
+        if self.layout.keeps_frozen:
+            return {name: frozen_view(self.module.get_submodule(name)) for name in absent}
+        return {name: PassThrough(name, copy.deepcopy(self.module.get_submodule(name))) for name in absent}
+
+    @contextmanager
+    def _as_group(self, group: int) -> Iterator[None]:
+        """While inside, the model is the group's: what it does not hold is skipped, or not trained."""
+        stand_ins = self._stand_ins[group]
+        for name, stand_in in stand_ins.items():
+            if self.layout.keeps_frozen:
+                for module, original in zip(stand_in.modules(), self.module.get_submodule(name).modules(), strict=True):
+                    module.training = original.training
+        with masked(self.module, stand_ins):
+            yield
 
     def _cast_inputs(self) -> None:
         """Floating inputs of the model and of the modules that FSDP2 shards on their own are cast, as FSDP2 casts them."""
@@ -47,8 +62,15 @@ class ReferenceBackend:
         def cast(leaf: Any) -> Any:
             return leaf.to(self._compute_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-        for module in [self.module, *map(self.module.get_submodule, names)]:
+        views = [view for stand_ins in self._stand_ins for view in stand_ins.values() if self.layout.keeps_frozen]
+        for module in [self.module, *map(self.module.get_submodule, names), *views]:
             module.register_forward_pre_hook(lambda _, args, kwargs: tree_map(cast, (args, kwargs)), with_kwargs=True)
+
+    def holds(self, info: TensorInfo) -> bool:
+        return True
+
+    def refresh(self, *, after_step: bool) -> None:
+        """There is one model, and no copies."""
 
     @property
     def data_ranks_here(self) -> int:
@@ -71,7 +93,7 @@ class ReferenceBackend:
         mesh = self.layout.mesh
         outputs = []
         for worker, rows in enumerate(split_rows(batch, mesh.data_ranks)):
-            with masked(self.module, self._stand_ins[worker // mesh.fsdp]):
+            with self._as_group(worker // mesh.fsdp):
                 outputs.append(self._run(call, rows))
         return merge_outputs(outputs)
 
@@ -117,8 +139,8 @@ class ReferenceBackend:
         fsdp = self.layout.mesh.fsdp
         rows = [split_rows(batch, self.layout.mesh.data_ranks) for batch in batches]
         losses = []
-        for group, stand_ins in enumerate(self._stand_ins):
-            with masked(self.module, stand_ins):
+        for group in range(self.layout.mesh.sdp):
+            with self._as_group(group):
                 losses.append(self._mean_loss([part for parts in rows for part in parts[group * fsdp : (group + 1) * fsdp]]))
         return losses
 

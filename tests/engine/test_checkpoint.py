@@ -87,11 +87,17 @@ PAIRS = [
     (Case(1, 4, stage=2, optimizer="adamw", placement="full"), Case(2, 2, stage=3, optimizer="adamw", placement="mixed")),
     (Case(2, 1, stage=0, optimizer="adamw", placement="full"), Case(4, 1, stage=1, optimizer="adamw", placement="profile")),
     (Case(4, 1, stage=0, optimizer="momentum", placement="cyclic"), Case(1, 2, stage=3, optimizer="momentum", placement="full")),
+    (Case(2, 2, stage=3, optimizer="adamw", masking="backward"), Case(4, 1, optimizer="adamw", placement="profile")),
+    (Case(2, 1, optimizer="adamw", placement="cyclic"), Case(2, 2, stage=2, optimizer="adamw", masking="backward")),
+    (
+        Case(2, 1, optimizer="adamw", masking="backward", bf16=True, model="llama-tied"),
+        Case(1, 2, optimizer="adamw", placement="full", model="llama-tied"),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
-def test_dense_and_sdp_runs_continue_each_other(ranks: RankPool, tmp_path: Path, source: Case, target: Case) -> None:
+def test_runs_of_other_regimes_continue_each_other(ranks: RankPool, tmp_path: Path, source: Case, target: Case) -> None:
     saved = ranks.run(_train_and_save, source, str(tmp_path), world=source.world)
     loaded = ranks.run(_load, target, str(tmp_path), world=target.world)
     assert all(torch.equal(loaded[0][0][name], value) for name, value in saved[0][0].items())

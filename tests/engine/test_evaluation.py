@@ -29,6 +29,9 @@ TABLE = [
     Case(2, 2, 3, model="even-llama-meta", tp=2),
     Case(2, 1, 0, model="even-llama-tied", tp=2),
     Case(4, 1, 0, placement="cyclic", model="even-llama-tied-meta", tp=2),
+    Case(4, 1, 0, placement="cyclic", masking="backward"),
+    Case(2, 2, 3, model="llama-tied-meta", masking="backward"),
+    Case(2, 1, 0, model="even-llama", tp=2, masking="backward"),
 ]
 
 
@@ -83,7 +86,7 @@ def test_evaluate_is_the_loss_of_the_full_model(ranks: RankPool, case: Case) -> 
     assert [result[0] for result in results] == pytest.approx([expected] * case.world, rel=1e-6)
     holders = engine_of(case, "reference").layout.placement
     for group in range(case.groups):
-        held = {unit for unit in range(4) if holders.holds(group, unit)}
+        held = {unit for unit in range(4) if holders.holds(group, unit) or case.masking == "backward"}
         own = _expected(case, state, range(group * case.fsdp, (group + 1) * case.fsdp), held)
         assert [result[1][group] for result in results] == pytest.approx([own] * case.world, rel=1e-6), f"group {group}"
     if case.placement != "full":
@@ -99,8 +102,9 @@ def _equal_rows(case: Case, step: int, rank: int) -> Any:
     return models.micro_batch(case.model, 700 + step, step, rank)
 
 
-def test_the_reference_gives_every_group_its_own_rows(ranks: RankPool) -> None:
-    case = Case(2, 2, 3, model="llama")
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+def test_the_reference_gives_every_group_its_own_rows(ranks: RankPool, masking: Any) -> None:
+    case = Case(2, 2, 3, model="llama", masking=masking)
     native = ranks.run(_own_losses, case, world=case.world)
     batches = []
     for step in range(2):
@@ -136,9 +140,9 @@ def _train_with_evaluations(case: Case) -> Any:
     return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_training_goes_on_as_if_nothing_was_evaluated(ranks: RankPool, stage: int) -> None:
-    case = Case(2, 2, stage, 3, model="llama-tied", optimizer="adamw")
+@pytest.mark.parametrize(("stage", "masking"), [*((stage, "forward") for stage in range(4)), (3, "backward")])
+def test_training_goes_on_as_if_nothing_was_evaluated(ranks: RankPool, stage: int, masking: Any) -> None:
+    case = Case(2, 2, stage, 3, model="llama-tied", optimizer="adamw", masking=masking)
     state = ranks.run(_train_with_evaluations, case, world=4)[0]
     expected = reference(case).after
     assert expected is not None
@@ -188,7 +192,7 @@ def _evaluate_noisy(case: Case) -> tuple[float, float, Any, bool]:
     return *losses, engine.full_state_dict(), kept
 
 
-@pytest.mark.parametrize("case", [Case(2, 1), Case(2, 2, 3)], ids=str)
+@pytest.mark.parametrize("case", [Case(2, 1), Case(2, 2, 3), Case(2, 2, 3, masking="backward")], ids=str)
 def test_evaluation_mode_and_statistics_of_one_model(ranks: RankPool, case: Case) -> None:
     """A guest must neither drop activations nor take the batch's statistics; statistics are those of the full state, though each
     rank has its own of the shared part and of what it holds with others.

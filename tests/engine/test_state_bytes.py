@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import ranks_models as models
 from ranks import RankPool
@@ -15,6 +17,9 @@ TABLE = [
     Case(2, 2, 3, 3, bf16=True, model="llama-tied"),
     Case(2, 2, 3, 1, optimizer="adamw", model="even-llama-tied-meta", tp=2),
     Case(2, 1, 0, 1, optimizer="adamw", model="even-llama", tp=2),
+    *(Case(2, 2, stage, 3, model="llama-tied-meta", bf16=True, masking="backward") for stage in (1, 3)),
+    Case(4, 2, 0, masking="backward"),
+    Case(2, 1, 0, 1, optimizer="adamw", model="even-llama", tp=2, masking="backward"),
 ]
 
 
@@ -24,16 +29,21 @@ def test_measured_equals_predicted(ranks: RankPool, case: Case) -> None:
         assert result.measured == result.predicted, f"rank {rank}"
 
 
-@pytest.mark.parametrize(("optimizer", "tensors"), [("sgd", 0), ("momentum", 1), ("adamw", 2)])
-def test_prediction_by_hand(ranks: RankPool, optimizer: str, tensors: int) -> None:
-    """Group 0 of two lacks the last of four equal blocks, group 1 the first."""
-    case = Case(2, 1, optimizer=optimizer, steps=2)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("optimizer", "tensors", "copies"), [("sgd", 0, None), ("momentum", 1, None), ("adamw", 2, None), ("adamw", 2, 4), ("sgd", 0, 2)]
+)
+def test_prediction_by_hand(ranks: RankPool, optimizer: Any, tensors: int, copies: int | None) -> None:
+    """Group 0 of two lacks the last of four equal blocks, group 1 the first; ``copies`` of it take so many bytes an element."""
+    case = Case(2, 1, optimizer=optimizer, steps=2, masking="backward" if copies else "forward", bf16=copies == 2)
     everything = sum(p.numel() for p in models.mlp().parameters())
-    held = everything - sum(p.numel() for p in models.Block().parameters())
-    expected = {"parameters": 4 * held, "gradients": 4 * held, "optimizer": 4 * held * tensors}
+    block = sum(p.numel() for p in models.Block().parameters())
+    held = everything - block
+    expected = {"parameters": 4 * held, "gradients": 4 * held, "optimizer": 4 * held * tensors, "frozen": block * (copies or 0)}
+    assert [result.measured for result in native(ranks, case)] == [expected, expected]
     assert [result.predicted for result in native(ranks, case)] == [expected, expected]
     assert reference(case).measured == reference(case).predicted
     assert reference(case).measured["parameters"] == 4 * everything
+    assert reference(case).measured["frozen"] == 0
 
 
 def test_shards_of_a_group_add_up(ranks: RankPool) -> None:

@@ -28,6 +28,9 @@ TABLE = [
     Case(2, 2, 3, 3, model="even-llama-tied", tp=2),
     Case(2, 2, 1, 1, bf16=True, model="even-llama", tp=2),
     Case(4, 1, 0, 3, placement="cyclic", model="even-llama-meta", tp=2),
+    *(Case(2, 2, stage, 3, model="llama-tied-meta", bf16=True, masking="backward") for stage in (1, 3)),
+    Case(4, 2, 0, masking="backward"),
+    Case(2, 1, 0, 1, optimizer="adamw", model="even-llama", tp=2, masking="backward"),
 ]  # fmt: skip
 
 
@@ -71,6 +74,35 @@ def test_plan_by_hand_between_groups(ranks: RankPool) -> None:
     both = 4 * _numel(("stem", "head", "layers.1", "layers.2"))
     assert result.planned == {"between groups/all_reduce": both, "control/all_reduce": 16}
     assert result.traffic[0] == result.planned
+
+
+@pytest.mark.parametrize(("bf16", "nbytes"), [(False, 4), (True, 2)])
+def test_plan_by_hand_of_frozen_copies(ranks: RankPool, bf16: bool, nbytes: int) -> None:
+    """Each of two groups lacks a block that the other holds alone and sends after the step, in compute precision."""
+    case = Case(2, 1, optimizer="sgd", steps=2, masking="backward", bf16=bf16) if bf16 else Case(2, 1, masking="backward")
+    both = 4 * _numel(("stem", "head", "layers.1", "layers.2"))
+    sent = nbytes * _numel(("layers.0",))
+    for result in native(ranks, case):
+        assert result.planned == {"between groups/all_reduce": both, "between groups/broadcast": sent, "control/all_reduce": 16}
+        assert result.traffic == [result.planned] * case.steps
+    layout = Layout.of(models.mlp(), load_config(case.config()), Mesh(2))
+    assert describe_formula(layout, 0, stage=0, compute_bytes=nbytes) == f"2·1/2·{both:,} B + {sent:,} B of new weights"
+
+
+def test_the_work_of_sending_is_spread_among_holders() -> None:
+    """One source and one communicator for all units of a holder set; of four sets of equal cost, four sources."""
+    holders = {0: [0, 1], 1: [1, 2], 2: [2, 3], 3: [0, 3], 4: [0, 1], 5: [0, 1, 2, 3]}
+    config = Case(4, 1, masking="backward").config()
+    config["sdp"]["placement"] = {f"layers.{index}": held for index, held in holders.items()}
+    layout = Layout.of(models.mlp(blocks=6), load_config(config), Mesh(4))
+    found = [(refresh.unit, refresh.source, refresh.members) for refresh in layout.refreshes]
+    assert found == [
+        ("layers.0", 0, (0, 2, 3)),
+        ("layers.1", 1, (0, 1, 3)),
+        ("layers.2", 2, (0, 1, 2)),
+        ("layers.3", 3, (1, 2, 3)),
+        ("layers.4", 0, (0, 2, 3)),
+    ]
 
 
 def test_plan_by_hand_inside_groups() -> None:
