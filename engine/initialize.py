@@ -249,6 +249,10 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         log.info("placement: %s", layout.placement.describe())
         for warning in layout.placement.warnings() if mesh.sdp > 1 else []:
             log.warning("placement: %s", warning)
+    if layout.refreshes:
+        log.info("masking: units that a group does not hold run from frozen copies, which a holder refreshes after each step")
+    elif layout.keeps_frozen:
+        log.warning('sdp.masking "backward" has no effect: every group holds every unit')
     log.info(
         "batch: %d samples a step = micro-batch %d × accumulation %d × %d data ranks",
         engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), mesh.data_ranks,

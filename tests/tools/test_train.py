@@ -137,6 +137,27 @@ def test_reference_engine_trains_the_same_run_and_resumes_bit_for_bit(config, tm
     assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
 
 
+def test_backward_masking_trains_and_resumes_as_the_reference_does(config, tmp_path):
+    command = ["train", write(config, tmp_path), "--set", "sdp.masking=backward", "training.evaluate_every=0"]
+    native = ["--dump-dir", tmp_path / "native"]
+    first = sdp(*command, "training.steps=3", *native)
+    assert first.returncode == 0, first.stderr
+    assert "masking: units that a group does not hold run from frozen copies" in first.stderr
+    second = sdp(*command, *native, "--resume")
+    assert second.returncode == 0, second.stderr
+    assert "frozen copies" in second.stdout
+    assert main([*map(str, command), "sdp.engine=reference", "--dump-dir", str(tmp_path / "reference")]) == 0
+    assert losses(tmp_path / "native") == pytest.approx(losses(tmp_path / "reference"), rel=1e-5)
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("native", "reference")]
+    assert summaries[0]["held_out"] == pytest.approx(summaries[1]["held_out"], rel=1e-5)
+    for rank in summaries[0]["ranks"]:
+        assert rank["state_measured"] == rank["state_predicted"]
+        assert rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]
+    # Group 0 holds all four blocks, and sends two to group 1.
+    assert [rank["state_measured"]["frozen"] > 0 for rank in summaries[0]["ranks"]] == [False, True]
+    assert ["between groups/broadcast" in rank["comm_bytes_per_step"] for rank in summaries[0]["ranks"]] == [True, False]
+
+
 def test_a_run_that_diverges_names_its_last_checkpoint_and_keeps_it(config, tmp_path, capsys):
     # After one step of this rate the weights are so large that every later pass overflows.
     config |= {"optimizer": {"type": "SGD", "params": {"lr": 1e30}}, "scheduler": None}
