@@ -257,17 +257,33 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     section[key] = value
 
 
+def _refuse_beside_neurons(config: Config) -> None:
+    if config.sdp.units != "auto":
+        raise ConfigError('sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its branches')
+    if config.activation_checkpointing.mode != "none":  # recomputation would read the parameters whole
+        raise ConfigError(
+            f'activation_checkpointing.mode: "{config.activation_checkpointing.mode}" is not available in this version beside '
+            'sdp.granularity "neuron"; use "none"'
+        )
+
+
 def _refuse_unavailable(config: Config) -> None:
     """A setting that this version cannot honour is an error, never ignored."""
     sdp = config.sdp
     unavailable = {
-        "sdp.granularity": (sdp.granularity != "block", sdp.granularity, 'use "block"'),
+        "sdp.granularity": (
+            sdp.granularity != "block" and sdp.engine != "reference",
+            sdp.granularity,
+            'use "block", or sdp.engine "reference"',
+        ),
         "sdp.branch_scale": (sdp.branch_scale != "none", sdp.branch_scale, 'use "none"'),
         "sdp.engine": (sdp.engine == "deepspeed", sdp.engine, 'use "fsdp2" or "reference"'),
     }
     for path, (refused, value, remedy) in unavailable.items():
         if refused:
             raise ConfigError(f"{path}: {json.dumps(value)} is not available in this version; {remedy}")
+    if sdp.granularity == "neuron":
+        _refuse_beside_neurons(config)
     if config.training.compile and config.tensor_parallel.autotp_size > 1:
         raise ConfigError("training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false")
     if config.training.compile and sdp.engine == "reference":

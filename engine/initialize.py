@@ -243,7 +243,7 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         log.warning("sdp.capacity and sdp.profile have no effect beside an explicit sdp.placement; remove them")
     if config.sdp.seed and config.sdp.placement != "random":
         log.warning('sdp.seed %d has no effect without sdp.placement "random"; training.seed seeds the run', config.sdp.seed)
-    if config.sdp.neuron_groups != SDPSection.model_fields["neuron_groups"].default:
+    if config.sdp.granularity == "block" and config.sdp.neuron_groups != SDPSection.model_fields["neuron_groups"].default:
         log.warning('sdp.neuron_groups %d has no effect with sdp.granularity "block"', config.sdp.neuron_groups)
     if layout.units:
         log.info("placement: %s", layout.placement.describe())

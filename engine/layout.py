@@ -16,7 +16,7 @@ from .place import place
 from .placement import Placement
 from .sync import Bucket, Refresh, plan_buckets
 from .tensor_parallel import parameter_cuts
-from .units import SHARED, Unit, find_units, unit_of_parameters
+from .units import SHARED, Slice, Unit, find_neuron_units, find_units, unit_of_parameters
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class TensorInfo:
 class Layout:
     """Mesh, units, placement and the tables of the full model's parameters and persistent buffers, in the model's order.
 
-    ``aliases``: further names of tied tensors → their canonical (first) name. ``keeps_frozen``: a group keeps frozen copies of the
+    ``aliases``: further names of tied tensors → their canonical (first) name. ``blocks``: paths of the modules that are computed, and
+    sharded, as one; the units themselves, unless these are groups of neurons. ``keeps_frozen``: a group keeps frozen copies of the
     units that it does not hold (backward masking), instead of skipping them.
     """
 
@@ -94,6 +95,7 @@ class Layout:
     parameters: dict[str, TensorInfo]
     buffers: dict[str, TensorInfo]
     aliases: dict[str, str]
+    blocks: tuple[str, ...]
     keeps_frozen: bool = False
 
     @classmethod
@@ -101,7 +103,13 @@ class Layout:
         """Find the units of the full ``model``, place them, and record its tensors and how tensor parallelism cuts them."""
         section = config.sdp
         explicit = list(section.placement) if isinstance(section.placement, dict) else None
-        units = find_units(model, section.units, explicit) if mesh.sdp > 1 or explicit or section.units != "auto" else _units_if_any(model)
+        if section.granularity == "neuron":
+            units = find_neuron_units(model, section.neuron_groups)
+            blocks = tuple(unit.name for unit in _units_if_any(model))
+        else:
+            required = mesh.sdp > 1 or explicit or section.units != "auto"
+            units = find_units(model, section.units, explicit) if required else _units_if_any(model)
+            blocks = tuple(unit.name for unit in units)
         placement = place(section, units)
         unit_of = unit_of_parameters(units)
         everyone = tuple(range(mesh.sdp))
@@ -122,7 +130,7 @@ class Layout:
             for name, buffer in model.named_buffers()
             if name in persistent
         }
-        return cls(mesh, tuple(units), placement, parameters, buffers, aliases, section.masking == "backward")
+        return cls(mesh, tuple(units), placement, parameters, buffers, aliases, blocks, section.masking == "backward")
 
     @property
     def everyone(self) -> Holders:
@@ -131,6 +139,10 @@ class Layout:
     def held(self, group: int) -> Iterator[TensorInfo]:
         """The parameters that ``group`` trains."""
         return (info for info in self.parameters.values() if group in info.holders)
+
+    def slices(self) -> Iterator[tuple[Slice, Holders]]:
+        """The parts of parameters that have holders of their own; what no slice covers is its parameter's holders'."""
+        return ((part, self.placement.holders[unit.index]) for unit in self.units for part in unit.slices if part.dim is not None)
 
     def frozen(self, group: int) -> Iterator[TensorInfo]:
         """The parameters of which ``group`` keeps frozen copies in compute precision."""

@@ -1,6 +1,7 @@
 """Find the units of a model: the parts that a placement gives to groups.
 
-A unit is a list of (canonical parameter, dimension, index ranges). A block is the case of whole parameters.
+A unit is a list of (canonical parameter, dimension, index ranges). A block is the case of whole parameters; a group of hidden neurons
+is a slice of each projection of its branch.
 """
 
 from __future__ import annotations
@@ -39,6 +40,55 @@ class Unit:
     slices: tuple[Slice, ...]
     numel: int
     flops: int = 0
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a module with all of its parameters."""
+        return all(part.dim is None for part in self.slices)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A residual branch that is a sum over hidden neurons: SwiGLU units, or key/value heads with the query heads that share them.
+
+    ``name``: the module's path. ``neurons``: how many. ``parameters``: canonical name and dimension along which the neurons lie, in
+    order, each with an equal share of the indices.
+    """
+
+    name: str
+    neurons: int
+    parameters: tuple[tuple[str, int], ...]
+
+
+def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
+    """The branches that ``model`` states (``neuron_branches()``), each cut into ``groups`` groups of neighbours.
+
+    One of fewer neurons is cut into single ones. Raises :class:`ModelError` for a model that states no branches, or some that do not
+    fit its parameters.
+    """
+    stated = getattr(model, "neuron_branches", None)
+    if stated is None:
+        raise ModelError(
+            f'sdp.granularity: "neuron" needs a model that states its residual branches (neuron_branches()), and '
+            f'{type(model).__name__} does not; use "block"'
+        )
+    parameters = dict(model.named_parameters())
+    units: list[Unit] = []
+    for branch in stated():
+        count = min(groups, branch.neurons)
+        for group in range(count):
+            first, last = branch.neurons * group // count, branch.neurons * (group + 1) // count
+            slices, numel = [], 0
+            for name, dim in branch.parameters:
+                if name not in parameters or parameters[name].shape[dim] % branch.neurons:
+                    raise ModelError(
+                        f"{branch.name}: its parameter {name!r} is not cut into {branch.neurons} neurons along dimension {dim}"
+                    )
+                share = parameters[name].shape[dim] // branch.neurons
+                slices.append(Slice(name, dim, ((first * share, last * share),)))
+                numel += (last - first) * share * (parameters[name].numel() // parameters[name].shape[dim])
+            units.append(Unit(len(units), f"{branch.name}.neurons.{group}", tuple(slices), numel))
+    return units
 
 
 def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterable[str] | None = None) -> list[Unit]:
@@ -158,5 +208,5 @@ def _inside(path: str, names: Iterable[str]) -> bool:
 
 
 def unit_of_parameters(units: Iterable[Unit]) -> dict[str, Unit]:
-    """Canonical parameter name → the block unit that it belongs to; parameters of the shared part are absent."""
-    return {part.parameter: unit for unit in units for part in unit.slices}
+    """Canonical parameter name → the unit that it belongs to as a whole; others are absent."""
+    return {part.parameter: unit for unit in units for part in unit.slices if part.dim is None}

@@ -20,6 +20,7 @@ from ..engine.errors import ConfigError, ModelError
 from ..engine.initialisation import Constant, Init, Normal
 from ..engine.section import Section
 from ..engine.tensor_parallel import Column, Gather, Head, Row, Style, Vocabulary, Whole
+from ..engine.units import Branch
 from .loss import LanguageModelHead
 
 
@@ -217,6 +218,19 @@ class Llama(nn.Module):
     def unit_patterns(self) -> list[str]:
         """Patterns of the modules that are units: the decoder layers."""
         return ["model.layers.*"]
+
+    def neuron_branches(self) -> list[Branch]:
+        """Attention by key/value heads, each with the query heads that share it, and the feed-forward by hidden units."""
+        branches = []
+        for layer in (f"model.layers.{index}" for index in range(self.config.num_hidden_layers)):
+            attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+            cuts = {
+                attention: (self.config.key_value_heads, {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}),
+                mlp: (self.config.intermediate_size, {"gate_proj": 0, "up_proj": 0, "down_proj": 1}),
+            }
+            for name, (neurons, dims) in cuts.items():
+                branches.append(Branch(name, neurons, tuple((f"{name}.{key}.weight", dim) for key, dim in dims.items())))
+        return branches
 
     def tensor_parallel_plan(self) -> dict[str, Style]:
         """How tensor parallelism cuts the matrices: whole heads, features of the feed-forward, rows of the vocabulary."""

@@ -7,7 +7,7 @@ batch, and the gradient of a unit is the mean over its holders' ranks. Also usab
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..clip import squared_norm
 from ..layout import Layout, Shard, TensorInfo
 from ..subnetwork import PassThrough, frozen_view, masked
 from ..traffic import Traffic
+from ..units import Slice
 
 
 class ReferenceBackend:
@@ -34,11 +35,13 @@ class ReferenceBackend:
         self._compute_dtype = compute_dtype
         self._averaged = False  # whether ``.grad`` holds means, not sums
         self._stand_ins = [self._make_stand_ins(group) for group in range(layout.mesh.sdp)]
+        self._held = [self._held_indices(group) for group in range(layout.mesh.sdp)]
+        self._workers = self._count_workers()
         if compute_dtype != torch.float32:
             self._cast_inputs()
 
     def _make_stand_ins(self, group: int) -> dict[str, nn.Module]:
-        absent = [unit.name for unit in self.layout.units if not self.layout.placement.holds(group, unit.index)]
+        absent = [unit.name for unit in self.layout.units if unit.is_block and not self.layout.placement.holds(group, unit.index)]
         if self.layout.keeps_frozen:
             return {name: frozen_view(self.module.get_submodule(name)) for name in absent}
         return {name: PassThrough(name, copy.deepcopy(self.module.get_submodule(name))) for name in absent}
@@ -54,10 +57,32 @@ class ReferenceBackend:
         with masked(self.module, stand_ins):
             yield
 
+    def _held_indices(self, group: int) -> dict[str, torch.Tensor]:
+        """Of every parameter that is cut into slices, 1 where ``group`` holds it and 0 elsewhere; broadcasts to its shape."""
+        held: dict[str, torch.Tensor] = {}
+        for part, holders in self.layout.slices():
+            if group not in holders:
+                held.setdefault(part.parameter, self._ones_along(part.parameter, part.dim))
+                _indices(held[part.parameter], part).fill_(0)
+        return held
+
+    def _count_workers(self) -> dict[str, Any]:
+        """How many workers hold each parameter: a number, or where slices have holders of their own a tensor that broadcasts."""
+        workers: dict[str, Any] = {name: len(info.holders) * self.layout.mesh.fsdp for name, info in self.layout.parameters.items()}
+        for part, holders in self.layout.slices():
+            if isinstance(workers[part.parameter], int):
+                workers[part.parameter] = workers[part.parameter] * self._ones_along(part.parameter, part.dim)
+            _indices(workers[part.parameter], part).fill_(len(holders) * self.layout.mesh.fsdp)
+        return workers
+
+    def _ones_along(self, name: str, dim: int | None) -> torch.Tensor:
+        shape = self.parameters[name].shape
+        return torch.ones([size if axis == dim else 1 for axis, size in enumerate(shape)], device=self.device)
+
     def _cast_inputs(self) -> None:
         """Floating inputs of the model and of the modules that FSDP2 shards on their own are cast, as FSDP2 casts them."""
         groups = getattr(self.module, "sharding_groups", None)
-        names = [unit.name for unit in self.layout.units] + (groups() if groups is not None else [])
+        names = [*self.layout.blocks, *(groups() if groups is not None else [])]
 
         def cast(leaf: Any) -> Any:
             return leaf.to(self._compute_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
@@ -84,17 +109,23 @@ class ReferenceBackend:
     def exposed_seconds(self) -> float:
         return 0.0
 
-    def _run(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        if self._compute_dtype == torch.float32:
-            return call(self.module, batch)
-        return call(_Cast(self.module, self._compute_dtype), batch)
+    def _run(self, call: Callable[[nn.Module, Any], Any], batch: Any, held: Mapping[str, torch.Tensor] | None = None) -> Any:
+        """``call`` with the module as it computes: in the compute precision, and slices that are not ``held`` zero, or not trained."""
+        values = {}
+        if self._compute_dtype != torch.float32:
+            values = _cast_parameters(self.module, self._compute_dtype)
+        for name, indices in (held or {}).items():
+            value = values.get(name, self.parameters[name])
+            indices = indices.to(value.dtype)
+            values[name] = value * indices + (value.detach() * (1 - indices) if self.layout.keeps_frozen else 0)
+        return call(_Valued(self.module, values) if values else self.module, batch)
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         mesh = self.layout.mesh
         outputs = []
         for worker, rows in enumerate(split_rows(batch, mesh.data_ranks)):
             with self._as_group(worker // mesh.fsdp):
-                outputs.append(self._run(call, rows))
+                outputs.append(self._run(call, rows, self._held[worker // mesh.fsdp]))
         return merge_outputs(outputs)
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
@@ -112,14 +143,14 @@ class ReferenceBackend:
         self._scale_gradients(lambda workers: 1 / workers)
         self._averaged = True
 
-    def _scale_gradients(self, factor: Callable[[int], float]) -> None:
+    def _scale_gradients(self, factor: Callable[[Any], Any]) -> None:
         """Multiply every unit's gradient by a function of the number of workers that hold it; none counts as zero."""
         for name, info in self.layout.parameters.items():
             parameter = self.parameters[name]
             if info.trainable:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                parameter.grad *= factor(len(info.holders) * self.layout.mesh.fsdp)
+                parameter.grad *= factor(self._workers[name])
 
     def zero_grad(self) -> None:
         self._averaged = False
@@ -140,16 +171,17 @@ class ReferenceBackend:
         rows = [split_rows(batch, self.layout.mesh.data_ranks) for batch in batches]
         losses = []
         for group in range(self.layout.mesh.sdp):
+            own = [part for parts in rows for part in parts[group * fsdp : (group + 1) * fsdp]]
             with self._as_group(group):
-                losses.append(self._mean_loss([part for parts in rows for part in parts[group * fsdp : (group + 1) * fsdp]]))
+                losses.append(self._mean_loss(own, self._held[group]))
         return losses
 
-    def _mean_loss(self, batches: Sequence[Any]) -> float:
+    def _mean_loss(self, batches: Sequence[Any], held: Mapping[str, torch.Tensor] | None = None) -> float:
         total = weight = 0.0
         for batch in batches:
             count = target_count(self.module, batch)
             if count:  # the mean over no targets is no number
-                total += loss_of(self._run(call_model, to_device(batch, self.device))).item() * count
+                total += loss_of(self._run(call_model, to_device(batch, self.device), held)).item() * count
                 weight += count
         return total / weight
 
@@ -163,6 +195,13 @@ class ReferenceBackend:
 
     def shard_parameters(self) -> None:
         """Nothing is sharded here."""
+
+
+def _indices(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+    """The view of ``tensor`` at the one range of ``part``."""
+    assert part.dim is not None
+    ((first, last),) = part.ranges
+    return tensor.narrow(part.dim, first, last - first)
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -180,14 +219,13 @@ class _Backward(nn.Module):
         loss.backward()
 
 
-class _Cast(nn.Module):
-    """The module computing in ``dtype`` with float32 master weights."""
+class _Valued(nn.Module):
+    """The module computing with ``values`` in place of its parameters of these names."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype):
+    def __init__(self, module: nn.Module, values: Mapping[str, torch.Tensor]):
         super().__init__()
-        self._hidden, self._dtype = (module,), dtype
+        self._hidden, self._values = (module,), dict(values)
         self.forward = module.forward  # for its signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._hidden[0]
-        return functional_call(module, _cast_parameters(module, self._dtype), args, kwargs)
+        return functional_call(self._hidden[0], self._values, args, kwargs)

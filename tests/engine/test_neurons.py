@@ -1,0 +1,225 @@
+"""Groups of hidden neurons as units: the reference against plain narrower models, cut by hand and trained one after the other."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks_models as models
+import sdp
+import torch
+from ranks_cases import Case
+from sdp.engine.config import load_config
+from sdp.engine.errors import ConfigError, ModelError, PlacementError
+from sdp.engine.units import find_neuron_units
+from torch import nn
+
+GROUPS = 2
+RELATIVE = 1e-5  # of the largest element, as in the table of equality
+LLAMA = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 15, "vocab_size": models.VOCABULARY}
+# Of three groups in every branch: some with one holder, some with two, and two branches of which a group has nothing.
+HOLDERS = [[0], [0, 1], [1], [0, 1], [1], [0]] * 3 + [[0], [0], [0], [1], [1], [1]]
+
+
+def llama(**fields: Any) -> nn.Module:
+    return models.even_llama(tied=True, device="cpu", **LLAMA | fields)
+
+
+def config(case: Case = Case(GROUPS), **section: Any) -> dict[str, Any]:  # noqa: B008 - frozen
+    """Of the reference, with neuron units placed by hand."""
+    names = [unit.name for unit in find_neuron_units(llama(), 3)]
+    placement = dict(zip(names, HOLDERS, strict=True))
+    neuron = {"granularity": "neuron", "neuron_groups": 3, "placement": placement, "groups": GROUPS, "engine": "reference"}
+    return case.config("reference") | {"sdp": neuron | section}
+
+
+def indices(name: str, group: int) -> tuple[int, torch.Tensor] | None:
+    """By hand: the dimension along which the parameter is cut in three, and the indices that ``group`` holds of it."""
+    layer, branch, projection = (name.split(".") + [""] * 6)[2:5]
+    if branch not in ("self_attn", "mlp"):
+        return None
+    dim = 1 if projection in ("o_proj", "down_proj") else 0
+    size = {"mlp": 15, "self_attn": 36 if projection in ("q_proj", "o_proj") else 18}[branch]
+    held = [group in holders for holders in HOLDERS[6 * int(layer) + 3 * (branch == "mlp") :][:3]]
+    return dim, torch.arange(size)[torch.tensor(held).repeat_interleave(size // 3)]
+
+
+def narrow(full: nn.Module, group: int) -> nn.Module:
+    """A plain model with fewer heads and hidden units."""
+    model = copy.deepcopy(full)
+    for name, parameter in list(model.named_parameters()):
+        if (cut := indices(name, group)) is not None:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(parameter.detach().index_select(*cut)))
+    return model
+
+
+def dense_gradients(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Under backward masking, by hand: of every slice the mean of the dense gradients over its holders' batches."""
+    total = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
+    workers = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
+    losses = []
+    for worker, micro_batches in batches.items():
+        model = copy.deepcopy(full)
+        loss = torch.stack([model(**batch) for batch in micro_batches]).mean()
+        loss.backward()
+        losses.append(loss.item())
+        for name, parameter in model.named_parameters():
+            dim, where = indices(name, worker * GROUPS // len(batches)) or (0, torch.arange(parameter.shape[0]))
+            assert parameter.grad is not None
+            total[name].index_add_(dim, where, parameter.grad.index_select(dim, where))
+            workers[name].index_add_(dim, where, torch.ones_like(parameter).index_select(dim, where))
+    return {name: total[name] / workers[name] for name in total}, losses
+
+
+def by_hand(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Gradients of the full model's parameters, and every worker's loss; ``batches`` by worker, its micro-batches."""
+    total = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
+    workers = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
+    losses = []
+    for worker, micro_batches in batches.items():
+        model = narrow(full, worker * GROUPS // len(batches))
+        loss = sum(model(**batch) for batch in micro_batches) / len(micro_batches)
+        loss.backward()
+        losses.append(loss.item())
+        for name, parameter in model.named_parameters():
+            dim, where = indices(name, worker * GROUPS // len(batches)) or (0, torch.arange(parameter.shape[0]))
+            total[name].index_add_(dim, where, parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
+            workers[name].index_add_(dim, where, torch.ones_like(parameter))
+    return {name: total[name] / workers[name] for name in total}, losses
+
+
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+@pytest.mark.parametrize("case", [Case(GROUPS), Case(GROUPS, 2, accumulation=3)], ids=str)
+def test_the_reference_trains_as_by_hand(case: Case, masking: str) -> None:
+    """Plain narrower models; under backward masking the dense one, of whose gradient a worker has its slices."""
+    full = llama()
+    engine, *_ = sdp.initialize(model=llama(), config=config(case, masking=masking))
+    for step in range(3):
+        batches = {
+            worker: [models.micro_batch("llama", step, micro, worker) for micro in range(case.accumulation)]
+            for worker in range(case.data_ranks)
+        }
+        gradients, losses = (by_hand if masking == "forward" else dense_gradients)(full, batches)
+        for micro in range(case.accumulation):
+            engine.backward(engine(models.rows_of_all("llama", step, micro, case.data_ranks)))
+            if micro + 1 < case.accumulation:
+                engine.step()
+        for name, parameter in engine.parameters_here.items():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=RELATIVE * gradients[name].abs().max().item())
+        rate = engine.get_lr()[0]
+        engine.step()
+        assert engine.get_loss() == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+        norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+        with torch.no_grad():
+            for name, parameter in full.named_parameters():
+                parameter -= rate * gradients[name]
+    state = engine.full_state_dict()
+    assert list(state) == list(full.state_dict())
+    for name, weight in full.state_dict().items():
+        torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5 * weight.abs().max().item())
+
+
+def test_losses_of_the_full_model_and_of_the_subnetworks() -> None:
+    engine, *_ = sdp.initialize(model=llama(), config=config())
+    batch = models.rows_of_all("llama", 0, 0, GROUPS)
+    assert engine.evaluate([batch]) == pytest.approx(llama()(**batch).item(), rel=1e-6)
+    own = [narrow(llama(), group)(**models.micro_batch("llama", 0, 0, group)).item() for group in range(GROUPS)]
+    assert engine.evaluate_subnetworks([batch]) == pytest.approx(own, rel=1e-6)
+    assert own[0] != pytest.approx(llama()(**models.micro_batch("llama", 0, 0, 0)).item(), rel=1e-3)
+
+
+def test_bf16_is_the_narrow_model_in_bf16() -> None:
+    engine, *_ = sdp.initialize(model=llama(), config=config() | {"bf16": {"enabled": True}})
+    batch = models.rows_of_all("llama", 0, 0, GROUPS)
+    losses = [narrow(llama(), group).bfloat16()(**models.micro_batch("llama", 0, 0, group)).item() for group in range(GROUPS)]
+    assert engine(batch).item() == pytest.approx(sum(losses) / GROUPS, rel=2e-3)
+
+
+def test_units_cover_every_branch_once() -> None:
+    model = llama()
+    units = find_neuron_units(model, 4)
+    assert [unit.name for unit in units[:3]] == [f"model.layers.0.self_attn.neurons.{group}" for group in range(3)]  # 3 key/value heads
+    assert len(units) == 4 * (3 + 4)
+    parameters = dict(model.named_parameters())
+    counts = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    for unit in units:
+        assert unit.numel == sum((last - first) * parameters[part.parameter].numel() // parameters[part.parameter].shape[part.dim]
+                                 for part in unit.slices for first, last in part.ranges)  # fmt: skip
+        for part in unit.slices:
+            ((first, last),) = part.ranges
+            counts[part.parameter].narrow(part.dim, first, last - first).add_(1)
+    for name, count in counts.items():
+        assert (count == (1 if "_proj" in name else 0)).all(), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"engine": "fsdp2"}, 'sdp.granularity: "neuron" is not available in this version; use "block", or sdp.engine "reference"'),
+        ({"units": ["model.layers.*"]}, "sdp.units: patterns name blocks"),
+    ],
+)
+def test_what_neurons_cannot_do_yet_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(config(**change))
+
+
+def test_activation_checkpointing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'activation_checkpointing.mode: "full" is not available in this version beside'):
+        load_config(config() | {"activation_checkpointing": {"mode": "full"}})
+
+
+def test_a_model_without_stated_branches_and_a_wrong_name() -> None:
+    with pytest.raises(ModelError, match='"neuron" needs a model that states its residual branches'):
+        sdp.initialize(model=models.mlp(), config=config(placement="cyclic", capacity=0.5))
+    with pytest.raises(PlacementError, match="is no module of the model, did you mean"):
+        sdp.initialize(model=llama(), config=config(placement={"layers.0.mlp.neuron.1": [0]}))
+
+
+def test_train_resume_and_export(text_config: Path, tmp_path: Path) -> None:
+    from sdp.launcher.main import main
+
+    run = ["train", str(text_config), "--dump-dir"]
+    assert main([*run, str(tmp_path / "whole")]) == 0
+    assert main([*run, str(tmp_path / "halves"), "--set", "training.steps=2"]) == 0
+    assert main([*run, str(tmp_path / "halves"), "--resume"]) == 0
+    whole, halves = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("whole", "halves")
+    )
+    assert halves == whole
+    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "hf")]) == 0
+    lines = (tmp_path / "whole" / "evaluations.jsonl").read_text().splitlines()
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
+    assert last["loss"] < first["loss"]
+    assert last["subnetwork_losses"][0] != pytest.approx(last["loss"], rel=1e-4)
+    # The same run goes on densely: names and shapes are those of the full model.
+    dense = ["sdp.granularity=block", "sdp.capacity=1.0", "sdp.neuron_groups=8", "training.steps=5"]
+    assert main([*run, str(tmp_path / "whole"), "--resume", "--set", *dense]) == 0
+
+
+@pytest.fixture
+def text_config(tmp_path: Path) -> Path:
+    from sdp.data.prepare import prepare
+
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"document number {number} " * 20)
+    prepare([str(tmp_path / "*.txt")], tmp_path / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
+    content = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "sdp": {"groups": 4, "capacity": 0.5, "granularity": "neuron", "neuron_groups": 4, "engine": "reference"},
+        "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "data": {"path": str(tmp_path / "shards"), "sequence_length": 32},
+        "training": {"steps": 4, "evaluate_batches": 2, "save_every": 2},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(content))
+    return path
