@@ -83,7 +83,7 @@ def by_hand(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[dict[str
     losses = []
     for worker, micro_batches in batches.items():
         model = narrow(full, worker * GROUPS // len(batches))
-        loss = sum(model(**batch) for batch in micro_batches) / len(micro_batches)
+        loss = torch.stack([model(**batch) for batch in micro_batches]).mean()
         loss.backward()
         losses.append(loss.item())
         for name, parameter in model.named_parameters():
