@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from .config_deepspeed import known_keys, split_foreign_keys
 from .errors import ConfigError
@@ -98,18 +98,51 @@ class SDPSection(Section):
 
 
 class DataSection(Section):
-    """Token shards to train on; without ``path`` the sources of Python's standard library are prepared and used.
+    """Token shards to train on; without ``path`` the sources of Python's standard library are prepared and used. With ``name``: images.
 
     ``tokenizer`` (None: sentencepiece) and ``vocab_size`` are what those are prepared with; where ``path`` is given, it must have
     been prepared with them. ``verify``: hash the shards at the start of a run; auto: unless they are so large that it takes minutes.
+
+    ``name``: "digits" are scikit-learn's; "cifar10" and "cifar100" are read from their binary archive at ``path``; "folder" has a
+    directory of images a class in ``path``, read as squares of ``image_size`` pixels (224). ``augment``: crop and mirror at random.
     """
 
+    name: Literal["digits", "cifar10", "cifar100", "folder"] | None = None
     path: str | None = None
     sequence_length: PositiveInt = 512
     tokenizer: str | None = None
     vocab_size: PositiveInt | None = None
     num_workers: NonNegativeInt = 0
     verify: Literal["auto", "always", "never"] = "auto"
+    image_size: PositiveInt | None = None
+    augment: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        of_tokens, of_images = ("sequence_length", "tokenizer", "vocab_size", "verify"), ("image_size", "augment")
+        for key in of_images if self.name is None else of_tokens:
+            if getattr(self, key) != type(self).model_fields[key].default:  # not "was set": a run's own file states every key
+                whose = "images (data.name)" if self.name is None else f"tokens, and data.name is {json.dumps(self.name)}"
+                raise ValueError(f"{key} is for {whose}; remove it")
+        if self.name == "digits" and self.path is not None:
+            raise ValueError('path has no meaning for "digits", which scikit-learn brings; remove it, or name another set')
+        if self.name not in (None, "digits") and self.path is None:
+            raise ValueError(f"path is required for {json.dumps(self.name)}: {_WHERE[self.name]}")
+        if self.name != "folder" and self.image_size is not None:
+            raise ValueError(f'image_size is for "folder"; the images of {json.dumps(self.name)} have a size of their own, remove it')
+        return self
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """What a sample counts in ``tokens``: an image counts as one."""
+        return 1 if self.name is not None else self.sequence_length
+
+
+_WHERE = {
+    "cifar10": "cifar-10-binary.tar.gz, or the directory that it was unpacked to",
+    "cifar100": "cifar-100-binary.tar.gz, or the directory that it was unpacked to",
+    "folder": "the directory with train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg",
+}
 
 
 class TrainingSection(Section):
@@ -119,12 +152,15 @@ class TrainingSection(Section):
     row whose gradient is no number, and which are skipped, before the run stops. ``start_timeout``: seconds that the start with the
     first step, an evaluation or a save may take, and any collective; ``step_timeout``: a part of a later step.
     ``init_from``: a directory with the weights to start from, in Hugging Face's format. ``compile``: units by ``torch.compile``.
+    ``recalibrate_batches``: training batches a rank over which batch norm's statistics of the full model are measured before it is
+    evaluated or saved; 0: those of the first holder's subnetwork are used.
     """
 
     steps: PositiveInt | None = None
     tokens: PositiveInt | None = None
     evaluate_every: NonNegativeInt = 0
     evaluate_batches: PositiveInt = 8
+    recalibrate_batches: NonNegativeInt = 8
     save_every: NonNegativeInt = 0
     keep: PositiveInt = 2
     max_skips: NonNegativeInt = 10

@@ -26,6 +26,7 @@ from .consistency import check_holders
 from .errors import DivergedError
 from .layout import Layout
 from .memory import StateBytes, measure_state_bytes, predict_state_bytes
+from .recalibration import tracks_statistics, with_statistics
 from .schedules import Schedule
 from .sync import local_tensor
 from .traffic import Traffic
@@ -169,6 +170,19 @@ class SDPEngine:
     def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
         """Token-weighted mean loss of every group's own subnetwork over the batches of its own ranks, by group. Collective."""
         return self._in_eval_mode(self._backend.evaluate_subnetworks, batches)
+
+    @contextmanager
+    def recalibrated(self, batches: Iterable[Any]) -> Iterator[None]:
+        """While inside, batch norms have the running statistics of the full model: to evaluate, to save and to export it. Collective.
+
+        They are measured by a pass of the full model over ``batches``, equally many on every rank, of training data. Under forward
+        masking those that a rank tracks are its own subnetwork's; afterwards it has these again. Without batch norm nothing is done.
+        """
+        if not tracks_statistics(self.layout.buffers):
+            yield
+            return
+        with with_statistics(self.module, self._in_eval_mode(self._backend.batch_statistics, batches)):
+            yield
 
     def _in_eval_mode(self, evaluation: Callable[[list[Any]], Any], batches: Iterable[Any]) -> Any:
         modes = [(module, module.training) for module in self.module.modules()]

@@ -21,7 +21,8 @@ class ResumableBatchSampler:
     exactly the rows of R ranks in rank order. A global micro-batch may straddle the end of an epoch, so nothing is left
     out and nothing is read twice within an epoch.
 
-    ``consumed`` counts samples of all data ranks since the start of the run. Raises DataError for an empty data set.
+    ``consumed`` counts samples of all data ranks since the start of the run. ``positions``: yield epoch × ``num_samples`` + index, for a
+    data set that gives a sample another form in each epoch. Raises DataError for an empty data set.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class ResumableBatchSampler:
         seed: int,
         shuffle: bool = True,
         consumed: int = 0,
+        positions: bool = False,
     ) -> None:
         if num_samples < 1:
             raise DataError("the data set has no samples; give it more data or a shorter sequence length")
@@ -47,6 +49,7 @@ class ResumableBatchSampler:
         self.seed = seed
         self.shuffle = shuffle
         self.consumed = consumed
+        self.positions = positions
         self._epoch = -1
         self._order: np.ndarray | None = None
 
@@ -98,7 +101,8 @@ class ResumableBatchSampler:
         while count:
             epoch, offset = divmod(start, self.num_samples)
             taken = min(count, self.num_samples - offset)
-            rows += self._epoch_order(epoch)[offset : offset + taken].tolist()
+            first = epoch * self.num_samples if self.positions else 0
+            rows += [first + index for index in self._epoch_order(epoch)[offset : offset + taken].tolist()]
             start, count = start + taken, count - taken
         return rows
 
@@ -118,8 +122,8 @@ class ResumableLoader:
     Batches that were fetched ahead, by worker processes or :meth:`fetch_ahead`, are not in the state, so a resumed run reads them
     again. Each ``iter()`` goes on after the last batch handed out and ends the iterators before it. Raises DataError for an empty data set.
 
-    dataset: any map-style data set, the same on every data rank. collate_fn, num_workers, pin_memory: as in
-    ``torch.utils.data.DataLoader``.
+    dataset: any map-style data set, the same on every data rank; one whose ``reads_positions`` is true is asked for
+    epoch × length + index. collate_fn, num_workers, pin_memory: as in ``torch.utils.data.DataLoader``.
     """
 
     def __init__(
@@ -135,7 +139,10 @@ class ResumableLoader:
         pin_memory: bool = False,
     ) -> None:
         self.dataset = dataset
-        self.sampler = ResumableBatchSampler(_length(dataset), micro_batch_size, data_rank, data_ranks, seed, shuffle=shuffle)
+        positions = getattr(dataset, "reads_positions", False)
+        self.sampler = ResumableBatchSampler(
+            _length(dataset), micro_batch_size, data_rank, data_ranks, seed, shuffle=shuffle, positions=positions
+        )
         self._collate_fn = collate_fn
         self._num_workers = num_workers
         self._pin_memory = pin_memory

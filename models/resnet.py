@@ -16,6 +16,7 @@ from ..engine.config import PositiveInt
 from ..engine.errors import ConfigError, ModelError
 from ..engine.initialisation import Constant, Init, Normal, Uniform
 from ..engine.section import Section
+from .classification import Measure, measured
 
 STAGES = (1, 2, 3, 4)  # of two blocks each; the first block of a stage after the first halves the image and doubles the channels
 
@@ -33,6 +34,19 @@ class ResNetConfig(Section):
     image_size: PositiveInt | None = None
 
 
+class BatchNorm2d(nn.BatchNorm2d):
+    """torch's, also where the engine computes in bfloat16: kernels take scale and shift in the type of the statistics, float32, alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` (B, C, H, W) of any floating type → the same."""
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+        tracked = not self.training or self.track_running_stats
+        mean, variance = (self.running_mean, self.running_var) if tracked else (None, None)
+        return F.batch_norm(input, mean, variance, self.weight.float(), self.bias.float(), self.training, self.momentum, self.eps)
+
+
 class BasicBlock(nn.Module):
     """Two 3 × 3 convolutions added to their input; (B, C, H, W) → (B, C', H / stride, W / stride).
 
@@ -42,12 +56,12 @@ class BasicBlock(nn.Module):
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
+        self.bn1 = BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
+        self.bn2 = BatchNorm2d(channels)
         self.downsample = None
         if stride != 1 or channels_in != channels:
-            self.downsample = nn.Sequential(nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+            self.downsample = nn.Sequential(nn.Conv2d(channels_in, channels, 1, stride, bias=False), BatchNorm2d(channels))
 
     def forward(self, images: Tensor) -> Tensor:
         skipped = images if self.downsample is None else self.downsample(images)
@@ -69,7 +83,7 @@ class ResNet(nn.Module):
         width = config.width
         small = config.stem == "cifar"
         self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False) if small else nn.Conv2d(3, width, 7, 2, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
+        self.bn1 = BatchNorm2d(width)
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, 1)
         self.layer1 = _stage(width, width, 1)
         self.layer2 = _stage(width, 2 * width, 2)
@@ -77,13 +91,15 @@ class ResNet(nn.Module):
         self.layer4 = _stage(4 * width, 8 * width, 2)
         self.fc = nn.Linear(8 * width, config.num_classes)
 
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (B, N) of ``images`` (B, 3, H, W); with ``labels`` (B) the mean cross-entropy instead, a float32 scalar."""
+    def forward(self, images: Tensor, labels: Tensor | None = None, measure: Measure = "loss") -> Tensor:
+        """Logits (B, N) of ``images`` (B, 3, H, W); with ``labels`` (B) the mean cross-entropy instead, or the accuracy: the part of
+        the images whose largest logit is the label's; a float32 scalar.
+        """
         hidden = self.maxpool(F.relu(self.bn1(self.conv1(images))))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             hidden = stage(hidden)
         logits = self.fc(F.adaptive_avg_pool2d(hidden, 1).flatten(1))
-        return logits if labels is None else F.cross_entropy(logits.float(), labels)
+        return logits if labels is None else measured(logits, labels, measure)
 
     def unit_patterns(self) -> list[str]:
         """Patterns of the modules that are units: the blocks that keep their input's shape."""
@@ -115,7 +131,7 @@ class ResNet(nn.Module):
             return Normal(math.sqrt(2 / (weight.shape[0] * weight.shape[2:].numel())))
         if kind is nn.Linear and leaf in ("weight", "bias"):
             return Uniform(1 / math.sqrt(8 * self.config.width))
-        if kind is nn.BatchNorm2d and leaf in _BATCH_NORM:
+        if kind is BatchNorm2d and leaf in _BATCH_NORM:
             return Constant(_BATCH_NORM[leaf])
         raise ModelError(f"{name}: ResNet has no parameter or buffer of this name")
 

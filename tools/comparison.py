@@ -48,8 +48,10 @@ class Facts:
     planned_steps: int | None
     finished: bool
     tokens: int
+    reads_images: bool  # an image counts as one token
     loss_before: float | None
     loss_after: float | None
+    accuracy_after: float | None
     subnetworks_after: float | None
     tokens_per_second: float | None
     step_seconds: float | None
@@ -121,8 +123,10 @@ def facts_of(run: Run) -> Facts:
         planned_steps=_section(run, "training").get("steps"),
         finished=run.summary is not None,
         tokens=last.get("tokens", summary.get("tokens", 0)),
+        reads_images=_section(run, "data").get("name") is not None,
         loss_before=before.get("loss"),
         loss_after=after.get("loss"),
+        accuracy_after=after.get("accuracy"),
         subnetworks_after=fmean(after["subnetwork_losses"]) if after.get("subnetwork_losses") else None,
         tokens_per_second=summary.get("tokens_per_second") or _median(settled, "tokens_per_second"),
         step_seconds=_median(settled, "step_seconds"),

@@ -1,4 +1,4 @@
-"""The token shards of a run: those that the configuration names, or the standard library's sources, prepared on first use."""
+"""The data of a run, tokens or images: what the configuration names, or the standard library's sources; prepared on first use."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Dataset
 
+from ..data.image_sets import prepare_images
+from ..data.images import Batches, ImageArrays, ImageFolder
 from ..data.index import load_index
 from ..data.prepare import prepare
 from ..data.shards import TokenDataset
@@ -27,34 +30,47 @@ VERIFIED_BYTES = 4_000_000_000  # some 3 s of four cores, or half a minute of a 
 
 _LOOK_SECONDS = 2.0
 
+_ARRAYS = ("digits", "cifar10", "cifar100")  # sets that are made into arrays in the run's own directory
+_FOLDER_IMAGE_SIZE = 224
+
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and held-out split of one prepared corpus."""
+    """Training and held-out split of one data set.
 
-    train: TokenDataset
-    held_out: TokenDataset
+    ``facts``: what the model must fit, as :func:`~sdp.models.registry.build_model` takes it. ``identity``: what a checkpoint records of
+    the data. ``collate`` and ``collate_held_out`` make a batch of samples (None: torch's default). ``measures``: what the model is
+    evaluated for beside its loss.
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        return self.train.vocab_size
-
-    def describe(self) -> str:
-        index = self.train.index
-        return (
-            f"{self.train.directory} ({self.train.tokens:,} tokens to train on, {self.held_out.tokens:,} held out, "
-            f"vocabulary {self.vocab_size}, corpus sha256 {index.corpus.sha256[:12]}…)"
-        )
+    train: Dataset[Any]
+    held_out: Dataset[Any]
+    facts: dict[str, int]
+    identity: dict[str, Any]
+    path: Path
+    sha256: str
+    description: str
+    collate: Callable[[list[Any]], Any] | None = None
+    collate_held_out: Callable[[list[Any]], Any] | None = None
+    measures: tuple[str, ...] = ()
 
 
 def open_corpus(config: Config, dump_dir: Path) -> Corpus:
-    """Open the data of a run. Collective: rank 0 prepares the default corpus in ``dump_dir/corpus``, and verifies the shards.
+    """Open the data of a run. Collective: rank 0 prepares the default corpus, or arrays of images, in ``dump_dir/corpus``, and verifies
+    token shards.
 
     Raises DataError or ConfigError on all ranks where any rank finds something wrong.
     """
-    path = Path(config.data.path) if config.data.path is not None else dump_dir / "corpus"
+    path = path_of(config, dump_dir)
     _on_all_or_none(lambda: _while_rank_0_works(lambda: _make_ready(config, path)))
     return _on_all_or_none(lambda: open_prepared(config, path))
+
+
+def path_of(config: Config, dump_dir: Path) -> Path:
+    """The directory that the run in ``dump_dir`` reads."""
+    data = config.data
+    made_here = data.path is None or data.name in _ARRAYS
+    return dump_dir / "corpus" if made_here else Path(str(data.path))
 
 
 def _while_rank_0_works(action: Callable[[], None]) -> None:
@@ -77,6 +93,10 @@ def _while_rank_0_works(action: Callable[[], None]) -> None:
 def _make_ready(config: Config, path: Path) -> None:
     """Prepare the default corpus, and verify what is read."""
     data = config.data
+    if data.name in _ARRAYS:
+        prepare_images(data.name, Path(data.path) if data.path is not None else None, path)
+    if data.name is not None:
+        return
     if data.path is None:
         log.info("data.path is not set: taking the sources of Python's standard library")
         prepare(None, path, tokenizer="sentencepiece" if data.tokenizer is None else data.tokenizer, vocab_size=data.vocab_size)
@@ -111,21 +131,56 @@ def _on_all_or_none(action: Callable[[], T]) -> T:
 
 
 def open_prepared(config: Config, path: Path) -> Corpus:
-    """Both splits of the data prepared in ``path``. Raises DataError, and ConfigError where ``config`` says otherwise than the data."""
+    """Both splits of the data in ``path``. Raises DataError, and ConfigError where ``config`` says otherwise than the data."""
+    return _open_tokens(config, path) if config.data.name is None else _open_images(config, path)
+
+
+def _open_tokens(config: Config, path: Path) -> Corpus:
     data = config.data
-    corpus = Corpus(
-        TokenDataset(path, "train", data.sequence_length),
-        TokenDataset(path, "held_out", data.sequence_length),
-    )
-    prepared_with = request_of(corpus.train.index.tokenizer)
+    train, held_out = (TokenDataset(path, split, data.sequence_length) for split in ("train", "held_out"))
+    index = train.index
+    prepared_with = request_of(index.tokenizer)
     if data.tokenizer not in (None, prepared_with):
         raise ConfigError(
             f"data.tokenizer: {data.tokenizer}, but {path} was prepared with {prepared_with}; "
             "remove data.tokenizer, or prepare the data anew"
         )
-    if data.vocab_size is not None and data.vocab_size != corpus.vocab_size:
+    if data.vocab_size is not None and data.vocab_size != train.vocab_size:
         raise ConfigError(
-            f"data.vocab_size: {data.vocab_size}, but {path} was prepared with a vocabulary of {corpus.vocab_size}; "
+            f"data.vocab_size: {data.vocab_size}, but {path} was prepared with a vocabulary of {train.vocab_size}; "
             "remove data.vocab_size, or prepare the data anew"
         )
-    return corpus
+    return Corpus(
+        train,
+        held_out,
+        facts={"vocab_size": train.vocab_size},
+        identity={"tokenizer": index.tokenizer},
+        path=train.directory,
+        sha256=index.corpus.sha256,
+        description=f"{path} ({train.tokens:,} tokens to train on, {held_out.tokens:,} held out, "
+        f"vocabulary {train.vocab_size}, corpus sha256 {index.corpus.sha256[:12]}…)",
+    )
+
+
+def _open_images(config: Config, path: Path) -> Corpus:
+    data = config.data
+    seed = config.training.seed if data.augment is not False else None
+    if data.name == "folder":
+        size = data.image_size or _FOLDER_IMAGE_SIZE
+        train, held_out = ImageFolder(path, "train", size, seed), ImageFolder(path, "held_out", size)
+    else:
+        train, held_out = ImageArrays(path, "train"), ImageArrays(path, "held_out")
+    about = train.about
+    return Corpus(
+        train,
+        held_out,
+        facts={"num_classes": about.num_classes, "image_size": about.image_size},
+        identity={"images": {"name": about.name, "sha256": about.identity}},
+        path=path,
+        sha256=about.identity,
+        description=f"{about.name} ({len(train):,} images to train on, {len(held_out):,} held out, {about.num_classes} classes, "
+        f"{about.image_size} × {about.image_size} pixels, sha256 {about.identity[:12]}…)",
+        collate=Batches(about, len(train), seed),
+        collate_held_out=Batches(about, len(held_out)),
+        measures=("accuracy",),
+    )

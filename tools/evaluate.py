@@ -1,4 +1,6 @@
-"""``sdp evaluate DIR``: the held-out loss of a checkpoint's full model, in one process and without optimizer state."""
+"""``sdp evaluate DIR``: held-out loss (of a classifier its accuracy too) of a checkpoint's full model, in one process and without
+optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..data.shards import TokenDataset
 from ..engine import checkpoint
 from ..engine.backends.base import Backend
 from ..engine.batch import target_count
@@ -24,6 +25,7 @@ from ..engine.loader import evaluation_batches
 from ..engine.mesh import Mesh
 from ..models.registry import build_model
 from . import saved_run
+from .corpus import Corpus, open_prepared
 from .metrics import read_run
 from .saved_run import SavedRun
 
@@ -33,7 +35,10 @@ _IN_ONE_PROCESS = ("sdp.engine=reference", "tensor_parallel.autotp_size=1", "tra
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``loss``: mean over ``targets`` tokens, in nats; ``in_training``: what the run itself measured at this step, if it did."""
+    """``loss``: mean over ``targets`` tokens or images, in nats; ``in_training``: what the run itself measured at this step, if it did.
+
+    ``sequences``: samples. A language model has a ``perplexity``, a classifier an ``accuracy``.
+    """
 
     checkpoint: str
     step: int
@@ -42,7 +47,8 @@ class Evaluation:
     sequences: int
     targets: int
     loss: float
-    perplexity: float
+    perplexity: float | None
+    accuracy: float | None
     in_training: float | None
 
 
@@ -64,35 +70,39 @@ def run(args: argparse.Namespace) -> int:
 
 def evaluate(saved: SavedRun, limit: int | None = None) -> Evaluation:
     """The full model of ``saved`` on the batches that the run's own evaluations read, at most ``limit`` per data rank."""
-    held_out = TokenDataset(saved.data, "held_out", saved.config.data.sequence_length)
-    batches = list(_batches(saved, held_out, limit or saved.config.training.evaluate_batches))
-    backend = _load(saved, held_out.vocab_size)
+    corpus = open_prepared(saved.config, saved.data)
+    batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
+    backend = _load(saved, corpus)
     loss = backend.evaluate(batches)
+    measures = {name: backend.evaluate([{**batch, "measure": name} for batch in batches]) for name in corpus.measures}
     own = [line["loss"] for line in read_run(saved.dump_dir).evaluations if line["step"] == saved.step]
     return Evaluation(
         checkpoint=str(saved.checkpoint),
         step=saved.step,
         data=str(saved.data),
         batches=len(batches),
-        sequences=sum(len(batch["input_ids"]) for batch in batches),
+        sequences=sum(len(batch["labels"]) for batch in batches),
         targets=sum(target_count(backend.module, batch) for batch in batches),
         loss=loss,
-        perplexity=math.exp(min(loss, 700.0)),
+        perplexity=None if measures else math.exp(min(loss, 700.0)),
+        accuracy=measures.get("accuracy"),
         in_training=own[-1] if own else None,
     )
 
 
-def _batches(saved: SavedRun, held_out: TokenDataset, limit: int) -> Iterator[Any]:
+def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
     """Micro-batches of all data ranks of the run, which decide what is read, one after the other."""
     mesh = Mesh(*saved.state["mesh"])
     micro = BatchSize.resolve(saved.config, mesh).micro
-    loaders = (evaluation_batches(held_out, micro, rank, mesh.data_ranks, limit) for rank in range(mesh.data_ranks))
+    loaders = (
+        evaluation_batches(corpus.held_out, micro, rank, mesh.data_ranks, limit, corpus.collate_held_out) for rank in range(mesh.data_ranks)
+    )
     return chain.from_iterable(loaders)
 
 
-def _load(saved: SavedRun, vocab_size: int) -> Backend:
+def _load(saved: SavedRun, corpus: Corpus) -> Backend:
     """The checkpoint's weights in evaluation mode."""
-    model = build_model(saved.config.model, vocab_size)
+    model = build_model(saved.config.model, **corpus.facts)
     layout = Layout.of(model, saved.config, Mesh(saved.config.sdp.groups))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = build_backend(model, saved.config, layout, device)
@@ -103,12 +113,12 @@ def _load(saved: SavedRun, vocab_size: int) -> Backend:
 
 
 def _table(result: Evaluation) -> str:
-    rows = {
-        "checkpoint": result.checkpoint,
-        "held out": f"{result.sequences:,} sequences, {result.targets:,} targets of {result.data}",
-        "loss": f"{result.loss:.6f}",
-        "perplexity": f"{result.perplexity:.4f}",
-    }
+    samples = f"{result.sequences:,} sequences, {result.targets:,} targets" if result.accuracy is None else f"{result.sequences:,} images"
+    rows = {"checkpoint": result.checkpoint, "held out": f"{samples} of {result.data}", "loss": f"{result.loss:.6f}"}
+    if result.perplexity is not None:
+        rows["perplexity"] = f"{result.perplexity:.4f}"
+    if result.accuracy is not None:
+        rows["accuracy"] = f"{result.accuracy:.2%}"
     if result.in_training is not None:
         rows["in training"] = f"{result.in_training:.6f} at this step"
     return "\n".join(f"{name:<12} {text}" for name, text in rows.items())

@@ -21,11 +21,12 @@ TRAIN_TAGS = {
     "lr": "Train/Samples/lr",
     "grad_norm": "Train/grad_norm",
     "tokens_per_second": "Train/tokens_per_second",
+    "samples_per_second": "Train/samples_per_second",
     "step_seconds": "Train/step_seconds",
     "peak_memory_bytes": "Train/peak_memory_bytes",
     "comm_bytes": "Train/comm_bytes",
 }
-EVAL_TAGS = {"loss": "Eval/loss", "subnetwork_loss_mean": "Eval/subnetwork_loss_mean"}
+EVAL_TAGS = {"loss": "Eval/loss", "accuracy": "Eval/accuracy", "subnetwork_loss_mean": "Eval/subnetwork_loss_mean"}
 
 
 class Monitor(Protocol):

@@ -45,7 +45,10 @@ def remedies(config: Config) -> list[str]:
         found.append("several sdp.groups with a capacity below 1")
     if not config.bf16.enabled:
         found.append("bf16.enabled (halves activations)")
-    found.append("a shorter data.sequence_length")
+    if config.data.name is None:
+        found.append("a shorter data.sequence_length")
+    elif config.data.name == "folder":
+        found.append("a smaller data.image_size")
     return found
 
 

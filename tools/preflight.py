@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..data.image_sets import check_source, facts_of_set
+from ..data.images import check_kornia
 from ..engine.batch_size import BatchSize
 from ..engine.checkpoint_files import latest, read_state
 from ..engine.config import Config, NamedParams
@@ -18,8 +20,8 @@ from ..engine.optim import build_optimizer
 from ..engine.schedules import build_scheduler
 from ..engine.weight_files import fillers_from
 from ..models.registry import build_model
-from .corpus import Corpus, open_prepared
-from .saved_run import check_tokenizer
+from .corpus import open_prepared, path_of
+from .saved_run import check_data
 
 _SOME_VOCABULARY = 256  # stands for that of a corpus not made yet: where units are cut does not depend on it
 
@@ -32,9 +34,11 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     """
     _check_length(config)
     batch = BatchSize.resolve(config, mesh)
-    corpus = None if config.data.path is None else open_prepared(config, Path(config.data.path))
-    model = build_model(config.model, _vocabulary(config, corpus))
-    _check_sequence(config, model)
+    path = path_of(config, dump_dir)
+    corpus = None if path == dump_dir / "corpus" else open_prepared(config, path)  # what is made for the run is not there yet
+    model = build_model(config.model, **(corpus.facts if corpus is not None else _facts_to_come(config)))
+    if config.data.name is None:
+        _check_sequence(config, model)
     if corpus is not None:
         evaluation_batches(corpus.held_out, batch.micro, data_ranks=mesh.data_ranks)
     layout = Layout.of(model, config, mesh)
@@ -48,12 +52,20 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
 def _check_length(config: Config) -> None:
     if not config.model:
         raise ConfigError('model: this section is required to train, for example {"name": "llama", …}')
+    if config.data.name is not None and config.training.tokens is not None:
+        raise ConfigError(f"training.tokens: {config.data.name} are images; give the length of the run as training.steps")
     if (config.training.steps is None) == (config.training.tokens is None):
         raise ConfigError("training: give the length of the run as either training.steps or training.tokens")
 
 
-def _vocabulary(config: Config, corpus: Corpus | None) -> int:
-    return corpus.vocab_size if corpus else config.data.vocab_size or config.model.get("vocab_size") or _SOME_VOCABULARY
+def _facts_to_come(config: Config) -> dict[str, int]:
+    """What the model must fit of data that is made once the run has started."""
+    data = config.data
+    if data.name is None:
+        return {"vocab_size": data.vocab_size or config.model.get("vocab_size") or _SOME_VOCABULARY}
+    check_kornia()
+    check_source(data.name, Path(data.path) if data.path is not None else None)
+    return facts_of_set(data.name)
 
 
 def _check_sequence(config: Config, model: nn.Module) -> None:
@@ -80,7 +92,7 @@ def _check_optimizer(config: Config) -> None:
 
 
 def _check_checkpoint(config: Config, dump_dir: Path) -> None:
-    """The newest checkpoint can be read, and the run's tokenizer is the one that it was trained with."""
+    """The newest checkpoint can be read, and the run's data is what it was trained with."""
     tag = latest(dump_dir / "checkpoints")
     if tag is None:
         return
@@ -90,5 +102,4 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
         raise ConfigError(
             f"training.steps: {config.training.steps}, but {path} is from step {state['global_steps']}; raise training.steps to train on"
         )
-    data = Path(config.data.path) if config.data.path is not None else dump_dir / "corpus"
-    check_tokenizer(path, state, data)
+    check_data(path, state, path_of(config, dump_dir))

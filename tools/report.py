@@ -82,8 +82,12 @@ def _identity(runs: Sequence[Facts]) -> list[Row]:
         text_row("layout", [run.layout for run in runs]),
         text_row("capacity", [None if run.capacity is None else f"{run.capacity:.2f}" for run in runs]),
         text_row("steps", [_steps(run) for run in runs]),
-        text_row("tokens", [f"{run.tokens:,}" for run in runs]),
+        text_row(_counted(runs), [f"{run.tokens:,}" for run in runs]),
     ]
+
+
+def _counted(runs: Sequence[Facts]) -> str:
+    return "images" if runs and all(run.reads_images for run in runs) else "tokens"
 
 
 def _steps(run: Facts) -> str:
@@ -101,8 +105,9 @@ def _learning(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
         plain_row("full model, before", [run.loss_before for run in runs], ".4f"),
         plain_row("full model, after", [run.loss_after for run in runs], ".4f", base_loss, difference=True),
         plain_row("mean of subnetworks, after", [run.subnetworks_after for run in runs], ".4f"),
+        plain_row("full model's accuracy", [run.accuracy_after for run in runs], ".2%"),
         Row("speed"),
-        plain_row("tokens/s", [run.tokens_per_second for run in runs], ",.0f"),
+        plain_row(f"{_counted(runs)}/s", [run.tokens_per_second for run in runs], ",.0f"),
         plain_row("seconds per step", [run.step_seconds for run in runs], ".3f"),
     ]
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..data.image_sets import INDEX_FILE as IMAGE_INDEX
+from ..data.image_sets import load_image_index
 from ..data.index import load_index
 from ..data.tokenizers import INDEX_FILE
 from ..engine.checkpoint_files import STATE, latest, read_state
 from ..engine.config import Config, load_config
 from ..engine.errors import CheckpointError, ConfigError
+from .corpus import path_of
 from .metrics import CONFIG
 
 
@@ -32,8 +35,7 @@ class SavedRun:
     @property
     def data(self) -> Path:
         """The prepared data of the run."""
-        path = self.config.data.path
-        return Path(path) if path is not None else self.dump_dir / "corpus"
+        return path_of(self.config, self.dump_dir)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,21 +62,28 @@ def find(args: argparse.Namespace, overrides: Sequence[str] = ()) -> SavedRun:
     dump_dir, checkpoint = _locate(args.run, tag)
     state = read_state(checkpoint)
     saved = SavedRun(dump_dir, load_config(dump_dir / CONFIG, [*overrides, *args.set]), checkpoint, state)
-    check_tokenizer(checkpoint, state, saved.data)
+    check_data(checkpoint, state, saved.data)
     return saved
 
 
-def check_tokenizer(checkpoint: Path, state: Mapping[str, Any], data: Path) -> None:
-    """Raise CheckpointError where ``data``, if it is there, was prepared with another tokenizer than the checkpoint was trained with."""
+def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path) -> None:
+    """Raise CheckpointError where ``data``, if it is there, is of another tokenizer or other images than the checkpoint."""
     trained_with = state["client_state"].get("tokenizer")
-    if trained_with is None or not (data / INDEX_FILE).is_file():
-        return
-    found = load_index(data).tokenizer
-    if found != trained_with:
-        raise CheckpointError(
-            f"{checkpoint}: was trained with another tokenizer ({_named(trained_with)}) than {data} was prepared with ({_named(found)}); "
-            "use the data of that run, or data prepared with its tokenizer"
-        )
+    if trained_with is not None and (data / INDEX_FILE).is_file():
+        found = load_index(data).tokenizer
+        if found != trained_with:
+            raise CheckpointError(
+                f"{checkpoint}: was trained with another tokenizer ({_named(trained_with)}) than {data} was prepared with "
+                f"({_named(found)}); use the data of that run, or data prepared with its tokenizer"
+            )
+    images = state["client_state"].get("images")
+    if images is not None and (data / IMAGE_INDEX).is_file():
+        index = load_image_index(data)
+        if index.sha256 != images["sha256"]:
+            raise CheckpointError(
+                f"{checkpoint}: was trained with other images ({_named(images)}) than {data} holds ({_named({**vars(index)})}); "
+                "use the data of that run"
+            )
 
 
 def _named(tokenizer: Mapping[str, Any]) -> str:

@@ -58,10 +58,11 @@ def run_summary(engine: SDPEngine, corpus: Corpus, dump_dir: Path, ranks: list[d
     speeds = [line["tokens_per_second"] for line in run.metrics if line["step"] > WARM_UP_STEPS]
     held = [layout.placement.held_fraction(group) for group in range(layout.mesh.sdp)] if layout.units else [1.0]
     losses = [line["loss"] for line in run.evaluations]
-    index = corpus.train.index
+    accuracy = {key: line[key] for line in run.evaluations[-1:] for key in ("accuracy",) if key in line}
     return {
         "steps": engine.global_steps,
-        "tokens": engine.global_samples * config.data.sequence_length,
+        "tokens": engine.global_samples * config.data.tokens_per_sample,
+        "samples": engine.global_samples,
         "seconds": seconds,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "model": {"name": config.model["name"], "parameters": parameters},
@@ -74,8 +75,8 @@ def run_summary(engine: SDPEngine, corpus: Corpus, dump_dir: Path, ranks: list[d
             "capacity": sum(held) / len(held),
             "units": len(layout.units),
         },
-        "held_out": {"before": losses[0] if losses else None, "after": losses[-1] if losses else None},
-        "corpus": {"sha256": index.corpus.sha256, "path": str(corpus.train.directory)},
+        "held_out": {"before": losses[0] if losses else None, "after": losses[-1] if losses else None} | accuracy,
+        "corpus": {"sha256": corpus.sha256, "path": str(corpus.path)},
         "device": str(engine.device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__},
         "dense_state_bytes": {

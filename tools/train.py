@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     memory.reset()
     baseline = memory.read()
     with explained(config, beat):
-        engine, *_ = initialize(model=build_model(config.model, corpus.vocab_size), training_data=corpus.train, config=config)
+        model = build_model(config.model, **corpus.facts)
+        engine, *_ = initialize(model=model, training_data=corpus.train, collate_fn=corpus.collate, config=config)
     trainer = Trainer(config, engine, corpus, args.dump_dir, baseline, beat, files, monitors)
     trainer.profile(profiled)
     try:

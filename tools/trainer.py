@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..engine.heartbeat import Heartbeat
 from ..engine.loader import evaluation_batches
 from ..engine.memory import PeakMemory
 from ..engine.memory_probe import peak_tensor_bytes
+from ..engine.recalibration import tracks_statistics
 from .corpus import Corpus
 from .metrics import RunFiles, read_run
 from .monitors import Monitors, evaluation_scalars, train_scalars
@@ -55,7 +56,7 @@ class Trainer:
         self.beat, self.files, self.monitors = beat, files, monitors
         self.baseline_memory = baseline
         self.memory = PeakMemory(engine.device)
-        self.tokens_per_step = engine.train_batch_size() * config.data.sequence_length
+        self.tokens_per_step = engine.train_batch_size() * config.data.tokens_per_sample
         self.steps = 0
         training = config.training
         self.peak_tensors: int | None = None
@@ -76,7 +77,21 @@ class Trainer:
             data_rank=mesh.data_rank(engine.global_rank),
             data_ranks=mesh.data_ranks // here,
             limit=training.evaluate_batches,
+            collate_fn=corpus.collate_held_out,
         )
+        self.calibration = self._calibration_batches()
+
+    def _calibration_batches(self) -> list[Any]:
+        """Training batches, not cropped or mirrored, that batch norm's statistics are measured on."""
+        engine, limit = self.engine, self.config.training.recalibrate_batches
+        if not limit or not tracks_statistics(engine.layout.buffers):
+            return []
+        mesh, here = engine.layout.mesh, engine.data_ranks_here
+        micro, rank = engine.train_micro_batch_size_per_gpu() * here, mesh.data_rank(engine.global_rank)
+        return list(evaluation_batches(self.corpus.train, micro, rank, mesh.data_ranks // here, limit, self.corpus.collate_held_out))
+
+    def _recalibrated(self) -> AbstractContextManager[None]:
+        return self.engine.recalibrated(self.calibration) if self.calibration else nullcontext()
 
     def profile(self, steps: tuple[int, int] | None) -> None:
         """Record these steps (first and last, counted from where this process begins) on rank 0."""
@@ -118,7 +133,7 @@ class Trainer:
     @property
     def tokens(self) -> int:
         """Trained on since the start of the run, whatever the batch sizes were."""
-        return self.engine.global_samples * self.config.data.sequence_length
+        return self.engine.global_samples * self.config.data.tokens_per_sample
 
     def _tokens_left(self) -> int:
         return (self.config.training.tokens or 0) - self.tokens
@@ -198,10 +213,12 @@ class Trainer:
         line = {
             "step": step,
             "tokens": self.tokens,
+            "samples": self.engine.global_samples,
             "loss": facts.loss,
             "grad_norm": self.engine.get_global_grad_norm(),
             "lr": facts.learning_rate,
             "tokens_per_second": self.tokens_per_step / elapsed,
+            "samples_per_second": self.engine.train_batch_size() / elapsed,
             "step_seconds": elapsed,
             "peak_memory_bytes": max(peak for peak, _, _ in everyones),
             "comm_bytes": sum(busiest.values()),
@@ -228,16 +245,21 @@ class Trainer:
     def _evaluate(self, bar: Progress) -> None:
         self.beat.at(self.engine.global_steps, "evaluation", self.config.training.start_timeout)
         started = time.perf_counter()
-        loss = self.engine.evaluate(self.held_out)
-        own = self.engine.evaluate_subnetworks(self.held_out)
+        batches = list(self.held_out)
+        own = self.engine.evaluate_subnetworks(batches)
+        with self._recalibrated():
+            loss = self.engine.evaluate(batches)
+            measures = {name: self.engine.evaluate([{**batch, "measure": name} for batch in batches]) for name in self.corpus.measures}
         if self.files is None or self.monitors is None:
             return
         step, mean_own = self.engine.global_steps, sum(own) / len(own)
         seconds = time.perf_counter() - started
-        facts = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "subnetwork_losses": own, "seconds": seconds}
+        measures = measures or {"perplexity": math.exp(min(loss, 700.0))}
+        facts = {"loss": loss, **measures, "subnetwork_losses": own, "seconds": seconds}
         self.files.evaluation({"step": step, "tokens": self.tokens, **facts})
         self.monitors.write(step, evaluation_scalars(facts))
-        bar.print(f"step {step}: held-out loss {loss:.4f} (full model), {mean_own:.4f} (mean of the groups' own subnetworks)")
+        shown = f", accuracy {measures['accuracy']:.2%}" if "accuracy" in measures else ""
+        bar.print(f"step {step}: held-out loss {loss:.4f}{shown} (full model), {mean_own:.4f} (mean of the groups' own subnetworks)")
 
     def _save(self, *, background: bool) -> None:
         """Write a checkpoint. One that fails leaves the one before in place; the run goes on."""
@@ -249,12 +271,13 @@ class Trainer:
 
     def _write_checkpoint(self, *, background: bool = False) -> None:
         self.beat.at(self.engine.global_steps, "checkpoint", self.config.training.start_timeout)
-        self.engine.save_checkpoint(
-            self.dump_dir / "checkpoints",
-            client_state={"tokenizer": self.corpus.train.index.tokenizer},
-            keep=self.config.training.keep,
-            background=background,
-        )
+        with self._recalibrated():
+            self.engine.save_checkpoint(
+                self.dump_dir / "checkpoints",
+                client_state=self.corpus.identity,
+                keep=self.config.training.keep,
+                background=background,
+            )
 
     def _settle(self, *, block: bool) -> None:
         """Say how the save in the background went, if it failed."""
@@ -298,8 +321,9 @@ class Trainer:
         if self.files is None:
             return
         parameters = sum(info.numel for info in self.engine.layout.parameters.values())
-        log.info("model: %s, %.2f M parameters; data: %s", self.config.model["name"], parameters / 1e6, self.corpus.describe())
-        log.info("training: steps %d to %d, %s tokens a step", start + 1, self.steps, f"{self.tokens_per_step:,}")
+        log.info("model: %s, %.2f M parameters; data: %s", self.config.model["name"], parameters / 1e6, self.corpus.description)
+        kind = "tokens" if self.config.data.name is None else "images"
+        log.info("training: steps %d to %d, %s %s a step", start + 1, self.steps, f"{self.tokens_per_step:,}", kind)
         if self.engine.world_size > 1:
             log.info("bytes sent between groups by this rank in a step: %s", self.engine.traffic_formula())
             planned = ", ".join(f"{kind.replace('/', ' ')} {sent:,}" for kind, sent in self.engine.planned_traffic().by_kind().items())

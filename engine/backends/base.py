@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..layout import Layout, Shard, TensorInfo
+from ..recalibration import Statistics
 from ..traffic import Traffic
 
 
@@ -73,6 +74,10 @@ class Backend(Protocol):
 
     def evaluate(self, batches: Sequence[Any]) -> float:
         """Token-weighted mean loss of the full model over the batches of all ranks; collective."""
+        ...
+
+    def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
+        """Running statistics of the full model's batch norms over the batches of all ranks, by buffer; collective."""
         ...
 
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:

@@ -19,6 +19,7 @@ from ..evaluation import StreamedEvaluation, first_holders_buffers, mean_loss, s
 from ..gather import stream_full_state
 from ..layout import Layout, Shard, TensorInfo
 from ..mesh import Communicators
+from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough
 from ..sync import GradientSync, WeightRefresh
 from ..tensor_collectives import TensorRanks
@@ -200,6 +201,13 @@ class FSDP2Backend:
     def evaluate(self, batches: Sequence[Any]) -> float:
         with self._evaluating(), first_holders_buffers(self):
             return mean_loss(self, batches) if self.layout.keeps_frozen else StreamedEvaluation(self).run(batches)
+
+    def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
+        skeletons = {name: stand_in.skeleton for name, stand_in in self.stand_ins.items() if isinstance(stand_in, PassThrough)}
+        guests = [named for name, skeleton in skeletons.items() for named in skeleton.named_modules(prefix=name)]
+        return batch_statistics(
+            [*self.module.named_modules(), *guests], lambda: self.evaluate(batches), self.all_reduce_control, self.device
+        )
 
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
         with self._evaluating():

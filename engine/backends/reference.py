@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from ..batch import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
 from ..clip import squared_norm
 from ..layout import Layout, Shard, TensorInfo
+from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough, frozen_view, masked
 from ..traffic import Traffic
 from ..units import Slice
@@ -164,6 +165,10 @@ class ReferenceBackend:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Any]) -> float:
         return self._mean_loss(batches)
+
+    def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
+        rows = [part for batch in batches for part in split_rows(batch, self.layout.mesh.data_ranks)]
+        return batch_statistics(self.module.named_modules(), lambda: self.evaluate(rows), self.all_reduce_control, self.device)
 
     @torch.no_grad()
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:

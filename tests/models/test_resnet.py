@@ -72,6 +72,18 @@ def test_state_and_logits_are_those_of_torchvision(training):
         torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
 
 
+def test_statistics_stay_float32_where_weights_are_bfloat16():
+    model = ResNet(ResNetConfig(num_classes=7, stem="cifar", width=8))
+    images, cast = torch.randn(4, 3, 32, 32), {name: weight.bfloat16() for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        expected = model.eval()(images)
+        ours = torch.func.functional_call(model, cast, (images.bfloat16(),))
+        torch.testing.assert_close(ours.float(), expected, rtol=0.05, atol=0.05)
+        torch.func.functional_call(model.train(), cast, (images.bfloat16(),))
+    assert model.layer4[1].bn2.running_mean.dtype == torch.float32
+    assert not model.layer4[1].bn2.running_mean.eq(0).any()
+
+
 def test_units_are_the_blocks_that_keep_their_shape():
     model = build_model({"name": "resnet18", "stem": "cifar"}, num_classes=10, image_size=32)
     units = find_units(model, "auto")

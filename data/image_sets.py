@@ -1,0 +1,221 @@
+"""Named image sets → memory-mapped arrays: scikit-learn's digits, CIFAR-10 and CIFAR-100 from their binary archives.
+
+A prepared directory holds, of each split, ``SPLIT-images.npy``, uint8 (samples, channels, side, side), and ``SPLIT-labels.npy``, int64,
+beside ``images.json``, which is written last: a directory with an index is complete. The archives' Python version is a pickle, which is
+code, and is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..engine.errors import ConfigError, DataError
+
+INDEX_FILE = "images.json"
+FORMAT = "sdp-images"
+SPLITS = ("train", "held_out")
+_CIFAR_URL = "https://www.cs.toronto.edu/~kriz/cifar.html"
+
+Arrays = tuple[np.ndarray, np.ndarray]  # uint8 images (samples, channels, side, side) and their labels
+
+
+@dataclass(frozen=True)
+class ImageIndex:
+    """``mean`` and ``std``: of each channel over the training split, of values between 0 and 1. ``sha256``: over all arrays."""
+
+    name: str
+    num_classes: int
+    image_size: int
+    counts: dict[str, int]
+    mean: list[float]
+    std: list[float]
+    sha256: str
+    mirrors: bool  # whether a mirrored image is of the same class
+    format: str = FORMAT
+
+
+def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
+    """Write the arrays of a set to ``output``, unless they are there. ``path``: the archive of CIFAR, or where it was unpacked.
+
+    Raises DataError for an archive that is missing, damaged or of pickles.
+    """
+    if (output / INDEX_FILE).is_file() and load_image_index(output).name == name:
+        return load_image_index(output)
+    check_source(name, path)
+    splits = _digits() if path is None else _cifar(path, _CIFAR[name])
+    facts = facts_of_set(name)
+    output.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    for split, arrays in splits.items():
+        for part, array in zip(("images", "labels"), arrays, strict=True):
+            np.save(output / f"{split}-{part}.npy", array, allow_pickle=False)
+            digest.update(array.tobytes())
+    images = splits["train"][0]
+    pixels = images.reshape(*images.shape[:2], -1)
+    counts = [np.bincount(channel.ravel(), minlength=256) for channel in pixels.swapaxes(0, 1)]  # exact, and no copy in float
+    moments = [_mean_and_std(count) for count in counts]
+    index = ImageIndex(
+        name=name,
+        num_classes=facts["num_classes"],
+        image_size=facts["image_size"],
+        counts={split: len(arrays[1]) for split, arrays in splits.items()},
+        mean=[mean for mean, _ in moments],
+        std=[std for _, std in moments],
+        sha256=digest.hexdigest(),
+        mirrors=name != "digits",
+    )
+    temporary = output / f"{INDEX_FILE}.tmp"
+    temporary.write_text(json.dumps(asdict(index), indent=1) + "\n", encoding="utf-8")
+    temporary.replace(output / INDEX_FILE)
+    return index
+
+
+def facts_of_set(name: str) -> dict[str, int]:
+    """Classes and pixels of a side, as a model must fit them."""
+    return {"num_classes": _CIFAR[name].classes, "image_size": 32} if name in _CIFAR else {"num_classes": 10, "image_size": 8}
+
+
+def check_source(name: str, path: Path | None) -> None:
+    """Raise ConfigError where scikit-learn is missing, DataError where CIFAR's binary files are not in ``path``."""
+    if name == "digits":
+        if find_spec("sklearn") is None:
+            raise ConfigError('data.name: "digits" are scikit-learn\'s, which is not installed; pip install "sdp-engine[vision]"')
+        return
+    assert path is not None  # the configuration requires it
+    layout = _CIFAR[name]
+    _read_files(path, layout, first_alone=True)
+
+
+def load_image_index(directory: Path) -> ImageIndex:
+    """The index of a prepared directory; raises DataError where there is none or it is not sound."""
+    path = directory / INDEX_FILE
+    try:
+        content = json.loads(path.read_bytes())
+        if content.get("format") != FORMAT:
+            raise ValueError(f"no format {FORMAT!r}")
+        return ImageIndex(**content)
+    except FileNotFoundError:
+        raise DataError(f"{directory}: no prepared images here (no {INDEX_FILE}); train on them to have them made") from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not an index of images ({error}); remove the directory to have it made again") from None
+
+
+def load_arrays(directory: Path, split: str, index: ImageIndex) -> Arrays:
+    """Both arrays of a split, memory-mapped; raises DataError where they are not what the index states."""
+    arrays = []
+    for part in ("images", "labels"):
+        path = directory / f"{split}-{part}.npy"
+        try:
+            arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{path}: cannot be read ({error}); remove {directory} to have it made again") from None
+        if len(arrays[-1]) != index.counts[split]:
+            raise DataError(f"{path}: {len(arrays[-1])} samples instead of {index.counts[split]}; remove {directory} to have it made again")
+    return arrays[0], arrays[1]
+
+
+def _mean_and_std(counts: np.ndarray) -> tuple[float, float]:
+    """Of values 0 … 255 that occur ``counts`` times, divided by 255."""
+    values = np.arange(256) / 255
+    mean = float((counts * values).sum() / counts.sum())
+    return mean, float(np.sqrt((counts * (values - mean) ** 2).sum() / counts.sum()))
+
+
+def _digits() -> dict[str, Arrays]:
+    """1,797 scans of handwritten digits, 8 × 8 pixels of 17 greys; the last fifth, in the set's own order, is held out."""
+    from sklearn.datasets import load_digits
+
+    digits: Any = load_digits()
+    images = np.round(digits.images[:, None] * (255 / 16)).astype(np.uint8)
+    labels = digits.target.astype(np.int64)
+    held_out = len(labels) // 5 + 1  # 360
+    return {"train": (images[:-held_out], labels[:-held_out]), "held_out": (images[-held_out:], labels[-held_out:])}
+
+
+@dataclass(frozen=True)
+class _Cifar:
+    """A record is ``label_bytes`` bytes, the last of them the class, and 32 × 32 bytes each of red, green and blue."""
+
+    classes: int
+    label_bytes: int
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+    archive: str
+
+
+_CIFAR = {
+    "cifar10": _Cifar(10, 1, tuple(f"data_batch_{i}.bin" for i in range(1, 6)), ("test_batch.bin",), "cifar-10-binary.tar.gz"),
+    "cifar100": _Cifar(100, 2, ("train.bin",), ("test.bin",), "cifar-100-binary.tar.gz"),
+}
+
+
+_PICKLES = {"batches.meta", "meta", "train", "test", "test_batch", *(f"data_batch_{i}" for i in range(1, 6))}
+
+
+def _cifar(path: Path, layout: _Cifar) -> dict[str, Arrays]:
+    content = _read_files(path, layout)
+    return {split: _records(path, [(name, content[name]) for name in getattr(layout, split)], layout) for split in SPLITS}
+
+
+def _read_files(path: Path, layout: _Cifar, *, first_alone: bool = False) -> dict[str, bytes]:
+    """The binary files by name; ``first_alone``: end at the first one, as far as an archive must be decompressed to tell what it is."""
+    wanted, content, pickles = {*layout.train, *layout.held_out}, {}, False
+    try:
+        for name, read in _files(path):
+            pickles |= name in _PICKLES
+            if name in wanted:
+                content[name] = read()
+                if first_alone:
+                    return content
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file or directory; {_take_binary(layout)}") from None
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise DataError(f"{path}: cannot be read ({str(error).splitlines()[0]}), damaged or cut off; {_take_binary(layout)}") from None
+    missing = sorted(wanted - set(content))
+    if missing:
+        reason = "holds pickles, which are code and are not loaded" if pickles else f"has no {missing[0]}"
+        raise DataError(f"{path}: {reason}; {_take_binary(layout)}")
+    return content
+
+
+def _files(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Names of the files in an archive or a directory, with functions that read them."""
+    if path.is_dir():
+        yield from ((file.name, file.read_bytes) for file in sorted(path.rglob("*")) if file.is_file())
+        return
+    with tarfile.open(path) as archive:
+        for member in archive:
+            if member.isfile():
+                yield Path(member.name).name, partial(_content, archive, member)
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    return file.read() if file is not None else b""
+
+
+def _take_binary(layout: _Cifar) -> str:
+    return f"take the binary version, {layout.archive}, from {_CIFAR_URL}"
+
+
+def _records(path: Path, files: list[tuple[str, bytes]], layout: _Cifar) -> Arrays:
+    size = layout.label_bytes + 3 * 32 * 32
+    for name, data in files:
+        if not data or len(data) % size:
+            raise DataError(f"{path}: {name} has {len(data):,} bytes, no multiple of {size:,}: damaged, or of another set")
+    records = np.frombuffer(b"".join(data for _, data in files), dtype=np.uint8).reshape(-1, size)
+    labels = records[:, layout.label_bytes - 1].astype(np.int64)
+    if labels.max() >= layout.classes:
+        raise DataError(f"{path}: a label of {labels.max()}, but there are {layout.classes} classes: damaged, or of another set")
+    return records[:, layout.label_bytes :].reshape(-1, 3, 32, 32), labels

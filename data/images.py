@@ -1,0 +1,208 @@
+"""Image sets as map-style data sets, and their batches: cropped and mirrored at random, the same for the same seed, epoch and sample.
+
+A random form depends on nothing but (seed, epoch, index), so that a run is the same under every layout, with any number of loader
+processes, and after a resume. Letters of shapes: B samples, S pixels of a side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from ..engine.errors import ConfigError, DataError
+from .image_sets import load_arrays, load_image_index
+
+IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
+HELD_OUT = 0.1  # of a folder that is not split
+_TEST_CROP = 0.875  # of the shorter side: He et al., arXiv 1512.03385, test on 224 of 256
+_SCALES, _RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # Szegedy et al., arXiv 1409.4842, section 6
+
+Sample = tuple[torch.Tensor, int, int]  # uint8 image (C, S, S), label, position
+
+
+@dataclass(frozen=True)
+class Images:
+    """What the splits of a set have in common. ``identity`` is a hash of what is read; ``crop``: pixels by which a crop may shift."""
+
+    name: str
+    path: Path
+    num_classes: int
+    image_size: int
+    mean: list[float]
+    std: list[float]
+    identity: str
+    mirrors: bool
+    crop: int
+
+
+class ImageArrays(Dataset[Sample]):
+    """A split of a prepared set, memory-mapped; item ``position`` is sample ``position`` modulo the length."""
+
+    reads_positions = True
+
+    def __init__(self, directory: Path, split: str) -> None:
+        index = load_image_index(directory)
+        self.images, self.labels = load_arrays(directory, split, index)
+        self._directory, self._split, self._index = directory, split, index
+        self.about = Images(
+            index.name, directory, index.num_classes, index.image_size, index.mean, index.std, index.sha256, index.mirrors,
+            crop=index.image_size // 8,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, position: int) -> Sample:
+        item = position % len(self)
+        return torch.from_numpy(self.images[item].copy()), int(self.labels[item]), position
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled memory map carries its whole content; each worker process maps the files itself.
+        return {**self.__dict__, "images": None, "labels": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.images, self.labels = load_arrays(self._directory, self._split, self._index)
+
+
+class ImageFolder(Dataset[Sample]):
+    """A directory of images a class, decoded when they are read, as squares of ``image_size`` pixels in RGB.
+
+    ``root`` holds ``train/CLASS/…`` and ``val/CLASS/…`` (or ``test``, ``held_out``), or CLASS/… alone: then a tenth, chosen by the files'
+    names, is held out. Where ``seed`` is given, another part of the image is taken in each epoch; else its middle.
+    Raises DataError for a folder without images, and, when it is read, for a file that is none.
+    """
+
+    reads_positions = True
+
+    def __init__(self, root: Path, split: str, image_size: int, seed: int | None = None) -> None:
+        self.root, self.image_size, self.seed = root, image_size, seed
+        self.classes, files = _files_of(root, split)
+        if not files:
+            raise DataError(f"{root}: no images for the split {split!r}; expected train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg")
+        self._paths = np.array([path for path, _ in files])  # not a list: worker processes would copy its pages
+        self._labels = np.array([label for _, label in files])
+        identity = hashlib.sha256("\n".join(path for path, _ in files).encode()).hexdigest()
+        size = image_size
+        self.about = Images(root.name, root, len(self.classes), size, IMAGENET_MEAN, IMAGENET_STD, identity, mirrors=True, crop=0)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, position: int) -> Sample:
+        from PIL import Image
+
+        epoch, item = divmod(position, len(self))
+        path = self.root / str(self._paths[item])
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise DataError(f"{path}: cannot be read as an image ({' '.join(str(error).split())}); mend or remove it") from None
+        width, height = image.size
+        box = _middle(width, height) if self.seed is None else _some_part(width, height, _random(self.seed, epoch, item))
+        square = image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR, box=box)
+        return torch.from_numpy(np.array(square).transpose(2, 0, 1).copy()), int(self._labels[item]), position
+
+
+def _files_of(root: Path, split: str) -> tuple[list[str], list[tuple[str, int]]]:
+    """The classes in order, and of every image its path below ``root`` and its label."""
+    if not root.is_dir():
+        raise DataError(f"{root}: no such directory")
+    folders = {"train": ["train"], "held_out": ["val", "test", "held_out"]}
+    is_split = (root / "train").is_dir()
+    classes_in = root / "train" if is_split else root
+    classes = sorted(path.name for path in classes_in.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if len(classes) < 2:
+        raise DataError(f"{classes_in}: {len(classes)} directories of a class; two or more are needed")
+    base = next((root / name for name in folders[split] if (root / name).is_dir()), None) if is_split else root
+    if base is None:
+        raise DataError(f"{root}: has train/, but neither val/ nor test/ to hold out")
+    strangers = sorted({path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")} - set(classes))
+    if strangers:
+        raise DataError(f"{base}: the class {strangers[0]!r} is not in {classes_in}")
+    files = []
+    for label, name in enumerate(classes):
+        paths = sorted(path for path in (base / name).rglob("*") if path.suffix.lower() in SUFFIXES) if (base / name).is_dir() else []
+        files += [(path.relative_to(root).as_posix(), label) for path in paths]
+    if not is_split:
+        files = [(path, label) for path, label in files if _is_held_out(path) == (split == "held_out")]
+    return classes, files
+
+
+def _is_held_out(path: str) -> bool:
+    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") < HELD_OUT * 2**32
+
+
+def _random(seed: int, epoch: int, item: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64([seed, epoch, item]))
+
+
+def _middle(width: int, height: int) -> tuple[float, float, float, float]:
+    side = _TEST_CROP * min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def _some_part(width: int, height: int, random: np.random.Generator) -> tuple[float, float, float, float]:
+    """A box of a random part of the area and a random shape inside the image; the middle where ten draws do not fit."""
+    for _ in range(10):
+        area = width * height * random.uniform(*_SCALES)
+        ratio = np.exp(random.uniform(*np.log(_RATIOS)))
+        wide, high = (area * ratio) ** 0.5, (area / ratio) ** 0.5
+        if wide <= width and high <= height:
+            left, top = random.uniform(0, width - wide), random.uniform(0, height - high)
+            return left, top, left + wide, top + high
+    return _middle(width, height)
+
+
+def check_kornia() -> None:
+    """Raise ConfigError where kornia is missing."""
+    if find_spec("kornia") is None:
+        raise ConfigError('data.name: images need the package kornia, which is not installed; pip install "sdp-engine[vision]"')
+
+
+class Batches:
+    """Collates samples to ``{"images": (B, 3, S, S) float32, normalised, "labels": (B,)}``; with ``seed`` cropped and mirrored at random.
+
+    ``samples``: the data set's length, by which a position is an epoch and an index. Raises ConfigError where kornia is missing.
+    """
+
+    def __init__(self, about: Images, samples: int, seed: int | None = None) -> None:
+        check_kornia()
+        self.about, self.samples, self.seed = about, samples, seed
+
+    def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
+        from kornia.enhance import normalize
+
+        images = torch.stack([image for image, _, _ in samples]).float() / 255
+        if self.seed is not None:
+            images = self._in_random_form(images, [position for _, _, position in samples])
+        mean, std = torch.tensor(self.about.mean), torch.tensor(self.about.std)
+        images = normalize(images, mean, std).expand(-1, 3, -1, -1).contiguous()  # grey is three equal channels
+        return {"images": images, "labels": torch.tensor([label for _, label, _ in samples])}
+
+    def _in_random_form(self, images: torch.Tensor, positions: list[int]) -> torch.Tensor:
+        """Shifted by up to ``crop`` pixels, the background's where there is none, and half of them mirrored."""
+        from kornia.geometry.transform import crop_by_indices, hflip
+
+        assert self.seed is not None
+        draws = [_random(self.seed, *divmod(position, self.samples)) for position in positions]
+        if self.about.crop:
+            corners = torch.tensor(np.stack([draw.integers(0, 2 * self.about.crop + 1, 2) for draw in draws]))
+            last = self.about.image_size - 1
+            square = torch.tensor([[0, 0], [last, 0], [last, last], [0, last]])
+            padded = torch.nn.functional.pad(images, [self.about.crop] * 4)
+            images = crop_by_indices(padded, (corners[:, None] + square).float(), size=(last + 1, last + 1))
+        if self.about.mirrors:
+            mirrored = torch.tensor([bool(draw.integers(2)) for draw in draws])
+            images = torch.where(mirrored[:, None, None, None], hflip(images), images)
+        return images
