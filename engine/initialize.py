@@ -250,7 +250,10 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         for warning in layout.placement.warnings() if mesh.sdp > 1 else []:
             log.warning("placement: %s", warning)
     if layout.refreshes:
-        log.info("masking: units that a group does not hold run from frozen copies, which a holder refreshes after each step")
+        sets = {refresh.members for refresh in layout.refreshes}
+        most = max(sum(group in members for members in sets) for group in layout.everyone)
+        log.info("masking: units that a group does not hold run from frozen copies, which a holder refreshes after each step "
+                 "(at most %d communicators a rank more)", most)  # fmt: skip
     elif layout.keeps_frozen:
         log.warning('sdp.masking "backward" has no effect: every group holds every unit')
     log.info(
