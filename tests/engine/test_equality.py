@@ -67,10 +67,10 @@ def full_table(factors: dict[str, Sequence[Any]]) -> list[Case]:
 
 
 COVER, TENSOR_COVER = pairwise_cover(FACTORS), pairwise_cover(TENSOR_FACTORS)
-SHARDED_COPIES = [  # of backward masking: what the cover has of it at few stages only
+SHARDED_COPIES = [  # of backward masking: what the cover has of it at few stages only, and empty shards of copies (6 rows cut in four)
     Case(2, 2, 2, 3, clip=True, optimizer="adamw", model="llama-tied", masking="backward"),
     Case(2, 2, 3, 1, model="llama-tied-meta", masking="backward"),
-    Case(4, 2, 1, 3, optimizer="adamw", placement="profile", masking="backward"),
+    Case(2, 4, 1, 3, optimizer="adamw", model="llama-meta", masking="backward"),
     Case(2, 2, 3, 3, model="even-llama-tied-meta", tp=2, masking="backward"),
 ]
 
