@@ -39,7 +39,7 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` (B, C, H, W) of any floating type → the same."""
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        assert self.num_batches_tracked is not None and self.momentum is not None
         if self.training and self.track_running_stats:
             self.num_batches_tracked.add_(1)
         tracked = not self.training or self.track_running_stats

@@ -55,6 +55,11 @@ def run(args: argparse.Namespace) -> int:
 def export(saved: SavedRun, out: Path, dtype: torch.dtype, max_shard_bytes: int) -> list[Path]:
     """Write ``saved`` to ``out``, replacing it once everything is written; returns the files of the weights."""
     out = out.resolve()
+    if saved.config.data.name is not None:
+        raise ConfigError(
+            f"sdp export: {saved.dump_dir} trained {saved.config.model['name']} on images, and transformers has no counterpart of it under "
+            "its names; engine.full_state_dict() has its weights under torchvision's"
+        )
     tokenizer = load_tokenizer(saved.data)
     config = huggingface_config(saved.config.model, tokenizer.vocab_size)
     shapes = _shapes(saved, tokenizer.vocab_size)

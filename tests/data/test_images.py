@@ -6,6 +6,7 @@ import itertools
 import shutil
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def test_digits_are_scikit_learns(digits, tmp_path):
     assert (index.num_classes, index.image_size, index.counts) == (10, 8, {"train": 1437, "held_out": 360})
     parts = [load_arrays(digits, split, index) for split in ("train", "held_out")]
     images, labels = (np.concatenate(both) for both in zip(*parts, strict=True))
-    theirs = load_digits()
+    theirs: Any = load_digits()
     assert images.shape == (1797, 1, 8, 8)
     assert np.abs(images[:, 0] / 255 * 16 - theirs.images).max() < 0.04
     assert (labels == theirs.target).all()

@@ -45,7 +45,7 @@ def _recalibrate(case: Case, engine_name: str = "fsdp2") -> dict[str, Any]:
 
 def by_hand(case: Case, state: dict[str, torch.Tensor]) -> tuple[nn.Module, float, torch.Tensor]:
     """A plain model with its means over all batches, its loss as it is, and what its first batch norm reads."""
-    model = models.resnet("cpu")
+    model: Any = models.resnet("cpu")
     model.load_state_dict(state)
     with torch.no_grad():
         held_out = [batch for rank in range(case.data_ranks) for batch in batches(HELD_OUT, 2, rank)]
@@ -104,4 +104,4 @@ def test_a_norm_that_does_not_run_is_named() -> None:
     engine = sdp.initialize(model=Idle(), config={"train_micro_batch_size_per_gpu": 2, "sdp": {"engine": "reference"}})[0]
     with pytest.raises(ModelError, match="norm: did not run"), engine.recalibrated([torch.randn(2, models.WIDTH)]):
         pass
-    assert engine.module.norm.track_running_stats
+    assert engine.module.get_submodule("norm").track_running_stats

@@ -1,6 +1,7 @@
 """ResNet-18: torchvision's names, numerics and initialisation."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +39,14 @@ def theirs() -> torch.nn.Module:
     from transformers import ResNetForImageClassification
 
     torch.manual_seed(0)
-    sizes = {"embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"}
-    model = ResNetForImageClassification(Config(num_labels=7, **sizes))
+    sizes: dict[str, Any] = {
+        "embedding_size": 64,
+        "hidden_sizes": [64, 128, 256, 512],
+        "depths": [2, 2, 2, 2],
+        "layer_type": "basic",
+        "num_labels": 7,
+    }
+    model = ResNetForImageClassification(Config(**sizes))
     for name, buffer in model.named_buffers():
         if name.endswith(("mean", "var")):
             buffer.uniform_(0.5, 1.5)
@@ -50,7 +57,8 @@ def theirs() -> torch.nn.Module:
 def test_logits_are_those_of_transformers(theirs, training):
     ours = ResNet(ResNetConfig(num_classes=7))
     ours.load_state_dict({from_transformers(key): value for key, value in theirs.state_dict().items()})
-    ours.train(training), theirs.train(training)
+    ours.train(training)
+    theirs.train(training)
     images, labels = torch.randn(3, 3, 70, 66), torch.tensor([0, 6, 3])
     with torch.no_grad():
         expected = theirs(images, labels=labels)
@@ -73,7 +81,7 @@ def test_state_and_logits_are_those_of_torchvision(training):
 
 
 def test_statistics_stay_float32_where_weights_are_bfloat16():
-    model = ResNet(ResNetConfig(num_classes=7, stem="cifar", width=8))
+    model: Any = ResNet(ResNetConfig(num_classes=7, stem="cifar", width=8))
     images, cast = torch.randn(4, 3, 32, 32), {name: weight.bfloat16() for name, weight in model.named_parameters()}
     with torch.no_grad():
         expected = model.eval()(images)
@@ -89,7 +97,7 @@ def test_units_are_the_blocks_that_keep_their_shape():
     units = find_units(model, "auto")
     assert [unit.name for unit in units] == UNITS
     images = torch.randn(2, 3, 32, 32, device="meta")
-    shapes = {}
+    shapes: dict[str, Any] = {}
     for name in UNITS:
         model.get_submodule(name).register_forward_hook(lambda _, args, out, name=name: shapes.update({name: (args[0].shape, out.shape)}))
     assert model(images).shape == (2, 10)
@@ -102,7 +110,8 @@ def test_units_are_the_blocks_that_keep_their_shape():
 
 @pytest.mark.parametrize(("size", "stem", "side"), [(224, "imagenet", 56), (70, "imagenet", 18), (8, "cifar", 8)])
 def test_flops_follow_the_size_of_the_images(size, stem, side):
-    flops = build_model({"name": "resnet18", "stem": stem, "width": 4}, num_classes=10, image_size=size).unit_flops()
+    model: Any = build_model({"name": "resnet18", "stem": stem, "width": 4}, num_classes=10, image_size=size)
+    flops = model.unit_flops()
     assert list(flops) == UNITS
     assert flops["layer1.0"] == flops["layer1.1"] == 2 * 2 * 9 * 4 * 4 * side**2
 

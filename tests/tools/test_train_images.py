@@ -25,7 +25,7 @@ def config() -> dict:
         "sdp": {"groups": 2, "capacity": 0.5, "check_interval": 2},
         "model": {"name": "resnet18", "stem": "cifar", "width": 4},
         "data": {"name": "digits"},
-        "training": {"steps": 4, "evaluate_every": 2, "evaluate_batches": 3, "save_every": 2},
+        "training": {"steps": 4, "evaluate_every": 2, "evaluate_batches": 3, "recalibrate_batches": 2, "save_every": 2},
     }
 
 
@@ -68,6 +68,8 @@ def test_two_processes_on_digits_and_the_reference_with_a_resume(config, tmp_pat
     assert result["loss"] == pytest.approx(evaluations[-1]["loss"], rel=1e-5)
     assert result["accuracy"] == pytest.approx(evaluations[-1]["accuracy"])
     assert result["perplexity"] is None
+    assert main(["export", str(tmp_path / "run"), "--to", "hf", str(tmp_path / "hf")]) == 2
+    assert "trained resnet18 on images" in capsys.readouterr().err
 
 
 MISTAKES = [
