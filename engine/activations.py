@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .units import Unit
-
 # Expensive to recompute against the bytes of their results; the list of torchtitan's selective mode.
 _SAVED = {
     torch.ops.aten.mm.default,
@@ -24,12 +22,12 @@ _SAVED = {
 }
 
 
-def checkpoint_activations(model: nn.Module, units: Iterable[Unit], mode: Literal["none", "full", "selective"]) -> None:
-    """Make every unit recompute activations in backward. The forward is replaced in place, so that parameter names stay."""
+def checkpoint_activations(model: nn.Module, blocks: Iterable[str], mode: Literal["none", "full", "selective"]) -> None:
+    """Make every block (a module's path) recompute activations in backward. Its forward is replaced in place: parameter names stay."""
     if mode == "none":
         return
-    for unit in units:
-        block = model.get_submodule(unit.name)
+    for name in blocks:
+        block = model.get_submodule(name)
         block.forward = _recomputing(block.forward, selective=mode == "selective")  # type: ignore[method-assign]
 
 

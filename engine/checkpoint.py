@@ -121,17 +121,27 @@ def tensors_of(
     parameters: Mapping[str, nn.Parameter],
     buffers: Mapping[str, torch.Tensor],
     optimizer: Optimizer,
-    placed: Callable[[str, torch.Tensor], Any],
+    placed: Callable[[str, torch.Tensor], tuple[str, Any]],
 ) -> dict[str, Any]:
     """Everything that is a tensor, by key: ``model/NAME`` and ``optimizer/NAME/KEY``; shards stay shards.
 
-    ``placed(name, tensor)``: a tensor of the shape of the parameter ``name`` here as DCP is to see it.
+    ``placed(name, tensor)``: the canonical name of the parameter ``name`` here, and a tensor of its shape as DCP is to see it. Several
+    slices of one parameter become one part of it; of what is no tensor of its shape (a step count) they have equal ones: the first's.
     """
-    tensors = weights_of({name: placed(name, parameter.detach()) for name, parameter in parameters.items()} | dict(buffers))
+    tensors = weights_of(buffers)
     for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"optimizer/{name}/{key}"] = placed(name, value) if value.shape == parameter.shape else value
+        here = {"model/{}": parameter.detach()}
+        state = optimizer.state.get(parameter, {})
+        here |= {f"optimizer/{{}}/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        for pattern, value in here.items():
+            canonical, part = placed(name, value)
+            key = pattern.format(canonical)
+            if value.shape != parameter.shape:
+                tensors.setdefault(key, value)
+            elif isinstance(part, Part) and key in tensors:
+                tensors[key] = tensors[key].joined(part)
+            else:
+                tensors[key] = part
     return tensors
 
 
@@ -190,9 +200,9 @@ def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
     options = StagingOptions(
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
     )  # fmt: skip
-    copies = DefaultStager(options).stage({key: value.local if isinstance(value, Part) else value for key, value in tensors.items()})
+    copies = DefaultStager(options).stage({key: value.locals if isinstance(value, Part) else value for key, value in tensors.items()})
     assert isinstance(copies, dict)
-    parts = {key: Part(copies[key], value.offset, value.shape) for key, value in tensors.items() if isinstance(value, Part)}
+    parts = {key: Part(copies[key], value.offsets, value.shape) for key, value in tensors.items() if isinstance(value, Part)}
     return {**copies, **parts}
 
 

@@ -37,10 +37,21 @@ class SavedState:
         buffers = {name: buffer for name, buffer in named if to_load or backend.holds(known[name])}
         return checkpoint.tensors_of(backend.parameters, buffers, self._optimizer, self._placed)
 
-    def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A shard as a part of the whole parameter. FSDP2 knows of no cut but its own."""
+    def _placed(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """A shard as a part of the full model's parameter. FSDP2 knows of no cut but its own."""
         info = self._backend.layout.parameters[name]
-        return tensor if info.tp_dim is None else Part(local_tensor(tensor), info.offset(self._backend.shard), info.shape)
+        if info.tp_dim is None and info.cut is None:
+            return name, tensor
+        return info.canonical, Part([local_tensor(tensor)], [info.offset(self._backend.shard)], info.full_shape)
+
+    def loaded(self) -> None:
+        """To be called once :meth:`tensors` were filled: what the first slice of a parameter has for all (a step count) the others get."""
+        for slices in self._backend.layout.wholes.values():
+            here = [self._backend.parameters[info.name] for info in slices if info.name in self._backend.parameters]
+            for parameter in here[1:]:
+                for key, value in self._optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                        value.copy_(self._optimizer.state[here[0]][key])
 
     def random_state(self) -> dict[str, torch.Tensor]:
         """This rank's generators, under its coordinates: equal names from several ranks would become one."""

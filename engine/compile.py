@@ -8,18 +8,17 @@ import torch
 from torch import nn
 
 from .errors import ConfigError
-from .units import Unit
 
 
-def compile_units(model: nn.Module, units: Iterable[Unit], device: torch.device) -> None:
-    """Replace every unit's ``forward`` by a compiled one; names of parameters stay, and so do hooks, which run around it.
+def compile_units(model: nn.Module, blocks: Iterable[str], device: torch.device) -> None:
+    """Compile the ``forward`` of every block (a module's path) in place: parameter names stay, and so do hooks, which run around it.
 
     To be called after activation checkpointing (recomputation is then part of the compiled graph) and before sharding. Raises
     :class:`ConfigError` where nothing can be compiled for ``device``.
     """
     _require_compiler(device)
-    for unit in units:
-        block = model.get_submodule(unit.name)
+    for name in blocks:
+        block = model.get_submodule(name)
         block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
 
 

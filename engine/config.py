@@ -296,22 +296,24 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 def _refuse_beside_neurons(config: Config) -> None:
     if config.sdp.units != "auto":
         raise ConfigError('sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its branches')
-    if config.activation_checkpointing.mode != "none":  # recomputation would read the parameters whole
-        raise ConfigError(
-            f'activation_checkpointing.mode: "{config.activation_checkpointing.mode}" is not available in this version beside '
-            'sdp.granularity "neuron"; use "none"'
-        )
+    reference = config.sdp.engine == "reference"
+    checkpointing, tp = config.activation_checkpointing.mode, config.tensor_parallel.autotp_size
+    unavailable = {
+        # Recomputation would read the parameters whole.
+        "activation_checkpointing.mode": (reference and checkpointing != "none", checkpointing, 'use "none", or sdp.engine "fsdp2"'),
+        "sdp.masking": (not reference and config.sdp.masking != "forward", config.sdp.masking, 'use "forward", or sdp.engine "reference"'),
+        "tensor_parallel.autotp_size": (not reference and tp > 1, tp, "use 1"),
+        "training.compile": (not reference and config.training.compile, True, "use false"),
+    }
+    for path, (refused, value, remedy) in unavailable.items():
+        if refused:
+            raise ConfigError(f'{path}: {json.dumps(value)} is not available in this version beside sdp.granularity "neuron"; {remedy}')
 
 
 def _refuse_unavailable(config: Config) -> None:
     """A setting that this version cannot honour is an error, never ignored."""
     sdp = config.sdp
     unavailable = {
-        "sdp.granularity": (
-            sdp.granularity != "block" and sdp.engine != "reference",
-            sdp.granularity,
-            'use "block", or sdp.engine "reference"',
-        ),
         "sdp.branch_scale": (sdp.branch_scale != "none", sdp.branch_scale, 'use "none"'),
         "sdp.engine": (sdp.engine == "deepspeed", sdp.engine, 'use "fsdp2" or "reference"'),
     }

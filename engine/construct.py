@@ -20,6 +20,7 @@ from .errors import ModelError
 from .initialisation import Filler, ModuleInit, plan_initialisation
 from .layout import Layout, Shard, TensorInfo
 from .mesh import Coordinates, tensor_group
+from .neurons import slice_linears
 from .subnetwork import PassThrough, carve, freeze
 from .sync import local_tensor
 from .tensor_collectives import TensorRanks
@@ -34,7 +35,7 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     parameters have values, and for files of another model.
     """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if on_meta and len(on_meta) < len(layout.parameters):
+    if on_meta and len(on_meta) < len(layout.wholes):
         raise ModelError(f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two")
     plan = plan_initialisation(model, config.training.seed) if on_meta else None
     if config.training.init_from is not None:
@@ -47,7 +48,7 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     if config.sdp.engine == "reference":
         _give_values(model, layout, plan, device, Shard())
         backend = ReferenceBackend(model, layout, device, compute_dtype=compute_dtype)
-        checkpoint_activations(model, layout.units, mode)  # after the backend has copied the blocks' skeletons
+        checkpoint_activations(model, layout.blocks, mode)  # after the backend has copied the blocks' skeletons
         return backend
     if plan is None:
         _take_values_of_rank_0(model, device)
@@ -57,11 +58,13 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     if tensor_ranks is not None:
         parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
     stand_ins: dict[str, PassThrough] = {}
-    if layout.keeps_frozen:
+    if config.sdp.granularity == "neuron":
+        slice_linears(model, layout, at.sdp)
+    elif layout.keeps_frozen:
         freeze(model, layout.units, layout.placement, at.sdp, compute_dtype)
     else:
         stand_ins = carve(model, layout.units, layout.placement, at.sdp)
-    run = [unit for unit in layout.units if unit.name not in stand_ins]
+    run = [name for name in layout.blocks if name not in stand_ins]
     checkpoint_activations(model, run, mode)
     if config.training.compile:
         compile_units(model, run, device)
@@ -120,16 +123,17 @@ def _give_values(
     model.to_empty(device=device)
     _restore_ties(model, layout.aliases)
     tensors = {name: p for name, p in model.named_parameters() if name not in frozen} | dict(model.named_buffers())
+    here: dict[str, list[str]] = {}
+    for name in tensors:
+        here.setdefault(layout.parameters[name].canonical if name in layout.parameters else name, []).append(name)
     for init in plan:
-        if not any(name in tensors for name in init.names):
+        if not any(name in here for name in init.names):
             continue  # of a unit that is not held
-        for name, fill in init.fillers().items():
-            if name not in tensors:
-                continue
-            info = layout.parameters.get(name)
-            local = local_tensor(tensors[name].detach())
-            if local.numel():
-                _fill(local, fill, info, shard)
+        for canonical, fill in init.fillers().items():
+            for name in here.get(canonical, ()):
+                local = local_tensor(tensors[name].detach())
+                if local.numel():
+                    _fill(local, fill, layout.parameters.get(name), shard)
 
 
 def _fill(local: torch.Tensor, fill: Filler, info: TensorInfo | None, shard: Shard) -> None:
@@ -138,12 +142,13 @@ def _fill(local: torch.Tensor, fill: Filler, info: TensorInfo | None, shard: Sha
         fill(local, 0)
         return
     offset = info.offset(shard)
-    if not info.tp_dim:  # whole rows
+    dim = info.cut.dim if info.cut else info.tp_dim
+    if not dim:  # whole rows
         fill(local, offset[0] if offset else 0)
         return
-    rows = local.new_empty((local.shape[0], *info.shape[1:]))
+    rows = local.new_empty((local.shape[0], *info.full_shape[1:]))
     fill(rows, offset[0])
-    local.copy_(rows.narrow(info.tp_dim, offset[info.tp_dim], info.part[info.tp_dim]))
+    local.copy_(rows.narrow(dim, offset[dim], local.shape[dim]))
 
 
 def _restore_ties(model: nn.Module, aliases: Mapping[str, str]) -> None:

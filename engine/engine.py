@@ -267,6 +267,7 @@ class SDPEngine:
         if not random and self.global_rank == 0:
             log.info("%s: is of another layout or device, so random numbers (dropout) start anew", path)
         checkpoint.load(path, self._saved.tensors(to_load=True) | random, state["files"], alone=self.world_size == 1)
+        self._saved.loaded()
         self._backend.refresh(after_step=False)
         set_random_state(random)
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]

@@ -12,14 +12,15 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from .batch import call_model, loss_of, target_count, to_device
 from .errors import DataError
 from .gather import Rank, assemble, gather_inside, padded_shard
+from .layout import Layout
 from .lockstep import Lockstep
+from .neurons import SlicedLinear
 from .subnetwork import PassThrough
 from .units import Unit
 
@@ -85,9 +86,9 @@ class StreamedEvaluation:
     def __init__(self, rank: EvaluatedRank):
         self._rank = rank
         self._lockstep: Lockstep[tuple[float, int]] = Lockstep(rank.device, rank.gather_root)
-        partly_held = [unit for unit in rank.layout.units if len(rank.layout.placement.holders[unit.index]) < rank.layout.mesh.sdp]
-        self._units = {unit.name: unit for unit in partly_held}
+        self._units = _streamed_units(rank.layout)
         self._guest: dict[str, torch.Tensor] = {}
+        self._hosts: list[SlicedLinear] = []  # that have guest slices
 
     def run(self, batches: Sequence[Any]) -> float:
         """Token-weighted mean loss over the batches of all ranks."""
@@ -102,8 +103,9 @@ class StreamedEvaluation:
                 for loss, count in self._lockstep.run(passes, self._stream):
                     if count:  # the mean over no targets is no number
                         sums += torch.tensor([[loss * count, count]], dtype=torch.float64, device=self._rank.device)
-                self._guest = {}
+                self._dismiss()
         finally:
+            self._dismiss()
             undo()
         return _mean_over_ranks(self._rank, sums)[0]
 
@@ -145,23 +147,39 @@ class StreamedEvaluation:
         return forward
 
     def _stream(self, name: str) -> None:
-        """Broadcast the unit from its first holder: shards between groups, then a gather inside each group that lacks it."""
-        rank, unit = self._rank, self._units[name]
-        self._guest = {}  # the one before is no longer needed
-        holders = rank.layout.placement.holders[unit.index]
-        absent = rank.at.sdp not in holders
-        skeleton = rank.module.get_submodule(name)
-        if isinstance(skeleton, PassThrough):
-            skeleton = skeleton.skeleton
-        shard = self._broadcast(self._unit_shard(unit, holders[0]), holders[0])
-        buffers = self._broadcast_buffers(skeleton, holders[0])
-        if absent:
-            self._guest = self._assemble(unit, gather_inside(rank, shard)) | buffers
+        """Broadcast a block's units from their first holders: shards between groups, then a gather inside each group that lacks one."""
+        rank = self._rank
+        self._dismiss()  # the ones before are no longer needed
+        for unit in self._units[name]:
+            holders = rank.layout.placement.holders[unit.index]
+            shard = self._broadcast(self._unit_shard(unit, holders[0]), holders[0])
+            buffers = self._broadcast_buffers(name, holders[0]) if unit.is_block else {}
+            if rank.at.sdp in holders:
+                continue
+            tensors = self._assemble(unit, gather_inside(rank, shard))
+            if unit.is_block:
+                self._guest = {path.removeprefix(f"{name}."): tensor for path, tensor in tensors.items()} | buffers
+            else:
+                self._lend(tensors)
+
+    def _lend(self, slices: dict[str, torch.Tensor]) -> None:
+        """Give guest slices of neurons to the layers that they are slices of."""
+        for name, tensor in slices.items():
+            path, _, index = name.rpartition(":")
+            layer = self._rank.module.get_submodule(path.rpartition(".")[0])
+            assert isinstance(layer, SlicedLinear)
+            layer.guests[int(index)] = tensor
+            self._hosts.append(layer)
+
+    def _dismiss(self) -> None:
+        self._guest = {}
+        while self._hosts:
+            self._hosts.pop().guests.clear()
 
     def _unit_shard(self, unit: Unit, source: int) -> torch.Tensor:
         """The unit's padded shards side by side, in compute precision: filled at the source, empty elsewhere."""
         rank = self._rank
-        infos = [rank.layout.parameters[part.parameter] for part in unit.slices]
+        infos = rank.layout.members.get(unit.name, [])
         if rank.at.sdp == source:
             return torch.cat([padded_shard(rank, info).to(rank.compute_dtype) for info in infos])
         size = sum(info.padded_shard_numel(rank.shards) for info in infos)
@@ -176,7 +194,10 @@ class StreamedEvaluation:
         dist.broadcast(tensor, src=from_rank, group=everyone)
         return tensor
 
-    def _broadcast_buffers(self, module: nn.Module, source: int) -> dict[str, torch.Tensor]:
+    def _broadcast_buffers(self, name: str, source: int) -> dict[str, torch.Tensor]:
+        module = self._rank.module.get_submodule(name)
+        if isinstance(module, PassThrough):
+            module = module.skeleton
         held = self._rank.at.sdp == source
         return {
             name: self._broadcast(buffer.detach().clone() if held else torch.empty_like(buffer, device=self._rank.device), source)
@@ -184,9 +205,20 @@ class StreamedEvaluation:
         }
 
     def _assemble(self, unit: Unit, shards: torch.Tensor) -> dict[str, torch.Tensor]:
-        infos = [self._rank.layout.parameters[part.parameter] for part in unit.slices]
+        """The unit's parameters, or slices, by name."""
+        infos = self._rank.layout.members.get(unit.name, [])
         pieces = shards.split([info.padded_shard_numel(self._rank.shards) for info in infos], dim=1)
-        return {info.name.removeprefix(f"{unit.name}."): assemble(piece, info) for info, piece in zip(infos, pieces, strict=True)}
+        return {info.name: assemble(piece, info) for info, piece in zip(infos, pieces, strict=True)}
+
+
+def _streamed_units(layout: Layout) -> dict[str, list[Unit]]:
+    """By block, in the order of the model: the units in it that some groups lack."""
+    streamed: dict[str, list[Unit]] = {}
+    for unit in layout.units:
+        if len(layout.placement.holders[unit.index]) < layout.mesh.sdp:
+            block = next(name for name in layout.blocks if unit.name == name or unit.name.startswith(f"{name}."))
+            streamed.setdefault(block, []).append(unit)
+    return streamed
 
 
 def _is_float(value: Any) -> bool:

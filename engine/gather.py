@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -69,18 +69,31 @@ def stream_full_state(rank: Rank) -> Iterator[tuple[str, torch.Tensor | None]]:
     memory at a time.
     """
     buffers = dict(rank.module.named_buffers())
-    for name, info in (*rank.layout.parameters.items(), *rank.layout.buffers.items()):
-        owner, source = info.holders[0], rank.layout.mesh.rank(info.holders[0])
-        whole = None
-        if rank.at.sdp == owner:
-            if name in rank.parameters:
-                whole = join_parts(rank, assemble(gather_inside(rank, padded_shard(rank, info)), info), info)
-            else:
-                whole = buffers[name].detach()
-        if source != 0 and rank.rank == source:
-            assert whole is not None
-            dist.send(whole.contiguous(), dst=0)
-        elif source != 0 and rank.rank == 0:
-            whole = torch.empty(info.shape, dtype=info.dtype, device=rank.device)
-            dist.recv(whole, src=source)
-        yield name, whole if rank.rank == 0 else None
+    for name, infos in (*rank.layout.wholes.items(), *((name, [info]) for name, info in rank.layout.buffers.items())):
+        if infos[0].cut is None:
+            yield name, _to_rank_0(rank, infos[0], buffers)
+            continue
+        whole = torch.empty(infos[0].full_shape, dtype=infos[0].dtype, device=rank.device) if rank.rank == 0 else None
+        for info in infos:
+            part = _to_rank_0(rank, info, buffers)
+            if whole is not None and part is not None and info.cut is not None:
+                whole.narrow(info.cut.dim, info.cut.start, info.shape[info.cut.dim]).copy_(part)
+        yield name, whole
+
+
+def _to_rank_0(rank: Rank, info: TensorInfo, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The whole parameter, slice or buffer on rank 0; None elsewhere."""
+    owner, source = info.holders[0], rank.layout.mesh.rank(info.holders[0])
+    whole = None
+    if rank.at.sdp == owner:
+        if info.name in rank.parameters:
+            whole = join_parts(rank, assemble(gather_inside(rank, padded_shard(rank, info)), info), info)
+        else:
+            whole = buffers[info.name].detach()
+    if source != 0 and rank.rank == source:
+        assert whole is not None
+        dist.send(whole.contiguous(), dst=0)
+    elif source != 0 and rank.rank == 0:
+        whole = torch.empty(info.shape, dtype=info.dtype, device=rank.device)
+        dist.recv(whole, src=source)
+    return whole if rank.rank == 0 else None

@@ -94,7 +94,7 @@ def initialize(
     if not reference:
         check_placement(layout.placement, device)
     backend = build_backend(model, settings, layout, device)
-    built, note = _build_optimizer(settings, optimizer, _groups_here(groups, backend.parameters), device, grouped=grouped)
+    built, note = _build_optimizer(settings, optimizer, _groups_here(groups, layout, backend.parameters), device, grouped=grouped)
     scheduler = _build_scheduler(settings, lr_scheduler, built)
     engine = SDPEngine(backend, settings, batch, built, scheduler)
     if training_data is not None:
@@ -190,11 +190,11 @@ def _freeze_others(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Non
             parameter.requires_grad_(False)
 
 
-def _groups_here(groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """The groups with this rank's parameters; a group may become empty, so that all ranks have the same groups."""
+def _groups_here(groups: list[dict[str, Any]], layout: Layout, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """The groups with this rank's parameters, or slices; a group may become empty, so that all ranks have the same groups."""
     here = []
     for group in groups:
-        held = [parameters[name] for name in group["params"] if name in parameters]
+        held = [parameters[info.name] for name in group["params"] for info in layout.wholes[name] if info.name in parameters]
         here.append({**group, "params": [parameter for parameter in held if parameter.requires_grad]})
     return here
 

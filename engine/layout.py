@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -29,8 +29,18 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """What a slice is: the indices from ``start`` along ``dim`` of the full model's parameter ``name``, of ``shape``."""
+
+    name: str
+    shape: torch.Size
+    dim: int
+    start: int
+
+
+@dataclass(frozen=True)
 class TensorInfo:
-    """One parameter or persistent buffer of the full model. ``unit`` is a unit's name or ``"shared"``.
+    """One parameter or persistent buffer of the full model, or a slice of one (``cut``). ``unit`` is a unit's name or ``"shared"``.
 
     ``tp_dim``: the dimension along which it is cut among ``tp`` tensor-parallel ranks; None: each of them has all of it. A shard is what
     is left of a tensor-parallel part once its rows are cut among the ranks that shard a group's state.
@@ -44,6 +54,17 @@ class TensorInfo:
     holders: Holders
     tp_dim: int | None = None
     tp: int = 1
+    cut: Cut | None = None
+
+    @property
+    def canonical(self) -> str:
+        """The full model's parameter that this is, or is a slice of."""
+        return self.cut.name if self.cut else self.name
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Shape of the full model's parameter."""
+        return self.cut.shape if self.cut else self.shape
 
     @property
     def numel(self) -> int:
@@ -56,10 +77,12 @@ class TensorInfo:
         return torch.Size(size // self.tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
 
     def offset(self, shard: Shard) -> tuple[int, ...]:
-        """Where ``shard`` begins in the whole."""
+        """Where ``shard`` begins in the full model's parameter."""
         start = [0] * len(self.shape)
+        if self.cut is not None:
+            start[self.cut.dim] = self.cut.start
         if self.tp_dim is not None:
-            start[self.tp_dim] = shard.tp * self.part[self.tp_dim]
+            start[self.tp_dim] += shard.tp * self.part[self.tp_dim]
         if start:
             start[0] += self.shard_rows(shard.count, shard.index)[0]
         return tuple(start)
@@ -85,7 +108,8 @@ class Layout:
     """Mesh, units, placement and the tables of the full model's parameters and persistent buffers, in the model's order.
 
     ``aliases``: further names of tied tensors → their canonical (first) name. ``blocks``: paths of the modules that are computed, and
-    sharded, as one; the units themselves, unless these are groups of neurons. ``keeps_frozen``: a group keeps frozen copies of the
+    sharded, as one; the units themselves, unless these are groups of neurons: then ``parameters`` has the slices of a parameter in its
+    place, but in the reference, which computes with whole ones. ``keeps_frozen``: a group keeps frozen copies of the
     units that it does not hold (backward masking), instead of skipping them.
     """
 
@@ -130,6 +154,8 @@ class Layout:
             for name, buffer in model.named_buffers()
             if name in persistent
         }
+        if section.engine != "reference":
+            parameters = _with_slices(parameters, units, placement)
         return cls(mesh, tuple(units), placement, parameters, buffers, aliases, blocks, section.masking == "backward")
 
     @property
@@ -141,8 +167,24 @@ class Layout:
         return (info for info in self.parameters.values() if group in info.holders)
 
     def slices(self) -> Iterator[tuple[Slice, Holders]]:
-        """The parts of parameters that have holders of their own; what no slice covers is its parameter's holders'."""
+        """The parts of whole parameters that have holders of their own; what no slice covers is its parameter's holders'."""
         return ((part, self.placement.holders[unit.index]) for unit in self.units for part in unit.slices if part.dim is not None)
+
+    @cached_property
+    def wholes(self) -> dict[str, list[TensorInfo]]:
+        """Canonical name → the slices into which the parameter is cut, or it alone; in the model's order."""
+        wholes: dict[str, list[TensorInfo]] = {}
+        for info in self.parameters.values():
+            wholes.setdefault(info.canonical, []).append(info)
+        return wholes
+
+    @cached_property
+    def members(self) -> dict[str, list[TensorInfo]]:
+        """The parameters, or slices, of every unit by its name, and of the shared part."""
+        members: dict[str, list[TensorInfo]] = {}
+        for info in self.parameters.values():
+            members.setdefault(info.unit, []).append(info)
+        return members
 
     def frozen(self, group: int) -> Iterator[TensorInfo]:
         """The parameters of which ``group`` keeps frozen copies in compute precision."""
@@ -163,12 +205,50 @@ class Layout:
 
     def buckets(self, comes_last: Callable[[str], bool]) -> list[Bucket]:
         """The global list of reductions, in launch order; ``comes_last``: whether a parameter's gradient is made after all others'."""
-        trainable = {name: info.part.numel() for name, info in self.parameters.items() if info.trainable}
-        return plan_buckets(trainable, lambda name: self.parameters[name].holders, lambda name: self.parameters[name].unit, comes_last)
+        trainable = {info.name: info.part.numel() for info in self._side_by_side() if info.trainable}
+        return plan_buckets(trainable, lambda name: self.parameters[name].holders, lambda name: _branch(self.parameters[name]), comes_last)
+
+    def _side_by_side(self) -> list[TensorInfo]:
+        """The parameters in the model's order, but of a branch the slices with the same holders together."""
+        order = list(self.parameters.values())
+        first: dict[str, int] = {}
+        for position, info in enumerate(order):
+            first.setdefault(_branch(info).partition(" ")[0] if info.cut else info.name, position)
+
+        def key(info: TensorInfo) -> tuple[int, Holders]:
+            return (first[_branch(info).partition(" ")[0]], info.holders) if info.cut else (first[info.name], ())
+
+        return sorted(order, key=key)  # stable
 
     def counts_norm(self, info: TensorInfo, at: Coordinates, *, sharded: bool) -> bool:
         """Whether the rank at ``at`` counts its part of this parameter in the global norm: one holder does, and one copy."""
         return at.sdp == info.holders[0] and (sharded or at.fsdp == 0) and (info.tp_dim is not None or at.tp == 0)
+
+
+def _branch(info: TensorInfo) -> str:
+    """What a parameter's gradient may travel with: its unit; of a slice, those of its branch that have the same holders."""
+    return f"{info.unit.rpartition('.neurons.')[0]} {info.holders}" if info.cut else info.unit
+
+
+def _with_slices(parameters: Mapping[str, TensorInfo], units: Sequence[Unit], placement: Placement) -> dict[str, TensorInfo]:
+    """``parameters`` with slices, ``NAME:0``, ``NAME:1`` …, in the place of each that is cut into them."""
+    slices: dict[str, list[tuple[Unit, Slice]]] = {}
+    for unit in units:
+        for part in unit.slices:
+            if part.dim is not None:
+                slices.setdefault(part.parameter, []).append((unit, part))
+    table: dict[str, TensorInfo] = {}
+    for name, info in parameters.items():
+        if name not in slices:
+            table[name] = info
+        for unit, part in slices.get(name, ()):
+            assert part.dim is not None
+            ((first, last),) = part.ranges
+            shape = torch.Size(last - first if axis == part.dim else size for axis, size in enumerate(info.shape))
+            cut = Cut(name, info.shape, part.dim, first)
+            key = f"{name}:{unit.name.rpartition('.')[2]}"
+            table[key] = replace(info, name=key, shape=shape, unit=unit.name, holders=placement.holders[unit.index], cut=cut)
+    return table
 
 
 def _units_if_any(model: nn.Module) -> list[Unit]:

@@ -61,8 +61,8 @@ class WeightFiles:
     def obstacle(self, key: str, info: TensorInfo) -> str | None:
         """Why the tensor ``key`` cannot be the value of ``info``."""
         found = self._handles[key].get_slice(key)
-        if list(found.get_shape()) != list(info.shape):
-            return f"has shape {tuple(found.get_shape())} there and {tuple(info.shape)} here"
+        if list(found.get_shape()) != list(info.full_shape):
+            return f"has shape {tuple(found.get_shape())} there and {tuple(info.full_shape)} here"
         if info.dtype.is_floating_point and found.get_dtype() not in _FLOATS:
             return f"is {found.get_dtype()} there, which is no plain floating-point format; quantised models cannot be a start"
         return None
@@ -82,7 +82,7 @@ def fillers_from(directory: Path, model: nn.Module, layout: Layout) -> dict[str,
     files = WeightFiles(directory)
     canonical: Callable[[str], str | None] = getattr(model, "canonical_name", lambda key: key)
     keys = {name: key for key in files.keys() if (name := canonical(key)) is not None}  # noqa: SIM118
-    names_of: dict[str, list[str]] = {name: [name] for name in (*layout.parameters, *layout.buffers)}
+    names_of: dict[str, list[str]] = {name: [name] for name in (*layout.wholes, *layout.buffers)}
     for alias, name in layout.aliases.items():
         names_of[name].append(alias)
     fillers: dict[str, Filler] = {}
@@ -90,7 +90,7 @@ def fillers_from(directory: Path, model: nn.Module, layout: Layout) -> dict[str,
         key = next((keys[other] for other in names if other in keys), None)
         if key is None:
             raise ModelError(f"training.init_from: {directory} holds no {name!r}; it is of another model")
-        info = layout.parameters.get(name) or layout.buffers[name]
+        info = layout.wholes[name][0] if name in layout.wholes else layout.buffers[name]
         if (obstacle := files.obstacle(key, info)) is not None:
             raise ModelError(f"training.init_from: {directory}: {key!r} {obstacle}")
         fillers[name] = partial(files.fill, key=key)

@@ -10,6 +10,7 @@ import ranks_models as models
 import sdp
 import torch
 import torch.distributed as dist
+from sdp.engine.units import find_neuron_units
 from torch.distributed.tensor import DTensor
 
 ROWS = 2  # per micro-batch
@@ -33,6 +34,7 @@ class Case:
     steps: int = STEPS
     tp: int = 1
     masking: Literal["forward", "backward"] = "forward"
+    neurons: int = 0  # groups into which a branch is cut; 0: blocks
 
     @property
     def data_ranks(self) -> int:
@@ -46,7 +48,7 @@ class Case:
         layout = f"{self.groups}x{self.fsdp}" + f"x{self.tp}" * (self.tp > 1)
         parts = [layout, f"zero{self.stage}", f"acc{self.accumulation}", self.optimizer, self.placement, self.model]
         parts += ["clip"] * self.clip + ["bf16"] * self.bf16 + [self.checkpointing] * (self.checkpointing != "none")
-        parts += ["backward"] * (self.masking == "backward")
+        parts += ["backward"] * (self.masking == "backward") + [f"neurons{self.neurons}"] * (self.neurons > 0)
         return "-".join(parts)
 
     def config(self, engine: str = "fsdp2", **sections: Any) -> dict[str, Any]:
@@ -73,9 +75,19 @@ class Case:
             "zero_optimization": {"stage": self.stage},
             "tensor_parallel": {"autotp_size": self.tp},
             "activation_checkpointing": {"mode": self.checkpointing},
-            "sdp": {"groups": self.groups, "engine": engine, "masking": self.masking, **self._placement()},
+            "sdp": {"groups": self.groups, "engine": engine, "masking": self.masking, **self._placement(), **self._neurons()},
             **sections,
         }
+
+    def _neurons(self) -> dict[str, Any]:
+        if not self.neurons:
+            return {}
+        section: dict[str, Any] = {"granularity": "neuron", "neuron_groups": self.neurons}
+        if self.placement == "mixed" and self.groups > 1:  # the first branch has nothing of the last group's
+            units = [unit.name for unit in find_neuron_units(models.build(self.model), self.neurons)]
+            holders = {2: [[0], [0], [0, 1], [1], [0, 1]], 4: [[0, 1, 2], [0, 2], [3, 1, 0], [3], [1, 2, 3, 0]]}[self.groups]
+            section["placement"] = {name: holders[index % len(holders)] for index, name in enumerate(units)}
+        return section
 
     def _placement(self) -> dict[str, Any]:
         if self.placement == "full" or self.groups == 1:

@@ -100,7 +100,7 @@ class FSDP2Backend:
         policy = MixedPrecisionPolicy(
             param_dtype=None if self.compute_dtype == torch.float32 else self.compute_dtype, reduce_dtype=torch.float32
         )
-        names = [unit.name for unit in self.layout.units if unit.name not in self.stand_ins]
+        names = [name for name in self.layout.blocks if name not in self.stand_ins]
         names += self._own_groups()
         for parameter in self.module.parameters():  # FSDP2 refuses others
             parameter.data = parameter.data.contiguous()
@@ -118,7 +118,8 @@ class FSDP2Backend:
     def _in_root_group(self, name: str) -> bool:
         """Whether FSDP2 reduces the parameter with the root's own, at the end of backward."""
         info = self.layout.parameters[name]
-        return self.uses_fsdp and info.unit == SHARED and not any(name.startswith(f"{group}.") for group in self._own_groups())
+        wrapped = (*self._own_groups(), *self.layout.blocks)
+        return self.uses_fsdp and info.unit == SHARED and not any(name.startswith(f"{module}.") for module in wrapped)
 
     def ready(self) -> None:
         """To be called once parameters have their values: hooks the cross-group layer to them, and fills frozen copies."""

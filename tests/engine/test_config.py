@@ -32,7 +32,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "AdamW"}, "optimizer: "),
     ({"activation_checkpointing": {"mode": "some"}}, "activation_checkpointing.mode: input should be 'none', 'full' or 'selective'"),
     # What this version cannot do.
-    ({"sdp": {"granularity": "neuron"}}, 'sdp.granularity: "neuron" is not available in this version; use "block"'),
     ({"sdp": {"masking": "both"}}, "sdp.masking: input should be 'forward' or 'backward' (found \"both\")"),
     ({"sdp": {"branch_scale": "train"}}, 'sdp.branch_scale: "train" is not available in this version; use "none"'),
     ({"sdp": {"engine": "deepspeed"}}, 'sdp.engine: "deepspeed" is not available in this version; use "fsdp2" or "reference"'),

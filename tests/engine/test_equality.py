@@ -121,6 +121,32 @@ def test_the_cover_holds_every_pair() -> None:
     assert len(TENSOR_COVER) < 30
 
 
+NEURONS = [
+    Case(2, 1, neurons=2, model="even-llama"),
+    Case(2, 2, stage=3, neurons=2, model="even-llama-tied-meta", optimizer="adamw", accumulation=3, clip=True),
+    Case(4, 1, neurons=2, model="llama-of-3", optimizer="adamw"),
+    Case(4, 2, stage=2, neurons=3, model="even-llama-meta", placement="cyclic", clip=True),
+    Case(2, 2, stage=1, neurons=5, model="even-llama-tied", placement="cyclic", accumulation=3),
+    Case(1, 2, stage=3, neurons=2, model="even-llama-meta", placement="full", optimizer="adamw"),
+]
+
+
+@pytest.mark.parametrize("case", NEURONS, ids=str)
+def test_native_neurons_equal_the_reference(ranks: RankPool, case: Case) -> None:
+    ours = native(ranks, case)
+    assert_same_run(ours, reference(case), case)
+    for rank, result in enumerate(ours):
+        assert result.measured == result.predicted, f"rank {rank}"
+        assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activation_checkpointing_of_neurons_changes_nothing(ranks: RankPool, mode: Any) -> None:
+    plain = Case(2, 2, stage=3, neurons=2, model="even-llama-tied-meta", optimizer="adamw", accumulation=3, clip=True)
+    case = replace(plain, checkpointing=mode)
+    assert_same_run(native(ranks, case), reference(plain), case)
+
+
 @pytest.mark.parametrize("case", COVER + TENSOR_COVER + SHARDED_COPIES, ids=str)
 def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
     assert_same_run(native(ranks, case), reference(case), case)
@@ -336,6 +362,8 @@ def _float32_run(case: Case) -> Result:
         Case(2, 2, 3, 1, bf16=True, model="llama", checkpointing="full"),
         Case(2, 2, 3, 3, bf16=True, model="even-llama-tied", tp=2),
         Case(2, 1, 0, 1, bf16=True, model="even-llama", tp=2),
+        Case(2, 2, 3, 3, bf16=True, model="even-llama-tied-meta", neurons=2),
+        Case(2, 1, 0, 1, bf16=True, model="even-llama", neurons=3),
         Case(2, 1, 0, 1, bf16=True, model="llama", masking="backward"),
         Case(2, 2, 3, 3, bf16=True, model="llama-tied-meta", masking="backward"),
     ],

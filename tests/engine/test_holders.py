@@ -50,6 +50,7 @@ def _fifty_steps(case: Case) -> tuple[dict[str, str], dict[str, str]]:
         Case(4, 1, 0, 3, optimizer="adamw", placement="cyclic", model="llama-tied"),
         Case(2, 2, 2, 1, optimizer="adamw", bf16=True, model="llama"),
         Case(2, 2, 3, 1, optimizer="adamw", model="even-llama", tp=2),
+        Case(4, 1, 0, 1, optimizer="adamw", model="llama-of-3", neurons=3),
         Case(2, 1, 0, 1, optimizer="adamw", placement="profile", model="llama-of-3", tp=3),  # sums of three depend on their order
     ],
     ids=str,

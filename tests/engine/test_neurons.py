@@ -161,7 +161,7 @@ def test_units_cover_every_branch_once() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"engine": "fsdp2"}, 'sdp.granularity: "neuron" is not available in this version; use "block", or sdp.engine "reference"'),
+        ({"engine": "fsdp2", "masking": "backward"}, 'sdp.masking: "backward" is not available in this version beside sdp.granularity'),
         ({"units": ["model.layers.*"]}, "sdp.units: patterns name blocks"),
     ],
 )
@@ -170,9 +170,17 @@ def test_what_neurons_cannot_do_yet_is_refused(change: dict[str, Any], message: 
         load_config(config(**change))
 
 
-def test_activation_checkpointing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r'activation_checkpointing.mode: "full" is not available in this version beside'):
-        load_config(config() | {"activation_checkpointing": {"mode": "full"}})
+@pytest.mark.parametrize(
+    ("engine", "section", "message"),
+    [
+        ("reference", {"activation_checkpointing": {"mode": "full"}}, 'activation_checkpointing.mode: "full" is not available'),
+        ("fsdp2", {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: 2 is not available"),
+        ("fsdp2", {"training": {"compile": True}}, "training.compile: true is not available"),
+    ],
+)
+def test_what_does_not_go_beside_neurons(engine: str, section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(config(engine=engine) | section)
 
 
 def test_a_model_without_stated_branches_and_a_wrong_name() -> None:

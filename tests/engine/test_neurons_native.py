@@ -1,0 +1,201 @@
+"""Neuron units on ranks: what only they have beside the table of equality. Checkpoints, streamed evaluation, and the work that is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks_models as models
+import sdp
+import torch
+from ranks import RankPool
+from ranks_cases import Case, data_rank_of, engine_of, one_step, whole
+from sdp.engine.config import load_config
+from sdp.engine.layout import Layout
+from sdp.engine.mesh import Mesh
+from sdp.engine.neurons import slice_linears
+from sdp.engine.units import find_neuron_units
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+SOURCE = Case(2, 2, stage=3, neurons=2, model="even-llama-tied-meta", optimizer="adamw")
+
+
+def _state(engine: Any) -> tuple[Any, dict[str, torch.Tensor], dict[str, int]]:
+    """The full model, this rank's moments, whole, and step counts by parameter or slice."""
+    moments, steps = {}, {}
+    for name, parameter in engine.parameters_here.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            moments[f"{name}/{key}"] = whole(engine, name, engine.optimizer.state[parameter][key]).clone()
+        steps[name] = int(engine.optimizer.state[parameter]["step"])
+    return engine.full_state_dict(), moments, steps
+
+
+def _train_and_save(case: Case, folder: str, background: bool) -> Any:
+    engine = engine_of(case)
+    for step in range(2):
+        one_step(engine, case, step, data_rank=data_rank_of(case))
+        engine.step()
+    engine.save_checkpoint(folder, background=background)
+    engine.wait_for_checkpoint()
+    return _state(engine)
+
+
+def _load(case: Case, folder: str) -> Any:
+    engine = engine_of(case)
+    assert engine.load_checkpoint(folder)[0] is not None
+    return _state(engine)
+
+
+def check(answers: list[Any], weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], neurons: int) -> None:
+    """Weights, and every moment as the slice that it is of the full model's."""
+    slices = {}
+    for unit in find_neuron_units(models.build(SOURCE.model), neurons) if neurons else []:
+        for part in unit.slices:
+            slices[f"{part.parameter}:{unit.name.rpartition('.')[2]}"] = part
+    assert all(torch.equal(answers[0][0][name], weights[name]) for name in weights)
+    compared = 0
+    for _, here, steps in answers:
+        assert set(steps.values()) == {2}
+        for name, value in here.items():
+            parameter, _, key = name.rpartition("/")
+            expected = moments[f"{parameter.partition(':')[0]}/{key}"]
+            if parameter in slices:
+                ((first, last),) = slices[parameter].ranges
+                expected = expected.narrow(slices[parameter].dim, first, last - first)
+                compared += 1
+            assert torch.equal(value, expected), name
+    assert bool(compared) == bool(neurons)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_checkpoints_of_neurons_blocks_and_dense_runs_are_one_format(ranks: RankPool, tmp_path: Path, background: bool) -> None:
+    saved = ranks.run(_train_and_save, SOURCE, str(tmp_path), background, world=4)
+    weights = saved[0][0]
+    dense = Case(1, 2, stage=1, model=SOURCE.model, optimizer="adamw", placement="full")
+    moments = ranks.run(_load, dense, str(tmp_path), world=2)[0][1]
+    assert any(value.abs().max() > 0 for value in moments.values())
+    check(saved, weights, moments, 2)
+    targets = [
+        Case(4, 1, neurons=3, model=SOURCE.model, optimizer="adamw"),
+        Case(2, 1, neurons=14, model=SOURCE.model, optimizer="adamw", placement="cyclic"),
+        Case(2, 2, stage=2, model=SOURCE.model, optimizer="adamw", placement="cyclic"),
+    ]
+    for target in targets[: 1 if background else 3]:
+        check(ranks.run(_load, target, str(tmp_path), world=target.world), weights, moments, target.neurons)
+
+
+def test_a_dense_run_goes_on_in_neurons(ranks: RankPool, tmp_path: Path) -> None:
+    dense = Case(1, 2, stage=3, model=SOURCE.model, optimizer="adamw", placement="full")
+    weights, moments, _ = ranks.run(_train_and_save, dense, str(tmp_path), False, world=2)[0]
+    check(ranks.run(_load, SOURCE, str(tmp_path), world=4), weights, moments, 2)
+    reference = engine_of(SOURCE, "reference")
+    reference.load_checkpoint(tmp_path)
+    assert all(torch.equal(weight, weights[name]) for name, weight in reference.full_state_dict().items())
+
+
+def _evaluate(case: Case) -> tuple[float, list[float], float, Any]:
+    engine = engine_of(case)
+    batches = [models.micro_batch(case.model, 9, index, data_rank_of(case)) for index in range(10)]  # more than a chunk
+    loss, own = engine.evaluate(batches), engine.evaluate_subnetworks(batches)
+    one_step(engine, case, 0, data_rank=data_rank_of(case))
+    engine.step()
+    return loss, own, engine.get_loss(), engine.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 1, neurons=2, model="even-llama"),
+        Case(4, 2, stage=3, neurons=3, model="even-llama-tied-meta"),
+        Case(2, 2, stage=2, neurons=2, model="even-llama-meta", bf16=True),
+    ],
+    ids=str,
+)
+def test_evaluation_streams_slices(ranks: RankPool, case: Case) -> None:
+    answers = ranks.run(_evaluate, case, world=case.world)
+    reference = engine_of(case, "reference")
+    rows = [models.rows_of_all(case.model, 9, index, case.data_ranks) for index in range(10)]
+    relative = 2e-3 if case.bf16 else 1e-6
+    loss, own = reference.evaluate(rows), reference.evaluate_subnetworks(rows)
+    one_step(reference, case, 0, data_rank=None)
+    reference.step()
+    for found, found_own, trained, _ in answers:
+        assert found == pytest.approx(loss, rel=relative)
+        assert found_own == pytest.approx(own, rel=relative)
+        assert trained == pytest.approx(reference.get_loss(), rel=relative)  # no guest stayed
+    assert case.bf16 or own[0] != pytest.approx(loss, rel=1e-5)
+
+
+def sliced(case: Case, group: int) -> nn.Module:
+    """What a rank of ``group`` computes with."""
+    model = models.build(case.model)
+    slice_linears(model, Layout.of(model, load_config(case.config()), Mesh(case.groups, case.fsdp)), group)
+    return model
+
+
+def test_as_much_is_computed_as_by_a_narrower_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Floating-point operations, and matrix products: one of a projection, whatever the number of slices."""
+    case = Case(2, 1, neurons=6, model="even-llama", placement="cyclic")
+    narrower = models.even_llama(tied=False, device="cpu", num_attention_heads=2, num_key_value_heads=1, intermediate_size=7)
+    batch = models.micro_batch(case.model, 0, 0, 0)
+    counted = {}
+    for name, model in {"narrower": narrower, "slices": sliced(case, 0)}.items():
+        with FlopCounterMode(display=False) as counter:
+            model(**batch).backward()
+        counted[name] = counter.get_flop_counts()["Global"]
+    widths = [p.shape for name, p in sliced(case, 0).named_parameters() if "layers.0.mlp.gate_proj" in name]
+    assert len(widths) == 3 and sum(rows for rows, _ in widths) == 7  # three of six groups
+    assert sum(counted["slices"].values()) == sum(counted["narrower"].values()) > 0
+    products = []
+    for model in (narrower, sliced(case, 0)):
+        calls: list[str] = []
+        with torch.profiler.profile() as profile:
+            model(**batch).backward()
+        calls = [event.key for event in profile.key_averages() for _ in range(event.count) if event.key in ("aten::mm", "aten::addmm")]
+        products.append(len(calls))
+    assert products[0] == products[1]
+
+
+def test_a_branch_of_which_a_group_has_nothing_is_zero() -> None:
+    case = Case(2, 1, neurons=2, model="even-llama")
+    model = sliced(case, 1)
+    assert [name for name, _ in model.named_parameters() if "layers.0.self_attn" in name] == []
+    hidden = torch.randn(2, 5, 12, requires_grad=True)
+    attention = model.get_submodule("model.layers.0.self_attn")
+    output = attention(hidden, torch.ones(5, 6), torch.zeros(5, 6))
+    assert output.shape == hidden.shape and not output.any()
+    output.sum().backward()
+    assert hidden.grad is not None and not hidden.grad.any()
+
+
+def _from_files(case: Case, folder: str) -> Any:
+    return engine_of(case, training={"init_from": folder}).full_state_dict()
+
+
+def test_start_values_from_files(ranks: RankPool, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    full = models.build("even-llama")
+    save_file({name: tensor.clone() for name, tensor in full.state_dict().items()}, tmp_path / "model.safetensors")
+    state = ranks.run(_from_files, Case(2, 2, stage=3, neurons=2, model="even-llama-meta"), str(tmp_path), world=4)[0]
+    assert all(torch.equal(state[name], tensor) for name, tensor in full.state_dict().items())
+
+
+def test_parameter_groups_of_the_user(ranks: RankPool) -> None:
+    """Named in the full model: a group gets the slices of its parameters."""
+    assert ranks.run(_rates_of_slices, world=2) == [True, True]
+
+
+def _rates_of_slices() -> bool:
+    case = Case(2, 1, neurons=2, model="even-llama")
+    model = models.build(case.model)
+    matrices = [parameter for name, parameter in model.named_parameters() if "mlp" in name]
+    others = [parameter for name, parameter in model.named_parameters() if "mlp" not in name]
+    groups = [{"params": matrices, "lr": 0.5}, {"params": others, "lr": 0.25}]
+    config = {key: value for key, value in case.config().items() if key != "scheduler"}
+    engine, optimizer, *_ = sdp.initialize(model=model, model_parameters=groups, config=config)
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    named = engine.parameters_here.items()
+    return all(rates[id(parameter)] == (0.5 if "mlp" in name else 0.25) for name, parameter in named)
