@@ -1,8 +1,9 @@
 """``sdp bench``: the engine's time per step against a plain hand-written loop over the same, smaller model.
 
-Two comparisons, each with a process group of its own. *One rank*: engine and loop train a model that has only the held layers.
+Three comparisons, each with a process group of its own. *One rank*: engine and loop train a model that has only the held layers.
 *One of N ranks*: the engine carves one rank's share out of the full model, in a world whose other ranks exist in name only (torch's
-fake process group: collectives return at once), so that all it does but the wire is timed.
+fake process group: collectives return at once), so that all it does but the wire is timed; once by layers, and once by groups of neurons,
+where the loop's model has plain narrower layers.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ _NUMBERS = {
     "sequence": (256, "tokens of a sequence"),
     "micro_batch": (4, "sequences of a step"),
     "groups": (4, "SDP groups, of which one is timed"),
+    "neuron_groups": (4, "groups of neurons of a branch"),
     "repeats": (15, "timed steps of each side"),
     "warmup": (3, "steps before them"),
     "threads": (1, "torch's threads"),
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     settings, comparisons = _settings(args), []
     _print_settings(settings)
     with _threads(args.threads):
-        for world, compare in ((1, _one_rank), (args.groups, _one_of_many)):
+        for world, compare in ((1, _one_rank), (args.groups, _one_of_many), (args.groups, _one_of_many_by_neurons)):
             with _world(world):
                 comparisons.append(compare(args, placement))
             _print_comparison(comparisons[-1])
@@ -115,7 +117,7 @@ def _one_rank(args: argparse.Namespace, placement: Placement) -> Comparison:
     if args.compile:
         contestants.append(_driven("engine, compiled units", _engine(args, layers=held, groups=1, capacity=1.0, compiled=True)))
     timings = race(contestants, _batches(args, engine.device), args.warmup, engine.device)
-    return Comparison(f"one rank, {held} of {args.layers} layers", timings, _weight_difference(engine, plain))
+    return Comparison(f"one rank, {held} of {args.layers} layers", timings, _weight_difference(engine, _weights(engine, plain)))
 
 
 def _one_of_many(args: argparse.Namespace, placement: Placement) -> Comparison:
@@ -127,7 +129,17 @@ def _one_of_many(args: argparse.Namespace, placement: Placement) -> Comparison:
     contestants = [_hand_written(PLAIN, plain, holders), _driven(f"engine, rank 0 of {args.groups}", engine)]
     timings = race(contestants, _batches(args, engine.device), args.warmup, engine.device)
     name = f"one of {args.groups} ranks, {_held_layers(placement)} of {args.layers} layers at capacity {args.capacity:g}, without a wire"
-    return Comparison(name, timings, _weight_difference(engine, plain))
+    return Comparison(name, timings, _weight_difference(engine, _weights(engine, plain)))
+
+
+def _one_of_many_by_neurons(args: argparse.Namespace, _: Placement) -> Comparison:
+    engine = _engine(args, layers=args.layers, groups=args.groups, capacity=args.capacity, neuron_groups=args.neuron_groups)
+    plain, weights, holders = _narrower_copy(engine, args)
+    contestants = [_hand_written(PLAIN, plain, holders), _driven(f"engine, rank 0 of {args.groups}", engine)]
+    timings = race(contestants, _batches(args, engine.device), args.warmup, engine.device)
+    fraction = engine.layout.placement.held_fraction(0)
+    name = f"one of {args.groups} ranks, {fraction:.0%} of every branch's neurons, without a wire; the loop's layers are plain and narrower"
+    return Comparison(name, timings, _weight_difference(engine, weights))
 
 
 @contextmanager
@@ -195,6 +207,29 @@ def _hand_written_copy(engine: SDPEngine, args: argparse.Namespace) -> nn.Module
     return model
 
 
+def _narrower_copy(engine: SDPEngine, args: argparse.Namespace) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, Any]]:
+    """A model whose layers have the engine's neurons and no others; the weights in it by the engine's names, and by its own over how many
+    ranks a gradient is averaged: a number, or one for every index.
+    """
+    model = _model(args, args.layers)
+    weights: dict[str, torch.Tensor] = {}
+    holders: dict[str, Any] = {}
+    for name, slices in engine.layout.wholes.items():
+        held = [info for info in slices if info.name in engine.parameters_here]
+        if not held:
+            raise ConfigError(f"--capacity: {args.capacity:g} leaves this rank nothing of {name}; choose a higher one for this comparison")
+        dim = held[0].cut.dim if held[0].cut else 0
+        parameter = nn.Parameter(torch.cat([engine.parameters_here[info.name].detach() for info in held], dim))
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, parameter)
+        widths = [info.shape[dim] for info in held]
+        weights |= zip((info.name for info in held), parameter.detach().split(widths, dim), strict=True)
+        counts = torch.tensor([len(info.holders) for info in held for _ in range(info.shape[dim])], device=engine.device)
+        shape = [-1 if axis == dim else 1 for axis in range(parameter.dim())]
+        holders[name] = len(held[0].holders) if len({info.holders for info in held}) == 1 else counts.view(shape)
+    return model, weights, holders
+
+
 def _held_layers(placement: Placement) -> int:
     return sum(0 in holders for holders in placement.holders)
 
@@ -209,14 +244,22 @@ def _name_in_copy(name: str, placement: Placement) -> str:
 
 
 def _engine(
-    args: argparse.Namespace, *, layers: int, groups: int, capacity: float, bf16: bool = False, compiled: bool = False
+    args: argparse.Namespace,
+    *,
+    layers: int,
+    groups: int,
+    capacity: float,
+    bf16: bool = False,
+    compiled: bool = False,
+    neuron_groups: int = 0,
 ) -> SDPEngine:
+    units: dict[str, Any] = {"granularity": "neuron", "neuron_groups": neuron_groups} if neuron_groups else {}
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_clipping": MAX_NORM,
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "bf16": {"enabled": bf16},
-        "sdp": {"groups": groups, "capacity": capacity, "check_interval": 0},
+        "sdp": {"groups": groups, "capacity": capacity, "check_interval": 0, **units},
         "training": {"compile": compiled},
     }
     return initialize(model=_model(args, layers), config=config)[0]
@@ -231,7 +274,7 @@ def _driven(name: str, engine: SDPEngine) -> Contestant:
     return Contestant(name, sum(parameter.numel() for parameter in engine.parameters_here.values()), step)
 
 
-def _hand_written(name: str, model: nn.Module, holders: Mapping[str, int] | None = None) -> Contestant:
+def _hand_written(name: str, model: nn.Module, holders: Mapping[str, Any] | None = None) -> Contestant:
     """The loop that a user would write; ``holders``: over how many ranks each gradient is averaged, where there are several."""
     parameters = dict(model.named_parameters())
     averaged = [(parameters[key], ranks) for key, ranks in (holders or {}).items()]
@@ -250,10 +293,15 @@ def _hand_written(name: str, model: nn.Module, holders: Mapping[str, int] | None
     return Contestant(name, sum(parameter.numel() for parameter in parameters.values()), step)
 
 
-def _weight_difference(engine: SDPEngine, plain: nn.Module) -> float:
-    """‖engine − loop‖ / ‖loop‖ over all weights; raises RuntimeError if it is more than rounding."""
+def _weights(engine: SDPEngine, plain: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of a copy of the held layers, by the engine's names."""
     theirs = dict(plain.named_parameters())
-    pairs = [(value, theirs[_name_in_copy(name, engine.layout.placement)]) for name, value in engine.parameters_here.items()]
+    return {name: theirs[_name_in_copy(name, engine.layout.placement)] for name in engine.parameters_here}
+
+
+def _weight_difference(engine: SDPEngine, weights: Mapping[str, torch.Tensor]) -> float:
+    """‖engine − loop‖ / ‖loop‖ over all ``weights``, the loop's by the engine's names; raises RuntimeError if it is more than rounding."""
+    pairs = [(value, weights[name]) for name, value in engine.parameters_here.items()]
     with torch.no_grad():
         apart = sum(float((mine - other).double().square().sum()) for mine, other in pairs)
         whole = sum(float(other.double().square().sum()) for _, other in pairs)

@@ -40,10 +40,10 @@ def test_report_names_model_batch_and_software(outcome: tuple[str, dict[str, Any
 
 
 def test_every_timing_is_complete_and_compared_with_the_loop(outcome: tuple[str, dict[str, Any]]) -> None:
-    one, many = outcome[1]["comparisons"]
+    one, many, neurons = outcome[1]["comparisons"]
     assert len(one["timings"]) == 4
-    assert len(many["timings"]) == 2
-    for comparison in (one, many):
+    assert len(many["timings"]) == len(neurons["timings"]) == 2
+    for comparison in (one, many, neurons):
         base = comparison["timings"][0]
         assert base["name"] == "hand-written loop"
         assert base["ratios"] == [1.0] * 3
