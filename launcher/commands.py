@@ -17,11 +17,11 @@ from .words import encode, is_safe
 Flavour = Literal["openmpi", "mpich", "intel"]
 
 # A host that vanishes without a word is noticed after this many silent seconds.
-_SILENT_SECONDS = 30
-_SSH_ALIVE = f"-o ServerAliveInterval={_SILENT_SECONDS // 3} -o ServerAliveCountMax=3"
-# What DeepSpeed's runner exports to its hosts between double quotes at best, in which a shell still expands $ and `.
+SILENT_SECONDS = 30
+_SSH_ALIVE = f"-o ServerAliveInterval={SILENT_SECONDS // 3} -o ServerAliveCountMax=3"
+# What DeepSpeed's runner exports to its hosts between double quotes at best, in which a shell still expands $ and `, and pdsh %h, %n, %u.
 _DEEPSPEED_EXPORTS = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY", "PATH")
-_EXPANDED = re.compile(r"[\"$`\\\n]")
+_EXPANDED = re.compile(r"[\"$`\\\n]|%[hnu%]")
 _ENV_LINE = re.compile(r"\s*[A-Za-z_][A-Za-z0-9_]*\s*=.*")
 
 
@@ -53,6 +53,11 @@ def deepspeed_command(start: Start, hosts: Sequence[Host], hostfile: Path, maste
     for what, path in (("--python", start.python), ("the working directory", str(start.directory))):
         if not is_safe(path):
             raise LaunchError(f"{what} {path!r}: DeepSpeed's runner passes it unquoted to remote shells; use a path of plain characters")
+    for word in start.extra:
+        if _EXPANDED.search(word):
+            raise LaunchError(
+                f"--launcher-args {word!r}: DeepSpeed's runner passes it through pdsh and remote shells, which would change it"
+            )
     environ = child_environment(start.search_path, {})
     _check_exports(variables_with(_DEEPSPEED_EXPORTS, environ))
     for folder in (Path.home(), start.directory):
@@ -75,8 +80,8 @@ def mpirun_command(start: Start, hosts: Sequence[Host], flavour: Flavour, progra
     if flavour == "openmpi":
         command = [program, "-np", str(world_size(hosts)), "--host", counted]
         command += ["--map-by", "slot", "--rank-by", "slot", "--bind-to", "none", "--wdir", str(start.directory)]
-        command += ["--mca", "plm_rsh_args", _SSH_ALIVE, "--mca", "oob_tcp_keepalive_time", str(_SILENT_SECONDS // 3)]
-        command += ["--mca", "oob_tcp_keepalive_intvl", str(_SILENT_SECONDS // 3), "--mca", "oob_tcp_keepalive_probes", "3"]
+        command += ["--mca", "plm_rsh_args", _SSH_ALIVE, "--mca", "oob_tcp_keepalive_time", str(SILENT_SECONDS // 3)]
+        command += ["--mca", "oob_tcp_keepalive_intvl", str(SILENT_SECONDS // 3), "--mca", "oob_tcp_keepalive_probes", "3"]
         command += [word for name, value in start.search_path.items() for word in ("-x", f"{name}={value}")]
         return [*command, *start.extra, *rank]
     command = [program, "-wdir", str(start.directory)]
@@ -115,7 +120,10 @@ def _rank_command(start: Start, hosts: Sequence[Host], master: tuple[str, int]) 
 def _check_exports(variables: Mapping[str, str]) -> None:
     for name, value in variables.items():
         if _EXPANDED.search(value) or not is_safe(name):
-            raise LaunchError(f"{name}={value!r}: DeepSpeed's runner exports it through remote shells, which would change it; unset it")
+            raise LaunchError(
+                f"{name}={value!r}: DeepSpeed's runner exports it through pdsh and remote shells, which would change it;"
+                " unset it, or give NCCL's and UCX's by --env"
+            )
 
 
 def _check_env_file(path: Path) -> None:
@@ -125,7 +133,7 @@ def _check_env_file(path: Path) -> None:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not _ENV_LINE.fullmatch(line) or _EXPANDED.search(line):
             raise LaunchError(
-                f'{path}:{number}: {line!r}: expected NAME=VALUE without " $ ` \\; DeepSpeed allows no comments or blank lines here'
+                f'{path}:{number}: {line!r}: expected NAME=VALUE without " $ ` \\ %h; DeepSpeed allows no comments or blank lines here'
             )
 
 

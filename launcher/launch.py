@@ -13,10 +13,11 @@ from pathlib import Path
 from ..engine import environment as env
 from ..engine.errors import ConfigError, LaunchError
 from . import slurm
-from .commands import Start, deepspeed_command, flavour_of, mpirun_command, require, train_command
+from .commands import SILENT_SECONDS, Start, deepspeed_command, flavour_of, mpirun_command, require, train_command
 from .hosts import Host, check_host, describe, read_hostfile, select, world_size
 from .layout import Degrees
 from .local import search_path
+from .watched import run_watched
 
 _LAUNCHERS = ("local", "deepspeed", "mpirun", "slurm")
 _SBATCH_OPTIONS = ("partition", "account", "qos", "time", "constraint", "cpus-per-task")
@@ -82,7 +83,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees: Degrees) -> int:
-    """Start ``sdp`` with ``words`` (``train`` and what follows it) on every rank; the launcher takes the place of this process.
+    """Start ``sdp`` with ``words`` (``train`` and what follows it) on every rank; the launcher takes the place of this process, or is
+    watched by it.
 
     ``dump_dir``: where the run's files go; ``degrees``: what the number of ranks must fit.
     """
@@ -98,6 +100,7 @@ def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees:
     degrees.check(world_size(hosts), f"slots of {len(hosts)} hosts")
     master = (_master(args.master_addr, hosts), args.master_port or 29500)
     settings: dict[str, str] = {}
+    flavour = None
     if args.launcher == "deepspeed":
         command, settings = deepspeed_command(start, hosts, args.hostfile, master)
         if not args.dry_run and find_spec("deepspeed") is None:
@@ -105,13 +108,16 @@ def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees:
         programs = ["pdsh", "ssh"]
     else:
         program = args.mpirun or "mpirun"
-        command = mpirun_command(start, hosts, args.mpi or flavour_of(program), program, master)
+        flavour = args.mpi or flavour_of(program)
+        command = mpirun_command(start, hosts, flavour, program, master)
         programs = [program]
     if args.dry_run:
         _print(command, settings, [*describe(hosts), "every rank: " + shlex.join(["sdp", *words])])
         return 0
     for name in programs:
         require(name, f"--launcher {args.launcher}")
+    if flavour == "openmpi":
+        return run_watched(command, env.child_environment(settings, {}), SILENT_SECONDS)
     return _become(command, settings)
 
 

@@ -113,7 +113,7 @@ def start_local(
     settings = {**search_path(), **threads}
     port = env.free_port()
     ranks: list[_Rank] = []
-    with _caught_signals() as received:
+    with caught_signals() as received:
         try:
             for rank in range(processes):
                 place = env.local_environment(rank, processes, port).variables()
@@ -249,7 +249,7 @@ def _how(exit_code: int) -> str:
 
 
 @contextlib.contextmanager
-def _caught_signals() -> Iterator[list[int]]:
+def caught_signals() -> Iterator[list[int]]:
     """Collects SIGINT, SIGTERM and SIGHUP instead of dying of them; those that are ignored (nohup) stay ignored."""
     received: list[int] = []
     previous = {}

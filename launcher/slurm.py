@@ -1,7 +1,7 @@
 """SLURM: the batch script of a run, and what its own files and ``sacct`` tell about it.
 
 Beside the run's files stand ``slurm/job.sh``, ``slurm/events`` (a line for each event: seconds since the epoch, job id, word) and
-``slurm/rank-R.log``, what each task printed.
+``slurm/job-ID-rank-R.log``, what each task printed, ``job-ID-srun.log``, what srun said of them, and ``job-ID.log``.
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ def script(job: Job, start: Start, dump_dir: Path) -> str:
         if not _VALUE.fullmatch(value):
             raise LaunchError(f"--{name} {value!r}: not a value that SLURM could know; letters, digits and _.,:=@+/[]()&|*!- are allowed")
     lines = [f"#SBATCH --{name}={value}" for name, value in asked.items()]
-    lines += ["#SBATCH --requeue", f'#SBATCH --output="{folder}/job.log"', *(f"#SBATCH {word}" for word in _checked_extra(start.extra))]
+    lines += ["#SBATCH --requeue", f'#SBATCH --output="{folder}/job-%j.log"', *(f"#SBATCH {word}" for word in _checked_extra(start.extra))]
     return _TEMPLATE.format(
         options="\n".join(lines),
         directory=shlex.quote(str(start.directory)),
         exports="".join(f"export {name}={shlex.quote(value)}\n" for name, value in start.search_path.items()),
         events=shlex.quote(str(folder / EVENTS)),
+        folder=shlex.quote(str(folder)),
         srun=shlex.join([*_srun(job, start, folder), *train_command(start)]),
         stopped=_STOPPED,
     )
 
 
 def _srun(job: Job, start: Start, folder: Path) -> list[str]:
-    words = ["srun", "--kill-on-bad-exit=1", "--open-mode=append", f"--output={folder}/rank-%t.log"]
+    words = ["srun", "--kill-on-bad-exit=1", "--open-mode=append", f"--output={folder}/job-%j-rank-%t.log"]
     if job.container is not None:
         mounts = ",".join(filter(None, [f"{start.directory}:{start.directory}", job.container_mounts]))
         words += [f"--container-image={job.container}", f"--container-mounts={mounts}", f"--container-workdir={start.directory}"]
@@ -108,7 +109,8 @@ def status(dump_dir: Path) -> str:
     # The job may note that it runs before sbatch's caller notes that it was submitted.
     events = [line.split()[2:] for line in lines if line.split()[1] == job and not line.endswith("submitted")]
     state = _STATES.get(_asked(job)) or _by_events(events)
-    if state == "failed" and _says_out_of_memory(dump_dir / FOLDER):
+    logs = (dump_dir / FOLDER).glob(f"job-{job}[.-]*log")
+    if state == "failed" and any(map(_says_out_of_memory, logs)):
         state = "out of memory"
     code = events[-1][1] if events and events[-1][0] == "ended" and state != "done" else None
     return f"job {job}: {state}" + (f", exit code {code}" if code else "")
@@ -132,18 +134,22 @@ def _by_events(events: Sequence[Sequence[str]]) -> str:
     words = [event[0] for event in events]
     if not words or words[-1] == "requeued":
         return "pending"
-    if words[-1] != "ended":
-        return "timeout" if words[-1] == "time-limit-near" else "running"
-    if events[-1][1] == "0":
+    words = " ".join(words).rpartition("running")[2].split()  # since the last start
+    if events[-1][:2] == ["ended", "0"]:
         return "done"
-    return "timeout" if words[-2:-1] == ["time-limit-near"] else "failed"
+    if "time-limit-near" in words:
+        return "timeout"
+    if "told-to-end" in words:
+        return "cancelled"
+    return "failed" if "ended" in words else "running"
 
 
-def _says_out_of_memory(folder: Path) -> bool:
-    return any(_OUT_OF_MEMORY.search(log.read_text(encoding="utf-8", errors="replace")) for log in sorted(folder.glob("*.log")))
+def _says_out_of_memory(log: Path) -> bool:
+    return _OUT_OF_MEMORY.search(log.read_text(encoding="utf-8", errors="replace")) is not None
 
 
-_OUT_OF_MEMORY = re.compile(r"out of memory|oom[-_ ]kill", re.IGNORECASE)
+# Of torch and of SLURM, with cgroups and where it samples a job's memory.
+_OUT_OF_MEMORY = re.compile(r"out of memory|oom[-_ ]kill|exceeded (job |step )?memory limit", re.IGNORECASE)
 _STATES = {
     **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "CONFIGURING"), "pending"),
     **dict.fromkeys(("RUNNING", "COMPLETING"), "running"),
@@ -169,11 +175,16 @@ resume=()
 if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then resume=(--resume); fi
 out_of_time=
 trap 'out_of_time=1; note time-limit-near; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'note told-to-end' TERM  # of scancel and of a preemption: every task gets it too and writes its checkpoint, for which this waits
 
 note running
-{srun} "${{resume[@]}}" &
+said={folder}/job-$SLURM_JOB_ID-srun.log
+{srun} "${{resume[@]}}" 2> "$said" &
 srun=$!
 while wait "$srun"; code=$?; kill -0 "$srun" 2> /dev/null; do :; done  # the trap interrupts wait
+# srun returns the highest code, often that of a task that it killed after another had failed. It says first what failed first.
+first=$(grep -m 1 -E '^srun: error: [^ ]+: tasks? ' "$said")
+if [[ "$first" =~ "Exited with exit code "([0-9]+) ]]; then code="${{BASH_REMATCH[1]}}"; fi
 
 if [ -n "$out_of_time" ] && [ "$code" -eq {stopped} ]; then
     note requeued

@@ -1,9 +1,9 @@
 #!/bin/bash
-# on.sh DIR a|b COMMAND…: run a command on one of the hosts that hosts_up.sh made, in this working directory.
+# on.sh DIR a|b|c|d COMMAND…: run a command on one of the hosts that hosts_up.sh made, in this working directory.
 set -eu
 folder=$1 host=$2
 shift 2
 export PATH="$folder/bin:$PATH"
-# A name and a mount table of its own: /etc/hosts there names both hosts, and outside nothing changes.
+# A name and a mount table of its own: /etc/hosts there names all hosts, and outside nothing changes.
 exec nsenter --net="/run/netns/$(basename "$folder")-$host" unshare --uts --mount \
     sh -c 'mount --bind "$1/hosts" /etc/hosts; hostname "host-$2"; shift 2; exec "$@"' sh "$folder" "$host" "$@"

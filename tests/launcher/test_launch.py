@@ -140,7 +140,7 @@ def test_slurm(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "partition=gpu", "time=1-12:00:00", "constraint=a100&nvlink"):
         assert f"#SBATCH --{option}" in lines
     assert "#SBATCH --signal=B:USR1@120" in lines
-    assert f'#SBATCH --output="{Path.cwd()}/out/slurm/job.log"' in lines
+    assert f'#SBATCH --output="{Path.cwd()}/out/slurm/job-%j.log"' in lines
     srun = next(line for line in lines if line.startswith("srun "))
     assert f"--container-image=docker://nvcr.io/x:1 --container-mounts={Path.cwd()}:{Path.cwd()},/data:/data" in srun
     assert not Path("out").exists()  # a dry run leaves nothing
@@ -193,6 +193,27 @@ def test_hostile_words_in_the_batch_script(capsys: pytest.CaptureFixture[str], f
     assert not list(folder.rglob("pwned"))
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("host-a: task 0: Exited with exit code 2\nsrun: error: host-b: tasks 2-3: Terminated", 2),
+        ("host-a: tasks 0-1: Exited with exit code 143", 143),
+        ("host-b: task 2: Killed\nsrun: error: host-a: task 0: Exited with exit code 1", 137),
+        ("Unable to create step", 137),
+    ],
+)
+def test_the_code_of_the_task_that_failed_first(capsys: pytest.CaptureFixture[str], folder: Path, said: str, expected: int) -> None:
+    Path("bin").mkdir()
+    stand_in = Path("bin/srun")
+    stand_in.write_text(f"#!/bin/sh\nprintf 'srun: error: {said}\\n' >&2\nexit 137\n")
+    stand_in.chmod(0o755)
+    printed = dry_run(capsys, "--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", "out")
+    Path("out/slurm").mkdir(parents=True)
+    environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    assert subprocess.run(["bash", "-c", printed.partition("\n")[2]], env=environ).returncode == expected
+    assert Path("out/slurm/events").read_text().split()[-2:] == ["ended", str(expected)]
+
+
 @pytest.mark.parametrize(("given", "expected"), [({"SLURM_CPUS_PER_TASK": "6"}, "6"), ({}, "unset")])
 def test_srun_is_told_the_cores_of_a_task(capsys: pytest.CaptureFixture[str], folder: Path, given: dict[str, str], expected: str) -> None:
     Path("bin").mkdir()
@@ -223,6 +244,9 @@ def test_srun_is_told_the_cores_of_a_task(capsys: pytest.CaptureFixture[str], fo
         (["--launcher", "deepspeed", "--hostfile", "hosts", "run.json", "--fsdp", "2"], "6 processes (slots of 2 hosts) are not"),
         (["--launcher", "deepspeed", "--hostfile", "hosts", "--master-addr", "a;b", "run.json"], "--master-addr: 'a;b' is no host name"),
         (["--launcher", "deepspeed", "--hostfile", "hosts", "--python", "/a b/python", "run.json"], "passes it unquoted to remote shells"),
+        (["--launcher", "deepspeed", "--hostfile", "hosts", "--python", "/a/%h/python", "run.json"], "passes it unquoted to remote shells"),
+        (["--launcher", "deepspeed", "--hostfile", "hosts", "--launcher-args=--venv_script=/%u/x", "run.json"], "passes it through pdsh"),
+        (["--launcher", "deepspeed", "--hostfile", "per-cent", "run.json"], "'n%h' is no host name"),
         (["--launcher", "deepspeed", "--hostfile", "local-host", "run.json"], "cannot reach rank 0 at localhost"),
         (["--launcher", "local", "--env", "NCCL_DEBUG", "run.json"], "expected NAME=VALUE"),
         (["--launcher", "local", "--env", "RANK=3", "run.json"], "env.RANK: RANK is the launcher's"),
@@ -236,6 +260,7 @@ def test_srun_is_told_the_cores_of_a_task(capsys: pytest.CaptureFixture[str], fo
 )
 def test_refused(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     Path("local-host").write_text("localhost slots=2\nworker-1 slots=2\n")
+    Path("per-cent").write_text("n%h slots=2\n")
     assert command_line.main(["launch", "--dry-run", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -243,7 +268,7 @@ def test_refused(capsys: pytest.CaptureFixture[str], words: list[str], message: 
     assert message in err
 
 
-@pytest.mark.parametrize("line", ["A=$(touch pwned)", "A=`touch pwned`", 'A="x"', "# comment", "", "export A=1"])
+@pytest.mark.parametrize("line", ["A=%h", "A=a%%b", "A=$(touch pwned)", "A=`touch pwned`", 'A="x"', "# comment", "", "export A=1"])
 def test_deepspeed_env_file_that_the_runner_would_trip_over(capsys: pytest.CaptureFixture[str], line: str) -> None:
     Path(".deepspeed_env").write_text(f"NCCL_DEBUG=INFO\n{line}\n")
     assert command_line.main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
@@ -268,10 +293,10 @@ def test_deepspeed_environment_file_of_another_name(
     assert "other_env:1:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["/a$HOME/b", "/a`touch pwned`"])
+@pytest.mark.parametrize("path", ["/a$HOME/b", "/a`touch pwned`", "/a%h/b", "/a%n", "/%u"])
 def test_deepspeed_exports_the_search_path_too(path: str) -> None:
     start = Start(["train"], "python", Path("/w"), {"PYTHONPATH": path})
-    with pytest.raises(LaunchError, match=r"PYTHONPATH=.*through remote shells"):
+    with pytest.raises(LaunchError, match=r"PYTHONPATH=.*through pdsh and remote shells"):
         deepspeed_command(start, [Host("a", (0,))], Path("hosts"), ("a", 1))
 
 

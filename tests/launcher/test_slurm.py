@@ -1,4 +1,4 @@
-"""How a SLURM job is, from the run's own files and from what sacct and scontrol say. Real jobs: see docs/log.md."""
+"""How a SLURM job is, from the run's own files and from what sacct and scontrol say. Real jobs: tests/cluster."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def status(capsys: pytest.CaptureFixture[str], folder: Path, events: str, log: str = "") -> str:
     (folder / "run/slurm").mkdir(parents=True)
     (folder / "run/slurm/events").write_text("".join(f"100 {event}\n" for event in events.split("; ")))
-    (folder / "run/slurm/rank-1.log").write_text(log)
+    (folder / "run/slurm/job-7-rank-1.log").write_text(log)
     assert command_line.main(["launch", "--launcher", "slurm", "--status", str(folder / "run")]) == 0
     return capsys.readouterr().out.strip()
 
@@ -31,6 +31,12 @@ def status(capsys: pytest.CaptureFixture[str], folder: Path, events: str, log: s
         ("7 submitted; 7 running; 7 ended 2", "sdp: error: shard 7 is damaged", "job 7: failed, exit code 2"),
         ("7 submitted; 7 running; 7 ended 1", "CUDA out of memory. Tried", "job 7: out of memory, exit code 1"),
         ("7 submitted; 7 running; 7 ended 137", "slurmstepd: error: Detected 1 oom_kill event", "job 7: out of memory, exit code 137"),
+        ("7 submitted; 7 running; 7 ended 137", "StepId=7.0 exceeded memory limit (2 > 1)", "job 7: out of memory, exit code 137"),
+        ("7 submitted; 7 running; 7 ended 1; 12 submitted; 12 ended 1", "CUDA out of memory. Tried", "job 12: failed, exit code 1"),
+        ("7 submitted; 7 running; 7 told-to-end; 7 ended 143", "", "job 7: cancelled, exit code 143"),
+        ("7 submitted; 7 running; 7 told-to-end", "", "job 7: cancelled"),
+        ("7 running; 7 time-limit-near; 7 told-to-end", "", "job 7: timeout"),
+        ("7 running; 7 told-to-end; 7 ended 143; 7 running", "", "job 7: running"),
         ("7 submitted; 7 running; 7 time-limit-near", "", "job 7: timeout"),
         ("7 submitted; 7 running; 7 time-limit-near; 7 ended 143", "", "job 7: timeout, exit code 143"),
         ("7 submitted; 7 running; 7 time-limit-near; 7 requeued", "", "job 7: pending"),

@@ -1,0 +1,9 @@
+#!/bin/bash
+# slurm_down.sh DIR: end the jobs and daemons of slurm_up.sh, by their ids.
+folder=$1/slurm
+export SLURM_CONF="$folder/slurm.conf"
+"$(dirname "$0")/on.sh" "$1" a scancel --user root 2> /dev/null
+for daemon in slurmd-host-a slurmd-host-b slurmctld munge; do
+    [ ! -f "$folder/$daemon.pid" ] || kill "$(cat "$folder/$daemon.pid")"
+done
+true

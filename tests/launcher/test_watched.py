@@ -1,0 +1,60 @@
+"""A launcher that says that its job ends, and does not end itself."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import sdp
+from processes import until
+from sdp.engine.errors import LaunchError
+from sdp.launcher.watched import run_watched
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sdp: error: rank 0 on host-a, step 2, backward: no progress for 8 s",
+        "Primary job  terminated normally, but 1 process returned",
+        "mpirun.openmpi noticed that process rank 3 with PID 0 on node b exited on signal 9 (Killed).",
+        "mpirun detected that one or more processes exited with non-zero status, thus causing",
+    ],
+)
+def test_ended_when_it_hangs_after_its_job(capfdbinary: pytest.CaptureFixture[bytes], line: str) -> None:
+    started = time.monotonic()
+    assert run_watched(["sh", "-c", 'echo "$1" >&2; exec sleep 60', "sh", line], os.environ, 0.3) == 1
+    assert time.monotonic() - started < 30
+    out, err = capfdbinary.readouterr()
+    assert (out, err.decode().splitlines()) == (b"", [line, "sdp: sh still waits for a host 0.3 s after the job's end: killed"])
+
+
+def test_left_alone_while_its_job_runs(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    script = "echo out; echo 'a line about sdp: error: and noticed that' >&2; sleep 1; printf last >&2; exit 7"
+    assert run_watched(["sh", "-c", script], os.environ, 0.1) == 7
+    assert capfdbinary.readouterr() == (b"out\n", b"a line about sdp: error: and noticed that\nlast")
+
+
+def test_killed_by_a_signal() -> None:
+    assert run_watched(["sh", "-c", "kill -9 $$"], os.environ, 1) == 128 + signal.SIGKILL
+
+
+def test_signals_are_passed_on(tmp_path: Path) -> None:
+    script = f"trap 'echo told > {tmp_path}/told; exit 5' TERM; echo > {tmp_path}/ready; while :; do sleep 0.1; done"
+    code = "import os, sys; from sdp.launcher.watched import run_watched; sys.exit(run_watched(['sh', '-c', sys.argv[1]], os.environ, 20))"
+    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
+    process = subprocess.Popen([sys.executable, "-P", "-c", code, script], env=environ)
+    try:
+        until(lambda: (tmp_path / "ready").exists())
+        process.terminate()
+        assert process.wait(20) == 5
+        assert (tmp_path / "told").exists()
+    finally:
+        process.kill()
+
+
+def test_a_program_that_is_not_there() -> None:
+    with pytest.raises(LaunchError, match="no-mpirun cannot be started"):
+        run_watched(["./no-mpirun"], os.environ, 1)
