@@ -53,7 +53,7 @@ def test_a_host_that_vanishes_ends_the_run_which_resumes(hosts: Hosts, expected:
     """DeepSpeed's runner on host-a and b, and Open MPI on c and d, lose b and d at the same time."""
     needs("pdsh", "pdsh")
     needs("mpirun.openmpi", "openmpi-bin")
-    words = ["small.json", "--set", "training.step_timeout=10", "training.save_every=2", "--dump-dir"]
+    words = ["small.json", "--set", "training.step_timeout=8", "training.save_every=20", "--dump-dir"]
     runs = {
         "lost-b": hosts.start(*DEEPSPEED, "hostfile", *words, "lost-b", host="a", log="a.log"),
         "lost-d": hosts.start(*OPEN_MPI, "others", *words, "lost-d", host="c", log="c.log"),
@@ -62,15 +62,19 @@ def test_a_host_that_vanishes_ends_the_run_which_resumes(hosts: Hosts, expected:
     def said(host: str) -> str:
         return (hosts.folder / f"{host}.log").read_text()
 
+    def is_between_checkpoints(run: str) -> bool:  # a save may take longer than a step
+        steps = len(hosts.losses(run))
+        return steps > 20 and 2 <= steps % 20 <= 10
+
     for run, process in runs.items():
-        until(lambda run=run, process=process: len(hosts.losses(run)) >= 3 or process.poll() is not None, 180)
+        until(lambda run=run, process=process: is_between_checkpoints(run) or process.poll() is not None, 180)
         hosts.plug(run[-1], "down")
     try:
         for host, process in zip("ac", runs.values(), strict=True):
-            # 10 seconds to notice, 30 silent ones of ssh or of mpirun
+            # 8 seconds to notice, 30 silent ones of ssh or of mpirun
             assert finish(process, 100) != 0
-            assert f"rank 0 on host-{host}, step " in said(host)
-            assert "no progress for 10 s" in said(host)
+            assert f"rank 0 on host-{host}, step " in said(host), said(host)
+            assert "no progress for 8 s" in said(host)
         assert "mpirun.openmpi still waits for a host 30 s after the job's end: killed" in said("c")
         for run in runs:
             assert 0 < len(hosts.losses(run)) < len(expected)
