@@ -40,7 +40,7 @@ class Slurm:
 
     def wait(self, run: str, *states: str) -> str:
         """The status once it begins with one of ``states``."""
-        return until(lambda: (now := self.status(run)).startswith(states) and now, SECONDS)
+        return until(lambda: now if (now := self.status(run)).startswith(states) else None, SECONDS)
 
     def steps(self, run: str, count: int) -> None:
         """Return when the run has noted that many steps."""
@@ -122,7 +122,7 @@ def test_jobs_that_do_not_end_well(slurm: Slurm) -> None:
     assert slurm.wait("wrong", "failed", "done") == slurm.status_without_slurm("wrong") == "failed, exit code 2"
     assert slurm.wait("fat", "out of memory", "failed") == slurm.status_without_slurm("fat") == "out of memory, exit code 137"
 
-    until(lambda: "step 0: " in slurm.said("late") or None, SECONDS)
+    until(lambda: "step 0: " in slurm.said("late"), SECONDS)
     slurm("scontrol", "update", f"JobId={late}", "EndTime=now+1")
     assert slurm.wait("late", "timeout", "failed", "pending").startswith("timeout")
     assert slurm.status_without_slurm("late").startswith("timeout")
