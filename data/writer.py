@@ -101,7 +101,7 @@ class ShardWriter:
             with contextlib.suppress(OSError):  # a full disk refuses the rest of the buffer once more
                 self._file.close()
             self._file = None
-            self._path(".tmp").unlink(missing_ok=True)
+        self._path(".tmp").unlink(missing_ok=True)  # an interrupt may come before the file that was made has a name here
 
     def _close_shard(self) -> None:
         if self._file is None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from . import checkpoint
 from .backends.base import Backend
 from .checkpoint_part import Part
+from .layout import TensorInfo
 from .sync import local_tensor
 
 
@@ -28,14 +29,20 @@ class SavedState:
     def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
         """Weights, persistent buffers and optimizer state, each as its part of the full model's.
 
-        Frozen copies are no part of it. Their buffers (running statistics) are this rank's own, but begin ``to_load`` as the holders'.
+        Frozen copies are no part of it. Buffers (running statistics) are every rank's own: the first holder's are saved, as
+        ``full_state_dict`` has them, and ``to_load`` all begin with those.
         """
         backend = self._backend
         backend.shard_parameters()
         known = backend.layout.buffers
         named = ((name, buffer) for name, buffer in backend.module.named_buffers() if name in known)
-        buffers = {name: buffer for name, buffer in named if to_load or backend.holds(known[name])}
+        buffers = {name: buffer for name, buffer in named if to_load or self._gives(known[name])}
         return checkpoint.tensors_of(backend.parameters, buffers, self._optimizer, self._placed)
+
+    def _gives(self, buffer: TensorInfo) -> bool:
+        layout = self._backend.layout
+        alone = self._backend.data_ranks_here == layout.mesh.data_ranks
+        return alone or self._rank == layout.mesh.rank(buffer.holders[0])
 
     def _placed(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         """A shard as a part of the full model's parameter. FSDP2 knows of no cut but its own."""

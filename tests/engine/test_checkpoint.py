@@ -89,6 +89,10 @@ PAIRS = [
     (Case(4, 1, stage=0, optimizer="momentum", placement="cyclic"), Case(1, 2, stage=3, optimizer="momentum", placement="full")),
     (Case(2, 2, stage=3, optimizer="adamw", masking="backward"), Case(4, 1, optimizer="adamw", placement="profile")),
     (Case(2, 1, optimizer="adamw", placement="cyclic"), Case(2, 2, stage=2, optimizer="adamw", masking="backward")),
+    (  # running statistics are those of first holders
+        Case(2, 2, stage=3, optimizer="adamw", model="resnet-meta"),
+        Case(1, 2, optimizer="adamw", placement="full", model="resnet-meta"),
+    ),
     (
         Case(2, 1, optimizer="adamw", masking="backward", bf16=True, model="llama-tied"),
         Case(1, 2, optimizer="adamw", placement="full", model="llama-tied"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,46 +186,3 @@ def test_a_model_without_stated_branches_and_a_wrong_name() -> None:
         sdp.initialize(model=models.mlp(), config=config(placement="cyclic", capacity=0.5))
     with pytest.raises(PlacementError, match="is no module of the model, did you mean"):
         sdp.initialize(model=llama(), config=config(placement={"layers.0.mlp.neuron.1": [0]}))
-
-
-def test_train_resume_and_export(text_config: Path, tmp_path: Path) -> None:
-    from sdp.launcher.main import main
-
-    run = ["train", str(text_config), "--dump-dir"]
-    assert main([*run, str(tmp_path / "whole")]) == 0
-    assert main([*run, str(tmp_path / "halves"), "--set", "training.steps=2"]) == 0
-    assert main([*run, str(tmp_path / "halves"), "--resume"]) == 0
-    whole, halves = (
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("whole", "halves")
-    )
-    assert halves == whole
-    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "hf")]) == 0
-    lines = (tmp_path / "whole" / "evaluations.jsonl").read_text().splitlines()
-    first, last = json.loads(lines[0]), json.loads(lines[-1])
-    assert last["loss"] < first["loss"]
-    assert last["subnetwork_losses"][0] != pytest.approx(last["loss"], rel=1e-4)
-    # The same run goes on densely: names and shapes are those of the full model.
-    dense = ["sdp.granularity=block", "sdp.capacity=1.0", "sdp.neuron_groups=8", "training.steps=5"]
-    assert main([*run, str(tmp_path / "whole"), "--resume", "--set", *dense]) == 0
-
-
-@pytest.fixture
-def text_config(tmp_path: Path) -> Path:
-    from sdp.data.prepare import prepare
-
-    for number in range(40):
-        (tmp_path / f"{number}.txt").write_text(f"document number {number} " * 20)
-    prepare([str(tmp_path / "*.txt")], tmp_path / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
-    content = {
-        "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "sdp": {"groups": 4, "capacity": 0.5, "granularity": "neuron", "neuron_groups": 4, "engine": "reference"},
-        "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
-        "data": {"path": str(tmp_path / "shards"), "sequence_length": 32},
-        "training": {"steps": 4, "evaluate_batches": 2, "save_every": 2},
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(content))
-    return path

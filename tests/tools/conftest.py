@@ -1,6 +1,7 @@
 """Puts the modules that the tests in this folder share on the import path; a corpus and a finished run for those that read one."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -15,11 +16,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """A run in this process publishes its place in os.environ; nothing of it may outlive the test."""
-    before = dict(os.environ)
+    """A run in this process publishes its place in os.environ and sets up the log; nothing of it may outlive the test."""
+    log = logging.getLogger("sdp")
+    before, settings, handlers = dict(os.environ), (log.level, log.propagate), list(log.handlers)
     yield
     os.environ.clear()
     os.environ.update(before)
+    (log.level, log.propagate), log.handlers[:] = settings, handlers
 
 
 @pytest.fixture(scope="session")

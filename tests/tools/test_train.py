@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sdp.data.prepare import prepare
@@ -123,6 +124,26 @@ def test_a_run_goes_on_under_tensor_parallelism(trained_run, tmp_path):
     assert len(losses(tmp_path / "tp")) == 6
     for rank in json.loads((tmp_path / "tp" / "summary.json").read_text())["ranks"]:
         assert rank["state_measured"] == rank["state_predicted"]
+
+
+@pytest.mark.parametrize("engine", ["reference", "fsdp2"])
+def test_neurons_train_resume_and_go_on_as_blocks(config, tmp_path, engine):
+    section = {"groups": 2, "capacity": 0.5, "granularity": "neuron", "neuron_groups": 4, "engine": engine}
+    path = write(config | {"sdp": section, "train_micro_batch_size_per_gpu": 4}, tmp_path)
+    start = (lambda *words: sdp(*words)) if engine == "fsdp2" else (lambda *words: SimpleNamespace(returncode=main([*map(str, words)])))
+    assert start("train", path, "--dump-dir", tmp_path / "whole").returncode == 0
+    if engine == "reference":
+        assert start("train", path, "--dump-dir", tmp_path / "halves", "--set", "training.steps=3").returncode == 0
+        assert start("train", path, "--dump-dir", tmp_path / "halves", "--resume").returncode == 0
+        assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
+    last = json.loads((tmp_path / "whole" / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert last["subnetwork_losses"][0] != pytest.approx(last["loss"], rel=1e-4)
+    for rank in json.loads((tmp_path / "whole" / "summary.json").read_text())["ranks"] if engine == "fsdp2" else ():
+        assert rank["state_measured"] == rank["state_predicted"] and rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]
+    # The same run goes on in blocks: names and shapes are those of the full model.
+    blocks = ["sdp.granularity=block", "sdp.neuron_groups=8", "sdp.engine=reference", "training.steps=7"]
+    assert main(["train", str(path), "--dump-dir", str(tmp_path / "whole"), "--resume", "--set", *blocks]) == 0
+    assert len(losses(tmp_path / "whole")) == 7
 
 
 def test_reference_engine_trains_the_same_run_and_resumes_bit_for_bit(config, tmp_path):
