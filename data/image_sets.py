@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.errors import ConfigError, DataError
+from .writer import writing
 
 INDEX_FILE = "images.json"
 FORMAT = "sdp-images"
@@ -55,12 +56,13 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
     check_source(name, path)
     splits = _digits() if path is None else _cifar(path, _CIFAR[name])
     facts = facts_of_set(name)
-    output.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    for split, arrays in splits.items():
-        for part, array in zip(("images", "labels"), arrays, strict=True):
-            np.save(output / f"{split}-{part}.npy", array, allow_pickle=False)
-            digest.update(array.tobytes())
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+        for split, arrays in splits.items():
+            for part, array in zip(("images", "labels"), arrays, strict=True):
+                np.save(output / f"{split}-{part}.npy", array, allow_pickle=False)
+                digest.update(array.tobytes())
     images = splits["train"][0]
     pixels = images.reshape(*images.shape[:2], -1)
     counts = [np.bincount(channel.ravel(), minlength=256) for channel in pixels.swapaxes(0, 1)]  # exact, and no copy in float
@@ -76,8 +78,9 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
         mirrors=name != "digits",
     )
     temporary = output / f"{INDEX_FILE}.tmp"
-    temporary.write_text(json.dumps(asdict(index), indent=1) + "\n", encoding="utf-8")
-    temporary.replace(output / INDEX_FILE)
+    with writing(output):
+        temporary.write_text(json.dumps(asdict(index), indent=1) + "\n", encoding="utf-8")
+        temporary.replace(output / INDEX_FILE)
     return index
 
 

@@ -30,7 +30,9 @@ Sample = tuple[torch.Tensor, int, int]  # uint8 image (C, S, S), label, position
 
 @dataclass(frozen=True)
 class Images:
-    """What the splits of a set have in common. ``identity`` is a hash of what is read; ``crop``: pixels by which a crop may shift."""
+    """What the splits of a set have in common. ``identity`` is a hash of what is read (of a folder, of its files' names); ``crop``: pixels
+    by which a crop may shift.
+    """
 
     name: str
     path: Path
@@ -164,10 +166,11 @@ def _some_part(width: int, height: int, random: np.random.Generator) -> tuple[fl
     return _middle(width, height)
 
 
-def check_kornia() -> None:
-    """Raise ConfigError where kornia is missing."""
-    if find_spec("kornia") is None:
-        raise ConfigError('data.name: images need the package kornia, which is not installed; pip install "sdp-engine[vision]"')
+def check_packages(name: str | None = None) -> None:
+    """Raise ConfigError where a package is missing that the images of ``data.name`` need."""
+    for package, module in (("kornia", "kornia"), *([("Pillow", "PIL")] if name == "folder" else [])):
+        if find_spec(module) is None:
+            raise ConfigError(f'data.name: images need the package {package}, which is not installed; pip install "sdp-engine[vision]"')
 
 
 class Batches:
@@ -177,7 +180,7 @@ class Batches:
     """
 
     def __init__(self, about: Images, samples: int, seed: int | None = None) -> None:
-        check_kornia()
+        check_packages()
         self.about, self.samples, self.seed = about, samples, seed
 
     def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:

@@ -126,7 +126,8 @@ def tensors_of(
     """Everything that is a tensor, by key: ``model/NAME`` and ``optimizer/NAME/KEY``; shards stay shards.
 
     ``placed(name, tensor)``: the canonical name of the parameter ``name`` here, and a tensor of its shape as DCP is to see it. Several
-    slices of one parameter become one part of it; of what is no tensor of its shape (a step count) they have equal ones: the first's.
+    slices of one parameter become one part of it; of a number (a step count) they have equal ones: the first's. Raises
+    :class:`CheckpointError` for slices with any other state.
     """
     tensors = weights_of(buffers)
     for name, parameter in parameters.items():
@@ -137,6 +138,11 @@ def tensors_of(
             canonical, part = placed(name, value)
             key = pattern.format(canonical)
             if value.shape != parameter.shape:
+                if value.dim() and canonical != name:
+                    raise CheckpointError(
+                        f"the optimizer's {key.rpartition('/')[2]!r} of {name} has not the shape of its parameter, so that no other layout "
+                        'could go on with it; use AdamW or SGD, or sdp.granularity "block"'
+                    )
                 tensors.setdefault(key, value)
             elif isinstance(part, Part) and key in tensors:
                 tensors[key] = tensors[key].joined(part)

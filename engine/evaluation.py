@@ -1,7 +1,7 @@
 """Evaluate the full model: units are streamed from their holders to the ranks that lack them, where there are any.
 
 Unit-major over a chunk of batches: every batch of the chunk is computed up to a unit, the unit is broadcast once for all of them,
-they go on. One guest unit is in memory at a time, beside hidden states of the chunk.
+they go on. One guest unit, or the missing slices of one block, is in memory at a time, beside hidden states of the chunk.
 """
 
 from __future__ import annotations

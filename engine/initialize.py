@@ -249,12 +249,12 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         log.info("placement: %s", layout.placement.describe())
         for warning in layout.placement.warnings() if mesh.sdp > 1 else []:
             log.warning("placement: %s", warning)
-    if layout.refreshes:
+    if layout.refreshes and config.sdp.engine != "reference":
         sets = {refresh.members for refresh in layout.refreshes}
         most = max(sum(group in members for members in sets) for group in layout.everyone)
         log.info("masking: units that a group does not hold run from frozen copies, which a holder refreshes after each step "
                  "(at most %d communicators a rank more)", most)  # fmt: skip
-    elif layout.keeps_frozen:
+    elif layout.keeps_frozen and all(len(holders) == mesh.sdp for holders in layout.placement.holders):
         log.warning('sdp.masking "backward" has no effect: every group holds every unit')
     log.info(
         "batch: %d samples a step = micro-batch %d × accumulation %d × %d data ranks",

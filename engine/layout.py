@@ -130,6 +130,7 @@ class Layout:
         if section.granularity == "neuron":
             units = find_neuron_units(model, section.neuron_groups)
             blocks = tuple(unit.name for unit in _units_if_any(model))
+            _require_inside(units, blocks)
         else:
             required = mesh.sdp > 1 or explicit or section.units != "auto"
             units = find_units(model, section.units, explicit) if required else _units_if_any(model)
@@ -205,29 +206,41 @@ class Layout:
 
     def buckets(self, comes_last: Callable[[str], bool]) -> list[Bucket]:
         """The global list of reductions, in launch order; ``comes_last``: whether a parameter's gradient is made after all others'."""
-        trainable = {info.name: info.part.numel() for info in self._side_by_side() if info.trainable}
-        return plan_buckets(trainable, lambda name: self.parameters[name].holders, lambda name: _branch(self.parameters[name]), comes_last)
+        trainable = {info.name: info.part.numel() for info in self._in_bucket_order() if info.trainable}
+        return plan_buckets(
+            trainable, lambda name: self.parameters[name].holders, lambda name: _together(self.parameters[name]), comes_last
+        )
 
-    def _side_by_side(self) -> list[TensorInfo]:
+    def _in_bucket_order(self) -> list[TensorInfo]:
         """The parameters in the model's order, but of a branch the slices with the same holders together."""
         order = list(self.parameters.values())
         first: dict[str, int] = {}
         for position, info in enumerate(order):
-            first.setdefault(_branch(info).partition(" ")[0] if info.cut else info.name, position)
-
-        def key(info: TensorInfo) -> tuple[int, Holders]:
-            return (first[_branch(info).partition(" ")[0]], info.holders) if info.cut else (first[info.name], ())
-
-        return sorted(order, key=key)  # stable
+            first.setdefault(_branch(info), position)
+        return sorted(order, key=lambda info: (first[_branch(info)], info.holders if info.cut else ()))  # stable
 
     def counts_norm(self, info: TensorInfo, at: Coordinates, *, sharded: bool) -> bool:
         """Whether the rank at ``at`` counts its part of this parameter in the global norm: one holder does, and one copy."""
         return at.sdp == info.holders[0] and (sharded or at.fsdp == 0) and (info.tp_dim is not None or at.tp == 0)
 
 
+def _require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:
+    for unit in units:
+        if not any(unit.name.startswith(f"{block}.") for block in blocks):
+            raise ModelError(
+                f'{unit.name}: lies in none of the blocks that "auto" finds ({", ".join(blocks) or "there are none"}); branches of neurons '
+                "must lie in the model's blocks (unit_patterns())"
+            )
+
+
 def _branch(info: TensorInfo) -> str:
+    """The branch that a slice is of; of a whole parameter its own name."""
+    return info.unit.rpartition(".neurons.")[0] if info.cut else info.name
+
+
+def _together(info: TensorInfo) -> str:
     """What a parameter's gradient may travel with: its unit; of a slice, those of its branch that have the same holders."""
-    return f"{info.unit.rpartition('.neurons.')[0]} {info.holders}" if info.cut else info.unit
+    return f"{_branch(info)} {info.holders}" if info.cut else info.unit
 
 
 def _with_slices(parameters: Mapping[str, TensorInfo], units: Sequence[Unit], placement: Placement) -> dict[str, TensorInfo]:

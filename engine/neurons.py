@@ -78,7 +78,7 @@ def slice_linears(model: nn.Module, layout: Layout, group: int) -> None:
         path, _, leaf = name.rpartition(".")
         linear = model.get_submodule(path)
         dim = slices[0].cut.dim
-        if not isinstance(linear, nn.Linear) or leaf != "weight" or (dim == 0 and linear.bias is not None):
+        if type(linear) is not nn.Linear or leaf != "weight" or (dim == 0 and linear.bias is not None):
             raise ModelError(f'{path}: sdp.granularity "neuron" cuts linear layers, those of hidden units without bias; use "block"')
         model.set_submodule(path, SlicedLinear(linear, dim, _cuts(info for info in slices if group in info.holders)))
 

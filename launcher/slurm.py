@@ -104,7 +104,10 @@ def status(dump_dir: Path) -> str:
     try:
         lines = (dump_dir / FOLDER / EVENTS).read_text(encoding="utf-8").splitlines()
     except OSError:
-        raise LaunchError(f"--status {dump_dir}: sdp launch --launcher slurm submitted no job for it") from None
+        lines = []
+    lines = [line for line in lines if len(line.split()) > 2]  # the last may be half written
+    if not lines:
+        raise LaunchError(f"--status {dump_dir}: sdp launch --launcher slurm submitted no job for it")
     job = max((line.split()[1] for line in lines), key=int)
     # The job may note that it runs before sbatch's caller notes that it was submitted.
     events = [line.split()[2:] for line in lines if line.split()[1] == job and not line.endswith("submitted")]

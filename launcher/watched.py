@@ -6,6 +6,7 @@ its own for this.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -20,7 +21,8 @@ from .local import caught_signals
 
 _POLL_SECONDS = 0.1
 # A rank says why it ends; what mpirun says (Open MPI 4 and 5) when it ends the others.
-_ENDING = re.compile(rb"sdp: error: |Primary job +terminated normally, but|\S+ (noticed|detected) that ")
+_TAG = rb"(?:[^<\n]{0,60}<std\w+>:?\s*)?"  # of --tag-output and --timestamp-output
+_ENDING = re.compile(_TAG + rb"(?:sdp: error: |Primary job +terminated normally, but|\S+ (?:noticed|detected) that )")
 
 
 class _Ending:
@@ -38,16 +40,18 @@ class _Ending:
 
     def _forward(self) -> None:
         for line in self._stream:
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+            with contextlib.suppress(OSError):  # nobody reads any more; a full pipe would stop the launcher
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
             if self.since is None and _ENDING.match(line):
                 self.since = time.monotonic()
 
 
 def run_watched(command: Sequence[str], environ: Mapping[str, str], seconds: float) -> int:
-    """Run ``command`` and return its exit code; it is killed ``seconds`` after it said, or was told by a signal, to end the job.
+    """Run ``command`` and return its exit code; it is killed ``seconds`` after it said that the job ends, or after a second signal.
 
-    SIGINT, SIGTERM and SIGHUP to this process are passed on. Raises :class:`LaunchError` where the command cannot be started.
+    A first signal lets the ranks write a checkpoint, however long that takes. SIGINT, SIGTERM and SIGHUP to this process are passed on.
+    Raises :class:`LaunchError` where the command cannot be started.
     """
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # in a process group of its own it is in the background of the terminal
     with caught_signals() as received:
@@ -61,7 +65,8 @@ def run_watched(command: Sequence[str], environ: Mapping[str, str], seconds: flo
             for number in received[passed_on:]:
                 process.send_signal(number)
                 passed_on += 1
-                ending.since = ending.since or time.monotonic()
+                if passed_on > 1:
+                    ending.since = ending.since or time.monotonic()
             if ending.since is not None and time.monotonic() - ending.since > seconds:
                 process.kill()
                 process.wait()

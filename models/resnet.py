@@ -40,6 +40,11 @@ class BatchNorm2d(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         """``input`` (B, C, H, W) of any floating type → the same."""
         assert self.num_batches_tracked is not None and self.momentum is not None
+        if self.training and input.numel() == self.num_features:
+            raise ModelError(
+                f"batch norm of {self.num_features} channels: one value a channel ({tuple(input.shape)}) has no variance; raise "
+                "train_micro_batch_size_per_gpu, or take larger images"
+            )
         if self.training and self.track_running_stats:
             self.num_batches_tracked.add_(1)
         tracked = not self.training or self.track_running_stats

@@ -29,7 +29,7 @@ from ..engine.errors import ConfigError, LaunchError
 from ..engine.initialize import init_distributed, initialize
 from ..engine.place import place
 from ..engine.placement import Placement
-from ..engine.units import find_units
+from ..engine.units import find_neuron_units, find_units
 from ..models.registry import build_model
 from .race import Batch, Contestant, Timing, race
 
@@ -70,12 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (default, text) in _NUMBERS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--compile", action="store_true", help="time the engine with compiled units (training.compile) too")
-    parser.add_argument("--capacity", type=float, default=0.5, metavar="C", help="held fraction of the layers (default: 0.5)")
+    parser.add_argument("--capacity", type=float, default=0.5, metavar="C", help="held fraction of the layers, or neurons (default: 0.5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write settings and every timing there")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time both comparisons and print them.
+    """Time the comparisons and print them.
 
     Raises :class:`ConfigError` for sizes that make no model or placement, :class:`LaunchError` under a launcher of several ranks,
     and RuntimeError if engine and loop do not end with the same weights: then their times compare nothing.
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if found is not None and found.world_size > 1:
         raise LaunchError(f"sdp bench times one rank, but {found.source} started {found.world_size}; start it without a launcher")
     placement = place(SDPSection(groups=args.groups, capacity=args.capacity), find_units(_model(args, args.layers), "auto"))
+    _require_neurons(args)
     settings, comparisons = _settings(args), []
     _print_settings(settings)
     with _threads(args.threads):
@@ -101,7 +102,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- the two comparisons ---------------------------------------------------------------------------------------------------------
+def _require_neurons(args: argparse.Namespace) -> None:
+    """A hand-written narrower model has something of every branch."""
+    units = find_neuron_units(_model(args, args.layers), args.neuron_groups)
+    placed = place(SDPSection(groups=args.groups, capacity=args.capacity), units)
+    branches = {unit.name.rpartition(".neurons.")[0]: False for unit in units}
+    for unit in units:
+        branches[unit.name.rpartition(".neurons.")[0]] |= placed.holds(0, unit.index)
+    empty = [branch for branch, held in branches.items() if not held]
+    if empty:
+        raise ConfigError(f"--capacity: {args.capacity:g} leaves rank 0 nothing of {empty[0]}; choose a higher one, or more heads")
+
+
+# -- the comparisons -------------------------------------------------------------------------------------------------------------
 
 
 def _one_rank(args: argparse.Namespace, placement: Placement) -> Comparison:
@@ -138,7 +151,7 @@ def _one_of_many_by_neurons(args: argparse.Namespace, _: Placement) -> Compariso
     contestants = [_hand_written(PLAIN, plain, holders), _driven(f"engine, rank 0 of {args.groups}", engine)]
     timings = race(contestants, _batches(args, engine.device), args.warmup, engine.device)
     fraction = engine.layout.placement.held_fraction(0)
-    name = f"one of {args.groups} ranks, {fraction:.0%} of every branch's neurons, without a wire; the loop's layers are plain and narrower"
+    name = f"one of {args.groups} ranks, {fraction:.0%} of the branches' neurons, without a wire; the loop's layers are plain and narrower"
     return Comparison(name, timings, _weight_difference(engine, weights))
 
 
@@ -216,8 +229,6 @@ def _narrower_copy(engine: SDPEngine, args: argparse.Namespace) -> tuple[nn.Modu
     holders: dict[str, Any] = {}
     for name, slices in engine.layout.wholes.items():
         held = [info for info in slices if info.name in engine.parameters_here]
-        if not held:
-            raise ConfigError(f"--capacity: {args.capacity:g} leaves this rank nothing of {name}; choose a higher one for this comparison")
         dim = held[0].cut.dim if held[0].cut else 0
         parameter = nn.Parameter(torch.cat([engine.parameters_here[info.name].detach() for info in held], dim))
         path, _, leaf = name.rpartition(".")

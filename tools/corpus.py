@@ -39,8 +39,8 @@ class Corpus:
     """Training and held-out split of one data set.
 
     ``facts``: what the model must fit, as :func:`~sdp.models.registry.build_model` takes it. ``identity``: what a checkpoint records of
-    the data. ``collate`` and ``collate_held_out`` make a batch of samples (None: torch's default). ``measures``: what the model is
-    evaluated for beside its loss.
+    the data. ``calibration``: training samples as held-out ones are read, where that differs from ``train``. ``collate`` and
+    ``collate_held_out`` make a batch of samples (None: torch's default). ``measures``: what the model is evaluated for beside its loss.
     """
 
     train: Dataset[Any]
@@ -50,6 +50,7 @@ class Corpus:
     path: Path
     sha256: str
     description: str
+    calibration: Dataset[Any] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     collate_held_out: Callable[[list[Any]], Any] | None = None
     measures: tuple[str, ...] = ()
@@ -167,9 +168,11 @@ def _open_images(config: Config, path: Path) -> Corpus:
     seed = config.training.seed if data.augment is not False else None
     if data.name == "folder":
         size = data.image_size or _FOLDER_IMAGE_SIZE
-        train, held_out = ImageFolder(path, "train", size, seed), ImageFolder(path, "held_out", size)
+        train, held_out, calibration = (
+            ImageFolder(path, split, size, of) for split, of in (("train", seed), ("held_out", None), ("train", None))
+        )
     else:
-        train, held_out = ImageArrays(path, "train"), ImageArrays(path, "held_out")
+        train, held_out, calibration = ImageArrays(path, "train"), ImageArrays(path, "held_out"), None
     about = train.about
     return Corpus(
         train,
@@ -180,6 +183,7 @@ def _open_images(config: Config, path: Path) -> Corpus:
         sha256=about.identity,
         description=f"{about.name} ({len(train):,} images to train on, {len(held_out):,} held out, {about.num_classes} classes, "
         f"{about.image_size} × {about.image_size} pixels, sha256 {about.identity[:12]}…)",
+        calibration=calibration,
         collate=Batches(about, len(train), seed),
         collate_held_out=Batches(about, len(held_out)),
         measures=("accuracy",),

@@ -29,8 +29,14 @@ from .corpus import Corpus, open_prepared
 from .metrics import read_run
 from .saved_run import SavedRun
 
-# The reference engine holds the whole model in one process, whatever the layout that trained it.
-_IN_ONE_PROCESS = ("sdp.engine=reference", "tensor_parallel.autotp_size=1", "training.init_from=null")
+# The reference engine holds the whole model in one process, whatever the layout that trained it, and however fast.
+_IN_ONE_PROCESS = (
+    "sdp.engine=reference",
+    "tensor_parallel.autotp_size=1",
+    "training.init_from=null",
+    "training.compile=false",
+    "activation_checkpointing.mode=none",
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..data.image_sets import check_source, facts_of_set
-from ..data.images import check_kornia
+from ..data.images import check_packages
 from ..engine.batch_size import BatchSize
 from ..engine.checkpoint_files import latest, read_state
 from ..engine.config import Config, NamedParams
@@ -34,6 +34,8 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     """
     _check_length(config)
     batch = BatchSize.resolve(config, mesh)
+    if config.data.name is not None:
+        check_packages(config.data.name)
     path = path_of(config, dump_dir)
     corpus = None if path == dump_dir / "corpus" else open_prepared(config, path)  # what is made for the run is not there yet
     model = build_model(config.model, **(corpus.facts if corpus is not None else _facts_to_come(config)))
@@ -63,7 +65,6 @@ def _facts_to_come(config: Config) -> dict[str, int]:
     data = config.data
     if data.name is None:
         return {"vocab_size": data.vocab_size or config.model.get("vocab_size") or _SOME_VOCABULARY}
-    check_kornia()
     check_source(data.name, Path(data.path) if data.path is not None else None)
     return facts_of_set(data.name)
 
@@ -102,4 +103,4 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
         raise ConfigError(
             f"training.steps: {config.training.steps}, but {path} is from step {state['global_steps']}; raise training.steps to train on"
         )
-    check_data(path, state, path_of(config, dump_dir))
+    check_data(path, state, path_of(config, dump_dir), config.data.name)

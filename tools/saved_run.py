@@ -66,8 +66,10 @@ def find(args: argparse.Namespace, overrides: Sequence[str] = ()) -> SavedRun:
     return saved
 
 
-def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path) -> None:
-    """Raise CheckpointError where ``data``, if it is there, is of another tokenizer or other images than the checkpoint."""
+def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str | None = None) -> None:
+    """Raise CheckpointError where ``data``, if it is there, is of another tokenizer or other images than the checkpoint; ``name``: the
+    set of images that a run is to go on with.
+    """
     trained_with = state["client_state"].get("tokenizer")
     if trained_with is not None and (data / INDEX_FILE).is_file():
         found = load_index(data).tokenizer
@@ -77,6 +79,8 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path) -> None:
                 f"({_named(found)}); use the data of that run, or data prepared with its tokenizer"
             )
     images = state["client_state"].get("images")
+    if images is not None and name not in (None, "folder", images["name"]):
+        raise CheckpointError(f"{checkpoint}: was trained with images of {images['name']!r}, and data.name is {name!r}; use the former")
     if images is not None and (data / IMAGE_INDEX).is_file():
         index = load_image_index(data)
         if index.sha256 != images["sha256"]:

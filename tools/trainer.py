@@ -78,6 +78,7 @@ class Trainer:
             data_ranks=mesh.data_ranks // here,
             limit=training.evaluate_batches,
             collate_fn=corpus.collate_held_out,
+            num_workers=config.data.num_workers,
         )
         self.calibration = self._calibration_batches()
 
@@ -88,7 +89,8 @@ class Trainer:
             return []
         mesh, here = engine.layout.mesh, engine.data_ranks_here
         micro, rank = engine.train_micro_batch_size_per_gpu() * here, mesh.data_rank(engine.global_rank)
-        return list(evaluation_batches(self.corpus.train, micro, rank, mesh.data_ranks // here, limit, self.corpus.collate_held_out))
+        samples, workers = self.corpus.calibration or self.corpus.train, self.config.data.num_workers
+        return list(evaluation_batches(samples, micro, rank, mesh.data_ranks // here, limit, self.corpus.collate_held_out, workers))
 
     def _recalibrated(self) -> AbstractContextManager[None]:
         return self.engine.recalibrated(self.calibration) if self.calibration else nullcontext()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..layout import Layout, Shard, TensorInfo
+from ..layout import Layout, Shard
 from ..recalibration import Statistics
 from ..traffic import Traffic
 
@@ -25,10 +25,6 @@ class Backend(Protocol):
     @property
     def frozen(self) -> dict[str, nn.Parameter]:
         """Frozen copies, up to date, of the parameters that this process does not train (backward masking), by canonical name."""
-        ...
-
-    def holds(self, info: TensorInfo) -> bool:
-        """Whether this process trains the parameter, or has the buffer's value that counts."""
         ...
 
     @property

@@ -17,7 +17,7 @@ from ..clip import squared_norm
 from ..errors import ModelError
 from ..evaluation import StreamedEvaluation, first_holders_buffers, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
-from ..layout import Layout, Shard, TensorInfo
+from ..layout import Layout, Shard
 from ..mesh import Communicators
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough
@@ -81,9 +81,6 @@ class FSDP2Backend:
         self._refresh.finish()
         return self._frozen
 
-    def holds(self, info: TensorInfo) -> bool:
-        return self.at.sdp in info.holders
-
     @property
     def exposed_seconds(self) -> float:
         return self._sync.exposed_seconds
@@ -124,7 +121,7 @@ class FSDP2Backend:
     def ready(self) -> None:
         """To be called once parameters have their values: hooks the cross-group layer to them, and fills frozen copies."""
         everything = dict(self.module.named_parameters())
-        self.parameters = {name: p for name, p in everything.items() if self.holds(self.layout.parameters[name])}
+        self.parameters = {name: p for name, p in everything.items() if self.at.sdp in self.layout.parameters[name].holders}
         self._frozen = {name: p for name, p in everything.items() if name not in self.parameters}
         partial = [info.name for info in self.layout.held(self.at.sdp) if info.trainable and info.tp_dim is None]
         self._sync = GradientSync(

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from ..batch import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
 from ..clip import squared_norm
-from ..layout import Layout, Shard, TensorInfo
+from ..layout import Layout, Shard
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough, frozen_view, masked
 from ..traffic import Traffic
@@ -91,9 +91,6 @@ class ReferenceBackend:
         views = [view for stand_ins in self._stand_ins for view in stand_ins.values() if self.layout.keeps_frozen]
         for module in [self.module, *map(self.module.get_submodule, names), *views]:
             module.register_forward_pre_hook(lambda _, args, kwargs: tree_map(cast, (args, kwargs)), with_kwargs=True)
-
-    def holds(self, info: TensorInfo) -> bool:
-        return True
 
     def refresh(self, *, after_step: bool) -> None:
         """There is one model, and no copies."""

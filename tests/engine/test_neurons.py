@@ -13,7 +13,7 @@ import torch
 from ranks_cases import Case
 from sdp.engine.config import load_config
 from sdp.engine.errors import ConfigError, ModelError, PlacementError
-from sdp.engine.units import find_neuron_units
+from sdp.engine.units import Branch, find_neuron_units
 from torch import nn
 
 GROUPS = 2
@@ -179,6 +179,25 @@ def test_what_neurons_cannot_do_yet_is_refused(change: dict[str, Any], message: 
 def test_what_does_not_go_beside_neurons(engine: str, section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(config(engine=engine) | section)
+
+
+class NoBlocks(nn.Module):
+    """A branch outside of any list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = models.Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x).square().mean()
+
+    def neuron_branches(self) -> list[Branch]:
+        return [Branch("mlp", models.HIDDEN, (("mlp.up.weight", 0), ("mlp.down.weight", 1)))]
+
+
+def test_a_branch_outside_of_the_blocks() -> None:
+    with pytest.raises(ModelError, match=r"mlp.neurons.0: lies in none of the blocks"):
+        sdp.initialize(model=NoBlocks(), config=config(placement="cyclic", capacity=0.5))
 
 
 def test_a_model_without_stated_branches_and_a_wrong_name() -> None:

@@ -20,6 +20,7 @@ from sdp.launcher.watched import run_watched
         "sdp: error: rank 0 on host-a, step 2, backward: no progress for 8 s",
         "Primary job  terminated normally, but 1 process returned",
         "mpirun.openmpi noticed that process rank 3 with PID 0 on node b exited on signal 9 (Killed).",
+        "[1,2]<stderr>:sdp: error: rank 2 on host-b, step 2, backward: no progress for 8 s",
         "mpirun detected that one or more processes exited with non-zero status, thus causing",
     ],
 )

@@ -63,6 +63,16 @@ def test_optimizer_state_is_not_read(trained_run, tmp_path, capsys):
     assert evaluated(capsys, copy)["loss"] == pytest.approx(own_losses(trained_run)[4], rel=1e-5)
 
 
+def test_what_made_the_run_fast_is_not_needed(trained_run, tmp_path, capsys):
+    copy = shutil.copytree(trained_run, tmp_path / "run")
+    config = json.loads((copy / "config.json").read_text())
+    config["training"]["compile"] = True
+    config["activation_checkpointing"]["mode"] = "full"
+    config["sdp"] |= {"granularity": "neuron", "capacity": 0.5}
+    (copy / "config.json").write_text(json.dumps(config))
+    assert evaluated(capsys, copy)["loss"] == pytest.approx(own_losses(trained_run)[4], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
