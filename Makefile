@@ -62,7 +62,7 @@ $(VENV)/.installed: $(VENV)/.torch setup.cfg pyproject.toml
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation --editable ".[test,deepspeed]"
+	DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation --editable ".[test,deepspeed,mpi]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test

@@ -13,6 +13,7 @@ import subprocess
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from .errors import LaunchError
@@ -67,9 +68,12 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
     """The place that a launcher gave this process, or None where no launcher started it.
 
     ``environ`` defaults to this process's own. Raises :class:`LaunchError` for a set of variables that is incomplete
-    (naming what is missing) or contradicts itself, and where several hosts are used but none is named as the master.
+    (naming what is missing) or contradicts itself, and where several hosts are used but none is named as the master. Ranks of an MPI
+    start that is told no master agree on one through mpi4py, where it is installed; this makes the first call collective.
     """
-    environ = os.environ if environ is None else environ
+    if environ is None:
+        environ = os.environ
+        _ask_mpi_for_the_master()
     for launcher in LAUNCHERS:
         if environ.get(launcher.rank) and launcher.started(environ):
             return _resolve(launcher, environ)
@@ -81,6 +85,27 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
                 f" unset {'it' if len(leftovers) == 1 else 'them'}, or start through torchrun, mpirun or srun"
             )
     return None
+
+
+def _ask_mpi_for_the_master() -> None:
+    """Set MASTER_ADDR and MASTER_PORT, where MPI started this process among several and neither is set: rank 0's host, a free port there.
+
+    MPI is ended again at once: it must not wait for its other ranks where one of them fails.
+    """
+    launcher = next((launcher for launcher in LAUNCHERS if os.environ.get(launcher.rank) and launcher.started(os.environ)), None)
+    given = os.environ.get("MASTER_ADDR") or os.environ.get("MASTER_PORT")
+    if launcher is None or not launcher.is_mpi or given or find_spec("mpi4py") is None:
+        return
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=False)
+    from mpi4py import MPI
+
+    MPI.Init()
+    own = (socket.gethostname(), free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
+    address, port = MPI.COMM_WORLD.bcast(own)
+    MPI.Finalize()
+    export({"MASTER_ADDR": address, "MASTER_PORT": str(port)})
 
 
 def local_environment(rank: int, world_size: int, port: int) -> Environment:

@@ -30,6 +30,7 @@ class Launcher:
     node_list: Sequence[str] = ()
     job: Sequence[str] = ()  # all of them together name the job: ranks that share no MASTER_PORT derive it from these
     names_master: bool = False  # this launcher always sets MASTER_ADDR and MASTER_PORT
+    is_mpi: bool = False  # its ranks can ask each other through MPI
     traces: Sequence[str] = ()  # set without ``rank`` they are half of a start
     started: Callable[[Mapping[str, str]], bool] = lambda _: True
 
@@ -76,6 +77,7 @@ LAUNCHERS = (
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         job=("PMIX_NAMESPACE",),
+        is_mpi=True,
         traces=("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ),
     Launcher(
@@ -85,6 +87,7 @@ LAUNCHERS = (
         local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
         local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
         job=("PMI_JOBID",),
+        is_mpi=True,
         traces=("PMI_SIZE", "MPI_LOCALRANKID"),
         started=_mpiexec_started,
     ),

@@ -15,7 +15,6 @@ from scipy import sparse
 from .config import SDPSection
 from .errors import ConfigError, PlacementError
 from .mesh import Holders
-from .optimum import optimum
 from .packing import Packing, connect, fill, level, shuffle
 from .placement import COMMUNICATORS, Placement, spectral_gap
 from .profiles import capacities, explicit_profile, holder_counts, shaped_counts
@@ -217,6 +216,8 @@ def _filling(packing: Packing, *, balance: bool) -> tuple[np.ndarray, int]:
     assert best is not None
     covers = badness(best)[0] == 0
     if best.size <= _EXACT:
+        from .optimum import optimum  # SciPy's solvers take 0.4 s to import, which most runs need not wait for
+
         found = optimum(packing, int(best.sum()) if covers else len(packing.size))
         if found is not None:
             best = min(best, found[0], key=badness)

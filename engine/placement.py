@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from scipy import sparse
-from scipy.sparse import csgraph, linalg
+from scipy.sparse import csgraph
 
 from .errors import PlacementError
 from .mesh import Holders
@@ -217,6 +217,8 @@ def spectral_gap(members: sparse.csr_array, copies: Sequence[int]) -> float:
     normalised = sparse.csr_array(members.multiply(scale[None, :] / np.sqrt(degrees)[:, None]))
     normalised = normalised if side == len(degrees) else sparse.csr_array(normalised.T)
     if side > _DENSE:
+        from scipy.sparse import linalg  # imported where it is needed: most groups are few
+
         values = linalg.eigsh(normalised @ normalised.T, k=2, v0=np.linspace(1, 2, side), return_eigenvectors=False)
         second = np.min(np.asarray(values))
     else:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..engine import environment as env
 from ..engine.errors import ConfigError, LaunchError
+from ..engine.nodes import split_tensor_group
 from . import slurm
 from .commands import SILENT_SECONDS, Start, deepspeed_command, flavour_of, mpirun_command, require, train_command
 from .hosts import Host, check_host, describe, read_hostfile, select, world_size
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees:
         return _slurm(start, args, dump_dir, degrees)
     hosts = select(read_hostfile(args.hostfile), args.include or "", args.exclude or "", args.nodes, args.gpus_per_node)
     degrees.check(world_size(hosts), f"slots of {len(hosts)} hosts")
+    _warn_of_split_groups([host.name for host in hosts for _ in host.slots], degrees)
     master = (_master(args.master_addr, hosts), args.master_port or 29500)
     settings: dict[str, str] = {}
     flavour = None
@@ -135,6 +137,7 @@ def _local(start: Start, args: argparse.Namespace, degrees: Degrees) -> int:
 def _slurm(start: Start, args: argparse.Namespace, dump_dir: Path, degrees: Degrees) -> int:
     nodes = args.nodes or 1
     degrees.check(nodes * args.gpus_per_node, "--nodes * --gpus-per-node")
+    _warn_of_split_groups([f"node {rank // args.gpus_per_node}" for rank in range(nodes * args.gpus_per_node)], degrees)
     options = {name: value for name in _SBATCH_OPTIONS if (value := getattr(args, name.replace("-", "_"))) is not None}
     job = slurm.Job(
         dump_dir.name, nodes, args.gpus_per_node, bool(args.cpu), options, args.signal_seconds or 300, args.container, args.container_mounts
@@ -149,6 +152,11 @@ def _slurm(start: Start, args: argparse.Namespace, dump_dir: Path, degrees: Degr
     require("sbatch", "--launcher slurm")
     print(f"job {slurm.submit(text, dump_dir.absolute())}; its script and logs are in {folder}; sdp launch --launcher slurm --status DIR")
     return 0
+
+
+def _warn_of_split_groups(hosts: Sequence[str], degrees: Degrees) -> None:
+    if problem := split_tensor_group(hosts, degrees.tp):
+        print(f"sdp: WARNING: {problem}", file=sys.stderr, flush=True)
 
 
 def _split(text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..engine.environment import detect, place_file
 from ..engine.heartbeat import Heartbeat
 from ..engine.initialize import init_distributed, initialize, mesh_of
 from ..engine.memory import PeakMemory
+from ..engine.nodes import split_tensor_group
 from ..models.registry import build_model, section_from_huggingface
 from . import preflight
 from .corpus import open_corpus
@@ -49,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     beat = Heartbeat(rank, place_file(), args.dump_dir / "logs" / f"rank-{rank}.log", args.on_stall)
     beat.at(0, "starting", config.training.start_timeout)
     if config.sdp.engine != "reference":
-        init_distributed(config.training.start_timeout)
+        training = config.training
+        init_distributed(max(training.start_timeout, training.save_timeout, training.step_timeout))
     beat.at(0, "preparing data", None)
     corpus = open_corpus(config, args.dump_dir)
     beat.at(0, "building the model", config.training.start_timeout)
@@ -59,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     with explained(config, beat):
         model = build_model(config.model, **corpus.facts)
         engine, *_ = initialize(model=model, training_data=corpus.train, collate_fn=corpus.collate, config=config)
+    _warn_of_split_groups(engine)
     trainer = Trainer(config, engine, corpus, args.dump_dir, baseline, beat, files, monitors)
     trainer.profile(profiled)
     try:
@@ -71,6 +75,14 @@ def run(args: argparse.Namespace) -> int:
     if dist.is_initialized():  # not after a failure: other ranks may be inside a collective, and the message must get out
         dist.destroy_process_group()
     return status
+
+
+def _warn_of_split_groups(engine: SDPEngine) -> None:
+    """Say on rank 0 if tensor-parallel ranks are on several hosts. Collective."""
+    degree = engine.layout.mesh.tp
+    problem = split_tensor_group(engine.gather_facts(socket.gethostname()), degree) if degree > 1 else None
+    if problem is not None and engine.global_rank == 0:
+        log.warning("WARNING: %s", problem)
 
 
 def _with_absolute_paths(config: Config) -> Config:

@@ -272,7 +272,7 @@ class Trainer:
             log.error("WARNING: no checkpoint at step %d: %s; the one before stays, the run goes on", self.engine.global_steps, error)
 
     def _write_checkpoint(self, *, background: bool = False) -> None:
-        self.beat.at(self.engine.global_steps, "checkpoint", self.config.training.start_timeout)
+        self.beat.at(self.engine.global_steps, "checkpoint", self.config.training.save_timeout)
         with self._recalibrated():
             self.engine.save_checkpoint(
                 self.dump_dir / "checkpoints",
@@ -284,7 +284,7 @@ class Trainer:
     def _settle(self, *, block: bool) -> None:
         """Say how the save in the background went, if it failed."""
         if block:
-            self.beat.at(self.engine.global_steps, "waiting for the checkpoint", self.config.training.start_timeout)
+            self.beat.at(self.engine.global_steps, "waiting for the checkpoint", self.config.training.save_timeout)
         try:
             self.engine.wait_for_checkpoint(block=block)
         except CheckpointError as error:

@@ -146,6 +146,24 @@ def test_slurm(capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("out").exists()  # a dry run leaves nothing
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["deepspeed", "--hostfile", "hosts", "--nodes", "2", "--gpus-per-node", "2"],
+        ["mpirun", "--mpi", "openmpi", "--hostfile", "hosts", "--nodes", "2", "--gpus-per-node", "2"],
+        ["slurm", "--nodes", "2", "--gpus-per-node", "2"],
+    ],
+)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_tensor_parallelism_across_hosts_is_warned_of(capsys: pytest.CaptureFixture[str], launcher: list[str], degree: int) -> None:
+    settings = ["--set", "sdp.groups=1", "--tp", str(degree)]
+    assert command_line.main(["launch", "--dry-run", "--launcher", *launcher, "run.json", *settings]) == 0
+    said = capsys.readouterr().err
+    names = "node 0 and node 1" if launcher[0] == "slurm" else "worker-0 and worker-1"
+    assert (f"sdp: WARNING: tensor parallelism of 4 ranks crosses the network: ranks 0 to 3 are on {names}" in said) == (degree == 4)
+    assert said.count("\n") == (degree == 4)
+
+
 def test_slurm_without_gpus_asks_for_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gpus-per-node" not in dry_run(capsys, "--launcher", "slurm", "--gpus-per-node", "2", "--cpu", "run.json")
 

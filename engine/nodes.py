@@ -1,0 +1,20 @@
+"""Which ranks share a host, and what a layout makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def split_tensor_group(hosts: Sequence[str], tp: int) -> str | None:
+    """What is wrong with the first tensor-parallel group that is on several hosts, and why, in one line; None where every group is on one.
+
+    ``hosts``: by rank; ``tp``: how many neighbouring ranks make a group.
+    """
+    for first in range(0, len(hosts), tp):
+        if len(here := list(dict.fromkeys(hosts[first : first + tp]))) > 1:
+            return (
+                f"tensor parallelism of {tp} ranks crosses the network: ranks {first} to {first + tp - 1} are on {' and '.join(here)}, and"
+                " wait for each other's activations in every layer, forward and backward; choose a tensor_parallel.autotp_size that"
+                " divides the ranks of each host"
+            )
+    return None

@@ -1,0 +1,25 @@
+"""What a layout makes of the hosts that its ranks are on."""
+
+import pytest
+from sdp.engine.nodes import split_tensor_group
+
+
+@pytest.mark.parametrize(("slots", "tp"), [([2, 2], 1), ([2, 2], 2), ([4, 4], 2), ([2, 4], 2), ([8], 8), ([8, 8], 8)])
+def test_groups_inside_hosts(slots: list[int], tp: int) -> None:
+    assert split_tensor_group([f"n{host}" for host, count in enumerate(slots) for _ in range(count)], tp) is None
+
+
+@pytest.mark.parametrize(
+    ("slots", "tp", "said"),
+    [
+        ([2, 2], 4, "ranks 0 to 3 are on n0 and n1"),
+        ([3, 3], 2, "ranks 2 to 3 are on n0 and n1"),
+        ([1, 1, 1], 3, "ranks 0 to 2 are on n0 and n1 and n2"),
+        ([4, 2, 2], 4, "ranks 4 to 7 are on n1 and n2"),
+    ],
+)
+def test_a_group_on_several_hosts(slots: list[int], tp: int, said: str) -> None:
+    problem = split_tensor_group([f"n{host}" for host, count in enumerate(slots) for _ in range(count)], tp)
+    assert problem is not None
+    assert said in problem
+    assert "activations in every layer" in problem
