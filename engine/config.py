@@ -302,7 +302,6 @@ def _refuse_beside_neurons(config: Config) -> None:
     unavailable = {
         # Recomputation would read the parameters whole.
         "activation_checkpointing.mode": (reference and checkpointing != "none", checkpointing, 'use "none", or sdp.engine "fsdp2"'),
-        "sdp.masking": (not reference and config.sdp.masking != "forward", config.sdp.masking, 'use "forward", or sdp.engine "reference"'),
         "tensor_parallel.autotp_size": (not reference and tp > 1, tp, "use 1"),
         "training.compile": (not reference and config.training.compile, True, "use false"),
     }

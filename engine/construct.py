@@ -59,7 +59,7 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
         parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
     stand_ins: dict[str, PassThrough] = {}
     if config.sdp.granularity == "neuron":
-        slice_linears(model, layout, at.sdp)
+        slice_linears(model, layout, at.sdp, compute_dtype)
     elif layout.keeps_frozen:
         freeze(model, layout.units, layout.placement, at.sdp, compute_dtype)
     else:

@@ -216,8 +216,7 @@ def _streamed_units(layout: Layout) -> dict[str, list[Unit]]:
     streamed: dict[str, list[Unit]] = {}
     for unit in layout.units:
         if len(layout.placement.holders[unit.index]) < layout.mesh.sdp:
-            block = next(name for name in layout.blocks if unit.name == name or unit.name.startswith(f"{name}."))
-            streamed.setdefault(block, []).append(unit)
+            streamed.setdefault(layout.block_of(unit), []).append(unit)
     return streamed
 
 

@@ -191,6 +191,10 @@ class Layout:
         """The parameters of which ``group`` keeps frozen copies in compute precision."""
         return (info for info in self.parameters.values() if self.keeps_frozen and group not in info.holders)
 
+    def block_of(self, unit: Unit) -> str:
+        """The block that the unit is, or that its slices lie in."""
+        return next(name for name in self.blocks if unit.name == name or unit.name.startswith(f"{name}."))
+
     @cached_property
     def refreshes(self) -> tuple[Refresh, ...]:
         """What brings all frozen copies up to date, in the order of the units."""
@@ -201,7 +205,8 @@ class Layout:
             if len(holders) < self.mesh.sdp:
                 source = self.placement.sources[holders]
                 members = tuple(group for group in self.everyone if group == source or group not in holders)
-                refreshes.append(Refresh(unit.name, tuple(part.parameter for part in unit.slices), source, members))
+                names = tuple(info.name for info in self.members.get(unit.name, ()))
+                refreshes.append(Refresh(self.block_of(unit), names, source, members))
         return tuple(refreshes)
 
     def buckets(self, comes_last: Callable[[str], bool]) -> list[Bucket]:

@@ -6,7 +6,7 @@ started in one global order, that of backward, whatever the order in which autog
 same sequence on all of its ranks.
 
 Under backward masking a holder then sends its new weights to the groups that keep frozen copies of them, while the next forward pass
-begins: it waits before each unit for that unit's alone.
+begins: it waits before each block for that block's alone.
 """
 
 from __future__ import annotations
@@ -64,9 +64,11 @@ def plan_buckets(
 
 @dataclass(frozen=True)
 class Refresh:
-    """The parameters ``names`` of a unit, which the group ``source``, a holder, sends to the groups without it, the other ``members``."""
+    """The parameters ``names`` of a unit in ``block``, which the group ``source``, a holder, sends to the groups without it, the other
+    ``members``.
+    """
 
-    unit: str
+    block: str
     names: tuple[str, ...]
     source: int
     members: Holders
@@ -230,16 +232,16 @@ class WeightRefresh:
         self._pending: dict[str, list[tuple[dist.Work, torch.Tensor]]] = {}
 
     @property
-    def units(self) -> list[str]:
-        """Names of the units that this rank sends or receives."""
-        return [refresh.unit for refresh in self._refreshes]
+    def blocks(self) -> list[str]:
+        """Names of the blocks of which this rank sends or receives something, each once."""
+        return list(dict.fromkeys(refresh.block for refresh in self._refreshes))
 
     def start(self, names: Collection[str]) -> None:
         """Begin to send and receive those of ``names`` that concern this rank, in one order on all ranks."""
         self.finish()
         for refresh in self._refreshes:
             group, source = self._groups[refresh.members], refresh.members.index(refresh.source)
-            pending = self._pending[refresh.unit] = []
+            pending = self._pending.setdefault(refresh.block, [])
             for name in refresh.names:
                 tensor = local_tensor(self._parameters[name].detach())
                 if name not in names or tensor.numel() == 0:  # a shard may be empty, in all groups then
@@ -251,9 +253,9 @@ class WeightRefresh:
                 assert work is not None
                 pending.append((work, tensor))  # the tensor must live until it is sent
 
-    def wait(self, unit: str, stream: torch.Stream | None = None) -> None:
-        """Wait for one unit's weights. On CUDA it is the current stream that waits, and ``stream``, which gathers them."""
-        for work, _ in self._pending.pop(unit, ()):
+    def wait(self, block: str, stream: torch.Stream | None = None) -> None:
+        """Wait for one block's weights. On CUDA it is the current stream that waits, and ``stream``, which gathers them."""
+        for work, _ in self._pending.pop(block, ()):
             work.wait()
             if stream is not None:
                 with torch.cuda.stream(stream):  # type: ignore[arg-type]
@@ -261,8 +263,8 @@ class WeightRefresh:
 
     def finish(self) -> None:
         """Wait for all that is on its way."""
-        for unit in list(self._pending):
-            self.wait(unit)
+        for block in list(self._pending):
+            self.wait(block)
 
 
 def _coalesce(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

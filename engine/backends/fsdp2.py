@@ -139,13 +139,13 @@ class FSDP2Backend:
             if info.trainable and self.layout.counts_norm(info, self.at, sharded=self.shards > 1)
         ]
         self._refresh = WeightRefresh(self.layout.refreshes, everything, self.communicators.refresh, self.traffic, self.compute_dtype)
-        for name in self._refresh.units:
+        for name in self._refresh.blocks:
             # Before FSDP2's own hook, which gathers the shards.
             self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
         self.refresh(after_step=False)
 
-    def _wait_for_weights(self, unit: str) -> Callable[..., None]:
-        return lambda module, _: self._refresh.wait(unit, gather_stream(module))
+    def _wait_for_weights(self, block: str) -> Callable[..., None]:
+        return lambda module, _: self._refresh.wait(block, gather_stream(module))
 
     def refresh(self, *, after_step: bool) -> None:
         self._refresh.start({name for name, info in self.layout.parameters.items() if info.trainable or not after_step})

@@ -128,6 +128,10 @@ NEURONS = [
     Case(4, 2, stage=2, neurons=3, model="even-llama-meta", placement="cyclic", clip=True),
     Case(2, 2, stage=1, neurons=5, model="even-llama-tied", placement="cyclic", accumulation=3),
     Case(1, 2, stage=3, neurons=2, model="even-llama-meta", placement="full", optimizer="adamw"),
+    Case(2, 1, neurons=2, model="even-llama", masking="backward"),
+    Case(2, 2, stage=3, neurons=3, model="even-llama-tied-meta", optimizer="adamw", accumulation=3, clip=True, masking="backward"),
+    Case(4, 1, neurons=2, model="llama-of-3", stage=2, optimizer="adamw", masking="backward"),
+    Case(2, 2, stage=1, neurons=5, model="even-llama-tied", placement="cyclic", accumulation=3, masking="backward"),
 ]
 
 
@@ -140,9 +144,11 @@ def test_native_neurons_equal_the_reference(ranks: RankPool, case: Case) -> None
         assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_activation_checkpointing_of_neurons_changes_nothing(ranks: RankPool, mode: Any) -> None:
-    plain = Case(2, 2, stage=3, neurons=2, model="even-llama-tied-meta", optimizer="adamw", accumulation=3, clip=True)
+@pytest.mark.parametrize(
+    ("mode", "masking"), [("full", "forward"), ("selective", "forward"), ("full", "backward"), ("selective", "backward")]
+)
+def test_activation_checkpointing_of_neurons_changes_nothing(ranks: RankPool, mode: Any, masking: Any) -> None:
+    plain = replace(NEURONS[7 if masking == "backward" else 1], masking=masking)
     case = replace(plain, checkpointing=mode)
     assert_same_run(native(ranks, case), reference(plain), case)
 
@@ -364,6 +370,8 @@ def _float32_run(case: Case) -> Result:
         Case(2, 1, 0, 1, bf16=True, model="even-llama", tp=2),
         Case(2, 2, 3, 3, bf16=True, model="even-llama-tied-meta", neurons=2),
         Case(2, 1, 0, 1, bf16=True, model="even-llama", neurons=3),
+        Case(2, 1, 0, 1, bf16=True, model="even-llama", neurons=3, masking="backward"),
+        Case(2, 2, 3, 3, bf16=True, model="even-llama-tied-meta", neurons=2, masking="backward"),
         Case(2, 1, 0, 1, bf16=True, model="llama", masking="backward"),
         Case(2, 2, 3, 3, bf16=True, model="llama-tied-meta", masking="backward"),
     ],

@@ -10,7 +10,9 @@ import pytest
 import ranks_models as models
 import sdp
 import torch
-from ranks_cases import Case
+import torch.distributed as dist
+from ranks import RankPool
+from ranks_cases import Case, full_gradients
 from sdp.engine.config import load_config
 from sdp.engine.errors import ConfigError, ModelError, PlacementError
 from sdp.engine.units import Branch, find_neuron_units
@@ -123,6 +125,38 @@ def test_the_reference_trains_as_by_hand(case: Case, masking: str) -> None:
         torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5 * weight.abs().max().item())
 
 
+def _native_gradients(case: Case, section: dict[str, Any]) -> dict[str, torch.Tensor]:
+    engine, *_ = sdp.initialize(model=llama(), config=case.config(sdp=section))
+    engine.backward(engine(models.micro_batch("llama", 0, 0, dist.get_rank())))
+    return full_gradients(engine)
+
+
+@pytest.mark.parametrize("case", [Case(GROUPS), Case(GROUPS, 2, stage=3)], ids=str)
+def test_native_gradients_are_the_dense_models(ranks: RankPool, case: Case) -> None:
+    """Under backward masking, and none are of what a group does not hold: an unbiased estimate."""
+    section = config(case, masking="backward", engine="fsdp2")["sdp"]
+    batches = {worker: [models.micro_batch("llama", 0, 0, worker)] for worker in range(case.world)}
+    exact, _ = dense_gradients(llama().double(), batches)
+    expected = {name: gradient.float() for name, gradient in exact.items()}
+    seen: dict[str, int] = {}
+    for rank, gradients in enumerate(ranks.run(_native_gradients, case, section, world=case.world)):
+        for name, gradient in gradients.items():
+            canonical, _, slice_index = name.partition(":")
+            whole = expected[canonical]
+            if slice_index:
+                dim, where = indices(canonical, rank // case.fsdp)  # type: ignore[misc]
+                size = whole.shape[dim] // 3
+                where_here = torch.arange(int(slice_index) * size, int(slice_index) * size + size)
+                assert set(where_here.tolist()) <= set(where.tolist()), f"rank {rank} does not hold {name}"
+                whole = whole.index_select(dim, where_here)
+            relative = 1e-6 if slice_index else RELATIVE  # the shared norms' are sums in which most cancels
+            torch.testing.assert_close(gradient, whole, rtol=0, atol=relative * expected[canonical].abs().max().item(), msg=name)
+            seen[canonical] = seen.get(canonical, 0) + gradient.numel() * (rank % case.fsdp == 0)
+    sizes = {name: p.numel() for name, p in llama().named_parameters()}
+    assert all(seen[name] >= size for name, size in sizes.items())
+    assert sum(seen.values()) < GROUPS * sum(sizes.values())
+
+
 def test_losses_of_the_full_model_and_of_the_subnetworks() -> None:
     engine, *_ = sdp.initialize(model=llama(), config=config())
     batch = models.rows_of_all("llama", 0, 0, GROUPS)
@@ -156,16 +190,9 @@ def test_units_cover_every_branch_once() -> None:
         assert (count == (1 if "_proj" in name else 0)).all(), name
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"engine": "fsdp2", "masking": "backward"}, 'sdp.masking: "backward" is not available in this version beside sdp.granularity'),
-        ({"units": ["model.layers.*"]}, "sdp.units: patterns name blocks"),
-    ],
-)
-def test_what_neurons_cannot_do_yet_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(config(**change))
+def test_patterns_beside_neurons_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sdp\.units: patterns name blocks"):
+        load_config(config(units=["model.layers.*"]))
 
 
 @pytest.mark.parametrize(

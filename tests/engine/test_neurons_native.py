@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from sdp.engine.config import load_config
 from sdp.engine.errors import CheckpointError
 from sdp.engine.layout import Layout
 from sdp.engine.mesh import Mesh
-from sdp.engine.neurons import slice_linears
+from sdp.engine.neurons import SlicedLinear, slice_linears
 from sdp.engine.units import find_neuron_units
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -136,8 +137,8 @@ def sliced(case: Case, group: int) -> nn.Module:
     return model
 
 
-def test_as_much_is_computed_as_by_a_narrower_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Floating-point operations, and matrix products: one of a projection, whatever the number of slices."""
+def test_as_much_is_computed_as_by_a_narrower_model() -> None:
+    """Floating-point operations, and matrix products: one of a projection, whatever the number of slices, and of frozen ones."""
     case = Case(2, 1, neurons=6, model="even-llama", placement="cyclic")
     narrower = models.even_llama(tied=False, device="cpu", num_attention_heads=2, num_key_value_heads=1, intermediate_size=7)
     batch = models.micro_batch(case.model, 0, 0, 0)
@@ -150,13 +151,26 @@ def test_as_much_is_computed_as_by_a_narrower_model(monkeypatch: pytest.MonkeyPa
     assert len(widths) == 3 and sum(rows for rows, _ in widths) == 7  # three of six groups
     assert sum(counted["slices"].values()) == sum(counted["narrower"].values()) > 0
     products = []
-    for model in (narrower, sliced(case, 0)):
+    for model in (narrower, sliced(case, 0), sliced(replace(case, masking="backward"), 0)):
         calls: list[str] = []
         with torch.profiler.profile() as profile:
             model(**batch).backward()
         calls = [event.key for event in profile.key_averages() for _ in range(event.count) if event.key in ("aten::mm", "aten::addmm")]
         products.append(len(calls))
-    assert products[0] == products[1]
+    assert products[0] == products[1] == products[2]
+
+
+@pytest.mark.parametrize(("dim", "frozen", "kept"), [(0, (1,), 8), (1, (1,), 3), (1, (), 8), (0, (0, 1), 0), (1, (0, 1), 0)])
+def test_of_an_input_only_what_a_trained_slice_needs_is_kept(dim: int, frozen: tuple[int, ...], kept: int) -> None:
+    """Of 5 rows of 8 inputs, the first 3 of which the first slice takes."""
+    layer = SlicedLinear(nn.Linear(8, 8, bias=False), dim, {0: (0, 3), 1: (3, 8)}, frozen)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        y = layer(torch.randn(5, 8, requires_grad=True))
+    weights = {parameter.data_ptr() for parameter in layer.parameters()}
+    assert sum(tensor.untyped_storage().nbytes() for tensor in saved if tensor.data_ptr() not in weights) == 4 * 5 * kept
+    y.sum().backward()
+    assert [parameter.grad is not None for parameter in layer.parameters()] == [index not in frozen for index in (0, 1)]
 
 
 def test_a_branch_of_which_a_group_has_nothing_is_zero() -> None:

@@ -95,7 +95,7 @@ def test_the_work_of_sending_is_spread_among_holders() -> None:
     config = Case(4, 1, masking="backward").config()
     config["sdp"]["placement"] = {f"layers.{index}": held for index, held in holders.items()}
     layout = Layout.of(models.mlp(blocks=6), load_config(config), Mesh(4))
-    found = [(refresh.unit, refresh.source, refresh.members) for refresh in layout.refreshes]
+    found = [(refresh.block, refresh.source, refresh.members) for refresh in layout.refreshes]
     assert found == [
         ("layers.0", 0, (0, 2, 3)),
         ("layers.1", 1, (0, 1, 3)),
