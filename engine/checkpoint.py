@@ -45,6 +45,7 @@ from .checkpoint_files import (
     write_durably,
 )
 from .checkpoint_part import Part
+from .checkpoint_pieces import PiecewisePlanner
 from .checkpoint_reader import SafeReader
 from .errors import CheckpointError
 
@@ -273,7 +274,9 @@ def load(path: Path, tensors: dict[str, Any], files: Mapping[str, str], *, alone
 def _write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
     try:
         with _without_single_process_warning():
-            dcp.save(tensors, checkpoint_id=str(aside), no_dist=ranks.alone, process_group=ranks.group)
+            dcp.save(
+                tensors, checkpoint_id=str(aside), planner=PiecewisePlanner(), no_dist=ranks.alone, process_group=ranks.group
+            )  # fmt: skip
     except CheckpointException as error:  # the same on every rank
         raise CheckpointError(f"cannot write the checkpoint: {_cause(error)}") from None
 

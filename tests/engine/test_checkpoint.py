@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, one_step, whole
+from sdp.engine import checkpoint_pieces
 from sdp.engine.checkpoint_files import encode_state, hash_files, read_state
+from sdp.engine.checkpoint_reader import SafeReader
 from sdp.engine.errors import CheckpointError
 
 SOURCE = Case(2, 2, stage=3, optimizer="adamw", placement="mixed")
@@ -107,6 +109,28 @@ def test_runs_of_other_regimes_continue_each_other(ranks: RankPool, tmp_path: Pa
     assert all(torch.equal(loaded[0][0][name], value) for name, value in saved[0][0].items())
     before = {name: tensor for answer in saved for name, tensor in answer[1].items()}
     assert all(torch.equal(value, before[name]) for name, value in _merged(loaded).items())
+
+
+def _save_in_pieces(case: Case, folder: str, piece_bytes: int) -> tuple[Any, Any]:
+    limit, checkpoint_pieces.PIECE_BYTES = checkpoint_pieces.PIECE_BYTES, piece_bytes
+    try:
+        return _train_and_save(case, folder)
+    finally:
+        checkpoint_pieces.PIECE_BYTES = limit
+
+
+@pytest.mark.parametrize("source", [SOURCE, Case(2, 1, optimizer="adamw", neurons=2, model="llama")], ids=str)
+def test_large_tensors_are_written_in_pieces_and_read_as_wholes(ranks: RankPool, tmp_path: Path, source: Case) -> None:
+    limit = 128
+    saved = ranks.run(_save_in_pieces, source, str(tmp_path), limit, world=source.world)
+    tensors = SafeReader(str(tmp_path / "step-2")).read_metadata().state_dict_metadata
+    chunks = [(chunk, entry.properties.dtype.itemsize) for entry in tensors.values() for chunk in entry.chunks]  # type: ignore[union-attr]
+    assert all(chunk.sizes.numel() * itemsize <= limit or chunk.sizes[0] == 1 for chunk, itemsize in chunks)
+    assert len(chunks) > 2 * len(tensors)
+    loaded = ranks.run(_load, Case(4, 1, optimizer="adamw", model=source.model), str(tmp_path), world=4)
+    assert all(torch.equal(loaded[0][0][name], value) for name, value in saved[0][0].items())
+    before = {name: tensor for answer in saved for name, tensor in answer[1].items()}
+    assert all(torch.equal(value, before[name]) for name, value in _merged(loaded).items() if name in before)
 
 
 TENSOR_SOURCES = [
