@@ -7,8 +7,10 @@ are imported only when they are used: ``sdp --help`` and ``sdp config`` do not i
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import json
+import logging
 import os
 import platform
 import sys
@@ -48,6 +50,24 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def entry() -> NoReturn:
+    """The process ``sdp``: run its command line, and end it."""
+    code: int | None = None
+
+    def leave() -> None:
+        # gloo's threads may still let go of tensors, which takes the interpreter's lock: while it ends that aborts the process, the
+        # work done and written (github.com/pytorch/pytorch/issues/190489, /pull/179291).
+        if code is not None and "torch.distributed" in sys.modules:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    atexit.register(leave)  # the first registered, so the last called
+    code = main()
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -261,4 +281,4 @@ _COMMANDS = {
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -111,6 +111,32 @@ assert "torch" not in sys.modules, "torch was imported"
     assert done.returncode == 0, done.stderr
 
 
+ENDING = """
+import atexit, sys
+from sdp.launcher import main
+
+class Late:
+    def __del__(self):
+        print("interpreter ended")
+
+def command():
+    atexit.register(print, "handlers called")
+    return 3
+
+main.main = command
+sys.modules[sys.argv[1]] = Late()
+main.entry()
+"""
+
+
+@pytest.mark.parametrize(("module", "last"), [("torch.distributed", "handlers called"), ("no.torch", "interpreter ended")])
+def test_a_process_that_used_torch_distributed_leaves_without_ending_the_interpreter(module: str, last: str) -> None:
+    ended = subprocess.run([sys.executable, "-P", "-c", ENDING, module], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 3, ended.stderr
+    assert ended.stdout.splitlines()[0] == "handlers called"
+    assert ended.stdout.splitlines()[-1] == last
+
+
 def test_config_prints_all_defaults_and_overrides(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["config", str(config), "--set", "sdp.groups=4", "sdp.seed=7"]) == 0
     resolved = json.loads(capsys.readouterr().out)
