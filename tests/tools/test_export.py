@@ -216,10 +216,11 @@ def test_bytes_and_hugging_face_tokenizers(kind, tmp_path):
 
 # -- memory ----------------------------------------------------------------------------------------------------------------------
 
-MODELS = {  # the second has one tensor in most files, which in bfloat16 takes half of what the checkpoint holds
-    "many tensors a file": {"name": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8},
-    "one tensor a file": {"name": "llama", "hidden_size": 1024, "intermediate_size": 24576, "num_hidden_layers": 1, "num_attention_heads": 8},
-}  # fmt: skip
+BIG = {"name": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8}
+MODELS = {  # the second has one tensor in most files, and in bfloat16 takes half of what the checkpoint holds
+    "many tensors a file": BIG,
+    "one tensor a file": {**BIG, "intermediate_size": 24576, "num_hidden_layers": 1},
+}
 
 MEASURE = """
 import sys
