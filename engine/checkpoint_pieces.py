@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-PIECE_BYTES = 16 * 2**20  # reading takes twice that; a 70B model with AdamW's moments has some 50,000
+PIECE_BYTES = 8 * 2**20  # reading takes twice that; sharding a 70B model over 512 ranks makes more pieces than this does
 
 
 class PiecewisePlanner(DefaultSavePlanner):
