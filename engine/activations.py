@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
@@ -9,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+log = logging.getLogger("sdp")
 
 # Expensive to recompute against the bytes of their results; the list of torchtitan's selective mode.
 _SAVED = {
@@ -26,6 +29,12 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[str], mode: Litera
     """Make every block (a module's path) recompute activations in backward. Its forward is replaced in place: parameter names stay."""
     if mode == "none":
         return
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", False) is True:  # of transformers' decoders
+        log.warning(
+            "config.use_cache of the model is now False: a recomputed block would append its keys and values to the cache once more"
+        )
+        config.use_cache = False  # type: ignore[union-attr]
     for name in blocks:
         block = model.get_submodule(name)
         block.forward = _recomputing(block.forward, selective=mode == "selective")  # type: ignore[method-assign]

@@ -17,6 +17,8 @@ from .errors import ModelError
 from .placement import Placement
 from .units import Unit
 
+_REMEDY = 'leave it out of sdp.units, list it in sdp.protect, or use sdp.masking "backward"'
+
 
 class PassThrough(nn.Module):
     """Stands where a block is not held and returns its input in the block's own output structure: the skip connection alone.
@@ -87,15 +89,15 @@ class PassThrough(nn.Module):
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ModelError(
                     f"{self.name}: what it returns cannot be learned by running it on zeros ({reason[:200]}), so it cannot be skipped; "
-                    "leave it out of sdp.units or list it in sdp.protect"
+                    f"{_REMEDY}"
                 ) from on_meta
         leaves, spec = tree_flatten(output)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if not tensors or leaves[tensors[0]].shape != hidden.shape:
             found = f"{tuple(leaves[tensors[0]].shape)} from {tuple(hidden.shape)}" if tensors else "no tensor"
-            raise ModelError(f"{self.name}: returns {found}, so it cannot be skipped; leave it out of sdp.units or list it in sdp.protect")
+            raise ModelError(f"{self.name}: returns {found}, so it cannot be skipped; {_REMEDY}")
         if any(leaf is not None for i, leaf in enumerate(leaves) if i != tensors[0]):
-            raise ModelError(f"{self.name}: returns more than its hidden state, so it cannot be skipped; leave it out of sdp.units")
+            raise ModelError(f"{self.name}: returns more than its hidden state, so it cannot be skipped; {_REMEDY}")
         return spec, tensors[0]
 
     @staticmethod
