@@ -44,7 +44,14 @@ class Uniform:
     bound: float
 
 
-Init = Normal | Constant | Uniform
+@dataclass(frozen=True, eq=False)
+class Table:
+    """These ``values``, of the tensor's own shape: what no draw decides."""
+
+    values: torch.Tensor
+
+
+Init = Normal | Constant | Uniform | Table
 
 # Fills rows [start, start + len(out)) of one parameter into ``out``.
 Filler = Callable[[torch.Tensor, int], None]
@@ -60,6 +67,9 @@ def fill_rows(out: torch.Tensor, start: int, shape: torch.Size, init: Init, seed
     """Write rows [start, start + len(out)) of the parameter ``name`` of the full ``shape`` into ``out``."""
     if isinstance(init, Constant):
         out.fill_(init.value)
+        return
+    if isinstance(init, Table):
+        out.copy_(init.values[start : start + len(out)])
         return
     rows = shape[0] if shape else 1
     block_rows = max(1, BLOCK_ELEMENTS // max(1, shape[1:].numel()))

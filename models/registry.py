@@ -16,6 +16,7 @@ from ..engine.section import Section, parse_section
 from . import llama_hf
 from .llama import Llama, LlamaConfig
 from .resnet import ResNet, ResNetConfig
+from .swin import Swin, SwinConfig
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Entry:
 MODELS: Mapping[str, Entry] = {
     "llama": Entry(LlamaConfig, Llama, "tokens", llama_hf.to_huggingface, llama_hf.from_huggingface),
     "resnet18": Entry(ResNetConfig, ResNet, "images"),
+    "swin_t": Entry(SwinConfig, Swin, "images"),
 }
 
 

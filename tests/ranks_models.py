@@ -83,10 +83,24 @@ def resnet(device: str = "meta") -> nn.Module:
         return ResNet(ResNetConfig(num_classes=CLASSES, stem="cifar", width=3, image_size=SIDE))
 
 
+def swin(device: str = "meta") -> nn.Module:
+    """The project's own Swin, of two stages: 12 × 12 and 6 × 6 patches do not fill their windows. 6 rows cut in four are 2, 2, 2, 0."""
+    from sdp.models.swin import Swin, SwinConfig
+
+    with torch.device(device):
+        config = SwinConfig(
+            num_classes=CLASSES, image_size=SIDE, patch_size=2, embed_dim=6, depths=[2, 2], num_heads=[2, 3], window_size=5,
+            initializer_range=0.3,
+        )  # fmt: skip
+        return Swin(config)
+
+
 def unit_names(kind: str) -> list[str]:
     """The units of a model in order."""
     if kind.startswith("resnet"):
         return ["layer1.0", "layer1.1", "layer2.1", "layer3.1", "layer4.1"]
+    if kind.startswith("swin"):
+        return ["features.1.0", "features.1.1", "features.3.0", "features.3.1"]
     return [f"layers.{index}" for index in range(4)]
 
 
@@ -107,6 +121,7 @@ def build(kind: str) -> nn.Module:
         "even-llama-tied": lambda: even_llama(tied=True, device="cpu"),
         "even-llama-tied-meta": lambda: even_llama(tied=True),
         "resnet-meta": resnet,
+        "swin-meta": swin,
     }
     return makers[kind]()
 
@@ -117,7 +132,7 @@ def micro_batch(kind: str, step: int, micro: int, data_rank: int, rows: int = 2)
     if kind.startswith("mlp"):
         x = torch.randn(rows, IN, generator=generator)
         return {"x": x, "y": torch.sin(3 * x[:, :OUT]) + 1.0}
-    if kind.startswith("resnet"):
+    if kind.startswith(("resnet", "swin")):
         images = torch.randn(rows, 3, SIDE, SIDE, generator=generator)
         return {"images": images, "labels": torch.randint(CLASSES, (rows,), generator=generator)}
     tokens = torch.randint(VOCABULARY, (rows, TOKENS), generator=generator)

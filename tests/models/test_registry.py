@@ -94,3 +94,15 @@ def test_shipped_sizes(name, parameters):
     assert (config.sdp.groups, config.sdp.capacity, config.sdp.masking) == (8, 0.5, "forward")
     assert config.scheduler is not None
     assert config.scheduler.params["total_num_steps"] == config.training.steps
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("resnet18_cifar10", 11_173_962), ("swin_t_imagenet", 28_288_354)])
+def test_shipped_image_models(name, parameters):
+    file = resources.files("sdp.configs") / f"{name}.json"
+    config = load_config(json.loads(file.read_text(encoding="utf-8")))
+    model = build_model(config.model, num_classes=10 if "cifar" in name else 1000, image_size=32 if "cifar" in name else 224)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert config.scheduler is not None
+    assert config.scheduler.params["total_num_steps"] == config.training.steps
+    placement = Layout.of(model, config, Mesh(config.sdp.groups)).placement
+    assert placement.connected and placement.imbalance < (1.01 if config.sdp.placement == "balanced" else 2)

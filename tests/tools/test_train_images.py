@@ -72,6 +72,20 @@ def test_two_processes_on_digits_and_the_reference_with_a_resume(config, tmp_pat
     assert "trained resnet18 on images" in capsys.readouterr().err
 
 
+def test_a_small_swin_learns_digits(config, tmp_path, capsys):
+    """Every group its own subnetwork, in one process; the native backend is held to it in the table of equality."""
+    config["model"] = {"name": "swin_t", "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [1, 2], "window_size": 3}
+    config["model"]["initializer_range"] = 0.2
+    config["sdp"] |= {"engine": "reference", "placement": "balanced"}
+    config["training"] |= {"steps": 40, "evaluate_every": 0, "save_every": 40}
+    assert main(["train", write(config, tmp_path), "--dump-dir", str(tmp_path / "run")]) == 0
+    first, last = lines(tmp_path / "run", "evaluations.jsonl")
+    assert last["loss"] < 0.8 * first["loss"] and last["accuracy"] > 0.25
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(last["accuracy"])
+
+
 MISTAKES = [
     ({"data.name": "digit"}, "data.name: input should be 'digits', 'cifar10', 'cifar100' or 'folder'"),
     ({"data.sequence_length": 64}, 'data: sequence_length is for tokens, and data.name is "digits"; remove it'),

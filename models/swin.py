@@ -1,0 +1,218 @@
+"""Swin-T: parameter names, buffers and numerics of torchvision's ``swin_t``, so that weights go either way unchanged.
+
+Source: Liu et al., arXiv 2103.14030. Letters of shapes: B images, H × W patches, C channels, M patches of a window's side, h heads,
+N classes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Self
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from einops.layers.torch import Rearrange
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from ..engine.config import PositiveInt
+from ..engine.errors import ConfigError, ModelError
+from ..engine.initialisation import Constant, Init, Normal, Table, Uniform
+from ..engine.section import Section
+from .classification import Measure, measured
+
+_MASKED = -100.0  # added to a score across the seam of a shifted image; torchvision's
+Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
+
+
+class SwinConfig(Section):
+    """Shape of a Swin; the defaults are Swin-T's. ``num_classes`` and ``image_size`` may be left to the data.
+
+    ``depths`` and ``num_heads``: blocks, and heads of each block, by stage; a stage after the first halves the image's side and doubles
+    the channels, ``embed_dim`` at first. ``patch_size``: pixels of a patch's side; ``window_size``: patches of a window's side.
+    ``image_size``: pixels of a side, by which alone the cost of a unit is told from another's. ``stochastic_depth``: 0 alone; which
+    branches a sample skips would be drawn by each rank for itself, and a run would depend on its layout.
+    """
+
+    num_classes: PositiveInt | None = None
+    image_size: PositiveInt | None = None
+    patch_size: PositiveInt = 4
+    embed_dim: PositiveInt = 96
+    depths: Sizes = Field(default_factory=lambda: [2, 2, 6, 2])
+    num_heads: Sizes = Field(default_factory=lambda: [3, 6, 12, 24])
+    window_size: PositiveInt = 7
+    mlp_ratio: PositiveInt = 4
+    initializer_range: Annotated[float, Field(gt=0, le=1)] = 0.02
+    stochastic_depth: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len(self.depths) != len(self.num_heads):
+            raise ValueError(f"depths names {len(self.depths)} stages and num_heads {len(self.num_heads)}; give both a number a stage")
+        for stage, heads in enumerate(self.num_heads):
+            if self.channels(stage) % heads:
+                raise ValueError(f"num_heads: {heads} heads do not divide the {self.channels(stage)} channels of stage {stage + 1}")
+        if self.stochastic_depth:
+            raise ValueError(
+                f"stochastic_depth {self.stochastic_depth:g} is not available in this version: its draws would depend on the layout; use 0"
+            )
+        return self
+
+    def channels(self, stage: int) -> int:
+        """C of a stage, counted from 0."""
+        return self.embed_dim * 2**stage
+
+
+def relative_positions(window: int, device: str | None = None) -> Tensor:
+    """Row of the table of biases for every pair of a window's patches: shape (M⁴,), query first; of 2M − 1 steps down and across."""
+    steps = torch.arange(window, device=device)
+    places = torch.cartesian_prod(steps, steps)
+    down, across = (places[:, None] - places[None] + window - 1).unbind(-1)
+    return (down * (2 * window - 1) + across).flatten()
+
+
+class WindowAttention(nn.Module):
+    """Self-attention inside windows of M × M patches, which every second block shifts by half a window, around the image's edges.
+
+    Scores have a learnt bias by relative position; patches that only the shift made neighbours do not see each other.
+    """
+
+    def __init__(self, channels: int, heads: int, window: int, shift: int) -> None:
+        super().__init__()
+        self.head_size, self.window, self.shift = channels // heads, window, shift
+        self.qkv = nn.Linear(channels, 3 * channels)
+        self.proj = nn.Linear(channels, channels)
+        self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, heads))
+        self.register_buffer("relative_position_index", relative_positions(window))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` (B, H, W, C) → the same; it is padded to whole windows with zeros, which are seen."""
+        height, width = x.shape[1:3]
+        x = F.pad(x, (0, 0, 0, -width % self.window, 0, -height % self.window))
+        sides = x.shape[1:3]
+        shifts = tuple(self.shift if side > self.window else 0 for side in sides)  # one window sees everything as it is
+        windows = rearrange(x.roll([-s for s in shifts], (1, 2)), "b (y m) (x n) c -> b (y x) (m n) c", m=self.window, n=self.window)
+        attended = self._attend(windows, self._seams(sides, shifts, x.device))
+        across = sides[1] // self.window
+        x = rearrange(self.proj(attended), "b (y x) (m n) c -> b (y m) (x n) c", x=across, m=self.window).roll(shifts, (1, 2))
+        return x[:, :height, :width]
+
+    def _attend(self, windows: Tensor, seams: Tensor | None) -> Tensor:
+        """Attention among the patches of each window: (B, windows, M², C) → the same. The number of heads follows from ``qkv``'s width."""
+        query, key, value = rearrange(self.qkv(windows), "b w p (three h e) -> three b w h p e", three=3, e=self.head_size)
+        rows = self.relative_position_bias_table[self.relative_position_index]  # type: ignore[index]
+        bias = rearrange(rows, "(p q) h -> h p q", p=windows.shape[2])
+        if seams is not None:
+            bias = bias + seams[:, None].to(bias.dtype)
+        return rearrange(F.scaled_dot_product_attention(query, key, value, bias), "b w h p e -> b w p (h e)")
+
+    def _seams(self, sides: torch.Size, shifts: tuple[int, ...], device: torch.device) -> Tensor | None:
+        """What is added to the scores of a shifted image, (windows, M², M²): patches from opposite edges do not see each other."""
+        if not any(shifts):
+            return None
+        down, across = (
+            (torch.arange(side, device=device) >= side - shift).long() if shift else torch.zeros(side, dtype=torch.long, device=device)
+            for side, shift in zip(sides, shifts, strict=True)
+        )
+        regions = rearrange(2 * down[:, None] + across, "(y m) (x n) -> (y x) (m n)", m=self.window, n=self.window)
+        return torch.where(regions[:, :, None] == regions[:, None], 0.0, _MASKED)
+
+
+class SwinBlock(nn.Module):
+    """A residual block: attention in windows, then a feed-forward of each patch, each normalised first and added to its input."""
+
+    def __init__(self, channels: int, heads: int, window: int, shift: int, mlp_ratio: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(channels)
+        self.attn = WindowAttention(channels, heads, window, shift)
+        self.norm2 = nn.LayerNorm(channels)
+        hidden = mlp_ratio * channels
+        # torchvision has a dropout at 2, hence the name of the second layer.
+        self.mlp = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Identity(), nn.Linear(hidden, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` (B, H, W, C) → the same; skipping a block is the identity."""
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class PatchMerging(nn.Module):
+    """Every 2 × 2 patches become one of twice the channels: (B, H, W, C) → (B, ⌈H / 2⌉, ⌈W / 2⌉, 2 C)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.reduction = nn.Linear(4 * channels, 2 * channels, bias=False)
+        self.norm = nn.LayerNorm(4 * channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+        return self.reduction(self.norm(rearrange(x, "b (y m) (x n) c -> b y x (n m c)", m=2, n=2)))
+
+
+class Swin(nn.Module):
+    """A Swin with its classifier; state dicts interchange with torchvision's ``swin_t`` where the sizes are the defaults.
+
+    Raises :class:`ConfigError` where ``config.num_classes`` is not filled in.
+    """
+
+    def __init__(self, config: SwinConfig) -> None:
+        super().__init__()
+        if config.num_classes is None:
+            raise ConfigError("model.num_classes: not set, and no data states it; add it to the model section")
+        self.config = config
+        patch = nn.Conv2d(3, config.embed_dim, config.patch_size, config.patch_size)
+        self.features = nn.Sequential(nn.Sequential(patch, Rearrange("b c h w -> b h w c"), nn.LayerNorm(config.embed_dim)))
+        for stage, (depth, heads) in enumerate(zip(config.depths, config.num_heads, strict=True)):
+            channels = config.channels(stage)
+            if stage:
+                self.features.append(PatchMerging(channels // 2))
+            shifts = [0 if index % 2 == 0 else config.window_size // 2 for index in range(depth)]
+            blocks = (SwinBlock(channels, heads, config.window_size, shift, config.mlp_ratio) for shift in shifts)
+            self.features.append(nn.Sequential(*blocks))
+        self.norm = nn.LayerNorm(config.channels(len(config.depths) - 1))
+        self.head = nn.Linear(self.norm.normalized_shape[0], config.num_classes)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None, measure: Measure = "loss") -> Tensor:
+        """Logits (B, N) of ``images`` (B, 3, pixels, pixels); with ``labels`` (B) the mean cross-entropy instead, or the accuracy: the part
+        of the images whose largest logit is the label's; a float32 scalar.
+        """
+        logits = self.head(self.norm(self.features(images)).mean((1, 2)))
+        return logits if labels is None else measured(logits, labels, measure)
+
+    def unit_patterns(self) -> list[str]:
+        """Patterns of the modules that are units: the residual blocks of every stage."""
+        return [f"features.{2 * stage + 1}.*" for stage in range(len(self.config.depths))]
+
+    def unit_flops(self) -> dict[str, int]:
+        """Floating-point operations of a forward pass of one image, by unit: 2 for every weight of a matrix and patch, and both products
+        of attention.
+        """
+        config, flops = self.config, {}
+        side, window = (config.image_size or 224) // config.patch_size, config.window_size
+        for stage, depth in enumerate(config.depths):
+            channels, padded = config.channels(stage), math.ceil(side / window) * window
+            attention = padded**2 * (2 * 4 * channels**2 + 2 * 2 * window**2 * channels)
+            mlp = side**2 * 2 * 2 * config.mlp_ratio * channels**2
+            flops |= {f"features.{2 * stage + 1}.{index}": attention + mlp for index in range(depth)}
+            side = math.ceil(side / 2)
+        return flops
+
+    def parameter_init(self, name: str) -> Init:
+        """How the parameter or buffer of this (canonical) name is initialised: torchvision's scheme.
+
+        Raises :class:`ModelError` for a name that is no tensor of this model.
+        """
+        path, _, leaf = name.rpartition(".")
+        kind = type(dict(self.named_modules()).get(path))
+        if kind is WindowAttention and leaf == "relative_position_index":
+            return Table(relative_positions(self.config.window_size, device="cpu"))
+        if (kind is WindowAttention and leaf == "relative_position_bias_table") or (kind is nn.Linear and leaf == "weight"):
+            return Normal(self.config.initializer_range)
+        if kind is nn.LayerNorm and leaf in ("weight", "bias"):
+            return Constant(1.0 if leaf == "weight" else 0.0)
+        if kind is nn.Linear and leaf == "bias" and not path.endswith("reduction"):
+            return Constant(0.0)
+        if kind is nn.Conv2d and leaf in ("weight", "bias"):
+            return Uniform(1 / math.sqrt(3 * self.config.patch_size**2))
+        raise ModelError(f"{name}: Swin has no parameter or buffer of this name")

@@ -1,0 +1,142 @@
+"""Swin: torchvision's names, numerics and initialisation."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from sdp.engine.errors import ConfigError, ModelError
+from sdp.engine.initialisation import plan_initialisation
+from sdp.engine.units import find_units
+from sdp.models.registry import build_model
+from sdp.models.swin import Swin, SwinConfig
+from torch.utils.flop_counter import FlopCounterMode
+
+UNITS = [f"features.{stage}.{block}" for stage, depth in ((1, 2), (3, 2), (5, 6), (7, 2)) for block in range(depth)]
+SMALL: dict[str, Any] = {"embed_dim": 12, "num_heads": [1, 2, 4, 6], "depths": [2, 2, 4, 2]}
+
+
+def from_transformers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state of transformers' ``SwinForImageClassification`` under torchvision's names, whose queries, keys and values are one layer."""
+    renamed = [
+        (r"swin\.embeddings\.patch_embeddings\.projection", "features.0.0"),
+        (r"swin\.embeddings\.norm", "features.0.2"),
+        (r"swin\.encoder\.layers\.(\d)\.blocks", lambda match: f"features.{2 * int(match[1]) + 1}"),
+        (r"swin\.encoder\.layers\.(\d)\.downsample", lambda match: f"features.{2 * int(match[1]) + 2}"),
+        (r"attention\.relative_position_bias\.", "attn."),
+        (r"attention\.o_proj", "attn.proj"),
+        (r"layernorm_before", "norm1"),
+        (r"layernorm_after", "norm2"),
+        (r"mlp\.fc1", "mlp.0"),
+        (r"mlp\.fc2", "mlp.3"),
+        (r"swin\.layernorm", "norm"),
+        ("^classifier", "head"),
+    ]
+    ours: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if match := re.search(r"attention\.([qkv])_proj", key):
+            if match[1] != "q":
+                continue
+            value = torch.cat([state[key.replace("q_proj", f"{letter}_proj")] for letter in "qkv"])
+            key = key.replace("attention.q_proj", "attn.qkv")
+        for pattern, name in renamed:
+            key = re.sub(pattern, name, key)
+        ours[key] = value
+    return ours
+
+
+@pytest.mark.parametrize("side", [224, 228])  # whole windows, and sides of 57, 29, 15 and 8 patches, which are padded
+def test_logits_are_those_of_transformers(side: int) -> None:
+    from transformers import SwinConfig as Config
+    from transformers import SwinForImageClassification
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {**SMALL, "num_labels": 7, "image_size": side, "drop_path_rate": 0.0}
+    theirs: Any = SwinForImageClassification(Config(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # theirs begin with biases of zero, which would hide where one goes
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    ours = Swin(SwinConfig(num_classes=7, **SMALL))
+    missing, unexpected = ours.load_state_dict(from_transformers(theirs.state_dict()), strict=False)
+    assert not unexpected and all(name.endswith("relative_position_index") for name in missing)
+    images, labels = torch.randn(2, 3, side, side), torch.tensor([6, 3])
+    with torch.no_grad():
+        expected = theirs(images, labels=labels)
+        assert expected.logits.std() > 0.1
+        torch.testing.assert_close(ours(images), expected.logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours(images, labels), expected.loss, rtol=1e-5, atol=1e-5)
+
+
+def test_state_and_logits_are_those_of_torchvision() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    theirs = torchvision.models.swin_t(num_classes=7).eval()
+    ours = Swin(SwinConfig(num_classes=7)).eval()
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, 228, 160)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
+
+
+def test_names_and_size_are_those_of_swin_t() -> None:
+    model = build_model({"name": "swin_t", "num_classes": 1000})
+    assert sum(parameter.numel() for parameter in model.parameters()) == 28_288_354  # of torchvision's
+    assert {name.removeprefix("features.3.1.") for name in model.state_dict() if name.startswith("features.3.1.")} == {
+        "norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "mlp.0.weight", "mlp.0.bias", "mlp.3.weight", "mlp.3.bias",
+        "attn.relative_position_bias_table", "attn.relative_position_index",
+        "attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight", "attn.proj.bias",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("side", [224, 228])
+def test_units_are_the_residual_blocks_and_state_their_cost(side: int) -> None:
+    model = build_model({"name": "swin_t"}, num_classes=10, image_size=side)
+    units = find_units(model, "auto")
+    assert [unit.name for unit in units] == UNITS
+    counted: dict[str, int] = {}
+    with FlopCounterMode(display=False) as counter:
+        hooks = {name: model.get_submodule(name) for name in UNITS}
+        before: dict[str, int] = {}
+        for name, module in hooks.items():
+            module.register_forward_pre_hook(lambda *_, name=name: before.update({name: counter.get_total_flops()}))
+            module.register_forward_hook(lambda *_, name=name: counted.update({name: counter.get_total_flops() - before[name]}))
+        assert model(torch.randn(1, 3, side, side, device="meta")).shape == (1, 10)
+    assert counted == {unit.name: unit.flops for unit in units}
+
+
+def test_initialisation_is_torchvisions() -> None:
+    """Every tensor is filled: matrices and tables with deviation 0.02, the patches' convolution as torch does, indices with theirs."""
+    config = SwinConfig(num_classes=10)
+    model, expected = Swin(config), Swin(config)
+    for init in plan_initialisation(model, seed=0):
+        for name, fill in init.fillers().items():
+            tensor = model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)
+            tensor.data.fill_(-77)
+            fill(tensor.data[:3], 0)  # as two shards
+            fill(tensor.data[3:], 3)
+    state = model.state_dict()
+    assert not any((value == -77).any() for value in state.values())
+    for name in ("features.5.3.attn.qkv.weight", "features.5.3.attn.relative_position_bias_table", "features.2.reduction.weight"):
+        assert state[name].std().item() == pytest.approx(0.02, rel=0.05)
+    assert state["features.5.3.mlp.0.bias"].eq(0).all() and state["features.5.3.norm2.weight"].eq(1).all()
+    assert state["features.0.0.weight"].abs().max().item() == pytest.approx(48**-0.5, rel=0.01)
+    name = "features.5.3.attn.relative_position_index"
+    assert torch.equal(state[name], expected.state_dict()[name])
+    for name in ("head.scale", "features.2.reduction.bias"):
+        with pytest.raises(ModelError, match="no parameter or buffer"):
+            model.parameter_init(name)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"depths": [2, 2]}, r"model: depths names 2 stages and num_heads 4; give both a number a stage"),
+        ({"num_heads": [3, 6, 12, 25]}, r"model: num_heads: 25 heads do not divide the 768 channels of stage 4"),
+        ({"stochastic_depth": 0.2}, r"model: stochastic_depth 0.2 is not available in this version: its draws would depend on the layout"),
+        ({}, r"model.num_classes: not set, and no data states it"),
+    ],
+)
+def test_mistakes_are_one_line(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        build_model({"name": "swin_t", **section}, num_classes=10 if section else None)
+    assert "\n" not in str(error.value)
