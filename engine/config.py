@@ -6,6 +6,7 @@ anywhere are errors with a suggestion. What DeepSpeed knows and we do not act on
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from .config_deepspeed import known_keys, split_foreign_keys
+from .config_deepspeed import for_deepspeed, known_keys, split_foreign_keys
 from .errors import ConfigError
 from .section import Section, parse_section
 
@@ -220,6 +221,12 @@ class Config(Section):
     env: dict[VariableName, VariableValue] = Field(default_factory=dict)
 
     _hints: tuple[str, ...] = PrivateAttr(default=())
+    _deepspeed: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """The file as DeepSpeed is to read it (``sdp.engine`` "deepspeed"); a copy."""
+        return copy.deepcopy(self._deepspeed)
 
     @property
     def hints(self) -> tuple[str, ...]:
@@ -237,9 +244,11 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     raw = _read(source)
     for override in overrides:
         _apply_override(raw, override)
-    ours, hints = split_foreign_keys(raw)
+    section = raw.get("sdp")
+    to_deepspeed = isinstance(section, dict) and section.get("engine") == "deepspeed"
+    ours, hints = split_foreign_keys(raw, deepspeed=to_deepspeed)
     config = parse_section(Config, ours, known_keys=partial(known_keys, root=Config))
-    config._hints = hints
+    config._hints, config._deepspeed = hints, for_deepspeed(raw)
     _refuse_unavailable(config)
     return config
 
@@ -310,18 +319,33 @@ def _refuse_beside_neurons(config: Config) -> None:
             raise ConfigError(f'{path}: {json.dumps(value)} is not available in this version beside sdp.granularity "neuron"; {remedy}')
 
 
+def _refuse_beside_deepspeed(config: Config) -> None:
+    stage = config.zero_optimization.stage
+    unavailable = {
+        "tensor_parallel.autotp_size": (config.tensor_parallel.autotp_size > 1, config.tensor_parallel.autotp_size, 'use 1, or "fsdp2"'),
+        "training.compile": (config.training.compile, True, 'use false, or sdp.engine "fsdp2"'),
+        # DeepSpeed takes a step while it builds the optimizer, which decays the weights.
+        "bf16.enabled": (config.bf16.enabled and stage == 0, True, "set zero_optimization.stage to 1, 2 or 3"),
+    }
+    for path, (refused, value, remedy) in unavailable.items():
+        if refused:
+            beside = f'sdp.engine "deepspeed" and zero_optimization.stage {stage}' if path == "bf16.enabled" else 'sdp.engine "deepspeed"'
+            raise ConfigError(f"{path}: {json.dumps(value)} is not available in this version beside {beside}; {remedy}")
+
+
 def _refuse_unavailable(config: Config) -> None:
     """A setting that this version cannot honour is an error, never ignored."""
     sdp = config.sdp
     unavailable = {
         "sdp.branch_scale": (sdp.branch_scale != "none", sdp.branch_scale, 'use "none"'),
-        "sdp.engine": (sdp.engine == "deepspeed", sdp.engine, 'use "fsdp2" or "reference"'),
     }
     for path, (refused, value, remedy) in unavailable.items():
         if refused:
             raise ConfigError(f"{path}: {json.dumps(value)} is not available in this version; {remedy}")
     if sdp.granularity == "neuron":
         _refuse_beside_neurons(config)
+    if sdp.engine == "deepspeed":
+        _refuse_beside_deepspeed(config)
     if config.training.compile and config.tensor_parallel.autotp_size > 1:
         raise ConfigError("training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false")
     if config.training.compile and sdp.engine == "reference":

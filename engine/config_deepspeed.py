@@ -1,4 +1,4 @@
-"""DeepSpeed's keys that we do not act on: hints that may be ignored, and semantics that must not be.
+"""DeepSpeed's keys that we do not act on: hints that may be ignored, and semantics that must not be; what goes on to DeepSpeed itself.
 
 Keys and defaults: DeepSpeed 0.19, docs/_pages/config-json.md.
 """
@@ -69,6 +69,43 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "checkpoint.parallel_write": ({}, {"pipeline_stage": False}),
 }
 
+# What the DeepSpeed engine acts on beside the hints, and the values that it takes.
+HONOURED_BY_DEEPSPEED: dict[str, tuple[Any, ...]] = {
+    "flops_profiler.enabled": (False, True),
+    "comms_logger.enabled": (False, True),
+    "zero_optimization.offload_optimizer.device": ("none", None, "cpu"),
+}
+
+# Why the DeepSpeed engine cannot honour a setting that DeepSpeed has; neutral values as in NEUTRAL.
+_OTHER_SHARDS = "a rank's shards would no longer be those of the other holders' ranks, with which they are averaged"
+_ROUNDED = "the gradients that holders average would be rounded differently in every group"
+_NOT_BUILT = "DeepSpeed would change the model or its schedule inside one group only"
+WHY_NOT_DEEPSPEED: dict[str, str] = {
+    "zero_optimization.round_robin_gradients": _OTHER_SHARDS,
+    "zero_optimization.zero_hpz_partition_size": _OTHER_SHARDS,
+    "zero_optimization.mics_shard_size": _OTHER_SHARDS,
+    "zero_optimization.mics_hierarchical_params_gather": _OTHER_SHARDS,
+    "zero_optimization.zero_quantized_weights": _ROUNDED,
+    "zero_optimization.zero_quantized_nontrainable_weights": _ROUNDED,
+    "zero_optimization.zero_quantized_gradients": _ROUNDED,
+    "zero_optimization.offload_optimizer.device": "a group's shards must be in memory to be averaged; offload to \"cpu\"",
+    "zero_optimization.offload_param.device": "parameters on a host or disk are not followed between groups; offload the optimizer",
+    "communication_data_type": _ROUNDED,
+    "data_types.grad_accum_dtype": "the shards that are averaged would lie elsewhere",
+    "prescale_gradients": "gradients are averaged over groups, of which DeepSpeed knows one",
+    "gradient_predivide_factor": "gradients are averaged over groups, of which DeepSpeed knows one",
+    "elasticity.enabled": "the number of groups is fixed for a run",
+    "autotuning.enabled": "it would start runs of its own with other layouts",
+    "compression_training": _NOT_BUILT,
+    "curriculum_learning.enabled": _NOT_BUILT,
+    "data_efficiency.enabled": _NOT_BUILT,
+    "progressive_layer_drop.enabled": _NOT_BUILT,
+    "eigenvalue.enabled": _NOT_BUILT,
+    "sparse_attention": _NOT_BUILT,
+    "fp16.enabled": "its loss scale is each group's own; use bf16",
+    "amp.enabled": "its loss scale is each group's own; use bf16",
+}
+
 # Sections with a switch: their other keys do not matter while it is off.
 _SWITCHES = {path.rpartition(".")[0]: path for path in NEUTRAL if path.endswith((".enabled", ".device"))}
 
@@ -76,29 +113,38 @@ _SWITCHES = {path.rpartition(".")[0]: path for path in NEUTRAL if path.endswith(
 _FOREIGN_SECTIONS = ("checkpoint", "data_types")
 
 
-def split_foreign_keys(raw: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """``raw`` without the keys that only DeepSpeed acts on, and the hints among them.
+def split_foreign_keys(raw: dict[str, Any], *, deepspeed: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """``raw`` without the keys that only DeepSpeed acts on, and the hints among them that have no effect.
 
-    Raises :class:`ConfigError` for a setting that changes what is computed and cannot be honoured here.
+    ``deepspeed``: for the DeepSpeed engine, to which they go on. Raises :class:`ConfigError` for a setting that changes what is
+    computed and cannot be honoured here.
     """
     hints: list[str] = []
-    ours = _filter(raw, "", hints)
-    return ours, tuple(hints)
+    ours = _filter(raw, "", hints, deepspeed)
+    return ours, tuple(path for path in hints if not deepspeed or path.startswith("activation_checkpointing."))
 
 
-def _filter(section: dict[str, Any], prefix: str, hints: list[str]) -> dict[str, Any]:
+def for_deepspeed(raw: dict[str, Any]) -> dict[str, Any]:
+    """The file as DeepSpeed is to read it: without our sections, and what we do ourselves."""
+    ours = ("sdp", "model", "data", "training", "env", "activation_checkpointing", "tensor_parallel", "train_batch_size")
+    return {key: value for key, value in raw.items() if key not in ours}
+
+
+def _filter(section: dict[str, Any], prefix: str, hints: list[str], deepspeed: bool) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in section.items():
         path = f"{prefix}{key}"
         if path in HINTS:
+            if deepspeed and path in WHY_NOT_DEEPSPEED and value is not False:
+                raise ConfigError(_refusal(path, value, False))
             hints.append(path)
         elif path in NEUTRAL:
-            _require_neutral(path, value)
+            _require_neutral(path, value, deepspeed)
         elif path in _SWITCHES and isinstance(value, dict):
             switch = _SWITCHES[path]
-            _require_neutral(switch, value.get(switch.rpartition(".")[2], NEUTRAL[switch][0]))
+            _require_neutral(switch, value.get(switch.rpartition(".")[2], NEUTRAL[switch][0]), deepspeed)
         elif isinstance(value, dict) and any(known.startswith(f"{path}.") for known in (*HINTS, *NEUTRAL)):
-            rest = _filter(value, f"{path}.", hints)
+            rest = _filter(value, f"{path}.", hints, deepspeed)
             if path not in _FOREIGN_SECTIONS:
                 kept[key] = rest
             elif rest:
@@ -109,8 +155,16 @@ def _filter(section: dict[str, Any], prefix: str, hints: list[str]) -> dict[str,
     return kept
 
 
-def _require_neutral(path: str, value: Any) -> None:
-    if not any(value == neutral and type(value) is type(neutral) for neutral in NEUTRAL[path]):
+def _refusal(path: str, value: Any, neutral: Any) -> str:
+    why = f": {WHY_NOT_DEEPSPEED[path]}" if path in WHY_NOT_DEEPSPEED else ""
+    return f'{path}: {json.dumps(value)} cannot be honoured by sdp.engine "deepspeed"{why}; remove it or set it to {json.dumps(neutral)}'
+
+
+def _require_neutral(path: str, value: Any, deepspeed: bool) -> None:
+    allowed = HONOURED_BY_DEEPSPEED.get(path, NEUTRAL[path]) if deepspeed else NEUTRAL[path]
+    if not any(value == neutral and type(value) is type(neutral) for neutral in allowed):
+        if deepspeed:
+            raise ConfigError(_refusal(path, value, NEUTRAL[path][0]))
         neutral = json.dumps(NEUTRAL[path][0])
         raise ConfigError(f"{path}: {json.dumps(value)} cannot be honoured by this engine; remove it or set it to {neutral}")
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .errors import DivergenceError, PlacementError
+from .errors import ConfigError, DivergenceError, PlacementError
 from .layout import Layout
 from .placement import Placement
 from .sync import local_tensor
@@ -58,14 +58,24 @@ def check_placement(placement: Placement, device: torch.device) -> None:
 
     Process groups are made of the holder sets: where ranks differ in them, they would wait for each other for ever.
     """
-    digest = int(hashlib.sha256(repr((placement.units, placement.holders)).encode()).hexdigest()[:15], 16)
-    extremes = torch.tensor([digest, -digest], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    if extremes[0] != -extremes[1]:
+    if _differs(repr((placement.units, placement.holders)), device):
         raise PlacementError(
             "sdp.placement: ranks have computed different placements; start all with the same configuration, model and versions of "
             "sdp, NumPy and SciPy, or name the holders of every unit in sdp.placement"
         )
+
+
+def check_agreement(facts: str, keys: str, device: torch.device) -> None:
+    """Raise :class:`ConfigError` on every rank unless all have the same ``facts``, which come from ``keys``. Collective."""
+    if _differs(facts, device):
+        raise ConfigError(f"{keys}: ranks have different values; start all with the same configuration")
+
+
+def _differs(facts: str, device: torch.device) -> bool:
+    digest = int(hashlib.sha256(facts.encode()).hexdigest()[:15], 16)
+    extremes = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    return bool(extremes[0] != -extremes[1])
 
 
 def _state_of(optimizer: Optimizer, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
@@ -83,6 +93,13 @@ def _compare(layout: Layout, unit: str, holders: tuple[int, ...], sums: list[int
                 other = mesh.rank(group, fsdp, tp)
                 if sums[other] != sums[first]:
                     raise _disagreement(unit, other, group, first, holders[0])
+
+
+def compare_sums(unit: str, holders: tuple[int, ...], sums: list[int], ranks: list[int]) -> None:
+    """Raise :class:`DivergenceError` unless the groups ``holders`` have equal ``sums``; ``ranks``: who is named, by group."""
+    for group in holders[1:]:
+        if sums[group] != sums[holders[0]]:
+            raise _disagreement(unit, ranks[group], group, ranks[holders[0]], holders[0])
 
 
 def _compare_copies(layout: Layout, unit: str, sums: list[int]) -> None:

@@ -34,36 +34,22 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     files in ``training.init_from``; one with weights keeps rank 0's. Raises :class:`ModelError` for a model of which only some
     parameters have values, and for files of another model.
     """
-    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if on_meta and len(on_meta) < len(layout.wholes):
-        raise ModelError(f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two")
-    plan = plan_initialisation(model, config.training.seed) if on_meta else None
-    if config.training.init_from is not None:
-        if plan is None:
-            raise ModelError("training.init_from: the model has weights already; build it on the meta device, or remove this key")
-        plan = filled_from(plan, fillers_from(Path(config.training.init_from), model, layout))
-    _require_float32(model)
+    plan = values_to_give(model, config, layout)
     compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
     mode = config.activation_checkpointing.mode
     if config.sdp.engine == "reference":
-        _give_values(model, layout, plan, device, Shard())
+        give_values(model, layout, plan, device, Shard())
         backend = ReferenceBackend(model, layout, device, compute_dtype=compute_dtype)
         checkpoint_activations(model, layout.blocks, mode)  # after the backend has copied the blocks' skeletons
         return backend
     if plan is None:
-        _take_values_of_rank_0(model, device)
+        take_values_of_rank_0(model, device)
     at = layout.mesh.coordinates(dist.get_rank())
     traffic = Traffic()
     tensor_ranks = _tensor_ranks(layout, at, traffic)
     if tensor_ranks is not None:
         parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
-    stand_ins: dict[str, PassThrough] = {}
-    if config.sdp.granularity == "neuron":
-        slice_linears(model, layout, at.sdp, compute_dtype)
-    elif layout.keeps_frozen:
-        freeze(model, layout.units, layout.placement, at.sdp, compute_dtype)
-    else:
-        stand_ins = carve(model, layout.units, layout.placement, at.sdp)
+    stand_ins = cut(model, config, layout, at.sdp, compute_dtype)
     run = [name for name in layout.blocks if name not in stand_ins]
     checkpoint_activations(model, run, mode)
     if config.training.compile:
@@ -78,10 +64,35 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
         traffic=traffic,
         tensor_ranks=tensor_ranks,
     )
-    _give_values(model, layout, plan, device, native.shard, {info.name for info in layout.frozen(at.sdp)})
+    give_values(model, layout, plan, device, native.shard, {info.name for info in layout.frozen(at.sdp)})
     native.clock = clock(device, waits=config.wall_clock_breakdown)
     native.ready()
     return native
+
+
+def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[ModuleInit] | None:
+    """How parameters get values; None: they have some. Raises :class:`ModelError`."""
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta and len(on_meta) < len(layout.wholes):
+        raise ModelError(f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two")
+    plan = plan_initialisation(model, config.training.seed) if on_meta else None
+    if config.training.init_from is not None:
+        if plan is None:
+            raise ModelError("training.init_from: the model has weights already; build it on the meta device, or remove this key")
+        plan = filled_from(plan, fillers_from(Path(config.training.init_from), model, layout))
+    _require_float32(model)
+    return plan
+
+
+def cut(model: nn.Module, config: Config, layout: Layout, group: int, compute_dtype: torch.dtype) -> dict[str, PassThrough]:
+    """Cut ``model`` in place to what ``group`` holds, or freeze the rest; the stand-ins of units that are skipped, by name."""
+    if config.sdp.granularity == "neuron":
+        slice_linears(model, layout, group, compute_dtype)
+    elif layout.keeps_frozen:
+        freeze(model, layout.units, layout.placement, group, compute_dtype)
+    else:
+        return carve(model, layout.units, layout.placement, group)
+    return {}
 
 
 def _tensor_ranks(layout: Layout, at: Coordinates, traffic: Traffic) -> TensorRanks | None:
@@ -98,7 +109,7 @@ def _require_float32(model: nn.Module) -> None:
             )
 
 
-def _take_values_of_rank_0(model: nn.Module, device: torch.device) -> None:
+def take_values_of_rank_0(model: nn.Module, device: torch.device) -> None:
     """Parameters and buffers of every rank become rank 0's, one at a time."""
     for tensor in (*model.parameters(), *model.buffers()):
         value = tensor.detach().to(device).contiguous()
@@ -106,7 +117,7 @@ def _take_values_of_rank_0(model: nn.Module, device: torch.device) -> None:
         tensor.detach().copy_(value)
 
 
-def _give_values(
+def give_values(
     model: nn.Module,
     layout: Layout,
     plan: Sequence[ModuleInit] | None,

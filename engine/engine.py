@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class SDPEngine:
         self._gradient_bytes = 0
         self._reduced = False
         self._syncing = True
-        self._saved = SavedState(backend, optimizer, self.global_rank)
+        self._saved = self._state_to_save()
         self._saver = checkpoint.Saver(alone=self.world_size == 1, device=self.device)
 
     # -- training --------------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class SDPEngine:
         self.micro_steps += 1
 
     def _update(self) -> None:
-        gradients = [p.grad for p in self._backend.parameters.values() if p.grad is not None]
+        gradients = self._gradients()
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
         # The only wait for the device in a step: whether it is skipped, and by what it is clipped, the host must know.
         squared_norm, self._loss = self._backend.squared_grad_norm_and_loss(torch.stack(self._losses).double().mean()).tolist()
@@ -108,8 +108,13 @@ class SDPEngine:
             self._apply(gradients, self._grad_norm)
             self._skipped_in_a_row = 0
         else:
+            self._skip()
             self.skipped_steps += 1
             self._skipped_in_a_row += 1
+        self._count_step()
+
+    def _count_step(self) -> None:
+        """A step was taken, or skipped by all."""
         self.zero_grad()
         self._reduced = False
         self.global_steps += 1
@@ -119,6 +124,15 @@ class SDPEngine:
         interval = self.config.sdp.check_interval
         if interval and self.global_steps % interval == 0:
             self.check_holders()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._backend.parameters.values() if p.grad is not None]
+
+    def _skip(self) -> None:
+        """What a backend has to do about a step that is not taken."""
+
+    def _state_to_save(self) -> SavedState:
+        return SavedState(self._backend, self.optimizer, self.global_rank)
 
     def _apply(self, gradients: list[torch.Tensor], norm: float) -> None:
         if self.config.gradient_clipping > 0:
@@ -230,7 +244,7 @@ class SDPEngine:
             "has_optimizer_state": bool(self.optimizer.state),  # not before the first step that was no skip
             "mesh": self._saved.mesh_shape(),
             "placement": self.layout.placement.to_json(),
-            "learning_rates": [float(group["lr"]) for group in self.optimizer.param_groups],
+            "learning_rates": [float(rate) for rate in self.get_lr()],
             "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": dict(client_state or {}),
@@ -258,7 +272,7 @@ class SDPEngine:
         if not state["has_optimizer_state"]:
             self.optimizer.state.clear()
         elif not self.optimizer.state:
-            checkpoint.materialise_state(self.optimizer)
+            self._materialise_state()
         # Random numbers are a rank's own: they go on where the same ranks go on.
         saved = checkpoint.keys_in(path)
         random = {
@@ -275,11 +289,17 @@ class SDPEngine:
         self.skipped_steps, self._skipped_in_a_row = state.get("skipped_steps", 0), 0
         if self.lr_scheduler is not None and state["scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["scheduler"])
-        for group, rate in zip(self.optimizer.param_groups, state.get("learning_rates", ()), strict=False):
-            group["lr"] = rate  # torch's schedulers do not set it when they are loaded
+        self._set_lr(state.get("learning_rates", ()))  # torch's schedulers do not set it when they are loaded
         if self.loader is not None and state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])
         return str(path), state["client_state"]
+
+    def _materialise_state(self) -> None:
+        checkpoint.materialise_state(self.optimizer)
+
+    def _set_lr(self, rates: Sequence[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
+            group["lr"] = rate
 
     # -- facts -----------------------------------------------------------------------------------------------------------------
 

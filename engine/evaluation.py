@@ -83,8 +83,9 @@ def first_holders_buffers(rank: EvaluatedRank) -> Iterator[None]:
 class StreamedEvaluation:
     """One evaluation of the full model. Collective: every rank of the world takes part."""
 
-    def __init__(self, rank: EvaluatedRank):
-        self._rank = rank
+    def __init__(self, rank: EvaluatedRank, chunk: int | None = None):
+        """``chunk``: batches that go through the units together (default: ``CHUNK``)."""
+        self._rank, self._chunk = rank, chunk or CHUNK
         self._lockstep: Lockstep[tuple[float, int]] = Lockstep(rank.device, rank.gather_root)
         self._units = _streamed_units(rank.layout)
         self._guest: dict[str, torch.Tensor] = {}
@@ -98,8 +99,8 @@ class StreamedEvaluation:
         sums = torch.zeros((1, 2), dtype=torch.float64, device=self._rank.device)
         undo = self._install()
         try:
-            for start in range(0, steps, CHUNK):
-                passes = [self._pass(batch, weight) for batch, weight in padded[start : start + CHUNK]]
+            for start in range(0, steps, self._chunk):
+                passes = [self._pass(batch, weight) for batch, weight in padded[start : start + self._chunk]]
                 for loss, count in self._lockstep.run(passes, self._stream):
                     if count:  # the mean over no targets is no number
                         sums += torch.tensor([[loss * count, count]], dtype=torch.float64, device=self._rank.device)

@@ -93,15 +93,26 @@ def initialize(
     layout = Layout.of(model, settings, mesh)
     if not reference:
         check_placement(layout.placement, device)
+    if settings.sdp.engine == "deepspeed":
+        from .initialize_deepspeed import initialize_deepspeed  # deepspeed is optional
+
+        engine, note = initialize_deepspeed(
+            model, settings, layout, batch, device, groups, optimizer, lr_scheduler, grouped=grouped
+        )
+        return _finish(engine, note, training_data, collate_fn)
     backend = build_backend(model, settings, layout, device)
     built, note = _build_optimizer(settings, optimizer, _groups_here(groups, layout, backend.parameters), device, grouped=grouped)
     scheduler = _build_scheduler(settings, lr_scheduler, built)
-    engine = SDPEngine(backend, settings, batch, built, scheduler)
+    return _finish(SDPEngine(backend, settings, batch, built, scheduler), note, training_data, collate_fn)
+
+
+def _finish(engine: SDPEngine, note: str, training_data: Any, collate_fn: Any) -> tuple[SDPEngine, Optimizer, EpochLoader | None, Any]:
+    """The four-tuple."""
     if training_data is not None:
         engine.loader = _loader(engine, training_data, collate_fn)
     if engine.global_rank == 0:
         _announce(engine, note)
-    return engine, built, EpochLoader(engine.loader) if engine.loader is not None else None, scheduler
+    return engine, engine.optimizer, EpochLoader(engine.loader) if engine.loader is not None else None, engine.lr_scheduler
 
 
 def _settings(args: Any, config: Any) -> Config:

@@ -62,6 +62,10 @@ class Mesh:
     def rank(self, sdp: int, fsdp: int = 0, tp: int = 0) -> int:
         return (sdp * self.fsdp + fsdp) * self.tp + tp
 
+    def ranks_of(self, group: int) -> list[int]:
+        """Global ranks of an SDP group."""
+        return self.grid[group].flatten().tolist()
+
     def shards(self, stage: int) -> int:
         """Ranks among which a group's state is cut under ZeRO ``stage``: at stage 0 it is not."""
         return self.fsdp if stage > 0 else 1

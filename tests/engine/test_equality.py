@@ -13,10 +13,7 @@ import ranks_models as models
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from ranks_cases import CLIP, Case, Result, engine_of, full_gradients, native, one_step, reference, train
-
-RELATIVE = 1e-5
-EPSILON = 2.0**-23
+from ranks_cases import CLIP, RELATIVE, Case, Result, assert_same_run, engine_of, full_gradients, native, one_step, reference, train
 
 FACTORS: dict[str, Sequence[Any]] = {
     "masking": ["forward", "backward"],
@@ -73,33 +70,6 @@ SHARDED_COPIES = [  # of backward masking: what the cover has of it at few stage
     Case(2, 4, 1, 3, optimizer="adamw", model="llama-meta", masking="backward"),
     Case(2, 2, 3, 3, model="even-llama-tied-meta", tp=2, masking="backward"),
 ]
-
-
-def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
-    """Weights, what the optimizer did to them, loss, gradient norm and learning rate of every step."""
-    assert ours[0].before is not None and ours[0].after is not None and theirs.before is not None and theirs.after is not None
-    assert list(ours[0].after) == list(theirs.after)
-    for name, after in theirs.after.items():
-        assert torch.equal(ours[0].before[name], theirs.before[name]), f"{name}: not initialised alike"
-        largest = after.abs().max().item()
-        torch.testing.assert_close(
-            ours[0].after[name], after, rtol=0, atol=RELATIVE * largest, msg=lambda text, name=name: f"{name}: {text}"
-        )
-        update, our_update = after - theirs.before[name], ours[0].after[name] - ours[0].before[name]
-        step = update.abs().max().item()
-        # Each step rounds the weight to float32 once in either run, half a unit in the last place each.
-        tolerance = RELATIVE * step + case.steps * EPSILON * largest
-        assert tolerance < 1e-2 * step, f"{name}: the update is too small to show a wrong scale"
-        deviation = (our_update - update).abs().max().item()
-        assert deviation <= tolerance, f"{name}: its update differs by {deviation:.2e}, {deviation / step:.2e} of the update"
-    for rank, result in enumerate(ours):
-        assert result.norms == pytest.approx(theirs.norms, rel=RELATIVE), f"gradient norm on rank {rank}"
-        assert result.rates == theirs.rates, f"learning rate on rank {rank}"
-    mean_losses = torch.tensor([result.losses for result in ours], dtype=torch.float64).mean(0).tolist()
-    assert mean_losses == pytest.approx(theirs.losses, rel=RELATIVE)
-    assert len(set(theirs.rates)) > 1, "the schedule does nothing"
-    if case.clip:
-        assert min(theirs.norms) > CLIP, "the clipping does nothing"
 
 
 def test_clipping_acts_above_its_value_only() -> None:

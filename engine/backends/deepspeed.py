@@ -1,0 +1,347 @@
+"""The DeepSpeed backend: the real DeepSpeed engine shards a group's state by ZeRO 0–3, shards are averaged between groups.
+
+In-group reductions, the optimizer step and its gathers are DeepSpeed's. Between the two, at the accumulation boundary, comes the
+average among holders, the global norm and clipping. With one group nothing is installed: it is DeepSpeed as it comes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..clip import squared_norm
+from ..evaluation import StreamedEvaluation, first_holders_buffers, mean_loss, subnetwork_losses
+from ..gather import stream_full_state
+from ..layout import Layout, Shard
+from ..mesh import Communicators, Coordinates
+from ..recalibration import Statistics, batch_statistics
+from ..subnetwork import PassThrough
+from ..sync import GradientSync, WeightRefresh
+from ..traffic import Traffic
+from .deepspeed_private import GroupAsWorld, ZeroState, local_part, logged_all_reduce
+from .deepspeed_shards import Bundle, Piece, ShardSync, pieces_of, rank_sets
+
+
+class GroupsOfRanks:
+    """The process groups of one rank. Every rank must make them, with the same arguments."""
+
+    def __init__(self, layout: Layout, bundles: Sequence[Bundle], stage: int):
+        mesh, rank = layout.mesh, dist.get_rank()
+        self.communicators = Communicators.build(
+            mesh,
+            {info.holders for info in layout.parameters.values()} if stage == 0 else (),
+            replicate_inside=True,
+            refresh_sets={refresh.members for refresh in layout.refreshes},
+        )
+        self.mpu: GroupAsWorld | None = None
+        self.between: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.inside: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        if mesh.sdp == 1:
+            return
+        alone = None
+        for group in range(mesh.sdp):
+            made = dist.new_group(mesh.ranks_of(group))
+            if rank in mesh.ranks_of(group):
+                self.inside = made  # type: ignore[assignment]
+        for other in range(mesh.world_size):
+            made = dist.new_group([other])
+            alone = made if other == rank else alone
+        self.mpu = GroupAsWorld(self.inside, alone)  # type: ignore[arg-type]
+        for ranks in rank_sets(bundles, stage, mesh) if stage else ():
+            made = dist.new_group(list(ranks))
+            if rank in ranks:
+                self.between[ranks] = made  # type: ignore[assignment]
+
+
+class DeepSpeedBackend:
+    """One rank's subnetwork inside DeepSpeed's ``engine``. ``bundles``: the full model's, of which DeepSpeed has those that are held."""
+
+    def __init__(
+        self,
+        engine: Any,
+        layout: Layout,
+        bundles: Sequence[Bundle],
+        groups: GroupsOfRanks,
+        stand_ins: dict[str, PassThrough],
+        device: torch.device,
+        *,
+        stage: int,
+        compute_dtype: torch.dtype,
+        traffic: Traffic,
+    ):
+        self.deepspeed, self.layout, self.stand_ins, self.device = engine, layout, stand_ins, device
+        self.module: nn.Module = engine.module
+        self.rank = dist.get_rank()
+        self.at: Coordinates = layout.mesh.coordinates(self.rank)
+        self.stage, self.compute_dtype, self.traffic = stage, compute_dtype, traffic
+        self.communicators, self._groups = groups.communicators, groups
+        self.installed = layout.mesh.sdp > 1  # whether anything is added to DeepSpeed
+        self.clock: Callable[[], float] = time.perf_counter
+        everything = dict(self.module.named_parameters())
+        self.parameters = {name: p for name, p in everything.items() if self.at.sdp in layout.parameters[name].holders}
+        self._frozen = {name: p for name, p in everything.items() if name not in self.parameters}
+        self.zero = ZeroState(engine, stage) if stage else None
+        self.bundles = [bundle for bundle in bundles if self.at.sdp in bundle.holders]
+        self._exposed = 0.0
+        self.options = [bundle.options for bundle in self.bundles]  # by DeepSpeed's parameter group: which of the user's it is of
+        self.options_count = 1 + max(bundle.options for bundle in bundles)
+        self._install(bundles)
+        # What a refresh sends is what is in memory: under ZeRO 3 partitions, which align since groups are of one size.
+        self._refresh = WeightRefresh(
+            layout.refreshes,
+            {name: local_part(p) for name, p in everything.items()} if stage == 3 else everything,  # type: ignore[arg-type]
+            groups.communicators.refresh,
+            traffic,
+            compute_dtype,
+        )
+        for name in self._refresh.units if stage < 3 else ():
+            self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
+        self.refresh(after_step=False)
+
+    def _install(self, bundles: Sequence[Bundle]) -> None:
+        self._hooked: GradientSync | None = None
+        self._sync: ShardSync | None = None
+        if not self.installed:
+            return
+        if self.zero is None:  # gradients of whole parameters: reduced as they become ready, inside and between groups at once
+            self.deepspeed.enable_backward_allreduce = False
+            self._hooked = GradientSync(
+                self.layout.buckets(lambda _: False), self.parameters, self.communicators.holders, self.traffic, clock=self.clock
+            )
+            return
+        held = iter(range(len(self.bundles)))
+        here = [next(held) if self.at.sdp in bundle.holders else None for bundle in bundles]
+        self._sync = ShardSync(
+            bundles, here, self.stage, self.layout.mesh, self.rank, self._groups.between, self.traffic, logged_all_reduce
+        )
+
+    @property
+    def ranks_inside(self) -> int:
+        """Ranks among which DeepSpeed cuts this group's state."""
+        return dist.get_world_size(self._groups.inside)
+
+    @property
+    def rank_inside(self) -> int:
+        """This rank's place among them."""
+        return dist.get_rank(self._groups.inside)
+
+    def pieces(self) -> Iterator[tuple[int, Piece]]:
+        """What this rank has of every bundle's parameters, with the bundle's index; ZeRO 1–3."""
+        for index, bundle in enumerate(self.bundles):
+            for piece in pieces_of(bundle, self.stage, self.ranks_inside, self.rank_inside):
+                yield index, piece
+
+    @property
+    def shard(self) -> Shard:
+        return Shard()
+
+    @property
+    def data_ranks_here(self) -> int:
+        return 1
+
+    @property
+    def frozen(self) -> dict[str, nn.Parameter]:
+        self._refresh.finish()
+        return self._frozen
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self._exposed + (self._hooked.exposed_seconds if self._hooked else 0.0)
+
+    def _wait_for_weights(self, unit: str) -> Callable[..., None]:
+        return lambda *_: self._refresh.wait(unit)
+
+    def refresh(self, *, after_step: bool) -> None:
+        self._refresh.start({name for name, info in self.layout.parameters.items() if info.trainable or not after_step})
+        if not after_step or self.stage == 3:  # ZeRO 3 gathers ahead of a unit's forward
+            self._refresh.finish()
+
+    def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        return call(_Called(self.deepspeed), batch)
+
+    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
+        if self._hooked is not None:
+            self._hooked.begin()
+            if boundary:
+                self._hooked.arm()
+        try:
+            self.deepspeed.backward(loss, scale_wrt_gas=False)
+        except BaseException:
+            if self._hooked is not None:
+                self._hooked.abandon()
+            raise
+        if self._hooked is not None and boundary:
+            self._hooked.finish()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients by which DeepSpeed is going to step, g_u once this returns."""
+        if self.zero is None or self._sync is None:
+            return [p.grad for p in self.parameters.values() if p.grad is not None]
+        gradients = self.zero.take_gradients()
+        started = self.clock()
+        self._sync.average(gradients)
+        self._exposed += self.clock() - started
+        self._averaged = gradients
+        return gradients
+
+    def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        if self._sync is not None:
+            counted = self._sync.counted(self._averaged)
+        else:  # whole gradients
+            infos = self.layout.parameters
+            first = self.at.fsdp == 0
+            counted = [p.grad for n, p in self.parameters.items() if p.grad is not None and first and infos[n].holders[0] == self.at.sdp]
+        totals = torch.stack([squared_norm(counted, self.device), (loss / self.layout.mesh.world_size).to(self.device)])
+        self.all_reduce_control(totals)
+        return totals
+
+    def take_step(self, norm: float) -> None:
+        """DeepSpeed's step: optimizer, gathers, schedule, its own counters and monitors."""
+        self.deepspeed.step()
+        self.deepspeed._global_grad_norm = norm
+        self.refresh(after_step=True)
+
+    def skip_step(self) -> None:
+        """All groups skip the step: weights, optimizer and schedule stay."""
+        if self.zero is not None:
+            with self.zero.skipping():
+                self.deepspeed.step()
+            return
+        engine = self.deepspeed
+        engine.zero_grad()
+        engine.micro_steps += 1
+        engine.global_steps += 1
+        engine.skipped_steps += 1
+        engine.global_samples += engine.train_batch_size()
+
+    def zero_grad(self) -> None:
+        self.deepspeed.optimizer.zero_grad()
+        if self._hooked is not None:
+            self._hooked.dropped()
+
+    def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """All-reduce a few numbers among all ranks in place."""
+        if self.layout.mesh.world_size > 1:
+            self.traffic.record("control", "all_reduce", values.nbytes, self.layout.mesh.world_size)
+            dist.all_reduce(values, op=op)
+
+    def planned_traffic(self) -> Traffic:
+        """What this rank sends between groups in a step; inside its group DeepSpeed's own communication logger counts."""
+        if self._sync is not None:
+            return self._sync.planned()
+        planned = Traffic()
+        for bucket in self.layout.buckets(lambda _: False) if self._hooked is not None else ():
+            if self.at.sdp in bucket.holders:
+                numel = sum(self.layout.parameters[name].numel for name in bucket.names)
+                ranks = sum(len(self.layout.mesh.ranks_of(group)) for group in bucket.holders)
+                planned.record("between groups", "all_reduce", 4 * numel, ranks)
+        return planned
+
+    # -- the full model --------------------------------------------------------------------------------------------------------
+
+    def whole(self, name: str, flats: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole of a parameter's tensor that lies in partitions; collective inside the group.
+
+        A sum of pieces, each of which one rank has: exact, whatever the cuts.
+        """
+        info = self.layout.parameters[name]
+        whole = torch.zeros(info.numel, dtype=torch.float32, device=self.device)
+        for index, piece in self.pieces():
+            if piece.name == name:
+                whole[piece.start : piece.start + piece.length] = flats[index].detach()[piece.at : piece.at + piece.length].to(self.device)
+        if self.ranks_inside > 1:
+            self.traffic.record("inside groups", "all_reduce", whole.nbytes, self.ranks_inside)
+            dist.all_reduce(whole, group=self._groups.inside)
+        return whole.view(info.shape)
+
+    def _gathered(self) -> _Gathered:
+        return _Gathered(self)
+
+    def evaluate(self, batches: Sequence[Any]) -> float:
+        with self._evaluating(), first_holders_buffers(self._gathered()):
+            if self.layout.keeps_frozen or not self.installed:
+                return mean_loss(self._gathered(), batches)
+            # ZeRO 3 follows the order of modules of one pass at a time.
+            return StreamedEvaluation(self._gathered(), chunk=1 if self.stage == 3 else None).run(batches)
+
+    def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
+        guests = [named for name, stand_in in self.stand_ins.items() for named in stand_in.skeleton.named_modules(prefix=name)]
+        return batch_statistics(
+            [*self.module.named_modules(), *guests], lambda: self.evaluate(batches), self.all_reduce_control, self.device
+        )
+
+    def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
+        with self._evaluating():
+            return subnetwork_losses(self._gathered(), batches)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self._refresh.finish()
+        with torch.no_grad():
+            yield
+
+    def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        self._refresh.finish()
+        return stream_full_state(self._gathered())
+
+    def shard_parameters(self) -> None:
+        self._refresh.finish()
+
+
+class _Called(nn.Module):
+    """DeepSpeed's engine under the signature of the module's ``forward``."""
+
+    def __init__(self, engine: Any):
+        super().__init__()
+        self._hidden = (engine,)
+        self.forward = engine.module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._hidden[0](*args, **kwargs)
+
+
+class _WholeParameters(Mapping[str, nn.Parameter]):
+    """Whole float32 parameters, gathered inside the group when one is asked for; all of its ranks must ask."""
+
+    def __init__(self, backend: DeepSpeedBackend):
+        self._backend = backend
+
+    def __getitem__(self, name: str) -> Any:
+        backend = self._backend
+        if name not in backend.parameters:
+            raise KeyError(name)
+        parameter = backend.parameters[name]
+        if backend.zero is None or not parameter.requires_grad:
+            return parameter
+        return backend.whole(name, backend.zero.masters)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._backend.parameters)
+
+    def __len__(self) -> int:
+        return len(self._backend.parameters)
+
+
+class _Gathered:
+    """The backend as one without shards: what evaluation and the whole state need to know of it."""
+
+    shards = 1
+    tensor_ranks = None
+
+    def __init__(self, backend: DeepSpeedBackend):
+        self._backend = backend
+        self.parameters = _WholeParameters(backend)
+        everyone = backend.layout.everyone
+        self.communicators = Communicators(backend.layout.mesh, backend.rank, True, holders={everyone: dist.group.WORLD})  # type: ignore[dict-item]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def gather_root(self) -> None:
+        """DeepSpeed gathers by hooks of its own."""

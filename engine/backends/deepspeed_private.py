@@ -1,0 +1,213 @@
+"""Everything that touches DeepSpeed's private names: the versions it was tested with, and a check that the names are there.
+
+Nothing else in the package imports ``deepspeed``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+
+log = logging.getLogger("sdp")
+
+TESTED = ("0.19.8",)
+
+# Module → names in it that are used, or replaced, here.
+_NAMES = {
+    "deepspeed.ops": ("__compatible_ops__",),
+    "deepspeed.comm.comm": ("cdb", "all_reduce"),
+    "deepspeed.utils.groups": ("_WORLD_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu"),
+    "deepspeed.runtime.zero.partitioned_param_coordinator": ("assert_ints_same_as_other_ranks",),
+    "deepspeed.runtime.zero.partition_parameters": ("assert_ints_same_as_other_ranks", "Init"),
+    "deepspeed.runtime.zero.stage3": ("assert_ints_same_as_other_ranks",),
+    "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
+}
+# Attributes of the optimizer that DeepSpeed makes, by ZeRO stage.
+_FLAT = ("averaged_gradients", "single_partition_of_fp32_groups", "bit16_groups", "partition_size", "cpu_offload", "update_lp_params",
+         "check_grad_overflow", "check_overflow", "_wait_for_offload_copies")  # fmt: skip
+_PARTITIONED = ("averaged_gradients", "fp32_partitioned_groups_flat", "fp16_groups", "sub_group_to_group_id", "offload_optimizer",
+                "_overflow_check_and_loss_scale_update", "_reassign_or_swap_out_partitioned_parameters", "persistent_parameters")  # fmt: skip
+_OF_OPTIMIZER: dict[int, tuple[str, ...]] = {0: (), 1: _FLAT, 2: _FLAT, 3: _PARTITIONED}
+_OF_ENGINE = ("enable_backward_allreduce", "basic_optimizer", "micro_steps", "global_steps", "global_samples", "skipped_steps",
+              "_global_grad_norm")  # fmt: skip
+
+
+def load() -> Any:
+    """The package ``deepspeed``, set up for this machine and checked. Raises :class:`ConfigError` where it cannot be used."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError('sdp.engine: "deepspeed" needs the package deepspeed; pip install "sdp-engine[deepspeed]"')
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    deepspeed = importlib.import_module("deepspeed")
+    for module, names in _NAMES.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            raise _unsupported(deepspeed, module) from None
+        _require(deepspeed, found, names, module)
+    if deepspeed.__version__ not in TESTED:
+        log.warning("DeepSpeed %s has all names that are needed, but was not tested (tested: %s)", deepspeed.__version__, ", ".join(TESTED))
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # Or C++ is compiled at start, for minutes, for a collective in shared memory that gloo replaces.
+    importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def check_engine(deepspeed: Any, engine: Any, stage: int) -> None:
+    """Raise :class:`ConfigError` where an object that DeepSpeed made lacks a name that is needed."""
+    _require(deepspeed, engine, _OF_ENGINE, type(engine).__name__)
+    _require(deepspeed, engine.optimizer, _OF_OPTIMIZER[stage], type(engine.optimizer).__name__)
+
+
+def _require(deepspeed: Any, owner: Any, names: Sequence[str], where: str) -> None:
+    for name in names:
+        if not hasattr(owner, name):
+            raise _unsupported(deepspeed, f"{where}.{name}")
+
+
+def _unsupported(deepspeed: Any, name: str) -> ConfigError:
+    return ConfigError(
+        f"DeepSpeed {deepspeed.__version__} is not supported (tested: {', '.join(TESTED)}): it has no {name}; "
+        f"install deepspeed=={TESTED[-1]}"
+    )
+
+
+def forget_process_groups() -> None:
+    """Drop what DeepSpeed remembers of the process groups of an engine before: they may be gone, or another layout's."""
+    importlib.import_module("deepspeed.comm.comm").cdb = None
+    groups = importlib.import_module("deepspeed.utils.groups")
+    for name in _NAMES["deepspeed.utils.groups"]:
+        setattr(groups, name, None)
+
+
+def let_groups_differ() -> None:
+    """ZeRO 3 compares its parameters with rank 0's of the *world*, whose modules are others; inside a group they are equal."""
+    for module in ("partitioned_param_coordinator", "partition_parameters", "stage3"):
+        importlib.import_module(f"deepspeed.runtime.zero.{module}").assert_ints_same_as_other_ranks = lambda ints: None
+
+
+class GroupAsWorld:
+    """DeepSpeed's ``mpu``: data parallelism is one SDP group. Model parallelism is this rank alone wherever something is summed."""
+
+    def __init__(self, data: dist.ProcessGroup, alone: dist.ProcessGroup):
+        self._data, self._alone = data, alone
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._data)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._alone
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+
+class ZeroState:
+    """The flat tensors of one rank under ZeRO 1–3, by the index of DeepSpeed's parameter group."""
+
+    def __init__(self, engine: Any, stage: int):
+        self._engine, self._optimizer, self._stage = engine, engine.optimizer, stage
+
+    @property
+    def offloaded(self) -> bool:
+        return bool(self._optimizer.offload_optimizer if self._stage == 3 else self._optimizer.cpu_offload)
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """Float32 weights: this rank's partition of every group, padding included."""
+        optimizer = self._optimizer
+        return optimizer.fp32_partitioned_groups_flat if self._stage == 3 else optimizer.single_partition_of_fp32_groups
+
+    @property
+    def members(self) -> list[list[torch.nn.Parameter]]:
+        """The model's parameters of every group, in the order in which they are partitioned."""
+        return self._optimizer.fp16_groups if self._stage == 3 else self._optimizer.bit16_groups
+
+    def take_gradients(self) -> list[torch.Tensor]:
+        """Reduced gradients of this rank's partitions, flat float32. They are the optimizer's from now on: it steps by what they become."""
+        if self._stage < 3:
+            self._optimizer._wait_for_offload_copies()
+        if self.offloaded:
+            return [master.grad for master in self.masters]  # type: ignore[misc]
+        taken = []
+        for index, master in enumerate(self.masters):
+            pieces = self._optimizer.averaged_gradients[index]
+            flat = torch.zeros(master.numel(), dtype=torch.float32, device=master.device)
+            at = 0
+            for piece in pieces:
+                flat[at : at + piece.numel()].copy_(piece.reshape(-1))
+                at += piece.numel()
+            self._optimizer.averaged_gradients[index] = [flat]
+            taken.append(flat)
+        return taken
+
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        """While inside, a step of DeepSpeed's takes the gradient for an overflow: it cleans up and leaves the weights."""
+        optimizer = self._optimizer
+
+        def overflow(*_: Any, **__: Any) -> None:
+            optimizer.overflow = True
+
+        replaced = "_overflow_check_and_loss_scale_update" if self._stage == 3 else "check_overflow"
+        checks = getattr(optimizer, "check_grad_overflow", None)
+        setattr(optimizer, replaced, overflow)
+        optimizer.check_grad_overflow = True
+        try:
+            yield
+        finally:
+            delattr(optimizer, replaced)
+            optimizer.check_grad_overflow = checks
+
+    def spread_masters(self) -> None:
+        """The float32 weights were changed from outside: bring the model's up to date. Collective inside the group."""
+        optimizer = self._optimizer
+        if self._stage < 3:
+            optimizer.update_lp_params()
+            return
+        for index in range(len(self.masters)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        if optimizer.persistent_parameters:
+            for parameter in optimizer.persistent_parameters:
+                parameter.partition()
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def basic_groups(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
+        """Every parameter group of torch's optimizer with its partition."""
+        groups = self._engine.basic_optimizer.param_groups
+        indices = self._optimizer.sub_group_to_group_id if self._stage == 3 else range(len(groups))
+        return [(groups[indices[index]], master) for index, master in enumerate(self.masters)]
+
+
+def local_part(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What this rank has in memory of a model's parameter: under ZeRO 3 its partition, else all of it."""
+    return parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.detach()  # type: ignore[attr-defined]
+
+
+def logged_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """An asynchronous all-reduce that DeepSpeed's communication logger sees."""
+    comm = importlib.import_module("deepspeed.comm")
+    return comm.all_reduce(tensor, group=group, async_op=True, log_name="sdp_between_groups")

@@ -1,0 +1,170 @@
+"""Checkpoints, checksums and bytes of ZeRO's flat partitions, under the canonical names of the full model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .backends.deepspeed import DeepSpeedBackend
+from .backends.deepspeed_private import local_part
+from .backends.deepspeed_shards import Bundle, partition_numel, pieces_of
+from .checkpoint_part import Part
+from .checkpoint_state import SavedState
+from .consistency import compare_sums
+from .layout import TensorInfo
+from .memory import StateBytes, state_tensors
+from .units import SHARED
+
+Box = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
+    """Elements ``start`` … ``start + length`` of a tensor of ``shape``, in memory's order, as boxes: (offsets, sizes, elements)."""
+    if len(shape) <= 1:
+        yield ((start,) if shape else ()), ((length,) if shape else ()), length
+        return
+    row = torch.Size(shape[1:]).numel()
+    while length:
+        index, inside = divmod(start, row)
+        if inside or length < row:
+            part = min(length, row - inside)
+            for offsets, sizes, numel in boxes(inside, part, shape[1:]):
+                yield (index, *offsets), (1, *sizes), numel
+        else:
+            part = length // row * row
+            yield (index, *(0 for _ in shape[1:])), (part // row, *shape[1:]), part
+        start, length = start + part, length - part
+
+
+def part_of(info: TensorInfo, start: int, flat: torch.Tensor) -> Part:
+    """``flat``, elements from ``start`` of a parameter or slice, as a part of the full model's parameter; views, no copy."""
+    locals_, offsets, at = [], [], 0
+    for place, sizes, numel in boxes(start, flat.numel(), info.shape):
+        shift = [info.cut.start if info.cut is not None and dim == info.cut.dim else 0 for dim in range(len(place))]
+        locals_.append(flat[at : at + numel].view(sizes))
+        offsets.append([a + b for a, b in zip(place, shift, strict=True)])
+        at += numel
+    return Part(locals_, offsets, info.full_shape)
+
+
+class DeepSpeedState(SavedState):
+    """What a rank under ZeRO 1–3 gives to a checkpoint and takes from one; at stage 0 parameters are whole."""
+
+    _backend: DeepSpeedBackend
+
+    def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
+        backend = self._backend
+        if backend.zero is None:
+            return super().tensors(to_load=to_load)
+        backend.shard_parameters()
+        known = backend.layout.buffers
+        tensors: dict[str, Any] = {
+            f"model/{name}": buffer.detach()
+            for name, buffer in backend.module.named_buffers()
+            if name in known and (to_load or self._gives(known[name]))
+        }
+        for index, master in enumerate(backend.zero.masters):
+            values = {"model/{}": master.detach()}
+            state = backend.deepspeed.basic_optimizer.state.get(master, {})
+            values |= {f"optimizer/{{}}/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            for at, piece in backend.pieces():
+                if at != index:
+                    continue
+                info = backend.layout.parameters[piece.name]
+                for pattern, value in values.items():
+                    key = pattern.format(info.canonical)
+                    if value.numel() != master.numel():
+                        tensors.setdefault(key, value)  # a step count
+                        continue
+                    part = part_of(info, piece.start, value[piece.at : piece.at + piece.length])
+                    tensors[key] = tensors[key].joined(part) if key in tensors else part
+        return tensors | self._untrained()
+
+    def _untrained(self) -> dict[str, Any]:
+        """Held parameters that no group of the optimizer has."""
+        backend = self._backend
+        trained = {name for bundle in backend.bundles for name in bundle.names}
+        tensors: dict[str, Any] = {}
+        for name, parameter in backend.parameters.items():
+            if name not in trained:
+                info, local = backend.layout.parameters[name], local_part(parameter).detach().view(-1)
+                alone = Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
+                ranks, rank = (backend.ranks_inside, backend.rank_inside) if backend.stage == 3 else (1, 0)
+                for piece in pieces_of(alone, 3, ranks, rank):
+                    tensors[f"model/{info.canonical}"] = part_of(info, piece.start, local[: piece.length])
+        return tensors
+
+    def loaded(self) -> None:
+        if self._backend.zero is None:
+            super().loaded()
+        else:
+            self._backend.zero.spread_masters()
+
+
+def materialise_state(backend: DeepSpeedBackend) -> None:
+    """Give every partition the optimizer state that its first step would make, without changing any weight."""
+    assert backend.zero is not None
+    optimizer = backend.deepspeed.basic_optimizer
+    groups = optimizer.param_groups
+    for group, master in backend.zero.basic_groups():
+        kept, rate, gradient = group["params"], group["lr"], master.grad
+        group["params"], group["lr"], master.grad = [master], 0.0, torch.zeros_like(master)
+        optimizer.param_groups = [group]
+        optimizer.step()
+        group["params"], group["lr"], master.grad = kept, rate, gradient
+    optimizer.param_groups = groups
+
+
+def check_holders(backend: DeepSpeedBackend) -> None:
+    """Compare float32 weights and optimizer state across holders, however each group cut them; raises DivergenceError. Collective.
+
+    A checksum is a sum over elements of their bits times their places, so that shares of any cut add up to the same.
+    """
+    assert backend.zero is not None
+    names = [SHARED, *(unit.name for unit in backend.layout.units)]
+    sums = torch.zeros(len(names), dtype=torch.int64)
+    places = {name: place for place, name in enumerate(backend.layout.parameters)}
+    masters = backend.zero.masters
+    for index, piece in backend.pieces():
+        state = backend.deepspeed.basic_optimizer.state.get(masters[index], {})
+        values = [masters[index].detach(), *(v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor) and v.dim())]
+        for kind, value in enumerate(values):
+            words = value[piece.at : piece.at + piece.length].contiguous().view(torch.int32).long()
+            first = (places[piece.name] * 8 + kind) * 1_000_003 + piece.start
+            weights = 2 * torch.arange(first, first + piece.length, device=words.device) + 1
+            sums[names.index(backend.layout.parameters[piece.name].unit)] += (words * weights).sum().cpu()
+    everyones = torch.empty((backend.layout.mesh.world_size, len(names)), dtype=torch.int64, device=backend.device)
+    dist.all_gather(list(everyones.unbind()), sums.to(backend.device))
+    mesh = backend.layout.mesh
+    by_group = [everyones[mesh.ranks_of(group)].sum(0).tolist() for group in range(mesh.sdp)]
+    for index, unit in enumerate(names):
+        holders = backend.layout.everyone if unit == SHARED else backend.layout.placement.holders[index - 1]
+        compare_sums(unit, holders, [sums[index] for sums in by_group], [mesh.ranks_of(group)[0] for group in range(mesh.sdp)])
+
+
+def measured_bytes(backend: DeepSpeedBackend, gradient_bytes: int) -> StateBytes:
+    """Bytes of the local tensors that exist: the model's and, where they are others, float32 masters; gradients as at the last step."""
+    assert backend.zero is not None
+    held = sum(local_part(p).nbytes for p in backend.parameters.values())
+    copies = sum(local_part(p).nbytes for p in backend.frozen.values())
+    masters = sum(master.nbytes for master in backend.zero.masters)
+    states = backend.deepspeed.basic_optimizer.state.values()
+    moments = sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
+    return StateBytes(held + masters, gradient_bytes, moments, copies)
+
+
+def predicted_bytes(backend: DeepSpeedBackend) -> StateBytes:
+    """The same by the placement and DeepSpeed's padding."""
+    ranks, compute = backend.ranks_inside, 2 if backend.compute_dtype == torch.bfloat16 else 4
+    infos = backend.layout.parameters
+
+    def numel(name: str) -> int:
+        return -(-infos[name].numel // ranks) if backend.stage == 3 else infos[name].numel
+
+    held = compute * sum(numel(name) for name in backend.parameters)
+    copies = compute * sum(numel(name) for name in backend.frozen)
+    partitions = 4 * sum(partition_numel(bundle, backend.stage, ranks) for bundle in backend.bundles)
+    return StateBytes(held + partitions, partitions, partitions * state_tensors(backend.deepspeed.basic_optimizer), copies)

@@ -1,0 +1,125 @@
+"""The engine's calls over the DeepSpeed backend: DeepSpeed's own engine steps, counts and writes to its monitors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .backends.deepspeed import DeepSpeedBackend
+from .clip import clip_
+from .deepspeed_state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
+from .engine import SDPEngine
+from .memory import StateBytes
+from .traffic import Traffic
+
+
+class DeepSpeedSDPEngine(SDPEngine):
+    """:class:`SDPEngine` over ``deepspeed.DeepSpeedEngine``, which is ``engine.deepspeed``."""
+
+    _backend: DeepSpeedBackend
+
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's own engine of this group."""
+        return self._backend.deepspeed
+
+    def step(self) -> None:
+        between = not self.is_gradient_accumulation_boundary()
+        super().step()
+        if between:
+            self.deepspeed.step()  # it counts micro-batches
+
+    def _update(self) -> None:
+        if self._backend.installed:
+            super()._update()
+        else:
+            self._step_of_deepspeed()
+
+    def _step_of_deepspeed(self) -> None:
+        """With one group the step is DeepSpeed's alone: its norm, its clipping, its overflow."""
+        backend, skipped = self._backend, self.deepspeed.skipped_steps
+        totals = backend.squared_grad_norm_and_loss(torch.stack(self._losses).double().mean()).tolist()
+        self._gradient_bytes = sum(gradient.nbytes for gradient in backend.gradients())
+        self.deepspeed.step()
+        norm = self.deepspeed.get_global_grad_norm()
+        self._loss, self._losses = totals[1], []
+        self._grad_norm = math.sqrt(totals[0]) if norm is None else float(norm)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.deepspeed.skipped_steps > skipped else 0
+        self.skipped_steps = self.deepspeed.skipped_steps
+        self._count_step()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return self._backend.gradients()
+
+    def _apply(self, gradients: list[torch.Tensor], norm: float) -> None:
+        if self.config.gradient_clipping > 0:
+            clip_(gradients, norm, self.config.gradient_clipping)
+        self._backend.take_step(norm)
+
+    def _skip(self) -> None:
+        self._backend.skip_step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        if self._backend.stage >= 2:
+            raise RuntimeError(f"no_sync() is not for ZeRO stage {self._backend.stage}, which reduces the gradients of every micro-batch")
+        with self.deepspeed.no_sync(), super().no_sync():
+            yield
+
+    # -- state -----------------------------------------------------------------------------------------------------------------
+
+    def _state_to_save(self) -> DeepSpeedState:
+        return DeepSpeedState(self._backend, self.optimizer, self.global_rank)
+
+    def _materialise_state(self) -> None:
+        if self._backend.zero is None:
+            super()._materialise_state()
+        else:
+            materialise_state(self._backend)
+
+    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
+        found = super().load_checkpoint(load_dir, tag)
+        engine = self.deepspeed
+        engine.global_steps, engine.global_samples, engine.micro_steps = self.global_steps, self.global_samples, self.micro_steps
+        engine.skipped_steps = self.skipped_steps
+        return found
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of every parameter group of the user's; DeepSpeed has one a unit."""
+        groups = self.optimizer.param_groups
+        first = {options: groups[index]["lr"] for index, options in reversed(list(enumerate(self._backend.options)))}
+        return [first.get(options, groups[0]["lr"]) for options in range(self._backend.options_count)]
+
+    def _set_lr(self, rates: Sequence[float]) -> None:
+        for group, options in zip(self.optimizer.param_groups, self._backend.options, strict=True):
+            if options < len(rates):
+                group["lr"] = rates[options]
+
+    def check_holders(self) -> None:
+        if self._backend.zero is None:
+            super().check_holders()
+        elif self._backend.installed:
+            check_holders(self._backend)
+
+    # -- facts -----------------------------------------------------------------------------------------------------------------
+
+    def measured_state_bytes(self) -> StateBytes:
+        if self._backend.zero is None:
+            return super().measured_state_bytes()
+        return measured_bytes(self._backend, self._gradient_bytes)
+
+    def predicted_state_bytes(self) -> StateBytes:
+        return super().predicted_state_bytes() if self._backend.zero is None else predicted_bytes(self._backend)
+
+    def planned_traffic(self) -> Traffic:
+        """Bytes that this rank sends between groups in one training step; inside its group see DeepSpeed's ``comms_logger``."""
+        planned = self._backend.planned_traffic()
+        return planned
+
+    def traffic_formula(self) -> str:
+        return f"between groups, as planned: {self.planned_traffic().total():,} bytes a step; inside groups: DeepSpeed's"

@@ -1,0 +1,194 @@
+"""From the full model to DeepSpeed's engine over this rank's part of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from .activations import checkpoint_activations
+from .backends import deepspeed_private
+from .backends.deepspeed import DeepSpeedBackend, GroupsOfRanks
+from .backends.deepspeed_shards import Bundle, partition_numel
+from .batch_size import BatchSize
+from .clock import clock
+from .config import Config, NamedParams
+from .consistency import check_agreement
+from .construct import cut, give_values, take_values_of_rank_0, values_to_give
+from .engine_deepspeed import DeepSpeedSDPEngine
+from .errors import ConfigError, ModelError
+from .layout import Layout, Shard
+from .optim import build_optimizer
+from .schedules import build_scheduler
+from .traffic import Traffic
+
+log = logging.getLogger("sdp")
+
+
+def initialize_deepspeed(
+    model: nn.Module,
+    config: Config,
+    layout: Layout,
+    batch: BatchSize,
+    device: torch.device,
+    groups: Sequence[Mapping[str, Any]],
+    optimizer: Any,
+    lr_scheduler: Any,
+    *,
+    grouped: bool,
+) -> tuple[DeepSpeedSDPEngine, str]:
+    """Cut ``model`` for this rank's group and hand it to DeepSpeed; the engine, and a line about the optimizer.
+
+    ``groups``: the user's parameter groups by canonical names. With one group all is DeepSpeed's as the file and the arguments say.
+    """
+    package = deepspeed_private.load()
+    deepspeed_private.forget_process_groups()
+    installed, stage = layout.mesh.sdp > 1, config.zero_optimization.stage
+    check_agreement(f"zero_optimization.stage {stage}, bf16 {config.bf16.enabled}", "zero_optimization.stage and bf16.enabled", device)
+    compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
+    plan = values_to_give(model, config, layout)
+    if plan is None:
+        take_values_of_rank_0(model, device)
+    at = layout.mesh.coordinates(dist.get_rank())
+    stand_ins = cut(model, config, layout, at.sdp, compute_dtype)
+    checkpoint_activations(model, [name for name in layout.blocks if name not in stand_ins], config.activation_checkpointing.mode)
+    give_values(model, layout, plan, device, Shard(), {info.name for info in layout.frozen(at.sdp)})
+
+    bundles = bundles_of(layout, groups)
+    parameters = dict(model.named_parameters())
+    held = [bundle for bundle in bundles if at.sdp in bundle.holders]
+    settings = config.deepspeed | {
+        "train_micro_batch_size_per_gpu": batch.micro,
+        "gradient_accumulation_steps": batch.accumulation,
+    }
+    note = "optimizer: DeepSpeed's, as the configuration or the script says"
+    scheduler: Any = lr_scheduler
+    given: Any = optimizer
+    if installed or (optimizer is None and config.optimizer is None):
+        ours = [
+            {**_options(groups[bundle.options]), "params": [parameters[name] for name in bundle.names]} for bundle in held
+        ]  # fmt: skip
+        given, note = _optimizer(config, optimizer, ours, device)
+        if installed:
+            scheduler = _scheduler(config, lr_scheduler, given, [bundle.options for bundle in held])
+            _hand_over(settings, config)
+    process_groups = GroupsOfRanks(layout, bundles, stage)
+    if installed:
+        _refuse_small_sub_groups(config, bundles, layout)
+        if stage == 3:
+            deepspeed_private.let_groups_differ()
+    _, _, _, scheduler = made = package.initialize(
+        model=model,
+        optimizer=given,
+        model_parameters=_as_given(groups, parameters, grouped=grouped) if given is None or not isinstance(given, Optimizer) else None,
+        lr_scheduler=scheduler,
+        mpu=process_groups.mpu,
+        config=settings,
+    )
+    engine = made[0]
+    deepspeed_private.check_engine(package, engine, stage)
+    backend = DeepSpeedBackend(
+        engine, layout, bundles, process_groups, stand_ins, device, stage=stage, compute_dtype=compute_dtype, traffic=Traffic()
+    )
+    backend.clock = clock(device, waits=config.wall_clock_breakdown)
+    _check_partitions(backend, parameters)
+    return DeepSpeedSDPEngine(backend, config, batch, engine.optimizer, scheduler), note
+
+
+def bundles_of(layout: Layout, groups: Sequence[Mapping[str, Any]]) -> list[Bundle]:
+    """What DeepSpeed partitions together, in one order on all ranks: the user's groups by unit; as they are with one SDP group."""
+    collected: dict[tuple[str, int], list[str]] = {}
+    for options, group in enumerate(groups):
+        for canonical in group["params"]:
+            for info in layout.wholes[canonical]:
+                if info.trainable:
+                    unit = info.unit if layout.mesh.sdp > 1 else ""
+                    collected.setdefault((unit, options), []).append(info.name)
+    infos = layout.parameters
+    bundles = [
+        Bundle(infos[names[0]].unit, options, infos[names[0]].holders, tuple(names), tuple(infos[name].numel for name in names))
+        for (_, options), names in collected.items()
+    ]
+    order = {info.unit: index for index, info in reversed(list(enumerate(infos.values())))}
+    return sorted(bundles, key=lambda bundle: order[bundle.unit]) if layout.mesh.sdp > 1 else bundles
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _as_given(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter], *, grouped: bool) -> list[Any]:
+    """What the user's ``model_parameters`` were."""
+    lists = [[parameters[name] for name in group["params"] if parameters[name].requires_grad] for group in groups]
+    return [{**_options(group), "params": members} for group, members in zip(groups, lists, strict=True)] if grouped else lists[0]
+
+
+def _optimizer(config: Config, given: Any, groups: list[dict[str, Any]], device: torch.device) -> tuple[Optimizer, str]:
+    if isinstance(given, Optimizer):
+        given.param_groups.clear()
+        for group in groups:
+            given.add_param_group(group)
+        return given, f"optimizer: {type(given).__name__}, as given to sdp.initialize, a parameter group for each unit"
+    if given is not None:
+        built = given(groups)
+        return built, f"optimizer: {type(built).__name__}, as given to sdp.initialize, a parameter group for each unit"
+    section = config.optimizer or NamedParams(type="AdamW")
+    default = "" if config.optimizer else " (the configuration names none)"
+    built, note = build_optimizer(section.type, section.params, groups, device)
+    return built, f"optimizer: {note}, a parameter group for each unit{default}"
+
+
+def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequence[int]) -> Any:
+    if given is not None:
+        return given if hasattr(given, "step") else given(optimizer)
+    if config.scheduler is None:
+        return None
+    # A list of rates has one for each group of the user's.
+    params = {
+        key: [value[index] for index in options] if isinstance(value, list) and len(value) > max(options) else value
+        for key, value in config.scheduler.params.items()
+    }
+    return build_scheduler(config.scheduler.type, params, optimizer)
+
+
+def _hand_over(settings: dict[str, Any], config: Config) -> None:
+    """Take out of DeepSpeed's file what is done between groups."""
+    settings.pop("optimizer", None)
+    settings.pop("scheduler", None)
+    settings |= {"gradient_clipping": 0.0, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    zero = settings["zero_optimization"] = dict(settings.get("zero_optimization", {}))
+    offloads = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+    if config.zero_optimization.stage in (1, 2) and not offloads:
+        zero["compute_grad_norm"] = False  # it would be the group's own
+
+
+def _refuse_small_sub_groups(config: Config, bundles: Sequence[Bundle], layout: Layout) -> None:
+    limit = config.deepspeed.get("zero_optimization", {}).get("sub_group_size", 1_000_000_000)
+    if config.zero_optimization.stage < 3:
+        return
+    for bundle in bundles:
+        numel = max(sum(bundle.numels), *(partition_numel(bundle, 3, len(layout.mesh.ranks_of(group))) for group in bundle.holders))
+        if numel > limit:
+            raise ConfigError(
+                f"zero_optimization.sub_group_size: {limit} is less than the {numel} elements of {bundle.unit!r}, whose shards would be "
+                "cut differently from group to group; raise it, or remove it"
+            )
+
+
+def _check_partitions(backend: DeepSpeedBackend, parameters: Mapping[str, nn.Parameter]) -> None:
+    """DeepSpeed has cut what we think it has: the same parameters in the same order, partitions of the same sizes."""
+    if backend.zero is None:
+        return
+    members = [[id(p) for p in group] for group in backend.zero.members]
+    expected = [[id(parameters[name]) for name in bundle.names] for bundle in backend.bundles]
+    sizes = [partition_numel(bundle, backend.stage, backend.ranks_inside) for bundle in backend.bundles]
+    if members != expected or [master.numel() for master in backend.zero.masters] != sizes:
+        raise ModelError(
+            "DeepSpeed has partitioned the parameters in another way than is known of it, so that shards of holders would not align; "
+            'remove settings of zero_optimization that change partitions, or use sdp.engine "fsdp2"'
+        )
