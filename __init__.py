@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from .engine.errors import ModelError as ModelError
     from .engine.errors import PlacementError as PlacementError
     from .engine.errors import SDPError as SDPError
-    from .engine.initialize import init_distributed as init_distributed
     from .engine.initialize import initialize as initialize
     from .engine.mesh import Mesh as Mesh
     from .engine.placement import Placement as Placement
+    from .engine.scripts import add_config_arguments as add_config_arguments
+    from .engine.scripts import init_distributed as init_distributed
     from .engine.units import Unit as Unit
 
 _HOMES = {
@@ -32,10 +33,11 @@ _HOMES = {
     "ModelError": "errors",
     "PlacementError": "errors",
     "SDPError": "errors",
-    "init_distributed": "initialize",
     "initialize": "initialize",
     "Mesh": "mesh",
     "Placement": "placement",
+    "add_config_arguments": "scripts",
+    "init_distributed": "scripts",
     "Unit": "units",
 }
 __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]

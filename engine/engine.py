@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from . import checkpoint
+from . import checkpoint, environment
 from .backends.base import Backend
 from .batch import call_model, loss_of
 from .batch_size import BatchSize
@@ -23,7 +23,7 @@ from .checkpoint_state import SavedState, set_random_state
 from .clip import clip_
 from .config import Config
 from .consistency import check_holders
-from .errors import DivergedError
+from .errors import ConfigError, DivergedError
 from .layout import Layout
 from .memory import StateBytes, measure_state_bytes, predict_state_bytes
 from .recalibration import tracks_statistics, with_statistics
@@ -45,6 +45,7 @@ class SDPEngine:
         self._backend, self.config, self._batch = backend, config, batch
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self.loader: Any = None
+        self.training_dataloader: Any = None  # what sdp.initialize returned: it ends with the epoch
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
@@ -70,14 +71,17 @@ class SDPEngine:
 
     forward = __call__
 
-    def backward(self, loss: Any) -> torch.Tensor:
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of ``loss`` (a scalar, or an output that holds one), the mean over this rank's micro-batch.
 
         At the accumulation boundary gradients are averaged within the group and among holders, overlapped with this pass.
+        ``scale_wrt_gas``: divide by the accumulation steps, as DeepSpeed does. Raises ConfigError for ``retain_graph``.
         """
+        if retain_graph:
+            raise ConfigError("backward: retain_graph cannot be honoured, gradients are reduced as the graph is freed; add the losses up")
         scalar = loss_of(loss)
         boundary = self.is_gradient_accumulation_boundary() and self._syncing
-        self._backend.backward(scalar / self._batch.accumulation, boundary=boundary)
+        self._backend.backward(scalar / self._batch.accumulation if scale_wrt_gas else scalar, boundary=boundary)
         self._reduced = boundary
         self._losses.append(scalar.detach())
         if self.loader is not None and self.device.type == "cuda":
@@ -350,7 +354,8 @@ class SDPEngine:
 
     @property
     def local_rank(self) -> int:
-        return self.device.index or 0
+        place = environment.detect()
+        return place.local_rank if place is not None else 0
 
     @property
     def world_size(self) -> int:
@@ -380,6 +385,15 @@ class SDPEngine:
     def get_lr(self) -> list[float]:
         """Learning rate of every parameter group, for the step to come."""
         return [group["lr"] for group in self.optimizer.param_groups]
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.bf16.enabled
+
+    def fp16_enabled(self) -> bool:
+        return False
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
 
     def train_batch_size(self) -> int:
         return self._batch.train

@@ -118,8 +118,7 @@ class DeepSpeedSDPEngine(SDPEngine):
 
     def planned_traffic(self) -> Traffic:
         """Bytes that this rank sends between groups in one training step; inside its group see DeepSpeed's ``comms_logger``."""
-        planned = self._backend.planned_traffic()
-        return planned
+        return self._backend.planned_traffic()
 
     def traffic_formula(self) -> str:
         return f"between groups, as planned: {self.planned_traffic().total():,} bytes a step; inside groups: DeepSpeed's"

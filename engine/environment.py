@@ -113,6 +113,11 @@ def local_environment(rank: int, world_size: int, port: int) -> Environment:
     return Environment(rank, world_size, rank, world_size, 0, LOOPBACK, port, "sdp")
 
 
+def set_default(name: str, value: str) -> None:
+    """Set a variable that a library reads as it is imported, unless the user did."""
+    os.environ.setdefault(name, value)
+
+
 def publish(environment: Environment) -> None:
     """Set torchrun's variables in this process, for libraries that read them."""
     os.environ.update(environment.variables())

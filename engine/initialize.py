@@ -29,7 +29,7 @@ from .schedules import build_scheduler
 log = logging.getLogger("sdp")
 
 
-def init_distributed(timeout_seconds: float | None = None) -> torch.device:
+def join(timeout_seconds: float | None = None) -> torch.device:
     """Join the processes that a launcher started (or be the only one) and choose this rank's device.
 
     Gloo on a CPU, NCCL on CUDA. ``timeout_seconds``: how long a collective may take (None: torch's default). Does nothing to a
@@ -84,7 +84,7 @@ def initialize(
         raise ConfigError("sdp.initialize: mpu cannot be honoured; the layout comes from sdp.groups and the number of processes")
     settings = _settings(args, config if config is not None else config_params)
     reference = settings.sdp.engine == "reference"
-    device = _reference_device() if reference else init_distributed()
+    device = _reference_device() if reference else join()
     mesh = mesh_of(settings, 1 if reference else dist.get_world_size())
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -96,9 +96,7 @@ def initialize(
     if settings.sdp.engine == "deepspeed":
         from .initialize_deepspeed import initialize_deepspeed  # deepspeed is optional
 
-        engine, note = initialize_deepspeed(
-            model, settings, layout, batch, device, groups, optimizer, lr_scheduler, grouped=grouped
-        )
+        engine, note = initialize_deepspeed(model, settings, layout, batch, device, groups, optimizer, lr_scheduler, grouped=grouped)
         return _finish(engine, note, training_data, collate_fn)
     backend = build_backend(model, settings, layout, device)
     built, note = _build_optimizer(settings, optimizer, _groups_here(groups, layout, backend.parameters), device, grouped=grouped)
@@ -110,14 +108,17 @@ def _finish(engine: SDPEngine, note: str, training_data: Any, collate_fn: Any) -
     """The four-tuple."""
     if training_data is not None:
         engine.loader = _loader(engine, training_data, collate_fn)
+        engine.training_dataloader = EpochLoader(engine.loader)
     if engine.global_rank == 0:
         _announce(engine, note)
-    return engine, engine.optimizer, EpochLoader(engine.loader) if engine.loader is not None else None, engine.lr_scheduler
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _settings(args: Any, config: Any) -> Config:
-    if config is None:
-        config = getattr(args, "deepspeed_config", None)
+    from_arguments = getattr(args, "deepspeed_config", None)
+    if config is not None and from_arguments is not None:
+        raise ConfigError("sdp.initialize: config and --deepspeed_config are both given; leave one out")
+    config = from_arguments if config is None else config
     if config is None:
         raise ConfigError("sdp.initialize: config is missing; give a path to a JSON file or a dict")
     return config if isinstance(config, Config) else load_config(config)

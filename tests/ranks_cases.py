@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import ranks_models as models
 import pytest
+import ranks_models as models
 import sdp
 import torch
 import torch.distributed as dist
@@ -169,9 +169,9 @@ def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, info.tp_dim)
 
 
-def train(case: Case, engine_name: str = "fsdp2") -> Result:
+def train(case: Case, engine_name: str = "fsdp2", **sections: Any) -> Result:
     """The whole run, in this process."""
-    engine = engine_of(case, engine_name)
+    engine = engine_of(case, engine_name, **sections)
     data_rank = None if engine_name == "reference" else data_rank_of(case)
     result = Result(before=engine.full_state_dict())
     for step in range(case.steps):

@@ -26,7 +26,7 @@ from ..engine.config import SDPSection
 from ..engine.engine import SDPEngine
 from ..engine.environment import detect
 from ..engine.errors import ConfigError, LaunchError
-from ..engine.initialize import init_distributed, initialize
+from ..engine.initialize import initialize, join
 from ..engine.place import place
 from ..engine.placement import Placement
 from ..engine.units import find_neuron_units, find_units
@@ -159,7 +159,7 @@ def _one_of_many_by_neurons(args: argparse.Namespace, _: Placement) -> Compariso
 def _world(size: int) -> Iterator[None]:
     """A process group of this process alone, or one whose other ranks exist in name only."""
     if size == 1:
-        init_distributed()
+        join()
     else:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend
 

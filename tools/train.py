@@ -16,7 +16,7 @@ from ..engine.config import Config, load_config
 from ..engine.engine import SDPEngine
 from ..engine.environment import detect, place_file
 from ..engine.heartbeat import Heartbeat
-from ..engine.initialize import init_distributed, initialize, mesh_of
+from ..engine.initialize import initialize, join, mesh_of
 from ..engine.memory import PeakMemory
 from ..engine.nodes import split_tensor_group
 from ..models.registry import build_model, section_from_huggingface
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     beat.at(0, "starting", config.training.start_timeout)
     if config.sdp.engine != "reference":
         training = config.training
-        init_distributed(max(training.start_timeout, training.save_timeout, training.step_timeout))
+        join(max(training.start_timeout, training.save_timeout, training.step_timeout))
     beat.at(0, "preparing data", None)
     corpus = open_corpus(config, args.dump_dir)
     beat.at(0, "building the model", config.training.start_timeout)

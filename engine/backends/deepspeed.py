@@ -100,7 +100,7 @@ class DeepSpeedBackend:
             traffic,
             compute_dtype,
         )
-        for name in self._refresh.units if stage < 3 else ():
+        for name in self._refresh.blocks if stage < 3 else ():
             self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
         self.refresh(after_step=False)
 
@@ -154,13 +154,15 @@ class DeepSpeedBackend:
     def exposed_seconds(self) -> float:
         return self._exposed + (self._hooked.exposed_seconds if self._hooked else 0.0)
 
-    def _wait_for_weights(self, unit: str) -> Callable[..., None]:
-        return lambda *_: self._refresh.wait(unit)
+    def _wait_for_weights(self, block: str) -> Callable[..., None]:
+        return lambda *_: self._refresh.wait(block)
 
     def refresh(self, *, after_step: bool) -> None:
         self._refresh.start({name for name, info in self.layout.parameters.items() if info.trainable or not after_step})
         if not after_step or self.stage == 3:  # ZeRO 3 gathers ahead of a unit's forward
             self._refresh.finish()
+        if self.stage == 3 and self.zero is not None and self.layout.keeps_frozen:
+            self.zero.gather_persistent()
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         return call(_Called(self.deepspeed), batch)

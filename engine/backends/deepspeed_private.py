@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import environment
 from ..errors import ConfigError
 
 log = logging.getLogger("sdp")
@@ -33,13 +33,16 @@ _NAMES = {
     "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
 }
 # Attributes of the optimizer that DeepSpeed makes, by ZeRO stage.
-_FLAT = ("averaged_gradients", "single_partition_of_fp32_groups", "bit16_groups", "partition_size", "cpu_offload", "update_lp_params",
-         "check_grad_overflow", "check_overflow", "_wait_for_offload_copies")  # fmt: skip
-_PARTITIONED = ("averaged_gradients", "fp32_partitioned_groups_flat", "fp16_groups", "sub_group_to_group_id", "offload_optimizer",
-                "_overflow_check_and_loss_scale_update", "_reassign_or_swap_out_partitioned_parameters", "persistent_parameters")  # fmt: skip
-_OF_OPTIMIZER: dict[int, tuple[str, ...]] = {0: (), 1: _FLAT, 2: _FLAT, 3: _PARTITIONED}
-_OF_ENGINE = ("enable_backward_allreduce", "basic_optimizer", "micro_steps", "global_steps", "global_samples", "skipped_steps",
-              "_global_grad_norm")  # fmt: skip
+_FLAT = """
+    averaged_gradients single_partition_of_fp32_groups bit16_groups partition_size cpu_offload update_lp_params check_grad_overflow
+    check_overflow _wait_for_offload_copies
+"""
+_PARTITIONED = """
+    averaged_gradients fp32_partitioned_groups_flat fp16_groups sub_group_to_group_id offload_optimizer persistent_parameters
+    _overflow_check_and_loss_scale_update _reassign_or_swap_out_partitioned_parameters
+"""
+_OF_OPTIMIZER = {0: "", 1: _FLAT, 2: _FLAT, 3: _PARTITIONED}
+_OF_ENGINE = "enable_backward_allreduce basic_optimizer micro_steps global_steps global_samples skipped_steps _global_grad_norm"
 
 
 def load() -> Any:
@@ -47,7 +50,7 @@ def load() -> Any:
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError('sdp.engine: "deepspeed" needs the package deepspeed; pip install "sdp-engine[deepspeed]"')
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        environment.set_default("DS_ACCELERATOR", "cpu")
     deepspeed = importlib.import_module("deepspeed")
     for module, names in _NAMES.items():
         try:
@@ -65,8 +68,8 @@ def load() -> Any:
 
 def check_engine(deepspeed: Any, engine: Any, stage: int) -> None:
     """Raise :class:`ConfigError` where an object that DeepSpeed made lacks a name that is needed."""
-    _require(deepspeed, engine, _OF_ENGINE, type(engine).__name__)
-    _require(deepspeed, engine.optimizer, _OF_OPTIMIZER[stage], type(engine.optimizer).__name__)
+    _require(deepspeed, engine, _OF_ENGINE.split(), type(engine).__name__)
+    _require(deepspeed, engine.optimizer, _OF_OPTIMIZER[stage].split(), type(engine.optimizer).__name__)
 
 
 def _require(deepspeed: Any, owner: Any, names: Sequence[str], where: str) -> None:
@@ -190,10 +193,15 @@ class ZeroState:
             return
         for index in range(len(self.masters)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        if optimizer.persistent_parameters:
-            for parameter in optimizer.persistent_parameters:
-                parameter.partition()
-            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        self.gather_persistent()
+
+    def gather_persistent(self) -> None:
+        """ZeRO 3 keeps small parameters whole beside their partitions: make them from these anew. Collective inside the group."""
+        persistent = self._optimizer.persistent_parameters
+        for parameter in persistent:
+            parameter.partition()
+        if persistent:
+            persistent[0].all_gather(persistent)
 
     def basic_groups(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
         """Every parameter group of torch's optimizer with its partition."""

@@ -7,6 +7,7 @@ one, these are cut further, so that each piece is on one rank of every holder.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +92,7 @@ def stretches(bundle: Bundle, stage: int, mesh: Mesh) -> list[Shared]:
                 held.append((group, rank, piece))
     for group, rank, piece in held:
         inside = sorted(cut for cut in cuts[piece.name] if piece.start <= cut <= piece.start + piece.length)
-        for first, last in zip(inside, inside[1:], strict=False):
+        for first, last in itertools.pairwise(inside):
             owners.setdefault((piece.name, first), {})[group] = (rank, piece.at + first - piece.start, last - first)
     result: list[Shared] = []
     order = {name: index for index, name in enumerate(bundle.names)}

@@ -34,7 +34,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # What this version cannot do.
     ({"sdp": {"masking": "both"}}, "sdp.masking: input should be 'forward' or 'backward' (found \"both\")"),
     ({"sdp": {"branch_scale": "train"}}, 'sdp.branch_scale: "train" is not available in this version; use "none"'),
-    ({"sdp": {"engine": "deepspeed"}}, 'sdp.engine: "deepspeed" is not available in this version; use "fsdp2" or "reference"'),
     (
         {"training": {"compile": True}, "tensor_parallel": {"autotp_size": 2}},
         "training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false",
