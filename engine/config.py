@@ -248,7 +248,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     to_deepspeed = isinstance(section, dict) and section.get("engine") == "deepspeed"
     ours, hints = split_foreign_keys(raw, deepspeed=to_deepspeed)
     config = parse_section(Config, ours, known_keys=partial(known_keys, root=Config))
-    config._hints, config._deepspeed = hints, for_deepspeed(raw)
+    config._hints, config._deepspeed = hints, for_deepspeed(raw) if to_deepspeed else {}
     _refuse_unavailable(config)
     return config
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import ranks_models as models
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from ranks_cases import Case, Result, assert_same_run, engine_of, reference, train
+from ranks_cases import Case, Result, assert_same_run, engine_of, one_step, reference, train
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -106,3 +107,101 @@ def _offloaded(case: Case) -> Result:
 def test_offloaded_optimizers_equal_the_reference(ranks: RankPool, stage: int) -> None:
     case = Case(2, 2, stage=stage, accumulation=3, clip=True, optimizer="adamw")
     assert_same_run(ranks.run(_offloaded, case, world=4), reference(case), case)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------------------------
+
+
+def _save_after_two_steps(case: Case, name: str, folder: str) -> tuple[Any, Any, list[float]]:
+    """The full model as saved, as it is after two steps more, and the rates as saved."""
+    engine = engine_of(case, name)
+    for step in range(4):
+        one_step(engine, case, step, data_rank=dist.get_rank())
+        engine.step()
+        if step == 1:
+            engine.save_checkpoint(folder, client_state={"note": name})
+            saved, rates = engine.full_state_dict(), engine.get_lr()
+    return saved, engine.full_state_dict(), rates
+
+
+def _go_on(case: Case, name: str, folder: str) -> tuple[Any, Any, Any, Any]:
+    engine = engine_of(case, name)
+    _, client = engine.load_checkpoint(folder)
+    loaded, rates = engine.full_state_dict(), engine.get_lr()
+    for step in (2, 3):
+        one_step(engine, case, step, data_rank=dist.get_rank())
+        engine.step()
+    return loaded, engine.full_state_dict(), client, rates
+
+
+ADAMW = Case(2, 2, optimizer="adamw")
+LLAMA, NEURONS = replace(ADAMW, model="llama-tied"), replace(ADAMW, neurons=2, model="even-llama")
+MOVES = [
+    (replace(ADAMW, stage=3), "deepspeed", replace(ADAMW, stage=1), "fsdp2"),
+    (replace(LLAMA, stage=3), "fsdp2", replace(LLAMA, stage=2), "deepspeed"),
+    (replace(ADAMW, stage=1), "deepspeed", replace(ADAMW, stage=3), "deepspeed"),
+    (replace(NEURONS, stage=2), "deepspeed", NEURONS, "deepspeed"),
+]
+
+
+@pytest.mark.parametrize(("source", "wrote", "target", "reads"), MOVES, ids=lambda value: str(value))
+def test_a_run_moves_between_engines_and_stages(
+    ranks: RankPool, tmp_path: Path, source: Case, wrote: str, target: Case, reads: str
+) -> None:
+    saved, expected, saved_rates = ranks.run(_save_after_two_steps, source, wrote, str(tmp_path), world=source.world)[0]
+    loaded, after, client, rates = ranks.run(_go_on, target, reads, str(tmp_path), world=target.world)[0]
+    assert client == {"note": wrote}
+    assert rates == saved_rates
+    assert list(loaded) == list(saved)
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    for name, tensor in expected.items():  # two steps with the moments that were loaded
+        assert not torch.equal(after[name], loaded[name])
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-5 * tensor.abs().max().item())
+
+
+# -- as DeepSpeed comes ----------------------------------------------------------------------------------------------------------------
+
+
+def _beside_plain_deepspeed(stage: int, settings: dict[str, Any]) -> tuple[list[float], list[float], int, int]:
+    """Losses of DeepSpeed alone and of one group under sdp, and bytes of optimizer state against the prediction."""
+    import sdp
+    from sdp.engine.backends import deepspeed_private
+
+    package = deepspeed_private.load()
+    deepspeed_private.forget_process_groups()
+    file = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        **settings,
+    }
+    model = models.build("mlp")
+    plain = package.initialize(model=model, model_parameters=model.parameters(), config=file)[0]
+    ours = sdp.initialize(model=models.build("mlp"), config={**file, "sdp": {"engine": "deepspeed"}})[0]
+    losses: list[list[float]] = []
+    for engine in (plain, ours):
+        losses.append([])
+        for step in range(8):
+            loss = engine(**models.micro_batch("mlp", step, 0, dist.get_rank()))
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+    assert plain.get_global_grad_norm() is None or float(plain.get_global_grad_norm()) == ours.get_global_grad_norm()
+    return *losses, ours.measured_state_bytes().optimizer, ours.predicted_state_bytes().optimizer
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (0, {"gradient_clipping": 0.25}),
+        (1, {}),
+        (2, {"gradient_clipping": 0.25}),
+        (3, {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 2}}}),
+    ],
+)
+def test_with_one_group_it_is_deepspeed_bit_for_bit(ranks: RankPool, stage: int, settings: dict[str, Any]) -> None:
+    for plain, ours, measured, predicted in ranks.run(_beside_plain_deepspeed, stage, settings, world=2):
+        assert plain == ours
+        assert len(set(plain)) == len(plain)
+        assert measured == predicted > 0
