@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from .backends.deepspeed_private import is_zero_checkpoint, weights_of_zero_checkpoint
 from .errors import ModelError
 from .initialisation import Filler, ModuleInit
 from .layout import Layout, TensorInfo
@@ -73,13 +74,31 @@ class WeightFiles:
         out.copy_(handle.get_slice(key)[start : start + out.shape[0]] if out.dim() else handle.get_tensor(key))
 
 
+class ZeroWeights:
+    """The weights in a checkpoint of DeepSpeed's of a dense model, as :class:`WeightFiles`; all of them are in the host's memory."""
+
+    def __init__(self, directory: Path):
+        self._tensors = weights_of_zero_checkpoint(directory)
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def obstacle(self, key: str, info: TensorInfo) -> str | None:
+        found = self._tensors[key].shape
+        return f"has shape {tuple(found)} there and {tuple(info.full_shape)} here" if found != info.full_shape else None
+
+    def fill(self, out: torch.Tensor, start: int, key: str) -> None:
+        tensor = self._tensors[key]
+        out.copy_(tensor[start : start + out.shape[0]] if out.dim() else tensor)
+
+
 def fillers_from(directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:
     """Fillers of all parameters and persistent buffers of ``layout``, by canonical name, from the files in ``directory``.
 
     A model may say by ``canonical_name(key)`` which of its tensors a key stands for, None for one that it does without. Raises
     :class:`ModelError` unless files and model have the same tensors.
     """
-    files = WeightFiles(directory)
+    files = ZeroWeights(directory) if is_zero_checkpoint(directory) else WeightFiles(directory)
     canonical: Callable[[str], str | None] = getattr(model, "canonical_name", lambda key: key)
     keys = {name: key for key in files.keys() if (name := canonical(key)) is not None}  # noqa: SIM118
     names_of: dict[str, list[str]] = {name: [name] for name in (*layout.wholes, *layout.buffers)}

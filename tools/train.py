@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..engine.backends.deepspeed_private import is_zero_checkpoint
 from ..engine.config import Config, load_config
 from ..engine.engine import SDPEngine
 from ..engine.environment import detect, place_file
@@ -97,8 +98,8 @@ def _with_absolute_paths(config: Config) -> Config:
 
 
 def _with_initial_model(config: Config) -> Config:
-    """The model section as the model to start from states it."""
-    if config.training.init_from is None:
+    """The model section as the model to start from states it; a checkpoint of DeepSpeed's has weights alone."""
+    if config.training.init_from is None or is_zero_checkpoint(Path(config.training.init_from)):
         return config
     return config.model_copy(update={"model": section_from_huggingface(Path(config.training.init_from), config.model)})
 

@@ -5,18 +5,22 @@ Nothing else in the package imports ``deepspeed``.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import io
 import logging
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .. import environment
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 
 log = logging.getLogger("sdp")
 
@@ -208,6 +212,67 @@ class ZeroState:
         groups = self._engine.basic_optimizer.param_groups
         indices = self._optimizer.sub_group_to_group_id if self._stage == 3 else range(len(groups))
         return [(groups[indices[index]], master) for index, master in enumerate(self.masters)]
+
+
+# What the optimizer part of a checkpoint holds beside tensors: DeepSpeed's own, and data alone.
+_IN_CHECKPOINTS = {
+    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+}
+
+
+class _SafeTorch:
+    """``torch`` whose ``load`` takes weights alone: DeepSpeed's conversion would run any code that a file holds."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def load(file: Any, **options: Any) -> Any:
+        return torch.load(file, **{**options, "weights_only": True})
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def is_zero_checkpoint(directory: Path) -> bool:
+    """Whether DeepSpeed wrote a checkpoint of ZeRO 1–3 to ``directory``."""
+    tag = _latest(directory)
+    return tag is not None and any((directory / tag).glob("*_optim_states.pt"))
+
+
+def _latest(directory: Path) -> str | None:
+    try:
+        return (directory / "latest").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
+def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
+    """Float32 weights and buffers of a dense model by name, by DeepSpeed's own ``zero_to_fp32``, which prints to nowhere.
+
+    Raises :class:`CheckpointError` for a checkpoint that is damaged, or holds anything but tensors and DeepSpeed's own records.
+    """
+    load()
+    convert = importlib.import_module("deepspeed.utils.zero_to_fp32")
+    allowed = [getattr(importlib.import_module(module), name) for module, names in _IN_CHECKPOINTS.items() for name in names]
+    kept = convert.torch
+    convert.torch = _SafeTorch()
+    try:
+        with torch.serialization.safe_globals(allowed), _silence():
+            return convert.get_fp32_state_dict_from_zero_checkpoint(str(directory))
+    except pickle.UnpicklingError as error:
+        reason = str(error).strip().splitlines()[0][:160]
+        raise CheckpointError(f"{directory}: holds more than weights, which could run code and is not read ({reason})") from None
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, AssertionError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        raise CheckpointError(f"{directory}: DeepSpeed cannot read its checkpoint there ({reason})") from None
+    finally:
+        convert.torch = kept
 
 
 def local_part(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, Result, assert_same_run, engine_of, one_step, reference, train
+from sdp.engine.config import load_config
+from sdp.engine.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -205,3 +209,139 @@ def test_with_one_group_it_is_deepspeed_bit_for_bit(ranks: RankPool, stage: int,
         assert plain == ours
         assert len(set(plain)) == len(plain)
         assert measured == predicted > 0
+
+
+# -- a plain checkpoint as the start -----------------------------------------------------------------------------------------------------
+
+
+def _save_plain(stage: int, folder: str) -> Any:
+    """A step of DeepSpeed's own, saved; the weights that it has in float32."""
+    from sdp.engine.backends import deepspeed_private
+
+    package = deepspeed_private.load()
+    deepspeed_private.forget_process_groups()
+    model = models.build("llama-tied")
+    optimizer = {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True}}
+    file = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
+    engine = package.initialize(model=model, model_parameters=model.parameters(), config=file)[0]
+    engine.backward(engine(**models.micro_batch("llama", 0, 0, dist.get_rank())))
+    engine.step()
+    engine.save_checkpoint(folder)
+    whole = package.utils.safe_get_full_fp32_param
+    return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
+
+
+def _started_from(case: Case, folder: str) -> Any:
+    return engine_of(case, "fsdp2", training={"init_from": folder}).full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_plain_deepspeed_checkpoint_can_be_the_start(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    trained = ranks.run(_save_plain, stage, str(tmp_path), world=2)[0]
+    started = ranks.run(_started_from, Case(2, 1, model="llama-tied-meta"), str(tmp_path), world=2)[0]
+    assert set(trained) <= set(started)
+    for name, weight in trained.items():
+        assert torch.equal(started[name], weight), name
+    untrained = dict(models.build("llama-tied").named_parameters())
+    assert all(not torch.equal(started[name], weight) for name, weight in untrained.items())
+
+
+def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path) -> None:
+    from sdp.engine.backends.deepspeed_private import weights_of_zero_checkpoint
+
+    (tmp_path / "latest").write_text("step")
+    (tmp_path / "step").mkdir()
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        torch.save({"optimizer_state_dict": Path("/")}, tmp_path / "step" / name)
+    with pytest.raises(CheckpointError, match="holds more than weights, which could run code and is not read"):
+        weights_of_zero_checkpoint(tmp_path)
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ({"zero_optimization": {"round_robin_gradients": True}}, "zero_optimization.round_robin_gradients: true cannot be honoured"),
+    ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "zero_optimization.zero_hpz_partition_size: 2 cannot be honoured"),
+    ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size: 2 cannot be honoured"),
+    ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_optimization.zero_quantized_gradients: true cannot be honoured"),
+    ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights: true cannot be honoured"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, 'zero_optimization.offload_optimizer.device: "nvme" cannot'),
+    ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, 'zero_optimization.offload_param.device: "cpu" cannot be honoured'),
+    ({"zero_optimization": {"param_alignment": 8}}, "zero_optimization.param_alignment: unknown key"),
+    (
+        {"tensor_parallel": {"autotp_size": 2}},
+        'tensor_parallel.autotp_size: 2 is not available in this version beside sdp.engine "deepspeed"',
+    ),
+    ({"training": {"compile": True}}, 'training.compile: true is not available in this version beside sdp.engine "deepspeed"'),
+    ({"bf16": {"enabled": True}}, "bf16.enabled: true is not available in this version"),
+    ({"fp16": {"enabled": True}}, "fp16.enabled: true cannot be honoured"),
+    ({"communication_data_type": "bf16"}, 'communication_data_type: "bf16" cannot be honoured'),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: "bf16" cannot be honoured'),
+    ({"prescale_gradients": True}, "prescale_gradients: true cannot be honoured"),
+    ({"elasticity": {"enabled": True}}, "elasticity.enabled: true cannot be honoured"),
+    ({"compression_training": {"layer_reduction": {}}}, "compression_training: "),
+    ({"autotuning": {"enabled": True}}, "autotuning.enabled: true cannot be honoured"),
+    ({"mesh_param": [2, 2]}, "mesh_param: unknown key"),
+]
+
+
+@pytest.mark.parametrize(("section", "message"), REFUSED, ids=lambda value: json.dumps(value)[:70] if isinstance(value, dict) else "")
+def test_what_cannot_be_honoured_is_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({**section, "sdp": {"engine": "deepspeed", "groups": 2}})
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_deepspeed_acts_on_goes_to_it() -> None:
+    file = {"zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            "flops_profiler": {"enabled": True, "profile_step": 2}, "comms_logger": {"enabled": True}}  # fmt: skip
+    config = load_config({**file, "sdp": {"engine": "deepspeed"}, "training": {"seed": 3}, "train_batch_size": 8})
+    assert config.deepspeed == file
+    assert config.hints == ()
+
+
+def _mismatched_stages() -> str:
+    with pytest.raises(ConfigError) as caught:
+        engine_of(Case(2, 1, stage=1 + dist.get_rank()), "deepspeed")
+    return str(caught.value)
+
+
+def test_stages_that_differ_between_ranks_are_found(ranks: RankPool) -> None:
+    message = "zero_optimization.stage and bf16.enabled: ranks have different values; start all with the same configuration"
+    assert ranks.run(_mismatched_stages, world=2) == [message] * 2
+
+
+def _sub_groups() -> str:
+    with pytest.raises(ConfigError) as caught:
+        engine_of(Case(2, 1, stage=3), "deepspeed", zero_optimization={"stage": 3, "sub_group_size": 100})
+    return str(caught.value)
+
+
+def test_sub_groups_below_a_unit_are_refused(ranks: RankPool) -> None:
+    for message in ranks.run(_sub_groups, world=2):
+        assert message.startswith("zero_optimization.sub_group_size: 100 is less than the ")
+
+
+def _without_a_name() -> str:
+    from sdp.engine.backends import deepspeed_private
+
+    package = deepspeed_private.load()
+    coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
+    kept = coordinator.assert_ints_same_as_other_ranks
+    del coordinator.assert_ints_same_as_other_ranks
+    package.__version__ = "0.99.0"
+    try:
+        with pytest.raises(ConfigError) as caught:
+            engine_of(Case(2, 1, stage=3), "deepspeed")
+        return str(caught.value)
+    finally:
+        coordinator.assert_ints_same_as_other_ranks, package.__version__ = kept, package.version
+
+
+def test_a_deepspeed_without_a_name_that_is_needed_is_not_supported(ranks: RankPool) -> None:
+    for message in ranks.run(_without_a_name, world=2):
+        assert message == (
+            "DeepSpeed 0.99.0 is not supported (tested: 0.19.8): it has no "
+            "deepspeed.runtime.zero.partitioned_param_coordinator.assert_ints_same_as_other_ranks; install deepspeed==0.19.8"
+        )
