@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,30 @@ def plot_loss(runs: Sequence[Run], path: Path) -> Path:
         figure.savefig(path, format="png")
     except OSError as error:
         raise ConfigError(f"{path}: the plot cannot be written ({error.strerror})") from None
+    return path
+
+
+def plot_sweep(figures: Mapping[str, Sequence[Mapping[str, Any]]], measure: str, path: Path) -> Path:
+    """Draw a sweep's figures into the PNG ``path`` and return it: a panel for each key of ``figures``, ``measure`` against capacity, a
+    line for each profile, with the seeds' deviation. Its rows have capacity, profile, mean and spread (None: one seed).
+    """
+    figure_class, canvas = _matplotlib()
+    figure = figure_class(figsize=(SIZE_INCHES[0], 5.0), dpi=DPI, layout="constrained")
+    canvas(figure)
+    panels = figure.subplots(1, len(figures), sharey=True, squeeze=False)[0]
+    for axes, (title, rows) in zip(panels, figures.items(), strict=True):
+        for colour, profile in zip(itertools.cycle(_COLOURS), dict.fromkeys(row["profile"] for row in rows)):
+            own = [row for row in rows if row["profile"] == profile]
+            spreads = [row["spread"] or 0.0 for row in own]
+            axes.errorbar(
+                [row["capacity"] for row in own], [row["mean"] for row in own], spreads, color=colour, label=profile, capsize=4,
+                marker="o", linestyle="--" if "dense" in profile else "-",
+            )  # fmt: skip
+        _dress(axes, title, "capacity")
+        axes.set_xlim(left=None)
+    panels[0].set_ylabel(f"{measure} of the full model, held out", fontsize=12)
+    panels[-1].legend(frameon=False, fontsize=11)
+    figure.savefig(path, format="png")
     return path
 
 
