@@ -24,7 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ..engine.errors import SDPError
+from ..engine.units import find_units
+from ..models.registry import build_model
 from .metrics import read_run
 from .plot import plot_sweep
 
@@ -212,9 +216,8 @@ def report(task: str, granularities: Sequence[str], capacities: Sequence[float],
     text, figures = [], {}
     for granularity in granularities:
         markdown, figures[granularity] = table(task, granularity, capacities, seeds, out)
-        text.append(
-            f"{task}, {granularity} level, {TASKS[task].measure} of the full model, held out (mean ± deviation of {seeds} seeds):\n\n{markdown}"
-        )
+        title = f"{task}, {granularity} level: held-out {TASKS[task].measure} of the full model, mean ± deviation of {seeds} seeds"
+        text.append(f"{title}\n\n{markdown}")
     (out / f"{task}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     (out / f"{task}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
     plot_sweep(figures, TASKS[task].measure, out / f"{task}.png")
