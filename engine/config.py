@@ -81,6 +81,9 @@ class SDPSection(Section):
     ``masking``: what a group does with a unit that it does not hold. forward: it is not there, neither in forward nor in backward.
     backward: it runs, in forward and for the gradients of activations, from a frozen copy in compute precision, which a holder
     refreshes after each step; only holders compute its weights' gradients, so these are those of the dense model.
+
+    ``branch_scale``: what a unit with k of N groups as holders adds to its input is multiplied (forward masking) by N / k in training
+    ("train"), or by k / N in evaluations of the full model ("eval").
     """
 
     groups: PositiveInt = 1
@@ -312,7 +315,6 @@ def _refuse_beside_neurons(config: Config) -> None:
         # Recomputation would read the parameters whole.
         "activation_checkpointing.mode": (reference and checkpointing != "none", checkpointing, 'use "none", or sdp.engine "fsdp2"'),
         "tensor_parallel.autotp_size": (not reference and tp > 1, tp, "use 1"),
-        "training.compile": (not reference and config.training.compile, True, "use false"),
     }
     for path, (refused, value, remedy) in unavailable.items():
         if refused:
@@ -324,6 +326,7 @@ def _refuse_beside_deepspeed(config: Config) -> None:
     unavailable = {
         "tensor_parallel.autotp_size": (config.tensor_parallel.autotp_size > 1, config.tensor_parallel.autotp_size, 'use 1, or "fsdp2"'),
         "training.compile": (config.training.compile, True, 'use false, or sdp.engine "fsdp2"'),
+        "sdp.branch_scale": (config.sdp.branch_scale != "none", config.sdp.branch_scale, 'use "none", or sdp.engine "fsdp2"'),
         # DeepSpeed takes a step while it builds the optimizer, which decays the weights.
         "bf16.enabled": (config.bf16.enabled and stage == 0, True, "set zero_optimization.stage to 1, 2 or 3"),
     }
@@ -336,16 +339,14 @@ def _refuse_beside_deepspeed(config: Config) -> None:
 def _refuse_unavailable(config: Config) -> None:
     """A setting that this version cannot honour is an error, never ignored."""
     sdp = config.sdp
-    unavailable = {
-        "sdp.branch_scale": (sdp.branch_scale != "none", sdp.branch_scale, 'use "none"'),
-    }
-    for path, (refused, value, remedy) in unavailable.items():
-        if refused:
-            raise ConfigError(f"{path}: {json.dumps(value)} is not available in this version; {remedy}")
     if sdp.granularity == "neuron":
         _refuse_beside_neurons(config)
     if sdp.engine == "deepspeed":
         _refuse_beside_deepspeed(config)
+    if sdp.branch_scale != "none" and sdp.masking == "backward":
+        raise ConfigError(
+            f'sdp.branch_scale: {json.dumps(sdp.branch_scale)} has no meaning with sdp.masking "backward", where all units run; use "none"'
+        )
     if config.training.compile and config.tensor_parallel.autotp_size > 1:
         raise ConfigError("training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false")
     if config.training.compile and sdp.engine == "reference":

@@ -13,6 +13,7 @@ from .activations import checkpoint_activations
 from .backends.base import Backend
 from .backends.fsdp2 import FSDP2Backend
 from .backends.reference import ReferenceBackend
+from .branch_scale import BranchScale
 from .clock import clock
 from .compile import compile_units
 from .config import Config
@@ -50,10 +51,12 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     if tensor_ranks is not None:
         parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
     stand_ins = cut(model, config, layout, at.sdp, compute_dtype)
+    scale = BranchScale(layout)
+    scale.install(model)  # before forward passes are replaced, whose signatures it reads
     run = [name for name in layout.blocks if name not in stand_ins]
     checkpoint_activations(model, run, mode)
     if config.training.compile:
-        compile_units(model, run, device)
+        compile_units(model, run, device, sliced=config.sdp.granularity == "neuron")
     native = FSDP2Backend(
         model,
         layout,
@@ -63,6 +66,7 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
         compute_dtype=compute_dtype,
         traffic=traffic,
         tensor_ranks=tensor_ranks,
+        scale=scale,
     )
     give_values(model, layout, plan, device, native.shard, {info.name for info in layout.frozen(at.sdp)})
     native.clock = clock(device, waits=config.wall_clock_breakdown)

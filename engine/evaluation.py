@@ -7,7 +7,7 @@ they go on. One guest unit, or the missing slices of one block, is in memory at 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -99,16 +99,22 @@ class StreamedEvaluation:
         sums = torch.zeros((1, 2), dtype=torch.float64, device=self._rank.device)
         undo = self._install()
         try:
-            for start in range(0, steps, self._chunk):
-                passes = [self._pass(batch, weight) for batch, weight in padded[start : start + self._chunk]]
-                for loss, count in self._lockstep.run(passes, self._stream):
-                    if count:  # the mean over no targets is no number
-                        sums += torch.tensor([[loss * count, count]], dtype=torch.float64, device=self._rank.device)
-                self._dismiss()
+            with self._uncompiled_slices():
+                for start in range(0, steps, self._chunk):
+                    passes = [self._pass(batch, weight) for batch, weight in padded[start : start + self._chunk]]
+                    for loss, count in self._lockstep.run(passes, self._stream):
+                        if count:  # the mean over no targets is no number
+                            sums += torch.tensor([[loss * count, count]], dtype=torch.float64, device=self._rank.device)
+                    self._dismiss()
         finally:
             self._dismiss()
             undo()
         return _mean_over_ranks(self._rank, sums)[0]
+
+    def _uncompiled_slices(self) -> AbstractContextManager[Any]:
+        """Slices come as guests and go: compiled blocks would have a graph for every set of them."""
+        sliced = any(not unit.is_block for units in self._units.values() for unit in units)
+        return torch.compiler.set_stance("force_eager") if sliced else nullcontext()
 
     def _pass(self, batch: Any, weight: int) -> Callable[[], tuple[float, int]]:
         def work() -> tuple[float, int]:

@@ -266,6 +266,8 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         most = max(sum(group in members for members in sets) for group in layout.everyone)
         log.info("masking: units that a group does not hold run from frozen copies, which a holder refreshes after each step "
                  "(at most %d communicators a rank more)", most)  # fmt: skip
+    if layout.branch_scale != "none" and all(len(holders) == mesh.sdp for holders in layout.placement.holders):
+        log.warning('sdp.branch_scale "%s" has no effect: every group holds every unit', layout.branch_scale)
     elif layout.keeps_frozen and all(len(holders) == mesh.sdp for holders in layout.placement.holders):
         log.warning('sdp.masking "backward" has no effect: every group holds every unit')
     log.info(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import nn
@@ -110,7 +111,7 @@ class Layout:
     ``aliases``: further names of tied tensors → their canonical (first) name. ``blocks``: paths of the modules that are computed, and
     sharded, as one; the units themselves, unless these are groups of neurons: then ``parameters`` has the slices of a parameter in its
     place, but in the reference, which computes with whole ones. ``keeps_frozen``: a group keeps frozen copies of the
-    units that it does not hold (backward masking), instead of skipping them.
+    units that it does not hold (backward masking), instead of skipping them. ``branch_scale``: where units are scaled.
     """
 
     mesh: Mesh
@@ -121,6 +122,7 @@ class Layout:
     aliases: dict[str, str]
     blocks: tuple[str, ...]
     keeps_frozen: bool = False
+    branch_scale: Literal["none", "train", "eval"] = "none"
 
     @classmethod
     def of(cls, model: nn.Module, config: Config, mesh: Mesh) -> Layout:
@@ -157,7 +159,8 @@ class Layout:
         }
         if section.engine != "reference":
             parameters = _with_slices(parameters, units, placement)
-        return cls(mesh, tuple(units), placement, parameters, buffers, aliases, blocks, section.masking == "backward")
+        keeps_frozen = section.masking == "backward"
+        return cls(mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, section.branch_scale)
 
     @property
     def everyone(self) -> Holders:

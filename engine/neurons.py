@@ -23,7 +23,7 @@ class SlicedLinear(nn.Module):
 
     Sliced along its outputs (``dim`` 0) it returns those of the slices that are there, side by side; along its inputs (1) it takes them
     so. ``frozen``: indices of slices that are copies in ``dtype``, of which no gradient is computed. ``guests``: further slices by index,
-    for as long as the full model is evaluated.
+    for as long as the full model is evaluated. ``factors``: by which the inputs of a slice are multiplied (``dim`` 1), 1 where not stated.
     """
 
     def __init__(
@@ -45,16 +45,27 @@ class SlicedLinear(nn.Module):
         self.frozen = [f"weight:{index}" for index in cuts if index in frozen]
         self.bias = linear.bias
         self.guests: dict[int, Tensor] = {}
+        self.factors: dict[int, float] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` (…, inputs that are there) → (…, outputs that are there)."""
         weights = [self.get_parameter(name) for name in (*self.held, *self.frozen)]
         weights += [guest for _, guest in sorted(self.guests.items())]
-        if weights:
+        if any(factor != 1.0 for factor in self.factors.values()):
+            x = x * self._along_inputs(weights, x)
+        if weights and not torch.is_grad_enabled():
+            y = F.linear(x, _joined(weights, self.dim))
+        elif weights:
             y = _Product.apply(x, self.dim, len(self.held), *weights)
         else:  # nothing, as a function of ``x``: what comes before has a gradient of zeros, and FSDP2 reduces it as on other ranks
             y = F.linear(x, x.new_zeros((0, x.shape[-1]) if self.dim == 0 else (self.out_features, 0)))
         return y if self.bias is None else y + self.bias
+
+    def _along_inputs(self, weights: Sequence[Tensor], like: Tensor) -> Tensor:
+        """The factors of all inputs that are there."""
+        indices = [*(int(name.rpartition(":")[2]) for name in (*self.held, *self.frozen)), *sorted(self.guests)]
+        parts = [like.new_full((weight.shape[1],), self.factors.get(index, 1.0)) for index, weight in zip(indices, weights, strict=True)]
+        return torch.cat(parts) if parts else like.new_empty(0)
 
     def extra_repr(self) -> str:
         return f"slices along {self.dim}: {', '.join(self.held) or 'none'}" + f", frozen: {', '.join(self.frozen)}" * bool(self.frozen)

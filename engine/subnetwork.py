@@ -20,6 +20,30 @@ from .units import Unit
 _REMEDY = 'leave it out of sdp.units, list it in sdp.protect, or use sdp.masking "backward"'
 
 
+def signature_of(block: nn.Module) -> inspect.Signature:
+    """Of the block's ``forward``."""
+    return inspect.signature(block.forward)
+
+
+def hidden_state(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The tensor that a block adds to: what the first parameter of its ``forward`` that is given a tensor was given.
+
+    Raises :class:`ModelError`, naming the block, where that cannot be told.
+    """
+    bound = signature.bind(*args, **kwargs)
+    tensors = [value for value in bound.args if isinstance(value, torch.Tensor)]
+    named = {key: value for key, value in bound.kwargs.items() if isinstance(value, torch.Tensor)}
+    in_order = [named[key] for key in bound.arguments if key in named]  # keyword-only parameters; the rest is **kwargs
+    if tensors or in_order or len(named) == 1:
+        return [*tensors, *in_order, *named.values()][0]
+    if named:
+        raise ModelError(
+            f"{name}: its forward does not say which of {', '.join(named)} is the hidden state; name it as a parameter of "
+            "forward, or leave the block out of sdp.units"
+        )
+    raise ModelError(f"{name}: was called without a tensor, so it cannot be skipped; leave it out of sdp.units")
+
+
 class PassThrough(nn.Module):
     """Stands where a block is not held and returns its input in the block's own output structure: the skip connection alone.
 
@@ -52,28 +76,13 @@ class PassThrough(nn.Module):
             return getattr(self.__dict__["_hidden"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = self._hidden_state(args, kwargs)
+        hidden = hidden_state(self.name, signature_of(self.skeleton), args, kwargs)
         if self._structure is None:
             self._structure = self._learn_structure(hidden, args, kwargs)
         spec, position = self._structure
         leaves: list[Any] = [None] * spec.num_leaves
         leaves[position] = hidden
         return tree_unflatten(leaves, spec)
-
-    def _hidden_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """The tensor that the block adds to: what the first parameter of its ``forward`` that is given a tensor was given."""
-        bound = inspect.signature(self.skeleton.forward).bind(*args, **kwargs)
-        tensors = [value for value in bound.args if isinstance(value, torch.Tensor)]
-        named = {name: value for name, value in bound.kwargs.items() if isinstance(value, torch.Tensor)}
-        in_order = [named[name] for name in bound.arguments if name in named]  # keyword-only parameters; the rest is **kwargs
-        if tensors or in_order or len(named) == 1:
-            return [*tensors, *in_order, *named.values()][0]
-        if named:
-            raise ModelError(
-                f"{self.name}: its forward does not say which of {', '.join(named)} is the hidden state; name it as a parameter of "
-                "forward, or leave the block out of sdp.units"
-            )
-        raise ModelError(f"{self.name}: was called without a tensor, so it cannot be skipped; leave it out of sdp.units")
 
     def _learn_structure(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
         """Run the skeleton: the tree that the block returns, and which leaf of it is the hidden state."""

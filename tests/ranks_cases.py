@@ -37,6 +37,7 @@ class Case:
     tp: int = 1
     masking: Literal["forward", "backward"] = "forward"
     neurons: int = 0  # groups into which a branch is cut; 0: blocks
+    branch_scale: Literal["none", "train", "eval"] = "none"
 
     @property
     def data_ranks(self) -> int:
@@ -51,6 +52,7 @@ class Case:
         parts = [layout, f"zero{self.stage}", f"acc{self.accumulation}", self.optimizer, self.placement, self.model]
         parts += ["clip"] * self.clip + ["bf16"] * self.bf16 + [self.checkpointing] * (self.checkpointing != "none")
         parts += ["backward"] * (self.masking == "backward") + [f"neurons{self.neurons}"] * (self.neurons > 0)
+        parts += [f"scale-{self.branch_scale}"] * (self.branch_scale != "none")
         return "-".join(parts)
 
     def config(self, engine: str = "fsdp2", **sections: Any) -> dict[str, Any]:
@@ -77,7 +79,14 @@ class Case:
             "zero_optimization": {"stage": self.stage},
             "tensor_parallel": {"autotp_size": self.tp},
             "activation_checkpointing": {"mode": self.checkpointing},
-            "sdp": {"groups": self.groups, "engine": engine, "masking": self.masking, **self._placement(), **self._neurons()},
+            "sdp": {
+                "groups": self.groups,
+                "engine": engine,
+                "masking": self.masking,
+                "branch_scale": self.branch_scale,
+                **self._placement(),
+                **self._neurons(),
+            },
             **sections,
         }
 

@@ -55,6 +55,11 @@ def run(args: argparse.Namespace) -> int:
 def export(saved: SavedRun, out: Path, dtype: torch.dtype, max_shard_bytes: int) -> list[Path]:
     """Write ``saved`` to ``out``, replacing it once everything is written; returns the files of the weights."""
     out = out.resolve()
+    if saved.config.sdp.branch_scale == "eval" and saved.config.sdp.groups > 1:
+        raise ConfigError(
+            f'sdp export: {saved.dump_dir} was trained for evaluation with scaled branches (sdp.branch_scale "eval"), which transformers '
+            'does not know; train with "train" or "none" to export'
+        )
     if saved.config.data.name is not None:
         raise ConfigError(
             f"sdp export: {saved.dump_dir} trained {saved.config.model['name']} on images, and transformers has no counterpart of it under "

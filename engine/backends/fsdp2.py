@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ..branch_scale import BranchScale
 from ..clip import squared_norm
 from ..errors import ModelError
 from ..evaluation import StreamedEvaluation, first_holders_buffers, mean_loss, subnetwork_losses
@@ -44,12 +45,13 @@ class FSDP2Backend:
         compute_dtype: torch.dtype,
         traffic: Traffic,
         tensor_ranks: TensorRanks | None,
+        scale: BranchScale,
     ):
         self.layout, self.module, self.device, self.stand_ins = layout, model, device, stand_ins
         self.rank = dist.get_rank()
         self.at = layout.mesh.coordinates(self.rank)
         self.stage, self.compute_dtype = stage, compute_dtype
-        self.traffic, self.tensor_ranks = traffic, tensor_ranks
+        self.traffic, self.tensor_ranks, self._scale = traffic, tensor_ranks, scale
         self.clock: Callable[[], float] = time.perf_counter
         # One shard and float32 compute need nothing of FSDP2: plain parameters, so that no second copy of the weights exists.
         self.shards = layout.mesh.shards(stage)
@@ -197,7 +199,7 @@ class FSDP2Backend:
         dist.all_reduce(values, op=op)
 
     def evaluate(self, batches: Sequence[Any]) -> float:
-        with self._evaluating(), first_holders_buffers(self):
+        with self._evaluating(), first_holders_buffers(self), self._scale.of_full_model():
             return mean_loss(self, batches) if self.layout.keeps_frozen else StreamedEvaluation(self).run(batches)
 
     def batch_statistics(self, batches: Sequence[Any]) -> Statistics:

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from ..batch import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
+from ..branch_scale import BranchScale
 from ..clip import squared_norm
 from ..layout import Layout, Shard
 from ..recalibration import Statistics, batch_statistics
@@ -36,7 +37,11 @@ class ReferenceBackend:
         self._compute_dtype = compute_dtype
         self._averaged = False  # whether ``.grad`` holds means, not sums
         self._stand_ins = [self._make_stand_ins(group) for group in range(layout.mesh.sdp)]
+        self._scale = BranchScale(layout)
+        self._scale.install(model)  # stand-ins are copies that were made before: what is skipped is not scaled
         self._held = [self._held_indices(group) for group in range(layout.mesh.sdp)]
+        with self._scale.of_full_model():
+            self._all = self._held_indices(None)
         self._workers = self._count_workers()
         if compute_dtype != torch.float32:
             self._cast_inputs()
@@ -58,13 +63,18 @@ class ReferenceBackend:
         with masked(self.module, stand_ins):
             yield
 
-    def _held_indices(self, group: int) -> dict[str, torch.Tensor]:
-        """Of every parameter that is cut into slices, 1 where ``group`` holds it and 0 elsewhere; broadcasts to its shape."""
+    def _held_indices(self, group: int | None) -> dict[str, torch.Tensor]:
+        """Of every parameter that is cut into slices, by what ``group`` (None: the full model) multiplies it: 0 where it does not hold it,
+        else 1, or where hidden neurons go into a branch's sum the factor of the unit; broadcasts to its shape.
+        """
         held: dict[str, torch.Tensor] = {}
-        for part, holders in self.layout.slices():
-            if group not in holders:
-                held.setdefault(part.parameter, self._ones_along(part.parameter, part.dim))
-                _indices(held[part.parameter], part).fill_(0)
+        for unit, holders in zip(self.layout.units, self.layout.placement.holders, strict=True):
+            for part in unit.slices if not unit.is_block else ():
+                factor = self._scale.factor(unit) if part.dim == 1 else 1.0
+                factor = factor if group is None or group in holders else 0.0
+                if factor != 1.0:
+                    held.setdefault(part.parameter, self._ones_along(part.parameter, part.dim))
+                    _indices(held[part.parameter], part).fill_(factor)
         return held
 
     def _count_workers(self) -> dict[str, Any]:
@@ -161,7 +171,8 @@ class ReferenceBackend:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Any]) -> float:
-        return self._mean_loss(batches)
+        with self._scale.of_full_model():
+            return self._mean_loss(batches, self._all)
 
     def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
         rows = [part for batch in batches for part in split_rows(batch, self.layout.mesh.data_ranks)]

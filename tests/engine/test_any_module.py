@@ -73,7 +73,8 @@ def _build(kind: str) -> nn.Module:
         return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=WORDS, num_key_value_heads=1, **small))
     if kind == "qwen2":
         return hf.Qwen2ForCausalLM(hf.Qwen2Config(vocab_size=WORDS, num_key_value_heads=1, tie_word_embeddings=True, **small))
-    return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **(small | {"num_labels": WORDS})))
+    small["num_labels"] = WORDS
+    return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **small))
 
 
 _STACKS = {
@@ -177,7 +178,8 @@ def test_models_that_cannot_be_cut() -> None:
     with pytest.raises(sdp.ModelError, match=rf"model\.layers\.2: .* is tied to 'model\.layers\.0'; {remedy}"):
         _cut(tied, _rows("llama", 0, 0))
 
-    stages = hf.ResNetForImageClassification(hf.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], num_labels=WORDS))
+    shape: dict[str, Any] = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "num_labels": WORDS}
+    stages = hf.ResNetForImageClassification(hf.ResNetConfig(**shape))
     pixels = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.arange(4)}
     remedy = r"leave it out of sdp\.units, list it in sdp\.protect, or use sdp\.masking \"backward\""
     with pytest.raises(sdp.ModelError, match=rf"resnet\.encoder\.stages\.1: returns \(2, 8, 2, 2\) from \(2, 4, 4, 4\), .*; {remedy}"):

@@ -46,9 +46,12 @@ def _run(case: Case, compiled: bool, eps: float | None = None) -> dict[str, Any]
 
 CASES = [
     Case(2, 1, 0, accumulation=2, model="llama"),
-    Case(1, 2, 3, model="llama", placement="full", checkpointing="full"),
+    pytest.param(Case(1, 2, 3, model="llama", placement="full", checkpointing="full"), marks=pytest.mark.slow),
     pytest.param(Case(1, 2, 2, model="llama-meta", placement="full", checkpointing="selective"), marks=pytest.mark.slow),
     pytest.param(Case(2, 2, 3, model="llama", masking="backward"), marks=pytest.mark.slow),
+    pytest.param(Case(2, 1, model="even-llama", neurons=2, placement="cyclic"), marks=pytest.mark.slow),
+    pytest.param(Case(2, 2, 3, model="even-llama-tied", neurons=5, placement="cyclic", masking="backward"), marks=pytest.mark.slow),
+    Case(2, 2, 3, model="even-llama", neurons=2, placement="cyclic", checkpointing="full"),
 ]
 
 
@@ -57,7 +60,8 @@ def test_equal_blocks_compile_once_and_compute_the_same(ranks: RankPool, case: C
     eager = ranks.run(_run, case, False, world=case.world)
     compiled = ranks.run(_run, case, True, world=case.world)
     for plain, fast in zip(eager, compiled, strict=True):
-        kinds = 2 if case.masking == "backward" else 1  # of blocks that are trained and of frozen copies; three blocks or four, one graph
+        # Of blocks that are trained and of frozen copies, or of blocks of two sets of slices; three blocks or four, one graph.
+        kinds = 2 if case.masking == "backward" else 1
         assert (plain["graphs"], fast["graphs"], fast["breaks"]) == (0, kinds, {})
         assert fast["losses"] == pytest.approx(plain["losses"], rel=RELATIVE)
         assert fast["names"] == plain["names"]

@@ -33,7 +33,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"activation_checkpointing": {"mode": "some"}}, "activation_checkpointing.mode: input should be 'none', 'full' or 'selective'"),
     # What this version cannot do.
     ({"sdp": {"masking": "both"}}, "sdp.masking: input should be 'forward' or 'backward' (found \"both\")"),
-    ({"sdp": {"branch_scale": "train"}}, 'sdp.branch_scale: "train" is not available in this version; use "none"'),
     (
         {"training": {"compile": True}, "tensor_parallel": {"autotp_size": 2}},
         "training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false",

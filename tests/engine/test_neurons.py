@@ -200,7 +200,6 @@ def test_patterns_beside_neurons_are_refused() -> None:
     [
         ("reference", {"activation_checkpointing": {"mode": "full"}}, 'activation_checkpointing.mode: "full" is not available'),
         ("fsdp2", {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: 2 is not available"),
-        ("fsdp2", {"training": {"compile": True}}, "training.compile: true is not available"),
     ],
 )
 def test_what_does_not_go_beside_neurons(engine: str, section: dict[str, Any], message: str) -> None:

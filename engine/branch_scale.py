@@ -1,0 +1,81 @@
+"""``sdp.branch_scale``: what a unit adds to its input, scaled so that a subnetwork's sum is on average the full model's.
+
+A unit with k of N groups as holders adds, over the groups, k / N of what it adds to the full model. "train": times N / k wherever a part
+of the model runs, in training and when a group's own subnetwork is evaluated. "eval": times k / N where the full model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .layout import Layout
+from .neurons import SlicedLinear
+from .subnetwork import PassThrough, hidden_state, signature_of
+from .units import Unit
+
+
+class BranchScale:
+    """The factors of all units of a model, for a part of it or, inside :meth:`of_full_model`, for all of it."""
+
+    def __init__(self, layout: Layout):
+        self._layout = layout
+        self._full = False
+        self._layers: list[tuple[SlicedLinear, dict[int, Unit]]] = []
+
+    def factor(self, unit: Unit) -> float:
+        """By how much what the unit adds is multiplied."""
+        share = len(self._layout.placement.holders[unit.index]) / self._layout.mesh.sdp
+        if self._layout.branch_scale == "train" and not self._full:
+            return 1 / share
+        return share if self._layout.branch_scale == "eval" and self._full else 1.0
+
+    @contextmanager
+    def of_full_model(self) -> Iterator[None]:
+        """While inside, the full model runs."""
+        self._switch(full=True)
+        try:
+            yield
+        finally:
+            self._switch(full=False)
+
+    def _switch(self, *, full: bool) -> None:
+        self._full = full
+        for layer, units in self._layers:
+            layer.factors = {index: self.factor(unit) for index, unit in units.items()}
+
+    def install(self, model: nn.Module) -> None:
+        """Scale, from now on, the blocks of ``model`` that are units, guests too, and its slices of neurons."""
+        if self._layout.branch_scale == "none":
+            return
+        for unit in self._layout.units:
+            if unit.is_block and len(self._layout.placement.holders[unit.index]) < self._layout.mesh.sdp:
+                block = model.get_submodule(unit.name)
+                block = block.skeleton if isinstance(block, PassThrough) else block
+                block.register_forward_hook(self._scaled(unit, block), with_kwargs=True)
+        units = {unit.name: unit for unit in self._layout.units}
+        for name, slices in self._layout.wholes.items():
+            layer = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(layer, SlicedLinear) and layer.dim == 1:
+                self._layers.append((layer, {int(info.name.rpartition(":")[2]): units[info.unit] for info in slices}))
+        self._switch(full=False)
+
+    def _scaled(self, unit: Unit, block: nn.Module) -> Callable[..., Any]:
+        signature = signature_of(block)
+
+        def scaled(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            factor = self.factor(unit)
+            if factor == 1.0:
+                return output
+            hidden = hidden_state(unit.name, signature, args, kwargs)
+            leaves, spec = tree_flatten(output)
+            position = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+            leaves[position] = hidden + factor * (leaves[position] - hidden)
+            return tree_unflatten(leaves, spec)
+
+        return scaled
