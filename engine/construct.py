@@ -36,28 +36,48 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     parameters have values, and for files of another model.
     """
     plan = values_to_give(model, config, layout)
-    compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
-    mode = config.activation_checkpointing.mode
     if config.sdp.engine == "reference":
+        compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
         give_values(model, layout, plan, device, Shard())
         backend = ReferenceBackend(model, layout, device, compute_dtype=compute_dtype)
-        checkpoint_activations(model, layout.blocks, mode)  # after the backend has copied the blocks' skeletons
+        # After the backend has copied the blocks' skeletons.
+        checkpoint_activations(model, layout.blocks, config.activation_checkpointing.mode)
         return backend
     if plan is None:
         take_values_of_rank_0(model, device)
+    native = build_native(model, config, layout, device)
+    give_values(model, layout, plan, device, native.shard, {info.name for info in layout.frozen(native.at.sdp)})
+    native.clock = clock(device, waits=config.wall_clock_breakdown)
+    native.ready()
+    return native
+
+
+def build_native(
+    model: nn.Module, config: Config, layout: Layout, device: torch.device, absent: Sequence[Sequence[str]] = ()
+) -> FSDP2Backend:
+    """Make ``model`` this rank's part, in place. One on the meta device has no values yet; call ``ready()`` once it has.
+
+    ``absent``: blocks, those together that are alike, which the whole run goes without, as if the model did not have them.
+    """
     at = layout.mesh.coordinates(dist.get_rank())
     traffic = Traffic()
+    compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
     tensor_ranks = _tensor_ranks(layout, at, traffic)
     if tensor_ranks is not None:
         parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
+    for alike in absent:
+        nothing = PassThrough(alike[0], model.get_submodule(alike[0]))
+        for name in alike:
+            model.set_submodule(name, nothing)
+    layout = layout.without({name for alike in absent for name in alike}) if absent else layout
     stand_ins = cut(model, config, layout, at.sdp, compute_dtype)
     scale = BranchScale(layout)
     scale.install(model)  # before forward passes are replaced, whose signatures it reads
     run = [name for name in layout.blocks if name not in stand_ins]
-    checkpoint_activations(model, run, mode)
+    checkpoint_activations(model, run, config.activation_checkpointing.mode)
     if config.training.compile:
         compile_units(model, run, device, sliced=config.sdp.granularity == "neuron")
-    native = FSDP2Backend(
+    return FSDP2Backend(
         model,
         layout,
         stand_ins,
@@ -68,10 +88,12 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
         tensor_ranks=tensor_ranks,
         scale=scale,
     )
-    give_values(model, layout, plan, device, native.shard, {info.name for info in layout.frozen(at.sdp)})
-    native.clock = clock(device, waits=config.wall_clock_breakdown)
-    native.ready()
-    return native
+
+
+def allocate(model: nn.Module, layout: Layout, device: torch.device) -> None:
+    """Put a model of the meta device on ``device``, without values, and tie again what is tied."""
+    model.to_empty(device=device)
+    _restore_ties(model, layout.aliases)
 
 
 def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[ModuleInit] | None:
@@ -135,8 +157,7 @@ def give_values(
     if plan is None:
         model.to(device)
         return
-    model.to_empty(device=device)
-    _restore_ties(model, layout.aliases)
+    allocate(model, layout, device)
     tensors = {name: p for name, p in model.named_parameters() if name not in frozen} | dict(model.named_buffers())
     here: dict[str, list[str]] = {}
     for name in tensors:

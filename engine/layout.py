@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -162,6 +162,36 @@ class Layout:
         keeps_frozen = section.masking == "backward"
         return cls(mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, section.branch_scale)
 
+    def without(self, blocks: Collection[str]) -> Layout:
+        """The layout of the model that does not have these blocks. Their units' parameters stay, without holders: they part the shared
+        ones on either side of them, which are not reduced together.
+        """
+
+        def is_left(name: str) -> bool:
+            return not any(path in blocks for path in (name, *parents(name)))
+
+        units, old = [unit for unit in self.units if is_left(unit.name)], self.placement
+        placement = replace(
+            old,
+            units=tuple(old.units[unit.index] for unit in units),
+            holders=tuple(old.holders[unit.index] for unit in units),
+            costs=tuple(old.costs[unit.index] for unit in units),
+            flops=tuple(old.flops[unit.index] for unit in units) if old.flops else (),
+            bound=0,
+        )
+        return replace(
+            self,
+            units=tuple(replace(unit, index=index) for index, unit in enumerate(units)),
+            placement=placement,
+            parameters={
+                name: info if is_left(info.canonical) else replace(info, holders=())
+                for name, info in self.parameters.items()
+                if is_left(info.canonical) or info.unit != SHARED
+            },
+            buffers={name: info for name, info in self.buffers.items() if is_left(name)},
+            blocks=tuple(name for name in self.blocks if is_left(name)),
+        )
+
     @property
     def everyone(self) -> Holders:
         return tuple(range(self.mesh.sdp))
@@ -229,7 +259,13 @@ class Layout:
 
     def counts_norm(self, info: TensorInfo, at: Coordinates, *, sharded: bool) -> bool:
         """Whether the rank at ``at`` counts its part of this parameter in the global norm: one holder does, and one copy."""
-        return at.sdp == info.holders[0] and (sharded or at.fsdp == 0) and (info.tp_dim is not None or at.tp == 0)
+        return info.holders[:1] == (at.sdp,) and (sharded or at.fsdp == 0) and (info.tp_dim is not None or at.tp == 0)
+
+
+def parents(name: str) -> Iterator[str]:
+    """The paths of the modules in which ``name`` lies, the nearest first."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:

@@ -292,9 +292,9 @@ def _coalesce(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 def _side_by_side(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors fill one stretch of one storage, in order (FSDP2's sharded gradients do where shards are even)."""
-    storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
+    storage, end = tensors[0].untyped_storage()._cdata, tensors[0].storage_offset()
     for tensor in tensors:
-        if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != end:
+        if not tensor.is_contiguous() or tensor.untyped_storage()._cdata != storage or tensor.storage_offset() != end:
             return False
         end += tensor.numel()
     return True

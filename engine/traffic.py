@@ -36,6 +36,10 @@ class Traffic:
     def reset(self) -> None:
         self._buffers.clear()
 
+    def buffers(self, scope: Scope) -> Counter[tuple[Kind, int]]:
+        """Bytes of whole buffers since the last reset, by kind and number of ranks."""
+        return Counter({(kind, ranks): nbytes for (of, kind, ranks), nbytes in self._buffers.items() if of == scope})
+
     def by_kind(self) -> dict[str, int]:
         """Bytes sent by this rank since the last reset, by "scope/kind"."""
         totals: Counter[str] = Counter()

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from .layout import Layout
-from .traffic import Traffic
+from .traffic import Kind, Scope, Traffic, sent_bytes
 
 FLOAT32 = 4
 CONTROL_BYTES = 16  # the squared gradient norm and the loss, a float64 each
 
 
-def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> Traffic:
-    """The traffic of one training step of ``rank`` under ZeRO ``stage``.
+@dataclass(frozen=True)
+class Collective:
+    """All of a step's collectives of one kind among the same ``ranks``; ``nbytes``: of their whole buffers."""
+
+    scope: Scope
+    kind: Kind
+    ranks: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sends; of a broadcast those of its source, which the rank is."""
+        return sent_bytes(self.kind, self.nbytes, len(self.ranks))
+
+
+def plan_collectives(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> list[Collective]:
+    """What ``rank`` sends in one training step under ZeRO ``stage``, by who takes part.
 
     Between groups: every trainable parameter of a unit with n holder ranks is all-reduced once, 2(n − 1)/n of its local shard in
     float32. Inside a group of F ranks: parameters are gathered in compute precision (``compute_bytes`` an element) once a step at
@@ -21,29 +40,46 @@ def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, co
     precision once a step.
 
     Under tensor parallelism all of this is of a rank's part of the matrices, and gradients of what is not cut (norms) are gathered once
-    a step. What its ranks send of activations ("tensor parallel") depends on the batch, not on the placement: it is counted, not planned.
+    a step. What its ranks send of activations ("tensor parallel") depends on the batch, not on the placement: ``trace.py`` knows it.
     """
-    mesh, traffic = layout.mesh, Traffic()
+    mesh, grid = layout.mesh, layout.mesh.grid
     at = mesh.coordinates(rank)
     shards = mesh.shards(stage)
-    replicas = mesh.fsdp // shards
     gathers = 2 * accumulation if stage == 3 else 1
     scatters = accumulation if stage >= 2 else 1
     index = at.fsdp if shards > 1 else 0
+    inside = tuple(grid[at.sdp, :, at.tp].tolist()) if shards > 1 else (rank,)
+    neighbours = tuple(grid[at.sdp, at.fsdp].tolist())
+
+    def across(groups: Sequence[int]) -> tuple[int, ...]:
+        rows = grid[list(groups), :, at.tp] if shards == 1 else grid[list(groups), at.fsdp, at.tp]
+        return tuple(rows.flatten().tolist())
+
+    totals: Counter[tuple[Scope, Kind, tuple[int, ...]]] = Counter()
     for info in layout.held(at.sdp):
         padded = info.padded_shard_numel(shards) * shards
-        traffic.record("inside groups", "all_gather", gathers * padded * compute_bytes, shards)
+        totals["inside groups", "all_gather", inside] += gathers * padded * compute_bytes
         if info.trainable:
             local = info.shard_numel(shards, index)
-            traffic.record("between groups", "all_reduce", local * FLOAT32, len(info.holders) * replicas)
-            traffic.record("inside groups", "reduce_scatter", scatters * padded * FLOAT32, shards)
+            totals["between groups", "all_reduce", across(info.holders)] += local * FLOAT32
+            totals["inside groups", "reduce_scatter", inside] += scatters * padded * FLOAT32
             if info.tp_dim is None:
-                traffic.record("inside groups", "all_gather", local * FLOAT32 * mesh.tp, mesh.tp)
+                totals["inside groups", "all_gather", neighbours] += local * FLOAT32 * mesh.tp
     for info in layout.frozen(at.sdp):
-        traffic.record("inside groups", "all_gather", gathers * info.padded_shard_numel(shards) * shards * compute_bytes, shards)
-    if refreshed := _refreshed(layout, at.sdp, shards, index):
-        traffic.record("between groups", "broadcast", refreshed * compute_bytes, mesh.sdp)
-    traffic.record("control", "all_reduce", CONTROL_BYTES, mesh.world_size)
+        totals["inside groups", "all_gather", inside] += gathers * info.padded_shard_numel(shards) * shards * compute_bytes
+    for refresh in layout.refreshes:
+        if refresh.source == at.sdp:
+            members = tuple(grid[list(refresh.members), at.fsdp, at.tp].tolist())
+            totals["between groups", "broadcast", members] += _numel(layout, refresh.names, shards, index) * compute_bytes
+    totals["control", "all_reduce", tuple(range(mesh.world_size))] += CONTROL_BYTES
+    return [Collective(*key, nbytes) for key, nbytes in totals.items() if len(key[2]) > 1 and nbytes]
+
+
+def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> Traffic:
+    """:func:`plan_collectives`, added up as they are counted in a run."""
+    traffic = Traffic()
+    for collective in plan_collectives(layout, rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes):
+        traffic.record(collective.scope, collective.kind, collective.nbytes, len(collective.ranks))
     return traffic
 
 
@@ -57,7 +93,10 @@ def data_parallel_traffic(layout: Layout) -> Traffic:
 
 def _refreshed(layout: Layout, group: int, shards: int, index: int) -> int:
     """Elements that a rank of ``group`` sends after a step, as the source of frozen copies."""
-    names = [name for refresh in layout.refreshes if refresh.source == group for name in refresh.names]
+    return sum(_numel(layout, refresh.names, shards, index) for refresh in layout.refreshes if refresh.source == group)
+
+
+def _numel(layout: Layout, names: Sequence[str], shards: int, index: int) -> int:
     return sum(layout.parameters[name].shard_numel(shards, index) for name in names if layout.parameters[name].trainable)
 
 

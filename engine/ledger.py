@@ -1,0 +1,167 @@
+"""What is alive on a device while a step runs on fake tensors: bytes by kind, their peak, and the step's floating-point operations."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+ACTIVATIONS, COMMUNICATION, GRADIENTS = "activations", "communication", "gradients"
+KINDS = ("parameters", GRADIENTS, "optimizer", "frozen", "buffers", COMMUNICATION, ACTIVATIONS)
+"""``communication``: gathered copies of weights, and what collectives read and write. ``activations``: all else, temporaries too."""
+
+_COLLECTIVES = ("c10d", "fsdp", "_c10d_functional")
+
+
+@dataclass
+class Window:
+    """A stretch of a step. ``at_peak``: bytes by kind at its peak; ``most``: of each kind, the most that was alive at once."""
+
+    at_peak: Counter[str] = field(default_factory=Counter)
+    most: Counter[str] = field(default_factory=Counter)
+
+    def notice(self, live: Counter[str]) -> None:
+        if live.total() > self.at_peak.total():
+            self.at_peak = live.copy()
+        for kind in (ACTIVATIONS, COMMUNICATION):
+            self.most[kind] = max(self.most[kind], live[kind])
+
+    def plus(self, other: Window, before: Window, times: int) -> Window:
+        """This one changed ``times`` times as ``other`` differs from ``before``."""
+        sums = []
+        for mine, its, old in ((self.at_peak, other.at_peak, before.at_peak), (self.most, other.most, before.most)):
+            sums.append(Counter({kind: mine[kind] + times * (its[kind] - old[kind]) for kind in KINDS}))
+        return Window(*sums)
+
+
+@dataclass
+class _Entry:
+    storage: weakref.ref[torch.UntypedStorage]
+    kind: str
+    size: int = 0
+
+
+class Ledger(TorchDispatchMode):
+    """While inside, knows every storage on ``device`` that an operator has touched, as ``memory_probe.py`` does of real ones, and sums
+    them up as they come and go: a step of a large model makes too many to count them anew each time.
+
+    ``windows``: by the name that was last given to :meth:`enter_window`. Reading a number out of a fake tensor gives 1.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.windows: dict[str, Window] = {}
+        self.flops = 0
+        self._live: Counter[str] = Counter()
+        self._entries: dict[int, _Entry] = {}  # by id() of the storage; torch keeps one Python object a storage
+        self._device = device.type
+        self.enter_window("")
+
+    def enter_window(self, name: str) -> None:
+        """What comes belongs to this stretch of the step."""
+        self._window = self.windows.setdefault(name, Window())
+        self._window.notice(self._live)
+
+    def know(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """These are of this kind, whatever they were taken for."""
+        for tensor in tensors:
+            self._notice(tensor)
+            entry = self._entries[id(tensor.untyped_storage())]
+            self._change(entry, kind, entry.size)
+        self._window.notice(self._live)
+
+    def __enter__(self) -> Ledger:
+        # FSDP2 frees and regrows gathered copies by resizing the storage, which no operator shows.
+        self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
+        resize = self._resize
+
+        def resizing(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            entry = self._entries.get(id(storage))
+            if entry is not None and entry.storage() is storage:
+                self._change(entry, entry.kind, storage.nbytes())
+                self._window.notice(self._live)
+            return result
+
+        torch.UntypedStorage.resize_ = resizing  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper such as DTensor runs first; the operators on its local tensors then come by here
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:  # of the gradient's norm, for example: any number will do
+            return 1.0 if args[0].is_floating_point() else 1
+        result = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        if tensors and tensors[-1].device.type == self._device:  # not a skeleton's on the meta device, run to learn its structure
+            self.flops += _flops(func, args, kwargs, result)
+        grown = [self._notice(tensor) for tensor in tensors]  # a list: every tensor must be noticed
+        if func.namespace in _COLLECTIVES:
+            self._take_part(tensors)
+        if any(grown):
+            self._window.notice(self._live)
+        return result
+
+    def _take_part(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            entry = self._entries.get(id(tensor.untyped_storage()))
+            if entry is not None and entry.kind == ACTIVATIONS:
+                self._change(entry, COMMUNICATION, entry.size)
+
+    def _notice(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type != self._device:
+            return False
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        entry = self._entries.get(key)
+        if entry is None or entry.storage() is not storage:
+            entry = self._entries[key] = _Entry(weakref.ref(storage, self._forget(key)), ACTIVATIONS)
+        size, before = storage.nbytes(), entry.size
+        if size != before:
+            self._change(entry, entry.kind, size)
+        return size > before
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        def gone(reference: Any) -> None:
+            entry = self._entries.get(key)
+            if entry is not None and entry.storage is reference:
+                self._live[entry.kind] -= entry.size
+                del self._entries[key]
+
+        return gone
+
+    def _change(self, entry: _Entry, kind: str, size: int) -> None:
+        self._live[entry.kind] -= entry.size
+        self._live[kind] += size
+        entry.kind, entry.size = kind, size
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """2 for every multiplication and addition of a matrix product, a convolution or attention (all of S × S, as torch counts)."""
+    packet = func.overloadpacket
+    if packet in flop_registry:
+        return flop_registry[packet](*args, **kwargs, out_val=result)
+    name = packet.__name__
+    if name == "_scaled_dot_product_flash_attention_for_cpu":
+        return _attention_flops(args[0], args[2])
+    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        return 5 * _attention_flops(args[1], args[3]) // 2  # scores once more, then the gradients of four factors
+    return 0
+
+
+def _attention_flops(query: torch.Tensor, value: torch.Tensor) -> int:
+    """Of (B, H, S, E) and (B, K, S, E): scores, then their product with the values."""
+    return 2 * prod(query.shape) * value.shape[2] + 2 * prod(query.shape[:3]) * value.shape[2] * value.shape[3]

@@ -1,0 +1,240 @@
+"""One rank's training step, run by the engine itself on fake tensors and a fake process group: what it needs, computes and sends.
+
+Nothing is allocated and nothing is sent, so a rank of any model in any world can be traced on any machine. Operators, hooks, FSDP2's
+gathers and recomputation are those of a real step (torch's FakeTensorMode gives shapes in the place of values).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .batch import loss_of, tensors_in
+from .batch_size import BatchSize
+from .checkpoint import materialise_state
+from .config import Config, NamedParams
+from .construct import allocate, build_native
+from .engine import SDPEngine
+from .errors import LaunchError
+from .layout import Layout, parents
+from .ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, Ledger, Window
+from .memory import StateBytes, predict_state_bytes
+from .optim import build_optimizer
+from .sync import local_tensor
+from .traffic import Kind
+
+CPU = torch.device("cpu")
+MICRO_BATCHES = 2  # traced of a step at most: the second is what all later ones are
+_FIRST, _LAST = 2, 1  # blocks of a kind that are traced where a kind has many: the first ones, the last, and one between them
+_MANY = 8
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One rank's step. Bytes are those that tensors ask for, as ``memory_probe.py`` counts them: libraries' workspaces, the
+    communication library's buffers and the allocator's rounding come on top.
+
+    ``state``: as the layout has it. ``at_peak``: what is alive at the peak, by kind (:data:`~sdp.engine.ledger.KINDS`). ``activations``
+    and ``communication``: the most of either at once, which need not be at the peak. ``flops``: of the step, as executed, recomputation
+    included. ``tensor_parallel``: whole buffers by collective and number of ranks. ``traced_blocks`` of ``blocks`` were run: of a kind
+    with many, what one more adds was multiplied.
+    """
+
+    rank: int
+    state: StateBytes
+    at_peak: Mapping[str, int]
+    activations: int
+    communication: int
+    flops: float
+    tensor_parallel: Mapping[tuple[Kind, int], int]
+    blocks: int
+    traced_blocks: int
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
+
+
+def trace_step(
+    build: Callable[[], nn.Module], config: Config, layout: Layout, batch: Callable[[int], Any], group: int, *, whole: bool = False
+) -> StepTrace:
+    """The step of the first rank of ``group``, whose shards are no smaller than its neighbours'.
+
+    ``build``: makes the full model on the meta device, of which ``layout`` is. ``batch``: a micro-batch of so many samples on the CPU;
+    it is called in fake mode. ``whole``: run every block, also where kinds have many. Compiled blocks (``training.compile``) are
+    traced as if they were not compiled. Raises :class:`LaunchError` where a process group exists already.
+    """
+    if dist.is_initialized():
+        raise LaunchError("a step is traced in a process group of its own, but this process has one; plan without a launcher")
+    config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
+    runs, skipped = _kinds(build(), layout, group)
+    many = [] if whole else [names for names in runs if len(names) > _MANY]
+    left_out = [names[_FIRST:-_LAST] for names in many]
+    middles = {name for names in left_out for name in names}
+
+    def run(present: str = "") -> _Run:
+        absent = [[name for name in names if name != present] for names in left_out]
+        return _run(build(), config, layout, absent + skipped, middles, batch, group)
+
+    # One more of each kind, between the first and the last: what it adds, all that are left out add.
+    base, longer = run(), [(run(names[0]), len(names)) for names in left_out]
+    return _extrapolated(base, longer, layout.mesh.rank(group), sum(map(len, runs)))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One traced step; ``steps``: a real step's micro-batches over the traced ones."""
+
+    state: StateBytes
+    windows: Mapping[str, Window]
+    flops: float
+    tensor_parallel: Counter[tuple[Kind, int]]
+    steps: float
+    blocks: int
+
+
+def _extrapolated(base: _Run, longer: Sequence[tuple[_Run, int]], rank: int, blocks: int) -> StepTrace:
+    windows = dict(base.windows)
+    flops, sent = base.flops, Counter(base.tensor_parallel)
+    for run, times in longer:
+        windows = {name: window.plus(run.windows[name], base.windows[name], times) for name, window in windows.items()}
+        flops += times * (run.flops - base.flops)
+        for key in run.tensor_parallel:
+            sent[key] += times * (run.tensor_parallel[key] - base.tensor_parallel[key])
+    return StepTrace(
+        rank=rank,
+        state=base.state,
+        at_peak=max((window.at_peak for window in windows.values()), key=lambda peak: peak.total()),
+        activations=max(window.most[ACTIVATIONS] for window in windows.values()),
+        communication=max(window.most[COMMUNICATION] for window in windows.values()),
+        flops=flops * base.steps,
+        tensor_parallel={key: round(nbytes * base.steps) for key, nbytes in sent.items()},
+        blocks=blocks,
+        traced_blocks=base.blocks,
+    )
+
+
+def _kinds(model: nn.Module, layout: Layout, group: int) -> tuple[list[list[str]], list[list[str]]]:
+    """The blocks that ``group`` runs and those that it skips, in order, those together that are alike."""
+    parts: dict[str, list[Any]] = {name: [] for name in layout.blocks}
+    run: set[str] = set()
+    for info in layout.parameters.values():
+        block = next((name for name in parents(info.canonical) if name in parts), None)
+        if block is not None:
+            held = group in info.holders
+            parts[block].append((info.canonical.removeprefix(block), info.part, info.trainable, held))
+            if held or layout.keeps_frozen or info.cut is not None:
+                run.add(block)
+    kinds: dict[Any, list[str]] = {}
+    for name, signature in parts.items():
+        kinds.setdefault((tuple(signature), _settings(model.get_submodule(name))), []).append(name)
+    return [names for names in kinds.values() if names[0] in run], [names for names in kinds.values() if names[0] not in run]
+
+
+def _settings(block: nn.Module) -> str:
+    """By which blocks of equal parameters may differ: the classes of their modules, and the plain values these keep."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return str(
+        [(type(m).__name__, sorted((k, v) for k, v in vars(m).items() if isinstance(v, plain) and k != "training")) for m in block.modules()]
+    )
+
+
+def _run(
+    model: nn.Module,
+    config: Config,
+    full: Layout,
+    absent: list[list[str]],
+    middles: set[str],
+    batch: Callable[[int], Any],
+    group: int,
+) -> _Run:
+    """The step without the blocks ``absent``; the others of ``middles`` have one window together, which is nobody's."""
+    size = BatchSize.resolve(config, full.mesh)
+    accumulation = min(size.accumulation, MICRO_BATCHES)
+    rank = full.mesh.rank(group)
+    with _fake_world(rank, full.mesh.world_size):
+        native = build_native(model, config, full, CPU, absent)
+        layout = native.layout
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            allocate(model, layout, CPU)
+            native.ready()
+            section = config.optimizer or NamedParams(type="AdamW")
+            trained = [parameter for parameter in native.parameters.values() if parameter.requires_grad]
+            optimizer, _ = build_optimizer(section.type, section.params, trained, CPU)
+            materialise_state(optimizer)
+            engine = SDPEngine(native, config, replace(size, accumulation=accumulation), optimizer, None)
+            ledger = _step(engine, layout.blocks, middles, batch)
+    shards = layout.mesh.shards(config.zero_optimization.stage)
+    return _Run(
+        state=predict_state_bytes(full, rank, optimizer, shards=shards, compute_bytes=2 if config.bf16.enabled else 4),
+        windows=ledger.windows,
+        flops=ledger.flops,
+        tensor_parallel=native.traffic.buffers("tensor parallel"),
+        steps=size.accumulation / accumulation,
+        blocks=len(layout.blocks),
+    )
+
+
+@contextmanager
+def _fake_world(rank: int, size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own deprecated names, called by torch
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _step(engine: SDPEngine, blocks: Sequence[str], middles: set[str], batch: Callable[[int], Any]) -> Ledger:
+    """Forward, backward and update; every stretch between the ends of blocks is a window of the ledger."""
+    ledger = Ledger(CPU)
+    ledger.know((local_tensor(p.detach()) for p in engine.parameters_here.values()), "parameters")
+    ledger.know((local_tensor(p.detach()) for p in engine.frozen_here.values()), "frozen")
+    ledger.know(engine.module.buffers(), "buffers")
+    states = (value for state in engine.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+    ledger.know((local_tensor(state) for state in states), "optimizer")
+
+    def is_gradient(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            ledger.know([local_tensor(parameter.grad)], GRADIENTS)
+
+    for parameter in engine.parameters_here.values():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(is_gradient)
+    for name in blocks:
+        _mark(engine.module.get_submodule(name), "" if name in middles else name, ledger)
+    with ledger:
+        for _ in range(engine.gradient_accumulation_steps()):
+            ledger.enter_window("forward")
+            loss = loss_of(engine(batch(engine.train_micro_batch_size_per_gpu())))
+            engine.backward(loss)
+            ledger.enter_window("update")
+            engine.step()
+    return ledger
+
+
+def _mark(block: nn.Module, name: str, ledger: Ledger) -> None:
+    """Windows "forward NAME" from its call on, "backward NAME" from the moment its output has a gradient; one for all without a name."""
+
+    def called(*_: Any) -> None:
+        ledger.enter_window(f"forward {name}")
+
+    def returned(_: nn.Module, __: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: ledger.enter_window(f"backward {name}"))
+
+    block.register_forward_pre_hook(called, prepend=True)
+    block.register_forward_hook(returned)

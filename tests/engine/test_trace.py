@@ -1,0 +1,106 @@
+"""A step traced on fake tensors, against the same step of real ranks: state, peak of live tensors, bytes sent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import pytest
+import sdp
+import torch
+from ranks import RankPool
+from sdp.engine.config import load_config
+from sdp.engine.errors import LaunchError
+from sdp.engine.initialize import mesh_of
+from sdp.engine.layout import Layout
+from sdp.engine.memory_probe import peak_tensor_bytes
+from sdp.engine.trace import StepTrace, trace_step
+from sdp.models.registry import build_model
+
+LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4}
+RESNET = {"name": "resnet18", "stem": "cifar", "width": 8, "num_classes": 10, "image_size": 16}
+SEQUENCE = 64
+
+
+def config_of(
+    groups: int = 2, *, stage: int = 0, accumulation: int = 1, tp: int = 1, checkpointing: str = "none", bf16: bool = False,
+    model: dict[str, Any] = LLAMA, optimizer: str = "AdamW", **sdp_section: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "tensor_parallel": {"autotp_size": tp},
+        "activation_checkpointing": {"mode": checkpointing},
+        "sdp": {"groups": groups, "capacity": 0.5 if groups > 1 else 1.0, **sdp_section},
+        "model": model,
+        "data": {"name": "digits"} if model["name"] == "resnet18" else {"sequence_length": SEQUENCE},
+    }
+
+
+def batch_of(model: dict[str, Any], samples: int) -> dict[str, torch.Tensor]:
+    if model["name"] == "resnet18":
+        side = model["image_size"]
+        return {"images": torch.rand(samples, 3, side, side), "labels": torch.zeros(samples, dtype=torch.int64)}
+    tokens = torch.zeros(samples, SEQUENCE, dtype=torch.int64)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def measured(config: dict[str, Any]) -> tuple[int, dict[str, int], dict[str, int], int]:
+    """On a rank: peak of the second step, state, bytes sent in it, and the rank's group."""
+    engine, optimizer, *_ = sdp.initialize(model=build_model(config["model"]), config=config)
+
+    def step() -> None:
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(batch_of(config["model"], 4)))
+            engine.step()
+
+    step()
+    engine.traffic.reset()
+    peak = peak_tensor_bytes(step, engine.module, optimizer, engine.device)
+    group = engine.layout.mesh.coordinates(engine.global_rank).sdp
+    return peak, engine.measured_state_bytes().to_json(), engine.traffic.by_kind(), group
+
+
+def traced(config: dict[str, Any], world: int, group: int = 0, *, whole: bool = False) -> StepTrace:
+    settings = load_config(config)
+    build = partial(build_model, config["model"])
+    layout = Layout.of(build(), settings, mesh_of(settings, world))
+    return trace_step(build, settings, layout, partial(batch_of, config["model"]), group, whole=whole)
+
+
+CASES = {
+    "sdp-only": (2, config_of()),
+    "momentum-free": (2, config_of(optimizer="SGD")),
+    "unequal-groups": (2, config_of(placement="balanced", capacity=[0.75, 0.5])),
+    "zero1-accumulated": (4, config_of(stage=1, accumulation=3)),
+    "zero2": (4, config_of(stage=2, accumulation=2)),
+    "zero3-bf16": (4, config_of(stage=3, accumulation=2, bf16=True)),
+    "backward": (2, config_of(masking="backward")),
+    "zero3-backward-bf16": (4, config_of(stage=3, masking="backward", bf16=True)),
+    "recomputed": (2, config_of(checkpointing="full", accumulation=2)),
+    "selective": (2, config_of(checkpointing="selective", masking="backward")),
+    "tensor-parallel": (4, config_of(tp=2, checkpointing="selective")),
+    "neurons": (2, config_of(granularity="neuron", neuron_groups=4)),
+    "dense-zero3": (2, config_of(1, stage=3)),
+    "images": (2, config_of(model=RESNET)),
+    "images-backward-bf16": (2, config_of(model=RESNET, masking="backward", bf16=True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_traced_step_is_a_real_ranks(ranks: RankPool, name: str) -> None:
+    world, config = CASES[name]
+    found = ranks.run(measured, config, world=world)
+    for group in range(config["sdp"]["groups"]):
+        first = next(rank for rank, result in enumerate(found) if result[3] == group)
+        peak, state, _, _ = found[first]
+        plan = traced(config, world, group)
+        assert plan.rank == first
+        assert asdict(plan.state) == state
+        assert plan.peak == pytest.approx(peak, rel=0.01)
+        assert max(result[0] for result in found if result[3] == group) <= 1.01 * plan.peak
