@@ -163,8 +163,8 @@ class Layout:
         return cls(mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, section.branch_scale)
 
     def without(self, blocks: Collection[str]) -> Layout:
-        """The layout of the model that does not have these blocks. Their units' parameters stay, without holders: they part the shared
-        ones on either side of them, which are not reduced together.
+        """The layout of the model that does not have these blocks. Where they are units, their parameters stay, without holders: they part
+        the shared ones on either side of them, which are not reduced together.
         """
 
         def is_left(name: str) -> bool:
@@ -186,7 +186,7 @@ class Layout:
             parameters={
                 name: info if is_left(info.canonical) else replace(info, holders=())
                 for name, info in self.parameters.items()
-                if is_left(info.canonical) or info.unit != SHARED
+                if is_left(info.canonical) or (info.unit != SHARED and info.cut is None)
             },
             buffers={name: info for name, info in self.buffers.items() if is_left(name)},
             blocks=tuple(name for name in self.blocks if is_left(name)),

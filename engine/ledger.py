@@ -152,6 +152,8 @@ class Ledger(TorchDispatchMode):
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """2 for every multiplication and addition of a matrix product, a convolution or attention (all of S × S, as torch counts)."""
     packet = func.overloadpacket
+    if packet is torch.ops.aten.addmm_:  # torch knows those that make a new tensor
+        packet = torch.ops.aten.addmm
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result)
     name = packet.__name__

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 
+from .backends.fsdp2_comm import unreduced_gradients
 from .batch import loss_of, tensors_in
 from .batch_size import BatchSize
 from .checkpoint import materialise_state
@@ -143,9 +145,11 @@ def _kinds(model: nn.Module, layout: Layout, group: int) -> tuple[list[list[str]
 def _settings(block: nn.Module) -> str:
     """By which blocks of equal parameters may differ: the classes of their modules, and the plain values these keep."""
     plain = (bool, int, float, str, tuple, type(None))
-    return str(
-        [(type(m).__name__, sorted((k, v) for k, v in vars(m).items() if isinstance(v, plain) and k != "training")) for m in block.modules()]
-    )
+    facts = []
+    for module in block.modules():
+        values = sorted((key, value) for key, value in vars(module).items() if isinstance(value, plain) and key != "training")
+        facts.append((type(module).__name__, values))
+    return str(facts)
 
 
 def _run(
@@ -220,6 +224,8 @@ def _step(engine: SDPEngine, blocks: Sequence[str], middles: set[str], batch: Ca
             ledger.enter_window("forward")
             loss = loss_of(engine(batch(engine.train_micro_batch_size_per_gpu())))
             engine.backward(loss)
+            sharded = [module for module in engine.module.modules() if isinstance(module, FSDPModule)]
+            ledger.know((kept for module in sharded for kept in unreduced_gradients(module)), GRADIENTS)
             ledger.enter_window("update")
             engine.step()
     return ledger

@@ -271,6 +271,7 @@ _COMMANDS = {
     "launch": _Command("start sdp train on this host or a cluster: local, deepspeed, mpirun, slurm", _add_launch_arguments, _launch),
     "prepare": _tool_command("prepare", "turn text into memory-mapped token shards"),
     "config": _Command("print a configuration with all defaults, or the schema", _add_show_config_arguments, _show_config),
+    "plan": _tool_command("plan", "what a run will need, compute and send, before anything is started"),
     "bench": _tool_command("bench", "time the engine's step against a plain hand-written loop"),
     "gpu-check": _tool_command("gpu_check", "measure a rank's share of dense and SDP runs on this GPU"),
     "evaluate": _tool_command("evaluate", "held-out loss of the full model of a checkpoint"),

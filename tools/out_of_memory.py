@@ -26,7 +26,7 @@ def out_of_memory(config: Config, place: str, engine: SDPEngine | None) -> OutOf
             f" Of this rank's memory parameters take {_size(planned.parameters)}, {frozen}gradients {_size(planned.gradients)} and the "
             f"optimizer {_size(planned.optimizer)}; the rest are activations and buffers."
         )
-    return OutOfMemoryError(f"{place}: out of memory.{state} To need less: {'; '.join(remedies(config))}")
+    return OutOfMemoryError(f"{place}: out of memory.{state} To need less: {'; '.join(remedies(config))}. What each would need: sdp plan")
 
 
 def remedies(config: Config) -> list[str]:

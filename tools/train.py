@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     profile, as text, or None.
     """
     profiled = parse_steps(args.profile) if args.profile is not None else None
-    config = _with_absolute_paths(_with_initial_model(load_config(args.config, args.overrides)))
+    config = _with_absolute_paths(with_initial_model(load_config(args.config, args.overrides)))
     place = detect()
     rank, world_size = (place.rank, place.world_size) if place is not None else (0, 1)
     preflight.check(config, mesh_of(config, world_size), args.dump_dir, resume=args.resume)
@@ -97,7 +97,7 @@ def _with_absolute_paths(config: Config) -> Config:
     return config.model_copy(update=changed)
 
 
-def _with_initial_model(config: Config) -> Config:
+def with_initial_model(config: Config) -> Config:
     """The model section as the model to start from states it; a checkpoint of DeepSpeed's has weights alone."""
     if config.training.init_from is None or is_zero_checkpoint(Path(config.training.init_from)):
         return config

@@ -48,10 +48,19 @@ def gather_stream(module: nn.Module) -> torch.Stream | None:
 
 def drop_unreduced_gradients(module: FSDPModule) -> None:
     """Forget the whole gradients that FSDP2 keeps for the module's parameters between micro-batches when they are reduced once a step."""
+    for parameter in _parameters(module):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def unreduced_gradients(module: FSDPModule) -> list[torch.Tensor]:
+    """Those gradients."""
+    kept = [parameter.unsharded_accumulated_grad for parameter in _parameters(module)]
+    return [gradient for gradient in kept if gradient is not None]
+
+
+def _parameters(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # several since torch 2.13
-    for group in groups:
-        for parameter in group.fsdp_params if group is not None else ():
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]

@@ -1,0 +1,150 @@
+"""``sdp plan``: its figures as JSON and as a table, beside the dense model's, and whether they fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.engine.errors import ConfigError
+from sdp.launcher.main import main
+from sdp.tools.machine import Machine, evenly, quantity
+
+LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "sdp": {"groups": 2, "capacity": 0.5},
+    "zero_optimization": {"stage": 3},
+    "model": LLAMA,
+    "data": {"sequence_length": 32},
+}
+EMBEDDINGS, LAYER = 2 * 512 * 64 + 64, 4 * 64 * 64 + 3 * 64 * 160 + 2 * 64  # parameters
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert main(["plan", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_states_are_those_of_the_layout(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = planned(capsys, config, "--world", 8, "--gpus-per-node", 4)
+    assert report["parameters"] == EMBEDDINGS + 4 * LAYER
+    plan, others = report["plan"], report["alternatives"]
+    assert plan["mesh"] == {"sdp": 2, "fsdp": 4, "tp": 1}
+    held = dict.fromkeys(("DDP", "FSDP (ZeRO-3)", "HSDP"), EMBEDDINGS + 4 * LAYER) | {"plan": EMBEDDINGS + 2 * LAYER}
+    shards = {"plan": 4, "DDP": 1, "FSDP (ZeRO-3)": 8, "HSDP": 4}
+    for name, facts in {"plan": plan, **others}.items():
+        rank = facts["ranks"][0]
+        assert rank["parameters"] == rank["gradients"] == 4 * held[name] // shards[name], name
+        assert rank["optimizer"] == 2 * rank["parameters"]
+        assert rank["peak"] == sum(rank["at_peak"].values())
+        assert rank["peak"] > rank["parameters"] + rank["optimizer"]
+        assert facts["step_seconds"] >= max(rank["seconds"]["compute"], rank["seconds"]["inside"])
+
+
+def test_bytes_are_told_apart_by_link(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two groups of four ranks on two nodes: shards stay inside, gradients cross."""
+    shard = 4 * (EMBEDDINGS + 2 * LAYER) // 4
+    report = planned(capsys, config, "--world", 8, "--gpus-per-node", 4, "--alone")
+    rank = report["plan"]["ranks"][0]
+    shared = 4 * EMBEDDINGS // 4  # every unit has one holder
+    assert rank["sent"]["between nodes"] == shared + 2 * 16 * 7 / 8
+    assert rank["sent"]["inside a node"] == 3 * shard * 3  # two gathers and a reduce-scatter, three quarters of four shards each
+    assert report["alternatives"] == {}
+
+
+def test_the_hostfile_says_how_many_ranks_and_which_are_together(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=2\nb slots=6\n")
+    report = planned(capsys, config, "--hostfile", hosts, "--alone")
+    assert report["world"] == 8
+    assert report["machine"]["slots"] == [2, 6]
+    links = {one["kind"]: one["link"] for one in report["plan"]["ranks"][0]["collectives"] if one["scope"] == "inside groups"}
+    assert links == {"all_gather": "between nodes", "reduce_scatter": "between nodes"}
+
+
+def test_it_fits_or_it_does_not(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config), "--alone", "--device-memory", "80GB"]) == 0
+    assert "It fits: of 80.00 GB a device" in capsys.readouterr().out
+    assert main(["plan", str(config), "--alone", "--device-memory", "1MB"]) == 2
+    printed = capsys.readouterr()
+    assert "expected seconds of a step" in printed.out
+    assert "does not fit: the peak of rank 0 is" in printed.err
+    assert "--device-memory 1MB --fit" in printed.err
+
+
+def test_images_and_units_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "images.json"
+    model = {"name": "resnet18", "stem": "cifar", "width": 8}
+    path.write_text(json.dumps({"sdp": {"groups": 2, "capacity": 0.5}, "model": model, "data": {"name": "digits"}}))
+    assert main(["plan", str(path), "--alone", "--set", "train_micro_batch_size_per_gpu=4"]) == 0
+    printed = capsys.readouterr().out
+    assert "images/s" in printed
+    assert "Groups differ; peaks: rank" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--world", "3"], "world size 3 is not divisible by sdp.groups 2"),
+        (["--world", "0"], "--world 0: not a positive whole number"),
+        (["--device-memory", "eighty"], "--device-memory eighty: expected a number with a unit, such as 80GB"),
+        (["--achieved", "1.5"], "--achieved 1.5: expected a fraction"),
+        (["--set", "sdp.engine=reference"], "which is not planned"),
+        (["--set", "model={}"], "model: this section is required to plan"),
+        (["--set", "data.sequence_length=4096"], "max_position_embeddings"),
+    ],
+)
+def test_mistakes(config: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["plan", str(config), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_quantities() -> None:
+    assert quantity("80GB", "B", "-") == 80e9
+    assert quantity("80GiB", "B", "-") == 80 * 2**30
+    assert quantity("989TFLOP/s", "FLOP/s", "-") == 989e12
+    assert quantity("1.5e3", "B/s", "-") == 1500
+    for wrong in ("80gb", "0GB", "-1GB", "GB", "80GBB"):
+        with pytest.raises(ConfigError):
+            quantity(wrong, "B", "-")
+
+
+def test_links() -> None:
+    machine = Machine(evenly(10, 4), 1, 1, 1, 1)
+    assert machine.slots == (4, 4, 2)
+    assert machine.link((0, 3)) == machine.link((8, 9)) == "inside a node"
+    assert machine.link((3, 4)) == machine.link((0, 9)) == "between nodes"
+
+
+def test_the_smallest_layout_that_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank alone needs more than this; of two in a group the cheapest setting that fits is taken."""
+    needed = planned(capsys, config, "--alone", "--set", "zero_optimization.stage=0")["plan"]["ranks"][0]["peak"]
+    recomputed = planned(capsys, config, "--alone", "--set", "activation_checkpointing.mode=full")["plan"]["ranks"][0]["peak"]
+    memory = min(needed, recomputed) - 1
+    report = planned(capsys, config, "--alone", "--device-memory", f"{memory}B", "--fit")
+    assert report["plan"]["mesh"] == {"sdp": 2, "fsdp": 2, "tp": 1}
+    assert report["fits"]
+    assert report["plan"]["ranks"][0]["peak"] <= memory
+    first, *_, last = report["tried"]
+    assert first.startswith("1 ranks a group (tp 1), ZeRO stage 0, activation checkpointing full: peak")
+    assert first.endswith("does not fit")
+    assert last.endswith("fits")
+
+
+def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config), "--device-memory", "10kB", "--fit", "--world", "4"]) == 2
+    error = capsys.readouterr().err
+    assert "no layout of up to 2 ranks a group fits" in error
+    assert "the state alone is" in error
+    assert "what would need less" in error

@@ -1,0 +1,101 @@
+"""The machines a run is planned for: which rank is on which node, and how fast devices and links are."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+from ..engine.config import Config
+from ..engine.errors import ConfigError
+from ..engine.trace import StepTrace
+from ..engine.traffic import sent_bytes
+from ..engine.traffic_plan import Collective
+
+Link = Literal["inside a node", "between nodes"]
+LINKS: tuple[Link, Link] = ("inside a node", "between nodes")
+
+_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_BACKWARD = 2 / 3  # of a step's operations
+
+
+def quantity(text: str, unit: str, option: str) -> float:
+    """The number that ``text`` says: ``80GB``, ``900G``, ``989TFLOP/s`` with ``unit`` "B", "B/s", "FLOP/s". Raises :class:`ConfigError`."""
+    match = re.fullmatch(rf"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kMGTP]i?)?(?:{re.escape(unit)})?\s*", text)
+    if match is None or (match[2] or "") not in _UNITS or float(match[1]) <= 0:
+        raise ConfigError(f"{option} {text}: expected a number with a unit, such as 80G{unit}")
+    return float(match[1]) * _UNITS[match[2] or ""]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``slots``: ranks of every node. ``flops``: a device's peak per second; ``achieved``: the part of it that a model reaches.
+    ``inside`` and ``between``: bytes a second that one rank sends inside a node and between nodes.
+    """
+
+    slots: tuple[int, ...]
+    flops: float
+    achieved: float
+    inside: float
+    between: float
+
+    def link(self, ranks: Iterable[int]) -> Link:
+        """What a collective among ``ranks`` is as slow as."""
+        ends = list(accumulate(self.slots))
+        return LINKS[len({bisect_right(ends, rank) for rank in ranks}) > 1]
+
+    def seconds(self, nbytes: float, link: Link) -> float:
+        return nbytes / (self.inside if link == "inside a node" else self.between)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evenly(world: int, per_node: int) -> tuple[int, ...]:
+    """Nodes of ``per_node`` ranks, the last of what is left."""
+    return tuple(min(per_node, world - first) for first in range(0, world, per_node))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Expected seconds of one rank's step. ``tensor_parallel``: never hidden. ``inside`` (gathers and reduce-scatters of weights): hidden
+    by computation. ``between`` (averages of gradients): hidden by the last micro-batch's backward pass. ``step`` has what is not hidden.
+    """
+
+    compute: float
+    tensor_parallel: float
+    inside: float
+    between: float
+    step: float
+
+
+def step_time(
+    trace: StepTrace, collectives: Sequence[Collective], machine: Machine, neighbours: Sequence[int], accumulation: int
+) -> StepTime:
+    """Of the rank that was traced: bytes over the speed of the link, latencies left out; operations over what a device achieves.
+
+    ``neighbours``: its tensor-parallel ranks.
+    """
+    compute = trace.flops / (machine.flops * machine.achieved)
+    tensor = sum(sent_bytes(kind, nbytes, ranks) for (kind, ranks), nbytes in trace.tensor_parallel.items())
+    exposed = machine.seconds(tensor, machine.link(neighbours))
+    seconds = {"inside groups": 0.0, "between groups": 0.0}
+    for one in collectives:
+        if one.scope in seconds:
+            seconds[one.scope] += machine.seconds(one.sent, machine.link(one.ranks))
+    inside, between = seconds["inside groups"], seconds["between groups"]
+    step = compute + exposed + max(0.0, inside - compute) + max(0.0, between - _BACKWARD * compute / accumulation)
+    return StepTime(compute, exposed, inside, between, step)
+
+
+def default_world(config: Config) -> tuple[int, str]:
+    """The fewest ranks that the configuration means, and where that is from."""
+    groups, tp = config.sdp.groups, config.tensor_parallel.autotp_size
+    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    if train is not None and micro is not None and config.gradient_accumulation_steps is not None:
+        ranks = train // (micro * config.gradient_accumulation_steps)
+        return max(1, ranks) * tp, "from the batch sizes"
+    return groups * tp, "sdp.groups × tensor_parallel.autotp_size"

@@ -1,0 +1,217 @@
+"""``sdp plan``: memory, computation, traffic and time of a run on any machines, before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..engine.config import Config, load_config
+from ..engine.errors import ConfigError
+from ..launcher.hosts import read_hostfile
+from .fit import find_fit
+from .forecast import Forecast, all_collectives, alternatives, forecast
+from .machine import LINKS, Machine, default_world, evenly, quantity
+from .table import Row, Table, bytes_row, plain_row, text_row
+from .train import with_initial_model
+
+PEAK_FLOPS, ACHIEVED, INSIDE, BETWEEN = "989TFLOP/s", 0.4, "450GB/s", "50GB/s"
+PER_NODE = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="the JSON file of the run")
+    parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="override a key of CONFIG; may be repeated")
+    parser.add_argument("--world", type=int, metavar="N", help="ranks (default: the hostfile's, else as few as CONFIG means)")
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="nodes and their slots, in DeepSpeed's format")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help=f"ranks of a node (default: {PER_NODE})")
+    parser.add_argument("--device-memory", metavar="BYTES", help="of a device, as 80GB: say whether the run fits (exit code 2: not)")
+    parser.add_argument("--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan that")
+    parser.add_argument(
+        "--peak-flops", default=PEAK_FLOPS, metavar="RATE", help=f"of a device (default: {PEAK_FLOPS}, an H100 in bfloat16)"
+    )
+    parser.add_argument("--achieved", type=float, default=ACHIEVED, metavar="FRACTION", help=f"of that (default: {ACHIEVED})")
+    parser.add_argument("--intra-node", default=INSIDE, metavar="RATE", help=f"that a rank sends inside a node (default: {INSIDE})")
+    parser.add_argument("--inter-node", default=BETWEEN, metavar="RATE", help=f"that a rank sends between nodes (default: {BETWEEN})")
+    parser.add_argument("--alone", action="store_true", help="leave out DDP, FSDP and HSDP of the dense model")
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan the run, print the plan, and say whether it fits. Raises :class:`ConfigError` where it does not."""
+    config = with_initial_model(load_config(args.config, args.set))
+    memory = quantity(args.device_memory, "B", "--device-memory") if args.device_memory else None
+    if args.fit and memory is None:
+        raise ConfigError("--fit: needs --device-memory, for example 80GB")
+    world, source = _world(args, config)
+    machine = _machine(args, world)
+    name, reasons = "SDP" if config.sdp.groups > 1 else "this run", []
+    if args.fit:
+        assert memory is not None
+        choice, plan, reasons = find_fit(config, memory, lambda ranks: _machine(args, ranks), max(machine.slots), args.world)
+        plan, config, machine = replace(plan, name=name), plan.config, plan.machine
+        world, source = plan.layout.mesh.world_size, f"the fewest that fit: sdp train {args.config} {choice.as_settings()}"
+    else:
+        plan = forecast(name, config, machine, world)
+    others, notes = ([], []) if args.alone else alternatives(config, machine, world)
+    if args.json:
+        print(json.dumps(_report(plan, others, notes, world, memory) | ({"tried": reasons} if args.fit else {}), indent=2))
+    else:
+        for reason in reasons:
+            print(f"tried: {reason}")
+        _print(plan, others, notes, f"{world} ranks ({source})")
+    if memory is not None:
+        _require_fit(plan, memory, args)
+    return 0
+
+
+def _world(args: argparse.Namespace, config: Config) -> tuple[int, str]:
+    for option, value in (("--world", args.world), ("--gpus-per-node", args.gpus_per_node)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} {value}: not a positive whole number")
+    if not 0 < args.achieved <= 1:
+        raise ConfigError(f"--achieved {args.achieved}: expected a fraction above 0, up to 1")
+    if args.world is not None:
+        return args.world, "--world"
+    if args.hostfile is not None:
+        return sum(len(host.slots) for host in read_hostfile(args.hostfile)), str(args.hostfile)
+    return default_world(config)
+
+
+def _machine(args: argparse.Namespace, world: int) -> Machine:
+    slots = evenly(world, args.gpus_per_node or PER_NODE)
+    if args.hostfile is not None:
+        if args.gpus_per_node is not None:
+            raise ConfigError("--gpus-per-node: --hostfile says how many slots a node has; give one of them")
+        slots = tuple(len(host.slots) for host in read_hostfile(args.hostfile))
+        if sum(slots) < world:
+            raise ConfigError(f"--world {world}: {args.hostfile} has {sum(slots)} slots")
+    flops = quantity(args.peak_flops, "FLOP/s", "--peak-flops")
+    inside, between = quantity(args.intra_node, "B/s", "--intra-node"), quantity(args.inter_node, "B/s", "--inter-node")
+    return Machine(slots, flops, args.achieved, inside, between)
+
+
+def _require_fit(plan: Forecast, memory: float, args: argparse.Namespace) -> None:
+    peak = plan.worst.trace.peak
+    if peak > memory:
+        raise ConfigError(
+            f"{args.config}: does not fit: the peak of rank {plan.worst.trace.rank} is {_decimal(peak)}, of {_decimal(memory)} a device; "
+            f"sdp plan {args.config} --device-memory {args.device_memory} --fit looks for a layout that does"
+        )
+    if not args.json:
+        print(f"\nIt fits: of {_decimal(memory)} a device {_decimal(memory - peak)} are left for the device's own context, libraries' "
+              "workspaces, the communication library's buffers and fragmentation.")  # fmt: skip
+
+
+def _decimal(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
+
+
+def _report(plan: Forecast, others: list[Forecast], notes: list[str], world: int, memory: float | None) -> dict[str, Any]:
+    report = {
+        "world": world,
+        "machine": plan.machine.to_json(),
+        "parameters": sum(info.numel for info in plan.layout.parameters.values()),
+        "plan": plan.to_json(),
+        "alternatives": {other.name: other.to_json() for other in others},
+        "notes": notes,
+    }
+    return report if memory is None else report | {"device_memory": memory, "fits": plan.worst.trace.peak <= memory}
+
+
+# -- the table -------------------------------------------------------------------------------------------------------------------
+
+
+def _print(plan: Forecast, others: list[Forecast], notes: list[str], world: str) -> None:
+    config, layout = plan.config, plan.layout
+    machine = plan.machine
+    nodes = f"{len(machine.slots)} node{'s' * (len(machine.slots) > 1)} of up to {max(machine.slots)}"
+    parameters = sum(info.numel for info in layout.parameters.values()) / 1e6
+    precision = "bfloat16" if config.bf16.enabled else "float32"
+    print(f"{config.model['name']}, {parameters:,.2f} M parameters, {precision}; {world} on {nodes}")
+    print(f"{plan.batch.train:,} samples a step = micro-batch {plan.batch.micro} × accumulation {plan.batch.accumulation} × "
+          f"{layout.mesh.data_ranks} data ranks; activation checkpointing: {config.activation_checkpointing.mode}")  # fmt: skip
+    if layout.units and layout.mesh.sdp > 1:
+        print(f"placement: {layout.placement.describe()}")
+        for warning in layout.placement.warnings():
+            print(f"warning: {warning}")
+    print()
+    print(_table([plan, *others]).without_empty().text())
+    print()
+    print(_collectives(plan))
+    for line in [*_notes(plan, others), *notes]:
+        print(f"- {line}")
+
+
+def _table(columns: list[Forecast]) -> Table:
+    worst = [column.worst for column in columns]
+    states = [group.trace.state for group in worst]
+    peak = next((column.worst.trace.peak for column in columns if column.name == "DDP"), None)
+    sent = [column.worst.sent(column.machine, column.neighbours(column.worst)) for column in columns]
+    rows = [
+        text_row("sdp × fsdp × tp", [f"{c.layout.mesh.sdp} × {c.layout.mesh.fsdp} × {c.layout.mesh.tp}" for c in columns]),
+        text_row("ZeRO stage", [str(column.config.zero_optimization.stage) for column in columns]),
+        Row("memory of the rank that needs most"),
+        *(bytes_row(kind, [getattr(state, kind) for state in states]) for kind in ("parameters", "gradients", "optimizer")),
+        bytes_row("frozen copies", [state.frozen or None for state in states]),
+        bytes_row("activations, at most", [group.trace.activations for group in worst]),
+        bytes_row("communication buffers, at most", [group.trace.communication or None for group in worst]),
+        bytes_row("peak", [group.trace.peak for group in worst], peak),
+        Row("that rank in a step"),
+        plain_row("TFLOP, recomputation included", [group.trace.flops / 1e12 for group in worst], ",.4g"),
+        *(bytes_row(f"sent {link}", [of[link] for of in sent], decimal=True) for link in LINKS),
+        plain_row("communicators", [group.communicators for group in worst], "d"),
+        Row("expected seconds of a step"),
+        plain_row("computation", [group.time.compute for group in worst], ".4g"),
+        plain_row("tensor parallel, never hidden", [group.time.tensor_parallel or None for group in worst], ".3g"),
+        plain_row("inside groups, before hiding", [group.time.inside or None for group in worst], ".3g"),
+        plain_row("between groups, before hiding", [group.time.between or None for group in worst], ".3g"),
+        plain_row("step, slowest rank", [column.seconds for column in columns], ".4g"),
+        plain_row(_speed(columns[0]), [column.samples_per_second * column.config.data.tokens_per_sample for column in columns], ",.0f"),
+    ]
+    return Table([column.name for column in columns], rows)
+
+
+def _speed(plan: Forecast) -> str:
+    return "tokens/s" if plan.config.data.name is None else "images/s"
+
+
+def _collectives(plan: Forecast) -> str:
+    """What the rank sends in a step, by collective."""
+    sent, sets = Counter[Any](), Counter[Any]()
+    for one in all_collectives(plan, plan.worst):
+        key = (one.scope, one.kind, len(one.ranks), plan.machine.link(one.ranks))
+        sent[key] += one.sent  # type: ignore[assignment]
+        sets[key] += 1
+    rows = [
+        Row(f"  {scope}: {kind.replace('_', '-')} of {ranks} ranks, {link}", bytes_row("", [nbytes], decimal=True).cells)
+        for (scope, kind, ranks, link), nbytes in sent.items()
+    ]
+    if not rows:
+        return "nothing is sent\n"
+    return Table([""], [Row(f"sent by rank {plan.worst.trace.rank} in a step"), *rows]).text() + "\n"
+
+
+def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
+    machine = plan.machine
+    trace = plan.worst.trace
+    inside, between = machine.inside / 1e9, machine.between / 1e9
+    notes = [
+        f"Speeds as stated, not measured, and no latencies: {machine.flops / 1e12:,.0f} TFLOP/s a device, {machine.achieved:.0%} of it "
+        f"achieved; a rank sends {inside:,.4g} GB/s inside a node, {between:,.4g} GB/s between nodes.",
+        "Memory is that of tensors; a device's context, libraries' workspaces, the communication library's buffers come on top.",
+    ]
+    if trace.traced_blocks < trace.blocks:
+        notes.append(f"{trace.traced_blocks} of {trace.blocks} blocks were traced; what one more of a kind adds was multiplied.")
+    if plan.config.training.compile:
+        notes.append("Blocks are traced as if they were not compiled; compiled ones need less.")
+    if len(plan.groups) > 1:
+        peaks = ", ".join(f"rank {group.trace.rank} {_decimal(group.trace.peak)}" for group in plan.groups)
+        notes.append(f"Groups differ; peaks: {peaks}.")
+    if any(other.name == "DDP" for other in others):
+        notes.append("DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view); without, it needs them twice.")
+    return notes
