@@ -355,7 +355,7 @@ class SDPEngine:
     @property
     def local_rank(self) -> int:
         place = environment.detect()
-        return place.local_rank if place is not None else 0
+        return place.local_rank if place is not None else self.device.index or 0
 
     @property
     def world_size(self) -> int:

@@ -90,7 +90,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
 def _ask_mpi_for_the_master() -> None:
     """Set MASTER_ADDR and MASTER_PORT, where MPI started this process among several and neither is set: rank 0's host, a free port there.
 
-    MPI is ended again at once: it must not wait for its other ranks where one of them fails.
+    MPI is ended again at once: it must not wait for its other ranks where one of them fails. Where mpi4py finds no MPI, or another
+    one than the launcher's (each rank is then a world of its own), nothing is set: ranks of one host agree without it.
     """
     launcher = next((launcher for launcher in LAUNCHERS if os.environ.get(launcher.rank) and launcher.started(os.environ)), None)
     given = os.environ.get("MASTER_ADDR") or os.environ.get("MASTER_PORT")
@@ -99,13 +100,18 @@ def _ask_mpi_for_the_master() -> None:
     import mpi4py
 
     mpi4py.rc(initialize=False, finalize=False)
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):  # no library of MPI on this host
+        return
     MPI.Init()
-    own = (socket.gethostname(), free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
-    address, port = MPI.COMM_WORLD.bcast(own)
+    told = _integer(os.environ, launcher.world_size)
+    same = MPI.COMM_WORLD.Get_size() == told
+    if same:
+        own = (socket.gethostname(), free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
+        address, port = MPI.COMM_WORLD.bcast(own)
+        export({"MASTER_ADDR": address, "MASTER_PORT": str(port)})
     MPI.Finalize()
-    export({"MASTER_ADDR": address, "MASTER_PORT": str(port)})
 
 
 def local_environment(rank: int, world_size: int, port: int) -> Environment:

@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from typing import Any
 
 from torch import nn
 
-from ..engine.errors import SDPError
+from ..engine.errors import ConfigError, SDPError
 from ..engine.units import find_units
 from ..models.registry import build_model
 from .metrics import read_run
@@ -165,14 +166,28 @@ def result_of(cell: Cell, out: Path) -> dict[str, float] | None:
 
 
 def run_cell(cell: Cell, out: Path, data: Path | None, rows: int) -> str | None:
-    """Train ``cell`` in a process of its own, unless it is done; its last words where it failed."""
-    if result_of(cell, out) is not None:
+    """Train ``cell`` in a process of its own, unless it is done; its last words where it failed.
+
+    One that was cut off, or was made by another configuration, begins anew.
+    """
+    path, folder = out / f"{cell.name}.json", out / cell.name
+    config = json.dumps(cell.config(data, rows), indent=1) + "\n"
+    made = path.read_text(encoding="utf-8") if path.exists() else None
+    if made == config and result_of(cell, out) is not None:
         return None
-    path = out / f"{cell.name}.json"
-    path.write_text(json.dumps(cell.config(data, rows), indent=1) + "\n", encoding="utf-8")
-    command = [sys.executable, "-P", "-m", "sdp.launcher.main", "train", str(path), "--dump-dir", str(out / cell.name)]
-    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return None if ended.returncode == 0 else f"{cell.name}: {ended.stderr.strip().splitlines()[-1]}"
+    shutil.rmtree(folder, ignore_errors=True)
+    path.write_text(config, encoding="utf-8")
+    ended = _train(path, folder)
+    return None if ended.returncode == 0 else f"{cell.name}: {_last_words(ended)}"
+
+
+def _train(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "sdp.launcher.main", "train", str(config), "--dump-dir", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def _last_words(ended: subprocess.CompletedProcess[str]) -> str:
+    return next(iter(reversed(ended.stderr.strip().splitlines())), f"exit code {ended.returncode}")
 
 
 def table(task: str, granularity: str, capacities: Sequence[float], seeds: int, out: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -234,9 +249,11 @@ def prepared_data(task: str, out: Path, rows: int) -> Path | None:
         path, folder = out / "first.json", out / "first"
         config = first.config(None, rows)
         config["training"] |= {"steps": 1, "evaluate_every": 0}
+        shutil.rmtree(folder, ignore_errors=True)
         path.write_text(json.dumps(config), encoding="utf-8")
-        command = [sys.executable, "-P", "-m", "sdp.launcher.main", "train", str(path), "--dump-dir", str(folder)]
-        subprocess.run(command, check=True, capture_output=True)
+        ended = _train(path, folder)
+        if ended.returncode != 0:
+            raise ConfigError(f"{path}: the run that prepares the corpus failed: {_last_words(ended)}")
         (folder / "corpus").rename(data)
     return data.resolve()
 
@@ -255,7 +272,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.rows % GROUPS:
         parser.error(f"--rows: {args.rows} is no multiple of {GROUPS} groups")
     args.out.mkdir(parents=True, exist_ok=True)
-    data = prepared_data(args.task, args.out, args.rows)
+    try:
+        data = prepared_data(args.task, args.out, args.rows)
+    except ConfigError as error:
+        parser.error(str(error))
     failed = list(_run_all(cells(args.task, args.granularity, args.capacity, args.seeds), args.out, data, args.rows, args.jobs))
     print(report(args.task, args.granularity, args.capacity, args.seeds, args.out))
     return 1 if failed else 0

@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import stat
+import sys
+import types
 
 import pytest
 from sdp.engine import environment
@@ -286,3 +288,22 @@ def test_search_path_is_extended_once(tmp_path) -> None:
     added = environment.search_path_settings(tmp_path, {"PYTHONPATH": "/other"})
     assert added == {"PYTHONPATH": f"{tmp_path}{os.pathsep}/other"}
     assert environment.search_path_settings(tmp_path, added) == {}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_mpi4py_of_another_mpi_names_no_master(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    """Each rank is then alone in a world of its own, and would name itself; the recorded start has 3 ranks."""
+    for name in os.environ:
+        if name.startswith(("MASTER_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_ADDR", "")  # so that what is exported is undone
+    monkeypatch.setenv("MASTER_PORT", "")
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    world = types.SimpleNamespace(Get_size=lambda: world_size, Get_rank=lambda: 2, bcast=lambda own: ("gpu-01", 29400))
+    mpi = types.SimpleNamespace(MPI=types.SimpleNamespace(Init=list, Finalize=list, COMM_WORLD=world), rc=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "mpi4py", mpi)  # type: ignore[arg-type]
+    monkeypatch.setattr(environment, "find_spec", lambda _: True)
+    place = detect()
+    assert place is not None
+    assert (place.master_addr == "gpu-01") == (world_size == 3)

@@ -1,6 +1,7 @@
 """The sweep of profiles: what it trains is comparable, and what it prints is what the runs reached."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,20 @@ def test_a_table_has_means_deviations_and_whether_depth_pays(tmp_path: Path) -> 
     assert json.loads((tmp_path / "llama.json").read_text())["block"][0]["seeds"] == 2
 
 
-def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_repeated_and_one_that_was_cut_off_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Path] = []
+
+    def train(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+        assert not folder.exists()
+        trained.append(config)
+        planted(tmp_path, cell, 1.0)
+        return subprocess.CompletedProcess([], 1, "", "" if len(trained) == 1 else "one\nlast")
+
+    monkeypatch.setattr(sweep, "_train", train)
     cell = sweep.Cell("llama", "", 1.0, sweep.DENSE, 0)
-    planted(tmp_path, cell, 1.0)
+    assert sweep.run_cell(cell, tmp_path, None, 16) == f"{cell.name}: exit code 1"
     assert sweep.run_cell(cell, tmp_path, None, 16) is None
-    assert not (tmp_path / f"{cell.name}.json").exists()
+    (tmp_path / cell.name / "summary.json").unlink()
+    assert sweep.run_cell(cell, tmp_path, None, 16) == f"{cell.name}: last"
+    assert sweep.run_cell(cell, tmp_path, None, 32) is not None
+    assert len(trained) == 3
