@@ -1,7 +1,7 @@
 """Exceptions whose class says whose fault it is: every ``SDPError`` is the user's to mend and ends a command with exit code 2.
 
 The exceptions end with exit code 1: :class:`DivergenceError`, the holders of a unit disagree, :class:`DivergedError`, the loss is
-no number any more, and :class:`OutOfMemoryError`.
+no number any more, :class:`OutOfMemoryError`, and :class:`PeerLostError`.
 Messages are one line: what is wrong, where, and what to do.
 """
 
@@ -50,6 +50,12 @@ class DivergedError(SDPError):
 
 class OutOfMemoryError(SDPError):
     """A device has no memory left for the run."""
+
+    exit_code = 1
+
+
+class PeerLostError(SDPError):
+    """Another rank is gone, and this one cannot go on; never the cause of a run's end."""
 
     exit_code = 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,13 @@ def deepspeed_command(start: Start, hosts: Sequence[Host], hostfile: Path, maste
     # The user's own come first: of an option that is given twice ssh takes the first.
     ssh = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {_SSH_ALIVE}".strip()
     return [*runner, *start.extra, *_rank_command(start, hosts, master)], {**start.search_path, "PDSH_SSH_ARGS_APPEND": ssh}
+
+
+def stop_command(start: Start, hosts: Sequence[Host], master: tuple[str, int], number: int) -> list[str]:
+    """What signals every rank of such a run by ``number``, on all hosts at once; with the variables of its runner."""
+    words = [start.python, "-P", "-m", f"{_package()}.stop", f"{master[0]}:{master[1]}", str(number)]
+    settings = [f"{name}={value}" for name, value in start.search_path.items()]
+    return ["pdsh", "-R", "ssh", "-f", "1024", "-w", ",".join(host.name for host in hosts), shlex.join(["env", *settings, *words])]
 
 
 def mpirun_command(start: Start, hosts: Sequence[Host], flavour: Flavour, program: str, master: tuple[str, int]) -> list[str]:

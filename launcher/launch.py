@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,11 +15,11 @@ from ..engine import environment as env
 from ..engine.errors import ConfigError, LaunchError
 from ..engine.nodes import split_tensor_group
 from . import slurm
-from .commands import SILENT_SECONDS, Start, deepspeed_command, flavour_of, mpirun_command, require, train_command
+from .commands import SILENT_SECONDS, Start, deepspeed_command, flavour_of, mpirun_command, require, stop_command, train_command
 from .hosts import Host, check_host, describe, read_hostfile, select, world_size
 from .layout import Degrees
 from .local import search_path
-from .watched import run_watched
+from .watched import run_watched, tell_by, tell_by_mpirun
 
 _LAUNCHERS = ("local", "deepspeed", "mpirun", "slurm")
 _SBATCH_OPTIONS = ("partition", "account", "qos", "time", "constraint", "cpus-per-task")
@@ -84,8 +85,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees: Degrees) -> int:
-    """Start ``sdp`` with ``words`` (``train`` and what follows it) on every rank; the launcher takes the place of this process, or is
-    watched by it.
+    """Start ``sdp`` with ``words`` (``train`` and what follows it) on every rank, under a launcher that this process watches; the local
+    launcher takes the place of this process.
 
     ``dump_dir``: where the run's files go; ``degrees``: what the number of ranks must fit.
     """
@@ -102,7 +103,6 @@ def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees:
     _warn_of_split_groups([host.name for host in hosts for _ in host.slots], degrees)
     master = (_master(args.master_addr, hosts), args.master_port or 29500)
     settings: dict[str, str] = {}
-    flavour = None
     if args.launcher == "deepspeed":
         command, settings = deepspeed_command(start, hosts, args.hostfile, master)
         if not args.dry_run and find_spec("deepspeed") is None:
@@ -118,9 +118,10 @@ def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees:
         return 0
     for name in programs:
         require(name, f"--launcher {args.launcher}")
-    if flavour == "openmpi":
-        return run_watched(command, env.child_environment(settings, {}), SILENT_SECONDS)
-    return _become(command, settings)
+    environ = env.child_environment(settings, {})
+    if args.launcher == "deepspeed":  # whose own ssh sessions notice a host that is silent
+        return run_watched(command, environ, 2 * SILENT_SECONDS, tell_by(partial(stop_command, start, hosts, master), environ))
+    return run_watched(command, environ, SILENT_SECONDS, tell_by_mpirun)
 
 
 def _local(start: Start, args: argparse.Namespace, degrees: Degrees) -> int:

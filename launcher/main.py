@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..engine.environment import Supervision, detect, export, supervision
-from ..engine.errors import ConfigError, SDPError
+from ..engine.errors import ConfigError, PeerLostError, SDPError
 from .supervised import report_fatal, tie_to_parent
 
 STOP_SECONDS = 300.0  # from a signal to the command until its ranks are killed: the step at hand, and a checkpoint
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except SDPError as error:
-        report_fatal("sdp: error: " + " ".join(str(error).split()), error.exit_code, above)
+        report_fatal("sdp: error: " + " ".join(str(error).split()), error.exit_code, above, follows=isinstance(error, PeerLostError))
         return error.exit_code
     except Exception:
         report_fatal(traceback.format_exc().rstrip(), 1, above)

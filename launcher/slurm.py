@@ -122,14 +122,15 @@ def status(dump_dir: Path) -> str:
 def _asked(job: str) -> str:
     """The state in SLURM's words, from its accounting or, for some minutes, from its controller; empty where neither knows."""
     for command, pattern in (
-        (["sacct", "-j", job, "-X", "-n", "-P", "-o", "State"], r"([A-Z_]+)"),
+        (["sacct", "-j", job, "-n", "-P", "-o", "State"], r"(?m)^([A-Z_]+)"),
         (["scontrol", "show", "job", "-o", job], r"JobState=([A-Z_]+)"),
     ):
         if search_program(command[0]) is None:
             continue
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
-        if answer.returncode == 0 and (match := re.search(pattern, answer.stdout)):
-            return match[1]
+        if answer.returncode == 0 and (states := re.findall(pattern, answer.stdout)):
+            # The job's own, then those of its steps: a job whose ranks found no memory has FAILED, says sacct.
+            return "OUT_OF_MEMORY" if states[0] == "FAILED" and "OUT_OF_MEMORY" in states else states[0]
     return ""
 
 
@@ -188,6 +189,7 @@ while wait "$srun"; code=$?; kill -0 "$srun" 2> /dev/null; do :; done  # the tra
 # srun returns the highest code, often that of a task that it killed after another had failed. It says first what failed first.
 first=$(grep -m 1 -E '^srun: error: [^ ]+: tasks? ' "$said")
 if [[ "$first" =~ "Exited with exit code "([0-9]+) ]]; then code="${{BASH_REMATCH[1]}}"; fi
+if [[ "$first" =~ ": "(Killed|Out Of Memory)$ ]]; then code=137; fi
 
 if [ -n "$out_of_time" ] && [ "$code" -eq {stopped} ]; then
     note requeued

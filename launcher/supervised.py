@@ -31,18 +31,19 @@ _HOLD_BACK_SECONDS = 2.0
 class FatalError:
     """Why a rank ended: the exit code it is about to have, the text for the user, when (seconds since the epoch).
 
-    ``stalled``: it made no progress, which may be another rank's fault.
+    ``stalled``: it made no progress, which may be another rank's fault; ``follows``: another rank is gone, which is.
     """
 
     exit_code: int
     text: str
     time: float
     stalled: bool = False
+    follows: bool = False
 
     @property
     def is_known(self) -> bool:
-        """Whether the program itself says what is wrong, in one line."""
-        return self.text.startswith(PREFIX)
+        """Whether the program itself says what is wrong, in one line, and not only that another rank is gone."""
+        return self.text.startswith(PREFIX) and not self.follows
 
     def write(self, path: Path) -> None:
         """Write to ``path`` at once: a reader sees all of it or nothing."""
@@ -71,12 +72,12 @@ def tie_to_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def report_fatal(text: str, exit_code: int, supervision: Supervision | None, *, stalled: bool = False) -> None:
+def report_fatal(text: str, exit_code: int, supervision: Supervision | None, *, stalled: bool = False, follows: bool = False) -> None:
     """Tell the user why this process ends, once for all ranks."""
     rank = _rank()
     if supervision is not None:
         with contextlib.suppress(OSError):  # a full disk must not hide the error itself
-            FatalError(exit_code, text, time.time(), stalled).write(supervision.error_file)
+            FatalError(exit_code, text, time.time(), stalled, follows).write(supervision.error_file)
             if rank == 0:
                 return
     elif rank > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from ..engine.backends.deepspeed_private import is_zero_checkpoint
 from ..engine.config import Config, load_config
 from ..engine.engine import SDPEngine
 from ..engine.environment import detect, place_file
+from ..engine.errors import PeerLostError
 from ..engine.heartbeat import Heartbeat
 from ..engine.initialize import initialize, join, mesh_of
 from ..engine.memory import PeakMemory
@@ -30,6 +32,10 @@ from .profile import parse_steps
 from .trainer import Trainer
 
 log = logging.getLogger("sdp")
+
+# In what gloo and NCCL say where the process at the other end has ended; with its address where they name it, before or after.
+_ADDRESS = r"\[[0-9a-fA-F.:]+\]:\d+"
+_GONE = re.compile(rf"({_ADDRESS}: )?(Connection (reset|closed) by (remote )?peer|Broken pipe)( {_ADDRESS})?|ncclRemoteError")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,13 +112,15 @@ def with_initial_model(config: Config) -> Config:
 
 @contextmanager
 def explained(config: Config, beat: Heartbeat, engine: SDPEngine | None = None) -> Iterator[None]:
-    """Turn a failed allocation into an OutOfMemoryError that says what would need less."""
+    """Turn a failed allocation into an OutOfMemoryError that says what would need less, and a broken connection into a PeerLostError."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            raise out_of_memory(config, str(beat.place), engine) from None
+        if (gone := _GONE.search(str(error))) is None:
             raise
-        raise out_of_memory(config, str(beat.place), engine) from None
+        raise PeerLostError(f"{beat.place}: another rank is gone ({gone[0]}); its log or its launcher says why") from None
 
 
 def _set_up_logging(rank: int, dump_dir: Path) -> None:

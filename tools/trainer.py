@@ -304,12 +304,15 @@ class Trainer:
 
     @contextmanager
     def _finishing_on_signals(self) -> Iterator[None]:
-        """SIGTERM, SIGINT and SIGHUP (unless ignored, as under nohup) end the run after the step at hand, with a checkpoint."""
+        """SIGTERM, SIGINT, SIGHUP (unless ignored, as under nohup) and SIGUSR1 end the run after the step at hand, with a checkpoint.
+
+        SIGUSR1 is what mpirun passes on to its ranks without ending them, and what SLURM users ask for before a time limit.
+        """
 
         def remember(number: int, _: Any) -> None:
             self._told_to_stop = number
 
-        numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+        numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(n) is not signal.SIG_IGN]
         before = {number: signal.signal(number, remember) for number in numbers}
         try:
             yield

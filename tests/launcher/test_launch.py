@@ -12,7 +12,7 @@ import sdp
 from sdp.data.prepare import prepare
 from sdp.engine.errors import LaunchError
 from sdp.launcher import main as command_line
-from sdp.launcher.commands import Start, deepspeed_command, mpirun_command
+from sdp.launcher.commands import Start, deepspeed_command, mpirun_command, stop_command
 from sdp.launcher.hosts import Host
 from sdp.launcher.rank import place_settings
 from sdp.launcher.words import decode
@@ -102,6 +102,14 @@ def test_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
     assert command[3 : 3 + len(runner)] == runner
     assert train_words(printed) == ["train", "run.json", "--resume", "--set", 'env.NCCL_DEBUG="INFO"']
     assert printed.splitlines()[1:3] == ["# ranks 0 to 1 on worker-0, devices 0,1", "# ranks 2 to 3 on worker-1, devices 1,3"]
+
+
+def test_what_stops_a_run_under_deepspeed() -> None:
+    """pdsh and a remote shell read the last word."""
+    start = Start(["train"], "/usr/bin/python", Path("/w"), {"PYTHONPATH": "/a b;c"})
+    command = stop_command(start, [Host("a", (0,)), Host("b", (0, 1))], ("a", 29500), 15)
+    assert command[:-1] == ["pdsh", "-R", "ssh", "-f", "1024", "-w", "a,b"]
+    assert shlex.split(command[-1]) == ["env", "PYTHONPATH=/a b;c", "/usr/bin/python", "-P", "-m", "sdp.launcher.stop", "a:29500", "15"]
 
 
 def test_open_mpi(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,13 +225,14 @@ def test_hostile_words_in_the_batch_script(capsys: pytest.CaptureFixture[str], f
         ("host-a: task 0: Exited with exit code 2\nsrun: error: host-b: tasks 2-3: Terminated", 2),
         ("host-a: tasks 0-1: Exited with exit code 143", 143),
         ("host-b: task 2: Killed\nsrun: error: host-a: task 0: Exited with exit code 1", 137),
-        ("Unable to create step", 137),
+        ("host-b: task 2: Out Of Memory\nsrun: error: host-a: task 0: Terminated", 137),
+        ("Unable to create step", 143),
     ],
 )
 def test_the_code_of_the_task_that_failed_first(capsys: pytest.CaptureFixture[str], folder: Path, said: str, expected: int) -> None:
     Path("bin").mkdir()
     stand_in = Path("bin/srun")
-    stand_in.write_text(f"#!/bin/sh\nprintf 'srun: error: {said}\\n' >&2\nexit 137\n")
+    stand_in.write_text(f"#!/bin/sh\nprintf 'srun: error: {said}\\n' >&2\nexit 143\n")
     stand_in.chmod(0o755)
     printed = dry_run(capsys, "--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", "out")
     Path("out/slurm").mkdir(parents=True)
@@ -405,8 +414,18 @@ def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("name", ["infiniband", "roce", "slingshot", "ethernet"])
+# What each network needs said beside the address that gloo and NCCL's rendezvous use.
+EXAMPLES = {
+    "infiniband": ["NCCL_IB_HCA"],
+    "roce": ["NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TC"],
+    "slingshot": ["NCCL_NET", "FI_MR_CACHE_MONITOR", "FI_CXI_DEFAULT_CQ_SIZE"],
+    "ethernet": ["NCCL_IB_DISABLE", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"],
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_for_clusters(folder: Path, name: str) -> None:
+    """Each starts a configuration that is there, on every GPU of its nodes, and says what its network needs; nothing is warned of."""
     root = Path(sdp.__path__[0])
     (folder / "sdp").write_text(f'#!/bin/sh\nexec {shlex.quote(PYTHON)} -P -m sdp.launcher.main "$@"\n')
     (folder / "sdp").chmod(0o755)
@@ -414,5 +433,10 @@ def test_examples_for_clusters(folder: Path, name: str) -> None:
     environ = dict(os.environ, PYTHONPATH=str(root.parent), PATH=f"{folder}:{os.environ['PATH']}", HOSTFILE=str(folder / "hosts"))
     script = root / f"configs/clusters/{name}.sh"
     shown = subprocess.run([script, "--dry-run"], cwd=root, env=environ, capture_output=True, text=True, timeout=60)
-    assert shown.returncode == 0, shown.stderr
-    assert "GLOO_SOCKET_IFNAME" in shown.stdout
+    assert (shown.returncode, shown.stderr) == (0, "")
+    text = " ".join(map(decode, shown.stdout.replace("'", "").split()))
+    missing = [name for name in [*EXAMPLES[name], "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"] if f"--set env.{name}=" not in text]
+    assert not missing, text
+    if name != "ethernet":
+        options = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time")
+        assert all(f"#SBATCH --{option}=" in shown.stdout for option in options)

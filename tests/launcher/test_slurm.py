@@ -73,6 +73,24 @@ def test_slurm_is_asked(
     assert status(capsys, tmp_path, "7 submitted; 7 running") == f"job 7: {expected}"
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [  # SLURM 22.05: the job, its batch script, its steps
+        ("FAILED\nFAILED\nOUT_OF_MEMORY", "out of memory"),
+        ("FAILED\nFAILED\nFAILED", "failed"),
+        ("TIMEOUT\nCANCELLED\nCANCELLED", "timeout"),
+        ("RUNNING\nRUNNING\nOUT_OF_MEMORY", "running"),
+        ("CANCELLED by 0\nCANCELLED", "cancelled"),
+        ("REQUEUED\nCANCELLED", "pending"),
+        ("", "running"),  # not yet in the accounting
+    ],
+)
+def test_steps_in_the_accounting(capsys: pytest.CaptureFixture[str], tmp_path: Path, bin_folder: Path, said: str, expected: str) -> None:
+    (bin_folder / "sacct").write_text(f"#!/bin/sh\necho '{said}'\n")
+    (bin_folder / "sacct").chmod(0o755)
+    assert status(capsys, tmp_path, "7 submitted; 7 running") == f"job 7: {expected}"
+
+
 def test_no_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert command_line.main(["launch", "--launcher", "slurm", "--status", str(tmp_path)]) == 2
     assert "submitted no job for it" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """A launcher that says that its job ends, and does not end itself."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import sdp
 from processes import until
 from sdp.engine.errors import LaunchError
+from sdp.launcher.stop import ranks_of
 from sdp.launcher.watched import run_watched
 
 
@@ -43,17 +45,47 @@ def test_killed_by_a_signal() -> None:
 
 
 def test_signals_are_passed_on(tmp_path: Path) -> None:
-    script = f"trap 'echo told > {tmp_path}/told; exit 5' TERM; echo > {tmp_path}/ready; while :; do sleep 0.1; done"
+    script = f"trap 'echo told > {tmp_path}/told; exit 5' USR1; echo > {tmp_path}/ready; while :; do sleep 0.1; done"
     code = "import os, sys; from sdp.launcher.watched import run_watched; sys.exit(run_watched(['sh', '-c', sys.argv[1]], os.environ, 20))"
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
     process = subprocess.Popen([sys.executable, "-P", "-c", code, script], env=environ)
     try:
         until(lambda: (tmp_path / "ready").exists())
         process.terminate()
-        assert process.wait(20) == 5
+        assert process.wait(20) == 128 + signal.SIGTERM
         assert (tmp_path / "told").exists()
     finally:
         process.kill()
+
+
+def test_the_ranks_of_a_run_are_signalled_and_nothing_else() -> None:
+    """Two runs of two ranks, one of which has a process of its own."""
+    script = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']) if sys.argv[1:] else 0\nprint(0, flush=True)\ntime.sleep(60)"
+    runs = [
+        [
+            subprocess.Popen([sys.executable, "-c", script, *words], env=_told(port), stdout=subprocess.PIPE, process_group=0)
+            for words in (["more"], [])
+        ]
+        for port in ("1111", "11111")
+    ]
+    try:
+        for rank in runs[0] + runs[1]:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == b"0\n"
+        assert sorted(ranks_of("host:x", "1111")) == sorted(rank.pid for rank in runs[0])
+        stop = [sys.executable, "-P", "-m", "sdp.launcher.stop", "host:x:1111", str(int(signal.SIGINT))]
+        assert subprocess.run(stop, env=_told("")).returncode == 0
+        assert [rank.wait(20) for rank in runs[0]] == [-signal.SIGINT] * 2
+        assert [rank.poll() for rank in runs[1]] == [None, None]
+    finally:
+        for rank in runs[0] + runs[1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.communicate()
+
+
+def _told(port: str) -> dict[str, str]:
+    return dict(os.environ, MASTER_ADDR="host:x", MASTER_PORT=port, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
 
 
 def test_a_program_that_is_not_there() -> None:

@@ -1,0 +1,44 @@
+"""Signal the ranks of one run on this host: ``python -m sdp.launcher.stop HOST:PORT NUMBER``, with the address of the run's rank 0.
+
+DeepSpeed's runner answers Ctrl-C with a ``pkill -f`` on every host: it ends all DeepSpeed runs of the user there, and leaves none of them
+the time for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Signal them; the exit code is 1 where there are none."""
+    found = ranks_of(*sys.argv[1].rsplit(":", 1))
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, int(sys.argv[2]))
+    return 0 if found else 1
+
+
+def ranks_of(address: str, port: str) -> list[int]:
+    """The processes on this host that a launcher told this master; not what they started, which inherits it."""
+    told = {f"MASTER_ADDR={address}".encode(), f"MASTER_PORT={port}".encode()}
+
+    def is_told(pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            return told <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        return False
+
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if is_told(pid) and not is_told(_parent(pid))]
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
