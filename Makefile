@@ -28,7 +28,7 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not cluster"
 
-# apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin mpich slurm-wlm munge; as root
+# apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin mpich slurm-wlm munge slurmdbd mariadb-server; as root
 test-cluster: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/cluster
 

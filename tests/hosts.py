@@ -1,4 +1,4 @@
-"""Hosts of network namespaces for the tests in ``cluster/``: running commands on them, and the tiny run that all of them start."""
+"""Hosts of network namespaces for the tests in ``cluster/``: running commands on them, and the small run that all of them start."""
 
 from __future__ import annotations
 
@@ -14,23 +14,35 @@ from pathlib import Path
 
 import pytest
 import sdp
+from processes import until
 
 SCRIPTS = Path(__file__).parent / "cluster"
 SDP = [sys.executable, "-P", "-m", "sdp.launcher.main"]
 ON_ETH0 = ["--env", "GLOO_SOCKET_IFNAME=eth0"]
 LAUNCH = [*SDP, "launch", *ON_ETH0]
-STEPS = 120  # of the undisturbed run that others are compared with: long enough to be disturbed in the middle
-_PROGRAMS = ("ip", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
+# Three steps of it on the hosts' own shards; --dump-dir's value stands last.
+QUICKSTART = [
+    str(Path(sdp.__path__[0]) / "configs/quickstart.json"),
+    "--set",
+    "data.path=shards",
+    "data.tokenizer=bytes",
+    "data.vocab_size=257",
+]
+QUICKSTART += ["training.steps=3", "training.evaluate_batches=1", "--dump-dir"]
+STEPS = 80  # of the undisturbed run that others are compared with: long enough to be disturbed again and again
+_PROGRAMS = ("ip", "ss", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
+_NEEDED = {"deepspeed": ("pdsh", "pdsh"), "Open MPI": ("mpirun.openmpi", "openmpi-bin"), "MPICH": ("mpiexec.mpich", "mpich")}
+_NAMES = "abcdefgh"
 
 
 class Hosts:
-    """host-a to host-d; ``folder`` holds their keys and is the working directory of what runs on them."""
+    """host-a to host-h; ``folder`` holds their keys and is the working directory of what runs on them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.variables = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
 
-    def start(self, *command: str, host: str = "a", log: str = "log") -> subprocess.Popen[str]:
+    def start(self, *command: str, log: str, host: str = "a") -> subprocess.Popen[str]:
         """Start a command on a host in the folder of the runs, its output in the file ``log`` there."""
         with (self.folder / log).open("w") as output:
             words = [SCRIPTS / "on.sh", self.folder, host, *command]
@@ -38,15 +50,16 @@ class Hosts:
 
     def said(self, *command: str) -> str:
         """What a command on host-a prints; it must succeed."""
-        code = finish(self.start(*command, log="said"), 60)
-        text = (self.folder / "said").read_text()
-        assert code == 0, text
-        return text.strip()
+        words = [SCRIPTS / "on.sh", self.folder, "a", *command]
+        ended = subprocess.run(words, cwd=self.folder, env=self.variables, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip()
 
     def run(self, *command: str, seconds: float = 240) -> list[float]:
         """Run on host-a to the end; the losses of the dump directory that stands last."""
-        code = finish(self.start(*command), seconds)
-        assert code == 0, (self.folder / "log").read_text()
+        log = f"{Path(command[-1]).name}.log"
+        code = finish(self.start(*command, log=log), seconds)
+        assert code == 0, (self.folder / log).read_text()
         return self.losses(command[-1])
 
     def losses(self, run: str) -> list[float]:
@@ -59,15 +72,20 @@ class Hosts:
         """The steps of the run's finished checkpoints, in their order."""
         return sorted(int(path.parent.name.removeprefix("step-")) for path in self.folder.glob(f"{run}/checkpoints/step-*/state.json"))
 
-    def processes(self, word: str) -> list[int]:
-        """What runs on any of the hosts with ``word`` in its command line."""
+    def processes(self, word: str, hosts: str = _NAMES) -> list[int]:
+        """What runs on the hosts with ``word`` in its command line."""
         found = []
-        for host in "abcd":
+        for host in hosts:
             pids = subprocess.run(["ip", "netns", "pids", f"{self.folder.name}-{host}"], capture_output=True, text=True, check=True)
             for pid in map(int, pids.stdout.split()):
                 with contextlib.suppress(OSError):
                     found += [pid] if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() else []
         return found
+
+    def nothing_left(self, run: str, port: int, seconds: float) -> None:
+        """Return when no process of the run is left on any host, and nothing listens on its port any more."""
+        until(lambda: not self.processes(run), seconds)
+        assert not self.said("ss", "--no-header", "--listening", "--tcp", f"sport = :{port}")
 
     def plug(self, host: str, state: str) -> None:
         """The cable of a host ``up`` or ``down``: packets vanish without a word."""
@@ -76,7 +94,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def made_hosts() -> Iterator[Hosts]:
-    """Four hosts that see each other at 10.77.0.1 to 10.77.0.4, and a tiny run's corpus and configuration; gone afterwards."""
+    """Eight hosts that see each other at 10.77.0.1 to 10.77.0.8, and a small run's corpus and configuration; gone afterwards."""
     if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
         pytest.skip(f"NOT TESTED, no {', '.join(missing)}: apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin")
     folder = Path(tempfile.mkdtemp(prefix="sdp"))
@@ -91,6 +109,18 @@ def made_hosts() -> Iterator[Hosts]:
         shutil.rmtree(folder)
 
 
+def needs(launcher: str) -> None:
+    """Skip where the launcher's program is missing."""
+    if (missing := missing_package(launcher)) is not None:
+        pytest.skip(f"NOT TESTED, no {launcher}: apt-get install {missing}")
+
+
+def missing_package(launcher: str) -> str | None:
+    """Debian's package of the launcher, where its program is not there."""
+    program, package = _NEEDED.get(launcher, (sys.executable, ""))
+    return package if shutil.which(program) is None else None
+
+
 def finish(process: subprocess.Popen[str], seconds: float) -> int:
     """The exit code; the process is killed where it does not end in time, which raises."""
     try:
@@ -99,23 +129,30 @@ def finish(process: subprocess.Popen[str], seconds: float) -> int:
         process.kill()
 
 
+def is_rank(pid: int) -> bool:
+    """Whether the process is ``sdp train``, and not what started it."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2:5] == [b"-m", b"sdp.launcher.main", b"train"]
+
+
 def _prepare(folder: Path) -> None:
-    (folder / "hostfile").write_text("host-a slots=2\nhost-b slots=2\n")
-    (folder / "others").write_text("host-c slots=2\nhost-d slots=2\n")
+    (folder / "two").write_text("host-a slots=2\nhost-b slots=2\n")
     (folder / "four").write_text("".join(f"host-{name} slots=1\n" for name in "abcd"))
+    for name in _NAMES[1:]:
+        (folder / f"with-{name}").write_text(f"host-a slots=1\nhost-{name} slots=1\n")
     texts = folder / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": f"a text of number {number} " * 9}) + "\n" for number in range(40)))
+    texts.write_text("".join(json.dumps({"text": f"a text of number {number} " * 9}) + "\n" for number in range(240)))
     words = ["prepare", "--input", texts, "--output", folder / "shards", "--tokenizer", "bytes", "--held-out", "0.2"]
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
     subprocess.run([*SDP, *words], env=environ, check=True, capture_output=True)
-    model = {"name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = {"name": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "gradient_accumulation_steps": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
         "zero_optimization": {"stage": 3},
         "sdp": {"groups": 2, "capacity": 0.5},
-        "model": {**model, "max_position_embeddings": 32},
-        "data": {"path": "shards", "sequence_length": 32},
-        "training": {"steps": STEPS, "evaluate_batches": 1},
+        "model": {**model, "max_position_embeddings": 64},
+        "data": {"path": "shards", "sequence_length": 64},
+        "training": {"steps": STEPS, "evaluate_batches": 1, "save_every": 10, "step_timeout": 8, "save_timeout": 8},
     }
     (folder / "small.json").write_text(json.dumps(config))

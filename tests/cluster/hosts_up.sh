@@ -1,13 +1,13 @@
 #!/bin/bash
-# Four hosts on one machine: network namespaces on a virtual switch (eth0 in each), with host names of their own and an sshd each.
-# hosts_up.sh DIR makes them, with keys and settings in DIR; on.sh DIR a|b|c|d COMMAND… runs a command there; hosts_down.sh DIR removes them.
+# Eight hosts on one machine: network namespaces on a virtual switch (eth0 in each), with host names of their own and an sshd each.
+# hosts_up.sh DIR makes them, with keys and settings in DIR; on.sh DIR a|b|c|d|e|f|g|h COMMAND… runs a command there; hosts_down.sh DIR removes them.
 # Names of namespaces begin with DIR's last part, so that several sets can stand side by side. Needs root, iproute2, openssh.
 set -eu
 folder=$1 name=$(basename "$1")
 mkdir -p "$folder/bin" /run/sshd
 ssh-keygen -q -t ed25519 -N '' -f "$folder/key"
 ssh-keygen -q -t ed25519 -N '' -f "$folder/hostkey"
-printf '127.0.0.1 localhost\n10.77.0.1 host-a\n10.77.0.2 host-b\n10.77.0.3 host-c\n10.77.0.4 host-d\n' > "$folder/hosts"
+echo '127.0.0.1 localhost' > "$folder/hosts"
 
 # pdsh and mpirun find this ssh on the PATH that on.sh sets; it needs nothing of the user's own settings.
 cat > "$folder/ssh_config" <<CONFIG
@@ -26,7 +26,8 @@ ip netns add "$name-switch"
 ip -n "$name-switch" link add switch type bridge
 ip -n "$name-switch" link set switch up
 address=1
-for host in a b c d; do
+for host in a b c d e f g h; do
+    echo "10.77.0.$address host-$host" >> "$folder/hosts"
     ip netns add "$name-$host"
     ip link add eth0 netns "$name-$host" type veth peer name "$host" netns "$name-switch"
     ip -n "$name-switch" link set dev "$host" master switch up

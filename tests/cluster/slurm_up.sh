@@ -1,7 +1,8 @@
 #!/bin/bash
-# A SLURM of its own on the hosts that hosts_up.sh DIR made: munge, a controller on host-a and slurmd on host-a and host-b, all in
-# DIR/slurm; slurm_down.sh DIR ends it. Partition main, and urgent, whose jobs put those of main back into the queue.
-# SLURM_CONF=DIR/slurm/slurm.conf is all that its commands need. Needs root, slurm-wlm, munge.
+# A SLURM of its own on the hosts that hosts_up.sh DIR made: munge, a controller on host-a and slurmd on host-a to host-d, all in
+# DIR/slurm; slurm_down.sh DIR ends it. Partition main on host-a and b, urgent, whose jobs put those of main back into the queue, and
+# side on host-c and d. With slurmdbd and mariadb an accounting, where sacct asks; with cgroups (version 1) the memory of a job is limited
+# by the kernel, else sampled. SLURM_CONF=DIR/slurm/slurm.conf is all that its commands need. Needs root, slurm-wlm, munge.
 set -eu
 folder=$1/slurm
 on() { "$(dirname "$0")/on.sh" "$@"; }
@@ -9,6 +10,42 @@ mkdir -p "$folder/state" "$folder/munge"
 chmod 700 "$folder/munge"
 head -c 1024 /dev/urandom > "$folder/munge/key"
 chmod 400 "$folder/munge/key"
+export SLURM_CONF="$folder/slurm.conf"
+munged --force --key-file="$folder/munge/key" --socket="$folder/munge/socket" --pid-file="$folder/munge.pid" \
+    --log-file="$folder/munge/log" --seed-file="$folder/munge/seed"
+
+accounting=accounting_storage/none
+if command -v slurmdbd mariadbd mariadb-install-db > /dev/null; then
+    accounting=accounting_storage/slurmdbd
+    mariadb-install-db --no-defaults --user=root --datadir="$folder/database" --skip-test-db --auth-root-authentication-method=normal \
+        > "$folder/mariadb.log" 2>&1
+    on "$1" a mariadbd --no-defaults --user=root --datadir="$folder/database" --socket="$folder/mariadb.socket" \
+        --pid-file="$folder/mariadb.pid" --bind-address=127.0.0.1 --innodb-buffer-pool-size=32M --innodb-lock-wait-timeout=900 \
+        >> "$folder/mariadb.log" 2>&1 &
+    cat > "$folder/slurmdbd.conf" <<CONFIG
+DbdHost=host-a
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket=$folder/munge/socket
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StorageUser=root
+PidFile=$folder/slurmdbd.pid
+LogFile=$folder/slurmdbd.log
+CONFIG
+    chmod 600 "$folder/slurmdbd.conf"
+    for _ in $(seq 100); do
+        ! on "$1" a mariadb-admin --no-defaults --socket="$folder/mariadb.socket" ping > /dev/null 2>&1 || break
+        sleep 0.1
+    done
+    on "$1" a slurmdbd
+fi
+limits=$'TaskPlugin=task/none\nJobAcctGatherType=jobacct_gather/linux\nJobAcctGatherFrequency=task=1\nJobAcctGatherParams=OverMemoryKill'
+if [ -w /sys/fs/cgroup/memory ]; then
+    limits=$'TaskPlugin=task/cgroup\nJobAcctGatherType=jobacct_gather/none'
+    printf 'CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nConstrainRAMSpace=yes\nConstrainSwapSpace=yes\nAllowedSwapSpace=0\n' \
+        > "$folder/cgroup.conf"
+fi
 cat > "$folder/slurm.conf" <<CONFIG
 ClusterName=sdp
 SlurmctldHost=host-a(10.77.0.1)
@@ -25,7 +62,6 @@ SlurmdPidFile=$folder/slurmd-%n.pid
 SlurmctldLogFile=$folder/slurmctld.log
 SlurmdLogFile=$folder/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
@@ -33,32 +69,37 @@ SelectTypeParameters=CR_Core_Memory
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
+# How long a silent node is waited for; 300 seconds unless told.
+SlurmdTimeout=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 # Seconds from the signal that ends a job to its being killed: for a checkpoint, or for the end of a test.
 KillWait=10
-AccountingStorageType=accounting_storage/none
+AccountingStorageType=$accounting
+AccountingStorageHost=host-a
+AccountingStoragePass=$folder/munge/socket
 JobCompType=jobcomp/none
-# No cgroups: the memory of a job is sampled.
-JobAcctGatherType=jobacct_gather/linux
-JobAcctGatherFrequency=task=1
-JobAcctGatherParams=OverMemoryKill
+$limits
 PropagateResourceLimits=NONE
 NodeName=host-a NodeAddr=10.77.0.1 CPUs=4 RealMemory=8000
 NodeName=host-b NodeAddr=10.77.0.2 CPUs=4 RealMemory=8000
-PartitionName=main Nodes=ALL Default=YES PriorityTier=1 DefMemPerNode=2000 State=UP
-PartitionName=urgent Nodes=ALL PriorityTier=2 DefMemPerNode=2000 State=UP
+NodeName=host-c NodeAddr=10.77.0.3 CPUs=8 RealMemory=16000
+NodeName=host-d NodeAddr=10.77.0.4 CPUs=8 RealMemory=16000
+PartitionName=main Nodes=host-a,host-b Default=YES PriorityTier=1 DefMemPerNode=2000 State=UP
+PartitionName=urgent Nodes=host-a,host-b PriorityTier=2 DefMemPerNode=2000 State=UP
+PartitionName=side Nodes=host-c,host-d DefMemPerNode=2000 State=UP
 CONFIG
-munged --force --key-file="$folder/munge/key" --socket="$folder/munge/socket" --pid-file="$folder/munge.pid" \
-    --log-file="$folder/munge/log" --seed-file="$folder/munge/seed"
-export SLURM_CONF="$folder/slurm.conf"
+[ "$accounting" = accounting_storage/none ] || for _ in $(seq 100); do
+    ! timeout 5 "$(dirname "$0")/on.sh" "$1" a sacctmgr --immediate --quiet add cluster sdp > /dev/null 2>&1 || break
+    sleep 0.1
+done
 on "$1" a slurmctld -c
-for host in a b; do
+for host in a b c d; do
     mkdir -p "$folder/spool-host-$host"
     on "$1" "$host" slurmd -N "host-$host"
 done
 for _ in $(seq 300); do
-    [ "$(on "$1" a sinfo --noheader --partition main --states idle --format %D 2> /dev/null)" != 2 ] || exit 0
+    [ "$(timeout 5 "$(dirname "$0")/on.sh" "$1" a sinfo --noheader --Node --states idle --format %N 2> /dev/null | sort -u | wc -l)" != 4 ] || exit 0
     sleep 0.1
 done
 echo "the nodes do not become idle; the end of $folder/slurmctld.log: $(tail -n 3 "$folder/slurmctld.log")" >&2
