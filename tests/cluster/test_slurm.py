@@ -70,7 +70,7 @@ def slurm(hosts: Hosts) -> Iterator[Slurm]:
         subprocess.run([SCRIPTS / "slurm_down.sh", hosts.folder], check=False)
 
 
-def the_same_losses_inside_the_users_own_srun(slurm: Slurm, quickstart: list[float], _: list[float]) -> None:
+def the_same_losses_inside_the_users_own_srun(slurm: Slurm, quickstart: list[float], expected: list[float]) -> None:
     nodes = ["--partition", "side", "--nodes", "2", "--ntasks-per-node", "2"]
     train = [*SDP, "train", *QUICKSTART[:-1], "env.GLOO_SOCKET_IFNAME=eth0", "--dump-dir", "own"]
     assert slurm.hosts.run("srun", *nodes, *train, seconds=SECONDS) == pytest.approx(quickstart, rel=1e-6)
@@ -109,7 +109,7 @@ def a_job_that_is_preempted_and_loses_a_rank_and_a_node_ends_as_if_undisturbed(s
     assert slurm.hosts.losses(run) == pytest.approx(expected, rel=1e-6)
 
 
-def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, _: list[float], __: list[float]) -> None:
+def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, quickstart: list[float], expected: list[float]) -> None:
     """SLURM sends the signal by itself; it looks twice a minute."""
     job = slurm.submit("limited", "--time", "2", "--signal-seconds", "50", settings=(ENDLESS,))
     slurm.wait("limited", "pending")
@@ -123,7 +123,7 @@ def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, _
     assert slurm.wait("limited", "cancelled", "failed").startswith("cancelled")
 
 
-def jobs_that_do_not_end_well(slurm: Slurm, _: list[float], __: list[float]) -> None:
+def jobs_that_do_not_end_well(slurm: Slurm, quickstart: list[float], expected: list[float]) -> None:
     """At once, for the limit of time is looked at twice a minute."""
     # A step that outlasts what SLURM waits for a job that is told to end.
     late = slurm.submit("late", "--time", "10", "--signal-seconds", "1", settings=(ENDLESS, "gradient_accumulation_steps=100000"))
