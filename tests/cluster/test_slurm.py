@@ -76,7 +76,9 @@ def the_same_losses_inside_the_users_own_srun(slurm: Slurm, quickstart: list[flo
     assert slurm.hosts.run("srun", *nodes, *train, seconds=SECONDS) == pytest.approx(quickstart, rel=1e-6)
 
 
-def a_job_that_is_preempted_and_loses_a_rank_and_a_node_ends_as_if_undisturbed(slurm: Slurm, _: list[float], expected: list[float]) -> None:
+def a_job_that_is_preempted_and_loses_a_rank_and_a_node_ends_as_if_undisturbed(
+    slurm: Slurm, quickstart: list[float], expected: list[float]
+) -> None:
     run, on_main = "moved", {"nodes": 2, "partition": "main"}
     slurm.submit(run, "--time", "10", **on_main)
     slurm.steps(run, 2)
