@@ -117,6 +117,7 @@ def a_job_that_is_preempted_and_loses_a_rank_and_a_node_ends_as_if_undisturbed(
 def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, quickstart: list[float], expected: list[float]) -> None:
     """SLURM sends the signal by itself; it looks twice a minute."""
     job = slurm.submit("limited", "--time", "2", "--signal-seconds", "50", settings=(ENDLESS,))
+    slurm.steps("limited", 2)
     slurm.wait("limited", "pending")
     slurm.wait("limited", "running", "failed", "timeout")
     events = (slurm.hosts.folder / "limited/slurm/events").read_text()
