@@ -231,6 +231,12 @@ class Config(Section):
         """The file as DeepSpeed is to read it (``sdp.engine`` "deepspeed"); a copy."""
         return copy.deepcopy(self._deepspeed)
 
+    def without_monitors_of_deepspeed(self) -> Config:
+        """For a run that writes ``tensorboard``, ``csv_monitor`` and ``wandb`` itself."""
+        changed = self.model_copy()
+        changed._deepspeed = {key: value for key, value in self._deepspeed.items() if key not in ("tensorboard", "csv_monitor", "wandb")}
+        return changed
+
     @property
     def hints(self) -> tuple[str, ...]:
         """DeepSpeed's performance hints found in the file that have no effect here."""

@@ -229,6 +229,8 @@ class SDPEngine:
         save_dir: str | Path,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         *,
         keep: int | None = None,
         background: bool = False,
@@ -240,6 +242,11 @@ class SDPEngine:
         training goes on; :meth:`wait_for_checkpoint` tells how it ended. Raises CheckpointError or DivergenceError; an earlier
         checkpoint of the same tag is replaced only once the new one is whole.
         """
+        if not save_latest or exclude_frozen_parameters:
+            raise ConfigError(
+                "save_checkpoint: a checkpoint is whole and becomes the newest; leave save_latest and exclude_frozen_parameters at "
+                "DeepSpeed's defaults"
+            )
         self.check_holders()
         state = {
             "global_steps": self.global_steps,
@@ -262,12 +269,27 @@ class SDPEngine:
         """Wait for the checkpoint that is written in the background and raise its CheckpointError; unless ``block``, only if it ended."""
         self._saver.wait(block=block)
 
-    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
         """Continue from ``load_dir/tag`` (default: the newest), written under any layout. Collective.
 
         Returns its path and the client state; ``(None, {})`` where there is no checkpoint and no tag was asked for. Raises
         CheckpointError for one that is damaged, or of another model, optimizer or data set.
         """
+        everything = load_module_strict and load_optimizer_states and load_lr_scheduler_states and not load_module_only
+        if not everything or custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint: a run goes on with all of its state; leave DeepSpeed's options at their defaults, and start from weights "
+                "alone with training.init_from"
+            )
         ranks = checkpoint.Ranks(alone=self.world_size == 1)
         found = ranks.from_rank_0(lambda: checkpoint.find(Path(load_dir), tag))  # two hosts may see two states of a file system
         if found is None:

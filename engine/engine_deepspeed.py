@@ -82,8 +82,8 @@ class DeepSpeedSDPEngine(SDPEngine):
         else:
             materialise_state(self._backend)
 
-    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
-        found = super().load_checkpoint(load_dir, tag)
+    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
+        found = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         engine = self.deepspeed
         engine.global_steps, engine.global_samples, engine.micro_steps = self.global_steps, self.global_samples, self.micro_steps
         engine.skipped_steps = self.skipped_steps

@@ -48,6 +48,7 @@ def initialize_deepspeed(
     """
     package = deepspeed_private.load()
     deepspeed_private.forget_process_groups()
+    deepspeed_private.set_verbosity(config.deepspeed)
     installed, stage = layout.mesh.sdp > 1, config.zero_optimization.stage
     check_agreement(f"zero_optimization.stage {stage}, bf16 {config.bf16.enabled}", "zero_optimization.stage and bf16.enabled", device)
     compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32

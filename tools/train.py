@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
     baseline = memory.read()
     with explained(config, beat):
         model = build_model(config.model, **corpus.facts)
-        engine, *_ = initialize(model=model, training_data=corpus.train, collate_fn=corpus.collate, config=config)
+        engine, *_ = initialize(
+            model=model, training_data=corpus.train, collate_fn=corpus.collate, config=config.without_monitors_of_deepspeed()
+        )
     _warn_of_split_groups(engine)
     trainer = Trainer(config, engine, corpus, args.dump_dir, baseline, beat, files, monitors)
     trainer.profile(profiled)

@@ -11,7 +11,7 @@ import importlib.util
 import io
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,16 @@ def load() -> Any:
         _require(deepspeed, found, names, module)
     if deepspeed.__version__ not in TESTED:
         log.warning("DeepSpeed %s has all names that are needed, but was not tested (tested: %s)", deepspeed.__version__, ", ".join(TESTED))
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # Or C++ is compiled at start, for minutes, for a collective in shared memory that gloo replaces.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def set_verbosity(file: Mapping[str, Any]) -> None:
+    """DeepSpeed's own lines are printed where the file asks for some."""
+    asked = any((file.get(section) or {}).get("enabled") for section in ("comms_logger", "flops_profiler"))
+    asked = asked or bool(file.get("wall_clock_breakdown")) or "steps_per_print" in file
+    logging.getLogger("DeepSpeed").setLevel(logging.INFO if asked else logging.WARNING)
 
 
 def check_engine(deepspeed: Any, engine: Any, stage: int) -> None:

@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import itertools
 import json
+import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,14 @@ COVER = [
 
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
-    assert_same_run(deepspeed(ranks, case), reference(case), case)
+    """Bytes are as planned too: of parameters, gradients and optimizer state, and of what is sent between groups."""
+    ours = deepspeed(ranks, case)
+    assert_same_run(ours, reference(case), case)
+    for rank, result in enumerate(ours):
+        assert result.measured == result.predicted, f"rank {rank}"
+        assert (result.predicted["optimizer"] > 0) == (case.optimizer == "adamw")
+        sent = "between groups/all_reduce"
+        assert {traffic[sent] for traffic in result.traffic} == {result.planned[sent]}, f"rank {rank}"
 
 
 @pytest.mark.full_table
@@ -345,3 +354,163 @@ def test_a_deepspeed_without_a_name_that_is_needed_is_not_supported(ranks: RankP
             "DeepSpeed 0.99.0 is not supported (tested: 0.19.8): it has no "
             "deepspeed.runtime.zero.partitioned_param_coordinator.assert_ints_same_as_other_ranks; install deepspeed==0.19.8"
         )
+
+
+# -- beside training ---------------------------------------------------------------------------------------------------------------------
+
+
+def _evaluations(case: Case, name: str) -> tuple[float, list[float], float]:
+    """The full model's loss and the subnetworks' after a step, and the loss of the step after: training goes on."""
+    engine = engine_of(case, name)
+    rank = None if name == "reference" else dist.get_rank()
+    one_step(engine, case, 0, data_rank=rank)
+    engine.step()
+    if rank is None:
+        batches = [models.rows_of_all(case.model, 7, micro, case.data_ranks) for micro in range(2)]
+    else:
+        batches = [models.micro_batch(case.model, 7, micro, rank) for micro in range(2)]
+    results = engine.evaluate(batches), engine.evaluate_subnetworks(batches)
+    one_step(engine, case, 1, data_rank=rank)
+    engine.step()
+    return *results, engine.get_global_grad_norm()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, stage=3, model="llama-tied-meta"),
+        Case(2, 2, stage=1, model="llama"),
+        Case(2, 2, stage=3, model="llama-meta", masking="backward"),
+    ],
+    ids=str,
+)
+def test_the_full_model_is_evaluated(ranks: RankPool, case: Case) -> None:
+    expected = _evaluations(case, "reference")
+    for full, subnetworks, norm in ranks.run(_evaluations, case, "deepspeed", world=4):
+        assert full == pytest.approx(expected[0], rel=1e-5)
+        assert subnetworks == pytest.approx(expected[1], rel=1e-5)
+        assert norm == pytest.approx(expected[2], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16_is_near_the_reference(ranks: RankPool, stage: int) -> None:
+    case = Case(2, 2, stage=stage, optimizer="adamw", bf16=True, model="llama-tied-meta")
+    theirs = reference(case)
+    assert theirs.after is not None and theirs.before is not None
+    ours = deepspeed(ranks, case)
+    assert ours[0].after is not None
+    for name, after in theirs.after.items():
+        assert ours[0].after[name].dtype == torch.float32
+        torch.testing.assert_close(ours[0].after[name], after, rtol=0, atol=0.02 * after.abs().max().item())
+        assert not torch.equal(ours[0].after[name], ours[0].after[name].bfloat16().float()), f"{name}: no float32 master"
+    assert torch.tensor([r.losses for r in ours]).mean(0).tolist() == pytest.approx(theirs.losses, rel=0.02)
+    assert ours[0].norms == pytest.approx(theirs.norms, rel=0.1)
+
+
+def _with_monitors(folder: str) -> bool:
+    """Whether DeepSpeed's communication logger saw what was sent between groups."""
+    sections = {
+        "comms_logger": {"enabled": True, "verbose": False, "prof_all": True},
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
+        "flops_profiler": {"enabled": True, "profile_step": 2, "output_file": f"{folder}/flops.txt"},
+    }
+    case = Case(2, 1, stage=1, model="llama")
+    engine = engine_of(case, "deepspeed", **sections)
+    for step in range(4):
+        one_step(engine, case, step, data_rank=dist.get_rank())
+        engine.step()
+    comms = importlib.import_module("deepspeed.comm.comm").comms_logger
+    seen = any("between_groups" in str(name) for name in comms.comms_dict)
+    comms.enabled = False
+    return seen
+
+
+def test_monitor_flops_profiler_and_comms_logger_work(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_with_monitors, str(tmp_path), world=2) == [True, True]
+    assert "params per" in (tmp_path / "flops.txt").read_text()
+    rates = next(tmp_path.rglob("*lr*.csv")).read_text().splitlines()
+    assert len(rates) >= 4
+
+
+def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
+    """Bytes of the whole model, at most alive while this rank's part was built, and of what it holds; names of units that it has."""
+    import sdp
+    from sdp.engine.memory_probe import _LiveStorages
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 16, "num_attention_heads": 2}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    file = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "sdp": {"groups": 4, "capacity": 0.25, "engine": "deepspeed"},
+    }
+    with _LiveStorages(torch.device("cpu")) as live:
+        engine = sdp.initialize(model=model, config=file)[0]
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    for _ in range(8):
+        loss = engine({"input_ids": tokens, "labels": tokens}).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    held = sum(engine.layout.parameters[name].numel * 4 for name in engine.parameters_here)
+    units = [u.name for u in engine.layout.units if any(n.startswith(f"{u.name}.") for n, _ in engine.module.named_parameters())]
+    expected = [u.name for u in engine.layout.units if engine.layout.placement.holds(engine._backend.at.sdp, u.index)]
+    assert units == expected
+    return whole, live.peak, held, units
+
+
+def test_a_huggingface_model_is_built_of_what_a_rank_holds_alone(ranks: RankPool) -> None:
+    pytest.importorskip("transformers")
+    everyone = ranks.run(_built_from_huggingface, world=4)
+    for whole, peak, held, units in everyone:
+        assert len(units) == 4
+        assert held < 0.35 * whole
+        assert peak < 3.2 * held < whole * 1.1  # values, ZeRO's partition of them and float32 masters, of what is held
+    assert len({name for *_, units in everyone for name in units}) == 16
+
+
+def _seconds(stage: int) -> tuple[list[float], list[float]]:
+    """Processor seconds of the steps of DeepSpeed alone and of one group under sdp, in turns."""
+    import sdp
+    from sdp.engine.backends import deepspeed_private
+    from sdp.models.llama import Llama, LlamaConfig
+
+    def model() -> Llama:
+        torch.manual_seed(0)
+        shape = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
+        return Llama(LlamaConfig(**shape, max_position_embeddings=128))
+
+    package = deepspeed_private.load()
+    deepspeed_private.forget_process_groups()
+    file = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+    }
+    own = model()
+    plain = package.initialize(model=own, model_parameters=own.parameters(), config=file)[0]
+    ours = sdp.initialize(model=model(), config={**file, "sdp": {"engine": "deepspeed", "check_interval": 0}})[0]
+    tokens = torch.randint(512, (4, 128), generator=torch.Generator().manual_seed(dist.get_rank()))
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(24):
+        for engine, spent in zip((plain, ours), seconds, strict=True):
+            started = time.process_time()
+            engine.backward(engine(input_ids=tokens, labels=tokens))
+            engine.step()
+            spent.append(time.process_time() - started)
+    return seconds[0][4:], seconds[1][4:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+def test_with_one_group_a_step_takes_deepspeeds_time(ranks: RankPool, stage: int) -> None:
+    ((plain, ours),) = ranks.run(_seconds, stage, world=1)
+    ratio = statistics.median(ours) / statistics.median(plain)
+    print(f"stage {stage}: {statistics.median(ours):.4f} s / {statistics.median(plain):.4f} s = {ratio:.3f}")
+    assert ratio <= 1.03

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import sdp
+import torch
 from ranks import RankPool
 from sdp.engine.errors import ConfigError
 
@@ -102,8 +103,6 @@ def test_config_arguments() -> None:
 
 
 def test_what_a_script_may_not_ask_for_is_one_line() -> None:
-    import torch
-
     with pytest.raises(ConfigError, match="dist_backend 'mpi' is not this machine's"):
         sdp.init_distributed("mpi")
     with pytest.raises(ConfigError, match="come from the launcher's variables"):
@@ -111,3 +110,19 @@ def test_what_a_script_may_not_ask_for_is_one_line() -> None:
     args = argparse.Namespace(deepspeed_config="a.json")
     with pytest.raises(ConfigError, match="both given"):
         sdp.initialize(args, torch.nn.Linear(1, 1), config={})
+
+
+def test_options_of_deepspeed_that_are_not_honoured_are_one_line(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    engine = sdp.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, "sdp": {"engine": "reference"}})[0]
+    for call in (
+        lambda: engine.save_checkpoint(tmp_path, None, {}, False),
+        lambda: engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True),
+        lambda: engine.load_checkpoint(tmp_path, load_module_only=True),
+        lambda: engine.load_checkpoint(tmp_path, load_optimizer_states=False),
+        lambda: engine.backward(engine(torch.ones(1, 2)).sum(), retain_graph=True),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
