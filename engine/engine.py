@@ -147,7 +147,7 @@ class SDPEngine:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
-    def _tell_of_skip(self, norm: float) -> None:
+    def _tell_of_skip(self, norm: float | None) -> None:
         allowed = self.config.training.max_skips
         if self._skipped_in_a_row > allowed:
             raise DivergedError(

@@ -117,8 +117,9 @@ class DeepSpeedSDPEngine(SDPEngine):
         return super().predicted_state_bytes() if self._backend.zero is None else predicted_bytes(self._backend)
 
     def planned_traffic(self) -> Traffic:
-        """Bytes that this rank sends between groups in one training step; inside its group see DeepSpeed's ``comms_logger``."""
+        """Bytes that this rank sends in a step but for DeepSpeed's messages inside its group, which ``comms_logger`` counts."""
         return self._backend.planned_traffic()
 
     def traffic_formula(self) -> str:
-        return f"between groups, as planned: {self.planned_traffic().total():,} bytes a step; inside groups: DeepSpeed's"
+        between = sum(nbytes for kind, nbytes in self.planned_traffic().by_kind().items() if kind.startswith("between groups"))
+        return f"the shards that holders average = {between:,} (inside groups DeepSpeed's own are not counted)"

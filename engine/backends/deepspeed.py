@@ -234,15 +234,20 @@ class DeepSpeedBackend:
             dist.all_reduce(values, op=op)
 
     def planned_traffic(self) -> Traffic:
-        """What this rank sends between groups in a step; inside its group DeepSpeed's own communication logger counts."""
+        """What this rank sends in a step, without DeepSpeed's own messages inside its group, which its communication logger counts."""
+        mesh, infos, planned = self.layout.mesh, self.layout.parameters, Traffic()
         if self._sync is not None:
-            return self._sync.planned()
-        planned = Traffic()
+            self._sync.plan(planned)
         for bucket in self.layout.buckets(lambda _: False) if self._hooked is not None else ():
             if self.at.sdp in bucket.holders:
-                numel = sum(self.layout.parameters[name].numel for name in bucket.names)
-                ranks = sum(len(self.layout.mesh.ranks_of(group)) for group in bucket.holders)
-                planned.record("between groups", "all_reduce", 4 * numel, ranks)
+                ranks = sum(len(mesh.ranks_of(group)) for group in bucket.holders)
+                planned.record("between groups", "all_reduce", 4 * sum(infos[name].numel for name in bucket.names), ranks)
+        for refresh in self.layout.refreshes if self.installed else ():
+            if refresh.source == self.at.sdp:
+                numels = (infos[name].numel for name in refresh.names if infos[name].trainable)
+                sent = sum(-(-numel // self.ranks_inside) if self.stage == 3 else numel for numel in numels)
+                planned.record("between groups", "broadcast", sent * self.compute_dtype.itemsize, len(refresh.members))
+        planned.record("control", "all_reduce", 16, mesh.world_size)  # norm and loss
         return planned
 
     # -- the full model --------------------------------------------------------------------------------------------------------
@@ -262,7 +267,7 @@ class DeepSpeedBackend:
             dist.all_reduce(whole, group=self._groups.inside)
         return whole.view(info.shape)
 
-    def _gathered(self) -> _Gathered:
+    def _gathered(self) -> Any:
         return _Gathered(self)
 
     def evaluate(self, batches: Sequence[Any]) -> float:

@@ -97,7 +97,8 @@ def _unsupported(deepspeed: Any, name: str) -> ConfigError:
 
 def forget_process_groups() -> None:
     """Drop what DeepSpeed remembers of the process groups of an engine before: they may be gone, or another layout's."""
-    importlib.import_module("deepspeed.comm.comm").cdb = None
+    comm: Any = importlib.import_module("deepspeed.comm.comm")
+    comm.cdb = None
     groups = importlib.import_module("deepspeed.utils.groups")
     for name in _NAMES["deepspeed.utils.groups"]:
         setattr(groups, name, None)
@@ -106,7 +107,8 @@ def forget_process_groups() -> None:
 def let_groups_differ() -> None:
     """ZeRO 3 compares its parameters with rank 0's of the *world*, whose modules are others; inside a group they are equal."""
     for module in ("partitioned_param_coordinator", "partition_parameters", "stage3"):
-        importlib.import_module(f"deepspeed.runtime.zero.{module}").assert_ints_same_as_other_ranks = lambda ints: None
+        found: Any = importlib.import_module(f"deepspeed.runtime.zero.{module}")
+        found.assert_ints_same_as_other_ranks = lambda ints: None
 
 
 class GroupAsWorld:
@@ -264,7 +266,7 @@ def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
     Raises :class:`CheckpointError` for a checkpoint that is damaged, or holds anything but tensors and DeepSpeed's own records.
     """
     load()
-    convert = importlib.import_module("deepspeed.utils.zero_to_fp32")
+    convert: Any = importlib.import_module("deepspeed.utils.zero_to_fp32")
     allowed = [getattr(importlib.import_module(module), name) for module, names in _IN_CHECKPOINTS.items() for name in names]
     kept = convert.torch
     convert.torch = _SafeTorch()

@@ -158,13 +158,11 @@ class ShardSync:
             if stretch.ranks[0] == self._rank
         ]
 
-    def planned(self) -> Traffic:
-        """What :meth:`average` sends."""
-        traffic = Traffic()
+    def plan(self, planned: Traffic) -> None:
+        """Add what :meth:`average` sends."""
         for _, _, mine in self._plan:
             for _, stretch in mine:
-                traffic.record("between groups", "all_reduce", 4 * stretch.length, len(stretch.ranks))
-        return traffic
+                planned.record("between groups", "all_reduce", 4 * stretch.length, len(stretch.ranks))
 
 
 def rank_sets(bundles: Sequence[Bundle], stage: int, mesh: Mesh) -> list[tuple[int, ...]]:

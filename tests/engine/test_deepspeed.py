@@ -34,6 +34,7 @@ def deepspeed(ranks: RankPool, case: Case) -> list[Result]:
 
 
 WIDE = [
+    Case(2, 2, stage=2, neurons=2, model="even-llama", masking="backward"),
     Case(2, 1, stage=1, optimizer="momentum", placement="full"),
     Case(4, 1, stage=2, clip=True, placement="profile", model="llama"),
     Case(4, 1, stage=3, accumulation=3, optimizer="adamw", placement="cyclic", model="llama-meta"),
@@ -64,15 +65,16 @@ def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
     for rank, result in enumerate(ours):
         assert result.measured == result.predicted, f"rank {rank}"
         assert (result.predicted["optimizer"] > 0) == (case.optimizer == "adamw")
-        sent = "between groups/all_reduce"
-        assert {traffic[sent] for traffic in result.traffic} == {result.planned[sent]}, f"rank {rank}"
+        assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"
 
 
 @pytest.mark.full_table
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_deepspeed_equals_the_reference_everywhere(ranks: RankPool, case: Case) -> None:
-    plain = replace(case, checkpointing="none")
-    assert_same_run(deepspeed(ranks, case), reference(plain), case)
+    ours = deepspeed(ranks, case)
+    assert_same_run(ours, reference(replace(case, checkpointing="none")), case)
+    for rank, result in enumerate(ours):
+        assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"
 
 
 # -- unlike others ---------------------------------------------------------------------------------------------------------------------
@@ -105,7 +107,10 @@ def offloaded(stage: int, offload: bool = True) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}} if offload else {}
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, True), (3, False), (3, True)])
+MORE_SKIPS = [pytest.param(*case, marks=pytest.mark.full_table) for case in ((1, False), (2, True), (3, True))]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (3, False), *MORE_SKIPS])
 def test_a_nan_in_one_group_makes_all_skip_the_step(ranks: RankPool, stage: int, offload: bool) -> None:
     for skipped, only_then, finite in ranks.run(_nan_in_one_group, stage, offload, world=4):
         assert skipped == [0, 1, 1, 1]
@@ -116,7 +121,7 @@ def _offloaded(case: Case) -> Result:
     return train(case, "deepspeed", **offloaded(case.stage))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full_table)])
 def test_offloaded_optimizers_equal_the_reference(ranks: RankPool, stage: int) -> None:
     case = Case(2, 2, stage=stage, accumulation=3, clip=True, optimizer="adamw")
     assert_same_run(ranks.run(_offloaded, case, world=4), reference(case), case)
@@ -152,8 +157,8 @@ LLAMA, NEURONS = replace(ADAMW, model="llama-tied"), replace(ADAMW, neurons=2, m
 MOVES = [
     (replace(ADAMW, stage=3), "deepspeed", replace(ADAMW, stage=1), "fsdp2"),
     (replace(LLAMA, stage=3), "fsdp2", replace(LLAMA, stage=2), "deepspeed"),
-    (replace(ADAMW, stage=1), "deepspeed", replace(ADAMW, stage=3), "deepspeed"),
-    (replace(NEURONS, stage=2), "deepspeed", NEURONS, "deepspeed"),
+    pytest.param(replace(ADAMW, stage=1), "deepspeed", replace(ADAMW, stage=3), "deepspeed", marks=pytest.mark.full_table),
+    pytest.param(replace(NEURONS, stage=2), "deepspeed", NEURONS, "deepspeed", marks=pytest.mark.full_table),
 ]
 
 
@@ -208,8 +213,8 @@ def _beside_plain_deepspeed(stage: int, settings: dict[str, Any]) -> tuple[list[
     ("stage", "settings"),
     [
         (0, {"gradient_clipping": 0.25}),
-        (1, {}),
-        (2, {"gradient_clipping": 0.25}),
+        pytest.param(1, {}, marks=pytest.mark.full_table),
+        pytest.param(2, {"gradient_clipping": 0.25}, marks=pytest.mark.full_table),
         (3, {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 2}}}),
     ],
 )
@@ -244,7 +249,7 @@ def _started_from(case: Case, folder: str) -> Any:
     return engine_of(case, "fsdp2", training={"init_from": folder}).full_state_dict()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full_table), pytest.param(2, marks=pytest.mark.full_table), 3])
 def test_a_plain_deepspeed_checkpoint_can_be_the_start(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     trained = ranks.run(_save_plain, stage, str(tmp_path), world=2)[0]
     started = ranks.run(_started_from, Case(2, 1, model="llama-tied-meta"), str(tmp_path), world=2)[0]
@@ -379,8 +384,8 @@ def _evaluations(case: Case, name: str) -> tuple[float, list[float], float]:
     "case",
     [
         Case(2, 2, stage=3, model="llama-tied-meta"),
-        Case(2, 2, stage=1, model="llama"),
-        Case(2, 2, stage=3, model="llama-meta", masking="backward"),
+        pytest.param(Case(2, 2, stage=1, model="llama"), marks=pytest.mark.full_table),
+        pytest.param(Case(2, 2, stage=3, model="llama-meta", masking="backward"), marks=pytest.mark.full_table),
     ],
     ids=str,
 )
@@ -392,7 +397,7 @@ def test_the_full_model_is_evaluated(ranks: RankPool, case: Case) -> None:
         assert norm == pytest.approx(expected[2], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full_table)])
 def test_bf16_is_near_the_reference(ranks: RankPool, stage: int) -> None:
     case = Case(2, 2, stage=stage, optimizer="adamw", bf16=True, model="llama-tied-meta")
     theirs = reference(case)
@@ -433,8 +438,9 @@ def test_monitor_flops_profiler_and_comms_logger_work(ranks: RankPool, tmp_path:
 
 
 def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
-    """Bytes of the whole model, at most alive while this rank's part was built, and of what it holds; names of units that it has."""
+    """Bytes of the whole model, at most alive before DeepSpeed cuts this rank's part, and of what it holds; names of units that it has."""
     import sdp
+    from sdp.engine.backends import deepspeed_private
     from sdp.engine.memory_probe import _LiveStorages
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -445,10 +451,13 @@ def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
     file = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 4096},
         "sdp": {"groups": 4, "capacity": 0.25, "engine": "deepspeed"},
     }
-    with _LiveStorages(torch.device("cpu")) as live:
+    package, handed_over = deepspeed_private.load(), []
+    with _LiveStorages(torch.device("cpu")) as live, pytest.MonkeyPatch.context() as patch:
+        own = package.initialize
+        patch.setattr(package, "initialize", lambda **given: (handed_over.append(live.peak), own(**given))[1])
         engine = sdp.initialize(model=model, config=file)[0]
     tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
     losses = []
@@ -462,16 +471,17 @@ def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
     units = [u.name for u in engine.layout.units if any(n.startswith(f"{u.name}.") for n, _ in engine.module.named_parameters())]
     expected = [u.name for u in engine.layout.units if engine.layout.placement.holds(engine._backend.at.sdp, u.index)]
     assert units == expected
-    return whole, live.peak, held, units
+    return whole, handed_over[0], held, units
 
 
+@pytest.mark.slow
 def test_a_huggingface_model_is_built_of_what_a_rank_holds_alone(ranks: RankPool) -> None:
     pytest.importorskip("transformers")
     everyone = ranks.run(_built_from_huggingface, world=4)
     for whole, peak, held, units in everyone:
         assert len(units) == 4
         assert held < 0.35 * whole
-        assert peak < 3.2 * held < whole * 1.1  # values, ZeRO's partition of them and float32 masters, of what is held
+        assert held <= peak < 1.25 * held
     assert len({name for *_, units in everyone for name in units}) == 16
 
 
