@@ -23,20 +23,30 @@ FACTORS: dict[str, Sequence[Any]] = {
     "clip": [False, True],
     "optimizer": ["sgd", "adamw"],
     "placement": ["mixed", "cyclic", "profile", "full"],
-    "model": ["mlp", "mlp-meta", "llama", "llama-meta", "llama-tied", "llama-tied-meta"],
+    "granularity": ["block", "neuron"],
+    "kind": ["mlp", "llama", "llama-tied"],
+    "meta": [False, True],
 }
 TENSOR_FACTORS = FACTORS | {
     "layout": [(2, 1, 2), (1, 2, 2), (2, 2, 2), (4, 1, 2)],
-    "model": ["even-llama", "even-llama-meta", "even-llama-tied", "even-llama-tied-meta"],
+    "granularity": ["block"],
+    "kind": ["even-llama", "even-llama-tied"],
 }
+TAKE_TURNS = ("granularity", "kind", "meta")  # in the full table
 
 
 def case_of(row: dict[str, Any]) -> Case | None:
-    """The case, or None where factors do not go together: one group holds everything, and where all do nothing is masked."""
+    """The case, or None where factors do not go together: one group holds everything, where all do nothing is masked, and the small model
+    states no branches.
+    """
     groups, fsdp, *tp = row["layout"]
     if (groups == 1 and row["placement"] != "full") or (row["masking"] == "backward" and row["placement"] == "full"):
         return None
-    return Case(groups, fsdp, **{key: value for key, value in row.items() if key != "layout"}, tp=tp[0] if tp else 1)
+    if row["granularity"] == "neuron" and row["kind"] == "mlp":
+        return None
+    others = {key: value for key, value in row.items() if key not in ("layout", *TAKE_TURNS)}
+    model = row["kind"] + "-meta" * row["meta"]
+    return Case(groups, fsdp, **others, tp=tp[0] if tp else 1, model=model, neurons=3 if row["granularity"] == "neuron" else 0)
 
 
 def pairwise_cover(factors: dict[str, Sequence[Any]]) -> list[Case]:
@@ -56,11 +66,12 @@ def pairwise_cover(factors: dict[str, Sequence[Any]]) -> list[Case]:
 
 
 def full_table(factors: dict[str, Sequence[Any]]) -> list[Case]:
-    """All combinations of all factors but the model, whose kinds take turns."""
-    kinds = itertools.cycle(factors["model"])
-    others = {name: values for name, values in factors.items() if name != "model"}
+    """All combinations of all factors but the model and how it is cut, which take turns."""
+    turns = [dict(zip(TAKE_TURNS, values, strict=True)) for values in itertools.product(*(factors[name] for name in TAKE_TURNS))]
+    kinds = itertools.cycle(turn for turn in turns if (turn["granularity"], turn["kind"]) != ("neuron", "mlp"))
+    others = {name: values for name, values in factors.items() if name not in TAKE_TURNS}
     rows = (dict(zip(others, values, strict=True)) for values in itertools.product(*others.values()))
-    return [case for row in rows if (case := case_of({**row, "model": next(kinds)})) is not None]
+    return [case for row in rows if (case := case_of({**row, **next(kinds)})) is not None]
 
 
 COVER, TENSOR_COVER = pairwise_cover(FACTORS), pairwise_cover(TENSOR_FACTORS)
@@ -86,18 +97,17 @@ def test_clipping_acts_above_its_value_only() -> None:
 
 def test_the_cover_holds_every_pair() -> None:
     assert {case.placement for case in COVER} == set(FACTORS["placement"])
-    assert len(COVER) < 60
+    assert len(COVER) < 30
+    assert {(case.neurons > 0, case.masking) for case in COVER} == set(itertools.product((False, True), FACTORS["masking"]))
+    assert {(case.neurons > 0, case.placement) for case in COVER} == set(itertools.product((False, True), FACTORS["placement"]))
     assert {case.placement for case in TENSOR_COVER} == set(FACTORS["placement"])
-    assert len(TENSOR_COVER) < 30
+    assert len(TENSOR_COVER) < 25
 
 
 NEURONS = [
     Case(2, 1, neurons=2, model="even-llama"),
     Case(2, 2, stage=3, neurons=2, model="even-llama-tied-meta", optimizer="adamw", accumulation=3, clip=True),
     Case(4, 1, neurons=2, model="llama-of-3", optimizer="adamw"),
-    Case(4, 2, stage=2, neurons=3, model="even-llama-meta", placement="cyclic", clip=True),
-    Case(2, 2, stage=1, neurons=5, model="even-llama-tied", placement="cyclic", accumulation=3),
-    Case(1, 2, stage=3, neurons=2, model="even-llama-meta", placement="full", optimizer="adamw"),
     Case(2, 1, neurons=2, model="even-llama", masking="backward"),
     Case(2, 2, stage=3, neurons=3, model="even-llama-tied-meta", optimizer="adamw", accumulation=3, clip=True, masking="backward"),
     Case(4, 1, neurons=2, model="llama-of-3", stage=2, optimizer="adamw", masking="backward"),
@@ -118,7 +128,7 @@ def test_native_neurons_equal_the_reference(ranks: RankPool, case: Case) -> None
     ("mode", "masking"), [("full", "forward"), ("selective", "forward"), ("full", "backward"), ("selective", "backward")]
 )
 def test_activation_checkpointing_of_neurons_changes_nothing(ranks: RankPool, mode: Any, masking: Any) -> None:
-    plain = replace(NEURONS[7 if masking == "backward" else 1], masking=masking)
+    plain = replace(NEURONS[4 if masking == "backward" else 1], masking=masking)
     case = replace(plain, checkpointing=mode)
     assert_same_run(native(ranks, case), reference(plain), case)
 
