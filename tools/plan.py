@@ -15,6 +15,7 @@ from ..launcher.hosts import read_hostfile
 from .fit import find_fit
 from .forecast import Forecast, all_collectives, alternatives, forecast
 from .machine import LINKS, Machine, default_world, evenly, quantity
+from .plan_page import page
 from .table import Row, Table, bytes_row, plain_row, text_row
 from .train import with_initial_model
 
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--intra-node", default=INSIDE, metavar="RATE", help=f"that a rank sends inside a node (default: {INSIDE})")
     parser.add_argument("--inter-node", default=BETWEEN, metavar="RATE", help=f"that a rank sends between nodes (default: {BETWEEN})")
     parser.add_argument("--alone", action="store_true", help="leave out DDP, FSDP and HSDP of the dense model")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with the map of units and bars of memory")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
 
 
@@ -58,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         plan = forecast(name, config, machine, world)
     others, notes = ([], []) if args.alone else alternatives(config, machine, world)
+    if args.html is not None:
+        _write_page(args.html, [plan, *others], _notes(plan, others) + notes, f"{world} ranks ({source})", memory)
     if args.json:
         print(json.dumps(_report(plan, others, notes, world, memory) | ({"tried": reasons} if args.fit else {}), indent=2))
     else:
@@ -145,6 +149,14 @@ def _print(plan: Forecast, others: list[Forecast], notes: list[str], world: str)
     print(_collectives(plan))
     for line in [*_notes(plan, others), *notes]:
         print(f"- {line}")
+
+
+def _write_page(path: Path, columns: list[Forecast], notes: list[str], world: str, memory: float | None) -> None:
+    plan = columns[0]
+    parameters = sum(info.numel for info in plan.layout.parameters.values()) / 1e6
+    subtitle = f"{parameters:,.2f} M parameters, {world}, {plan.batch.train:,} samples a step"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(columns, _table(columns).without_empty(), _collectives(plan), subtitle, notes, memory), encoding="utf-8")
 
 
 def _table(columns: list[Forecast]) -> Table:

@@ -148,3 +148,14 @@ def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no layout of up to 2 ranks a group fits" in error
     assert "the state alone is" in error
     assert "what would need less" in error
+
+
+def test_the_page_needs_nothing_else(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config), "--world", "4", "--html", str(tmp_path / "new" / "plan.html"), "--device-memory", "1GB"]) == 0
+    text = (tmp_path / "new" / "plan.html").read_text()
+    assert not any(word in text for word in ("<script", "http", "src=", "@import"))
+    assert text.count('class="bar"') == 3  # HSDP is FSDP on one node
+    assert text.count("<rect") == 4 * 2
+    assert text.count('fill="#2f5d8a"') == 4  # a holder each
+    assert all(f"model.layers.{index}" in text for index in range(4))
+    assert "expected seconds of a step" in capsys.readouterr().out
