@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .layout import Layout
-from .neurons import SlicedLinear
+from .neurons import Slices
 from .subnetwork import PassThrough, hidden_state, signature_of
-from .units import Unit
+from .units import Unit, goes_into_sum
 
 
 class BranchScale:
@@ -26,7 +26,7 @@ class BranchScale:
     def __init__(self, layout: Layout):
         self._layout = layout
         self._full = False
-        self._layers: list[tuple[SlicedLinear, dict[int, Unit]]] = []
+        self._layers: list[tuple[Slices, dict[int, Unit]]] = []
 
     def factor(self, unit: Unit) -> float:
         """By how much what the unit adds is multiplied."""
@@ -46,8 +46,8 @@ class BranchScale:
 
     def _switch(self, *, full: bool) -> None:
         self._full = full
-        for layer, units in self._layers:
-            layer.factors = {index: self.factor(unit) for index, unit in units.items()}
+        for slices, units in self._layers:
+            slices.factors = {index: self.factor(unit) for index, unit in units.items()}
 
     def install(self, model: nn.Module) -> None:
         """Scale, from now on, the blocks of ``model`` that are units, guests too, and its slices of neurons."""
@@ -59,10 +59,11 @@ class BranchScale:
                 block = block.skeleton if isinstance(block, PassThrough) else block
                 block.register_forward_hook(self._scaled(unit, block), with_kwargs=True)
         units = {unit.name: unit for unit in self._layout.units}
-        for name, slices in self._layout.wholes.items():
-            layer = model.get_submodule(name.rpartition(".")[0])
-            if isinstance(layer, SlicedLinear) and layer.dim == 1:
-                self._layers.append((layer, {int(info.name.rpartition(":")[2]): units[info.unit] for info in slices}))
+        for name, infos in self._layout.wholes.items():
+            path, _, key = name.rpartition(".")
+            if infos[0].cut is not None and goes_into_sum(name, infos[0].cut.dim):
+                layer: Any = model.get_submodule(path)
+                self._layers.append((layer.slices[key], {int(info.name.rpartition(":")[2]): units[info.unit] for info in infos}))
         self._switch(full=False)
 
     def _scaled(self, unit: Unit, block: nn.Module) -> Callable[..., Any]:

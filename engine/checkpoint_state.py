@@ -34,6 +34,7 @@ class SavedState:
         """
         backend = self._backend
         backend.shard_parameters()
+        backend.complete_buffers()
         known = backend.layout.buffers
         named = ((name, buffer) for name, buffer in backend.module.named_buffers() if name in known)
         buffers = {name: buffer for name, buffer in named if to_load or self._gives(known[name])}

@@ -21,7 +21,7 @@ from .errors import ModelError
 from .initialisation import Filler, ModuleInit, plan_initialisation
 from .layout import Layout, Shard, TensorInfo
 from .mesh import Coordinates, tensor_group
-from .neurons import slice_linears
+from .neurons import slice_layers
 from .subnetwork import PassThrough, carve, freeze
 from .sync import local_tensor
 from .tensor_collectives import TensorRanks
@@ -113,7 +113,7 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
 def cut(model: nn.Module, config: Config, layout: Layout, group: int, compute_dtype: torch.dtype) -> dict[str, PassThrough]:
     """Cut ``model`` in place to what ``group`` holds, or freeze the rest; the stand-ins of units that are skipped, by name."""
     if config.sdp.granularity == "neuron":
-        slice_linears(model, layout, group, compute_dtype)
+        slice_layers(model, layout, group, compute_dtype)
     elif layout.keeps_frozen:
         freeze(model, layout.units, layout.placement, group, compute_dtype)
     else:

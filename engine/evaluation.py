@@ -20,7 +20,7 @@ from .errors import DataError
 from .gather import Rank, assemble, gather_inside, padded_shard
 from .layout import Layout
 from .lockstep import Lockstep
-from .neurons import SlicedLinear
+from .neurons import Slices
 from .subnetwork import PassThrough
 from .units import Unit
 
@@ -80,6 +80,26 @@ def first_holders_buffers(rank: EvaluatedRank) -> Iterator[None]:
             here[name].data.copy_(value)  # not seen by autograd: a backward pass may still be to come, and the values are the same
 
 
+def complete_buffers(rank: EvaluatedRank) -> None:
+    """Entries of buffers (running statistics) that go with neurons which this group does not hold, and which nothing here uses, become
+    those of their first holder's first rank. Collective.
+    """
+    layout, buffers = rank.layout, dict(rank.module.named_buffers())
+    entries = []
+    for unit in layout.units:
+        for part in unit.buffers:
+            ((first, last),) = part.ranges
+            entries.append((layout.placement.holders[unit.index], buffers[part.parameter].detach()[first:last]))
+    if not entries or layout.mesh.sdp == 1:
+        return
+    own = [entry if rank.rank == layout.mesh.rank(holders[0]) else torch.zeros_like(entry) for holders, entry in entries]
+    total = torch.cat(own)
+    rank.all_reduce_control(total)
+    for (holders, entry), value in zip(entries, total.split([len(entry) for entry in own]), strict=True):
+        if rank.at.sdp not in holders:
+            entry.copy_(value)
+
+
 class StreamedEvaluation:
     """One evaluation of the full model. Collective: every rank of the world takes part."""
 
@@ -89,7 +109,7 @@ class StreamedEvaluation:
         self._lockstep: Lockstep[tuple[float, int]] = Lockstep(rank.device, rank.gather_root)
         self._units = _streamed_units(rank.layout)
         self._guest: dict[str, torch.Tensor] = {}
-        self._hosts: list[SlicedLinear] = []  # that have guest slices
+        self._hosts: list[Slices] = []  # that have guests
 
     def run(self, batches: Sequence[Any]) -> float:
         """Token-weighted mean loss over the batches of all ranks."""
@@ -172,11 +192,11 @@ class StreamedEvaluation:
     def _lend(self, slices: dict[str, torch.Tensor]) -> None:
         """Give guest slices of neurons to the layers that they are slices of."""
         for name, tensor in slices.items():
-            path, _, index = name.rpartition(":")
-            layer = self._rank.module.get_submodule(path.rpartition(".")[0])
-            assert isinstance(layer, SlicedLinear)
-            layer.guests[int(index)] = tensor
-            self._hosts.append(layer)
+            parameter, _, index = name.rpartition(":")
+            path, _, key = parameter.rpartition(".")
+            layer: Any = self._rank.module.get_submodule(path)
+            layer.slices[key].guests[int(index)] = tensor
+            self._hosts.append(layer.slices[key])
 
     def _dismiss(self) -> None:
         self._guest = {}

@@ -298,12 +298,12 @@ def _with_slices(parameters: Mapping[str, TensorInfo], units: Sequence[Unit], pl
     for name, info in parameters.items():
         if name not in slices:
             table[name] = info
-        for unit, part in slices.get(name, ()):
+        for unit, part in sorted(slices.get(name, ()), key=lambda of_unit: of_unit[1].index):
             assert part.dim is not None
             ((first, last),) = part.ranges
             shape = torch.Size(last - first if axis == part.dim else size for axis, size in enumerate(info.shape))
             cut = Cut(name, info.shape, part.dim, first)
-            key = f"{name}:{unit.name.rpartition('.')[2]}"
+            key = f"{name}:{part.index}"
             table[key] = replace(info, name=key, shape=shape, unit=unit.name, holders=placement.holders[unit.index], cut=cut)
     return table
 

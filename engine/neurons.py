@@ -1,135 +1,314 @@
-"""Groups of hidden neurons of a branch, on a rank: slices of its projections as parameters of their own, one matrix product over them.
+"""Groups of hidden neurons of a branch, on a rank: slices of its layers as parameters of their own, one product or convolution over them.
 
-A branch (``units.Branch``) names its parameters and the dimension of each along which its neurons lie; :func:`slice_linears` replaces
+A branch (``units.Branch``) names its parameters and the dimension of each along which its neurons lie; :func:`slice_layers` replaces
 the layers that have them. Whatever the kind of a layer, its slices lie in one order: those that the group holds, then those of which
-it has copies. All layers of a branch have slices of the same indices, so what one puts out is in the order that the next takes.
+it has copies, then guests. All layers of a branch have slices of the same units, so what one puts out is in the order that the next takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_input, conv2d_weight
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .errors import ModelError
 from .layout import Layout, TensorInfo
 
 
-class SlicedLinear(nn.Module):
-    """A linear layer of which slices along ``dim`` of its weight are parameters, ``weight:0``, ``weight:1`` …: those in ``cuts``.
+@dataclass
+class Slices:
+    """Which slices along ``dim`` of a module's parameter ``key`` are there, as its parameters ``KEY:0``, ``KEY:1`` …
 
-    Sliced along its outputs (``dim`` 0) it returns those of the slices that are there, side by side; along its inputs (1) it takes them
-    so. ``frozen``: indices of slices that are copies in ``dtype``, of which no gradient is computed. ``guests``: further slices by index,
-    for as long as the full model is evaluated. ``factors``: by which the inputs of a slice are multiplied (``dim`` 1), 1 where not stated.
+    ``ranges``: first and last (exclusive) index of every slice of the full model's, by slice. ``held`` and ``frozen`` ones are there;
+    frozen ones are copies, of which no gradient is computed. ``guests``: further ones, for as long as the full model is evaluated.
+    ``parts``: how often the neurons follow each other (queries, keys, values): slices of one part have successive numbers.
+    ``factors``: by which the inputs of a slice are multiplied (``dim`` 1), 1 where not stated.
     """
 
-    def __init__(
-        self,
-        linear: nn.Linear,
-        dim: int,
-        cuts: dict[int, tuple[int, int]],
-        frozen: Sequence[int] = (),
-        dtype: torch.dtype = torch.float32,
-    ):
+    key: str
+    dim: int
+    ranges: Mapping[int, tuple[int, int]]
+    held: Sequence[int]
+    frozen: Sequence[int] = ()
+    parts: int = 1
+    guests: dict[int, Tensor] = field(default_factory=dict)
+    factors: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def order(self) -> list[int]:
+        """The slices that are there, in the order in which they are joined."""
+        return [*self.held, *self.frozen, *sorted(self.guests)]
+
+    def register(self, module: nn.Module, full: nn.Parameter, dtype: torch.dtype = torch.float32) -> None:
+        """Make them parameters of ``module`` with their share of ``full``; frozen ones are of ``dtype``."""
+        for index in (*self.held, *self.frozen):
+            first, last = self.ranges[index]
+            part = full.detach().narrow(self.dim, first, last - first)
+            part = part.to(dtype if index in self.frozen else full.dtype).clone(memory_format=torch.contiguous_format)
+            module.register_parameter(f"{self.key}:{index}", nn.Parameter(part, full.requires_grad and index not in self.frozen))
+
+    def tensors(self, module: nn.Module) -> list[Tensor]:
+        """Those that are there, in order."""
+        own = [module.get_parameter(f"{self.key}:{index}") for index in (*self.held, *self.frozen)]
+        return [*own, *(self.guests[index] for index in sorted(self.guests))]
+
+    def where(self, device: torch.device) -> Tensor:
+        """Indices of the full model's that are there, in order."""
+        ranges = [torch.arange(*self.ranges[index], device=device) for index in self.order]
+        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=device)
+
+    def scaled(self, x: Tensor, axis: int) -> Tensor:
+        """``x``, of which ``axis`` is what this parameter's slices take, times their factors."""
+        if all(factor == 1.0 for factor in self.factors.values()) or not self.order:
+            return x
+        widths = [self.ranges[index][1] - self.ranges[index][0] for index in self.order]
+        parts = [x.new_full((width,), self.factors.get(index, 1.0)) for index, width in zip(self.order, widths, strict=True)]
+        return x * torch.cat(parts).view([-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())])
+
+    def in_parts(self, y: Tensor, axis: int) -> Tensor:
+        """``y``, of which ``axis`` is what this parameter's slices put out: part after part, within each in order."""
+        order, each = self.order, len(self.ranges) // self.parts
+        by_part = sorted(range(len(order)), key=lambda place: order[place] // each)  # stable
+        if by_part == list(range(len(order))) or self.parts == 1:
+            return y
+        pieces = y.split([self.ranges[index][1] - self.ranges[index][0] for index in order], axis)
+        return torch.cat([pieces[place] for place in by_part], axis)
+
+    def __str__(self) -> str:
+        kinds = {"": self.held, ", frozen: ": self.frozen}
+        names = [kind + (", ".join(f"{self.key}:{index}" for index in indices)) for kind, indices in kinds.items() if indices]
+        return f"slices along {self.dim}: {''.join(names) or 'none'}"
+
+
+class _Sliced(nn.Module):
+    """A layer of which some parameters are there as slices, by the parameter's name."""
+
+    def __init__(self, slices: Mapping[str, Slices]):
         super().__init__()
-        self.dim, self.out_features, self.training = dim, linear.out_features, linear.training
-        weight = linear.weight.detach()
-        for index, (first, last) in cuts.items():
-            part = weight.narrow(dim, first, last - first).to(dtype if index in frozen else weight.dtype)
-            part = nn.Parameter(part.clone(memory_format=torch.contiguous_format), linear.weight.requires_grad and index not in frozen)
-            self.register_parameter(f"weight:{index}", part)
-        self.held = [f"weight:{index}" for index in cuts if index not in frozen]
-        self.frozen = [f"weight:{index}" for index in cuts if index in frozen]
-        self.bias = linear.bias
-        self.guests: dict[int, Tensor] = {}
-        self.factors: dict[int, float] = {}
+        self.slices = dict(slices)
+
+    def extra_repr(self) -> str:
+        return "; ".join(map(str, self.slices.values()))
+
+
+class SlicedLinear(_Sliced):
+    """A linear layer of which slices of the weight along its outputs (``dim`` 0, of the bias too) or its inputs (1) are there."""
+
+    def __init__(self, linear: nn.Linear, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
+        super().__init__(slices)
+        self.out_features, self.training = linear.out_features, linear.training
+        self.bias = None if "bias" in slices else linear.bias
+        for key, part in slices.items():
+            part.register(self, linear.get_parameter(key), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` (…, inputs that are there) → (…, outputs that are there)."""
-        weights = [self.get_parameter(name) for name in (*self.held, *self.frozen)]
-        weights += [guest for _, guest in sorted(self.guests.items())]
-        if any(factor != 1.0 for factor in self.factors.values()):
-            x = x * self._along_inputs(weights, x)
-        if weights and not torch.is_grad_enabled():
-            y = F.linear(x, _joined(weights, self.dim))
-        elif weights:
-            y = _Product.apply(x, self.dim, len(self.held), *weights)
-        else:  # nothing, as a function of ``x``: what comes before has a gradient of zeros, and FSDP2 reduces it as on other ranks
-            y = F.linear(x, x.new_zeros((0, x.shape[-1]) if self.dim == 0 else (self.out_features, 0)))
-        return y if self.bias is None else y + self.bias
+        slices = self.slices["weight"]
+        weights = slices.tensors(self)
+        if not weights:
+            # Nothing, as a function of ``x``: what comes before has a gradient of zeros, and FSDP2 reduces it as on other ranks.
+            y = F.linear(x, x.new_zeros((0, x.shape[-1]) if slices.dim == 0 else (self.out_features, 0)))
+            return y if self.bias is None else y + self.bias
+        x = slices.scaled(x, -1)
+        if torch.is_grad_enabled():
+            y = _Product.apply(x, None, slices.dim, len(slices.held), *weights)
+        else:
+            y = _product(x, _joined(weights, slices.dim), None)
+        bias = torch.cat(self.slices["bias"].tensors(self)) if "bias" in self.slices else self.bias
+        y = y if bias is None else y + bias
+        return slices.in_parts(y, -1) if slices.dim == 0 else y
 
-    def _along_inputs(self, weights: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The factors of all inputs that are there."""
-        indices = [*(int(name.rpartition(":")[2]) for name in (*self.held, *self.frozen)), *sorted(self.guests)]
-        parts = [like.new_full((weight.shape[1],), self.factors.get(index, 1.0)) for index, weight in zip(indices, weights, strict=True)]
-        return torch.cat(parts) if parts else like.new_empty(0)
+
+class SlicedConv2d(_Sliced):
+    """A convolution without bias of which slices of the weight along its output (``dim`` 0) or input channels (1) are there."""
+
+    def __init__(self, convolution: nn.Conv2d, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
+        super().__init__(slices)
+        self.weight_shape, self.training = convolution.weight.shape, convolution.training
+        padding: Any = convolution.padding
+        self._settings: Settings = (tuple(convolution.stride), tuple(padding), tuple(convolution.dilation))
+        slices["weight"].register(self, convolution.get_parameter("weight"), dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` (B, input channels that are there, H, W) → (B, output channels that are there, H', W')."""
+        slices = self.slices["weight"]
+        weights = slices.tensors(self)
+        if weights:
+            x = slices.scaled(x, 1) if slices.dim == 1 else x
+            return _Product.apply(x, self._settings, slices.dim, len(slices.held), *weights)
+        outputs, inputs, *kernel = self.weight_shape  # nothing, as a function of ``x``: see above
+        if slices.dim == 0:
+            return _product(x, x.new_zeros((1, inputs, *kernel)), self._settings).narrow(1, 0, 0)
+        return _product(F.pad(x, (0, 0, 0, 0, 0, 1)), x.new_zeros((outputs, 1, *kernel)), self._settings)
+
+
+class SlicedBatchNorm(_BatchNorm):
+    """A batch norm of which some channels are there.
+
+    Running statistics are whole, of all channels of the full model; those of channels that are not there stay as they are.
+    """
+
+    def __init__(self, norm: _BatchNorm, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
+        super().__init__(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False)
+        if norm.momentum is None:
+            raise ModelError('batch norm with momentum None cannot be cut into neurons; give it a momentum, or use sdp.granularity "block"')
+        self.slices, self.training, self.track_running_stats = dict(slices), norm.training, norm.track_running_stats
+        for name, buffer in norm.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+        for key in ("weight", "bias"):
+            slices[key].register(self, norm.get_parameter(key), dtype)
+
+    def where(self, device: torch.device) -> Tensor:
+        """The full model's channels that are there, in the order of the inputs'."""
+        return self.slices["weight"].where(device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` (B, channels that are there, …) → the same."""
+        where = self.where(input.device)
+        tracks = self.training and self.track_running_stats
+        if tracks:
+            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        if not len(where):
+            return input
+        used = not self.training or tracks
+        mean, variance = (self.running_mean[where], self.running_var[where]) if used else (None, None)  # type: ignore[index]
+        weight, bias = (torch.cat(self.slices[key].tensors(self)).float() for key in ("weight", "bias"))
+        assert self.momentum is not None
+        output = F.batch_norm(input, mean, variance, weight, bias, self.training, self.momentum, self.eps)
+        if tracks:
+            self.running_mean[where], self.running_var[where] = mean, variance  # type: ignore[index, assignment]
+        return output
 
     def extra_repr(self) -> str:
-        return f"slices along {self.dim}: {', '.join(self.held) or 'none'}" + f", frozen: {', '.join(self.frozen)}" * bool(self.frozen)
+        return "; ".join(map(str, self.slices.values()))
+
+
+def _property_of_slices(key: str) -> property:
+    """Reads the slices of ``key`` that are there, joined."""
+
+    def joined(module: Any) -> Tensor:
+        slices: Slices = module.slices[key]
+        tensors = slices.tensors(module)
+        if tensors:
+            return torch.cat(tensors, slices.dim)
+        shape = [0 if axis == slices.dim else size for axis, size in enumerate(module.whole_shapes[key])]
+        return torch.empty(shape, device=next(chain(module.parameters(), module.buffers())).device)
+
+    return property(joined)
+
+
+def _slice_in_place(module: Any, slices: Mapping[str, Slices], dtype: torch.dtype) -> None:
+    """Of a module that is no layer: its own parameters become slices, and it reads them, joined, under their names."""
+    module.slices, module.whole_shapes = dict(slices), {key: module.get_parameter(key).shape for key in slices}
+    for key, part in slices.items():
+        full = module.get_parameter(key)
+        delattr(module, key)
+        part.register(module, full, dtype)
+    kind = type(module)
+    module.__class__ = type(f"Sliced{kind.__name__}", (kind,), {key: _property_of_slices(key) for key in slices})
+
+
+Settings = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # stride, padding and dilation of a convolution
+
+
+def _product(x: Tensor, weight: Tensor, convolution: Settings | None) -> Tensor:
+    """A matrix product, whose features are the last dimension, or a convolution, whose channels are dimension 1."""
+    return F.linear(x, weight) if convolution is None else F.conv2d(x, weight, None, *convolution)
 
 
 class _Product(torch.autograd.Function):
-    """``F.linear`` with slices laid side by side, of which the first ``held`` ones are trained.
+    """A product with slices laid side by side, of which the first ``held`` ones are trained.
 
     They are joined for a moment, in forward and again in backward: no copy stays between. One product computes the outputs of all and one
     the gradient of ``x``; the weights' gradient is a product over the columns that are trained alone, and so is what is kept for it.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, held: int, *weights: Tensor) -> Tensor:
-        ctx.dim, ctx.held = dim, held
+    def forward(ctx: Any, x: Tensor, convolution: Settings | None, dim: int, held: int, *weights: Tensor) -> Tensor:
+        ctx.convolution, ctx.dim, ctx.held, ctx.shape = convolution, dim, held, x.shape
+        ctx.axis = -1 if convolution is None else 1
         ctx.width = sum(weight.shape[dim] for weight in weights[:held])
         kept = x if held else None
         if dim == 1 and 0 < held < len(weights):
-            kept = x.narrow(-1, 0, ctx.width).contiguous()
+            kept = x.narrow(ctx.axis, 0, ctx.width).contiguous()
         ctx.save_for_backward(kept, *weights)
-        return F.linear(x, _joined(weights, dim))
+        return _product(x, _joined(weights, dim), convolution)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         kept, *weights = ctx.saved_tensors
-        of_x = gradient @ _joined(weights, ctx.dim) if ctx.needs_input_grad[0] else None
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            joined = _joined(weights, ctx.dim)
+            convolution = ctx.convolution
+            of_x = gradient @ joined if convolution is None else conv2d_input(ctx.shape, joined, gradient, *convolution)
         of_weights: list[Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
-            own = gradient.narrow(-1, 0, ctx.width) if ctx.dim == 0 else gradient
-            whole = own.flatten(0, -2).T @ kept.flatten(0, -2)
+        if any(ctx.needs_input_grad[4:]):
+            own = gradient.narrow(ctx.axis, 0, ctx.width) if ctx.dim == 0 else gradient
+            if ctx.convolution is None:
+                whole = own.flatten(0, -2).T @ kept.flatten(0, -2)
+            else:
+                shape = [ctx.width if axis == ctx.dim else size for axis, size in enumerate(weights[0].shape)]
+                whole = conv2d_weight(kept, shape, own, *ctx.convolution)  # type: ignore[arg-type]
             of_weights[: ctx.held] = whole.split([weight.shape[ctx.dim] for weight in weights[: ctx.held]], ctx.dim)
-        return of_x, None, None, *of_weights
+        return of_x, None, None, None, *of_weights
 
 
 def _joined(weights: Sequence[Tensor], dim: int) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(list(weights), dim)
 
 
-def slice_linears(model: nn.Module, layout: Layout, group: int, dtype: torch.dtype = torch.float32) -> None:
-    """Replace, in place, every linear layer that is cut into slices by those that ``group`` has: those that it holds and, under backward
+def slice_layers(model: nn.Module, layout: Layout, group: int, dtype: torch.dtype = torch.float32) -> None:
+    """Cut, in place, every layer that is cut into slices to those that ``group`` has: those that it holds and, under backward
     masking, the others as frozen copies in ``dtype``. Raises :class:`ModelError`.
     """
     copies = {info.name for info in layout.frozen(group)}
-    for name, slices in layout.wholes.items():
-        if slices[0].cut is None:
-            continue
-        path, _, leaf = name.rpartition(".")
-        linear = model.get_submodule(path)
-        dim = slices[0].cut.dim
-        if type(linear) is not nn.Linear or leaf != "weight" or (dim == 0 and linear.bias is not None):
-            raise ModelError(f'{path}: sdp.granularity "neuron" cuts linear layers, those of hidden units without bias; use "block"')
-        cuts = _cuts(info for info in slices if group in info.holders or info.name in copies)
-        frozen = [_index(info) for info in slices if info.name in copies]
-        model.set_submodule(path, SlicedLinear(linear, dim, cuts, frozen, dtype))
+    modules: dict[str, dict[str, Slices]] = {}
+    for name, infos in layout.wholes.items():
+        if infos[0].cut is not None:
+            path, _, key = name.rpartition(".")
+            modules.setdefault(path, {})[key] = _slices(key, infos, group, copies)
+    for path, slices in modules.items():
+        _slice(model, path, slices, dtype)
 
 
-def _cuts(slices: Iterable[TensorInfo]) -> dict[int, tuple[int, int]]:
-    cuts = {}
-    for info in slices:
+def _slices(key: str, infos: Sequence[TensorInfo], group: int, copies: set[str]) -> Slices:
+    ranges, held, frozen, dim = {}, [], [], 0
+    for info in infos:
         assert info.cut is not None
-        cuts[_index(info)] = (info.cut.start, info.cut.start + info.shape[info.cut.dim])
-    return cuts
+        index, dim = int(info.name.rpartition(":")[2]), info.cut.dim
+        ranges[index] = (info.cut.start, info.cut.start + info.shape[dim])
+        held += [index] * (group in info.holders)
+        frozen += [index] * (info.name in copies)
+    parts = len(infos) // len({info.unit for info in infos})
+    return Slices(key, dim, ranges, sorted(held), sorted(frozen), parts)
 
 
-def _index(info: TensorInfo) -> int:
-    return int(info.name.rpartition(":")[2])
+def _slice(model: nn.Module, path: str, slices: Mapping[str, Slices], dtype: torch.dtype) -> None:
+    module, dims = model.get_submodule(path), {key: part.dim for key, part in slices.items()}
+    whole = [key for key, _ in module.named_parameters(recurse=False) if key not in dims]
+    if type(module) is nn.Linear and (dims in ({"weight": 0, "bias": 0}, {"weight": 1}) or (dims == {"weight": 0} and not whole)):
+        model.set_submodule(path, SlicedLinear(module, slices, dtype))
+    elif type(module) is nn.Conv2d and dims in ({"weight": 0}, {"weight": 1}) and not whole and _is_plain(module):
+        model.set_submodule(path, SlicedConv2d(module, slices, dtype))
+    elif isinstance(module, _BatchNorm) and dims == {"weight": 0, "bias": 0}:
+        model.set_submodule(path, SlicedBatchNorm(module, slices, dtype))
+    elif isinstance(module, nn.Linear | nn.Conv2d | _BatchNorm):
+        raise ModelError(
+            f'{path}: sdp.granularity "neuron" cuts linear layers (by outputs with their bias, or by inputs), convolutions without bias '
+            f'and groups, and batch norms, not {", ".join(dims)} of this {type(module).__name__}; use "block"'
+        )
+    else:
+        _slice_in_place(module, slices, dtype)
+
+
+def _is_plain(convolution: nn.Conv2d) -> bool:
+    return convolution.groups == 1 and convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)

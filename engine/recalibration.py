@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .errors import ModelError
+from .neurons import SlicedBatchNorm
 
 Statistics = dict[str, torch.Tensor]  # canonical name of a buffer → its value
 
@@ -48,12 +49,16 @@ def batch_statistics(
     return statistics
 
 
-def _recorder(total: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-    def record(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+def _record_into(total: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+    def record(norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         inputs = args[0].detach().float()
         dims = [dim for dim in range(inputs.dim()) if dim != 1]
         mean = inputs.mean(dims).double()
-        total.add_(torch.stack([torch.ones_like(mean), mean, inputs.var(dims, correction=0).double() + mean**2]))
+        found = torch.stack([torch.ones_like(mean), mean, inputs.var(dims, correction=0).double() + mean**2])
+        if isinstance(norm, SlicedBatchNorm):
+            total.index_add_(1, norm.where(total.device), found)
+        else:
+            total.add_(found)
 
     return record
 
@@ -62,7 +67,7 @@ def _recorder(total: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor, .
 def _recording(norms: Mapping[str, _BatchNorm], moments: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """While inside, the norms use the batch's statistics, which are added to ``moments``, and leave their own as they are."""
 
-    handles = [norm.register_forward_pre_hook(_recorder(moments[name])) for name, norm in norms.items()]
+    handles = [norm.register_forward_pre_hook(_record_into(moments[name])) for name, norm in norms.items()]
     before = {name: norm.training for name, norm in norms.items()}
     for norm in norms.values():
         norm.training, norm.track_running_stats = True, False

@@ -20,11 +20,15 @@ SHARED = "shared"
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a canonical parameter: index ``ranges`` (half open) along ``dim``; ``dim=None`` is the whole parameter."""
+    """Part of a canonical parameter: index ``ranges`` (half open) along ``dim``; ``dim=None`` is the whole parameter.
+
+    ``index``: which of the slices that the parameter is cut into, in the order of their indices.
+    """
 
     parameter: str
     dim: int | None = None
     ranges: tuple[tuple[int, int], ...] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Unit:
     """A part of the model that a group holds or does not hold.
 
     ``index``: position in the model's order. ``name``: the module's path. ``numel``: number of parameters (elements). ``flops``:
-    of a forward pass of one sample, 0 where the model does not state them (``unit_flops()``: unit name → FLOPs).
+    of a forward pass of one sample, 0 where the model does not state them (``unit_flops()``: unit name → FLOPs). ``buffers``: parts of
+    persistent buffers that go with a group of neurons.
     """
 
     index: int
@@ -40,6 +45,7 @@ class Unit:
     slices: tuple[Slice, ...]
     numel: int
     flops: int = 0
+    buffers: tuple[Slice, ...] = ()
 
     @property
     def is_block(self) -> bool:
@@ -49,15 +55,24 @@ class Unit:
 
 @dataclass(frozen=True)
 class Branch:
-    """A residual branch that is a sum over hidden neurons: SwiGLU units, or key/value heads with the query heads that share them.
+    """A residual branch that is a sum over hidden neurons: SwiGLU units, key/value heads with the query heads that share them, channels.
 
     ``name``: the module's path. ``neurons``: how many. ``parameters``: canonical name and dimension along which the neurons lie, in
-    order, each with an equal share of the indices.
+    order, each with an equal share of the indices; of those in ``three_parts`` (queries, keys, values) an equal share of each third.
+    ``buffers``: canonical names of those that have an entry a neuron. ``flops``: of a forward pass of one sample, 0 where not known.
     """
 
     name: str
     neurons: int
     parameters: tuple[tuple[str, int], ...]
+    three_parts: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    flops: int = 0
+
+
+def goes_into_sum(parameter: str, dim: int | None) -> bool:
+    """Whether slices of ``parameter`` along ``dim`` take hidden neurons into their branch's sum: a layer's weight, cut along its inputs."""
+    return dim == 1 and parameter.endswith(".weight")
 
 
 def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
@@ -80,14 +95,19 @@ def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
             first, last = branch.neurons * group // count, branch.neurons * (group + 1) // count
             slices, numel = [], 0
             for name, dim in branch.parameters:
-                if name not in parameters or parameters[name].shape[dim] % branch.neurons:
+                parts = 3 if name in branch.three_parts else 1
+                if name not in parameters or parameters[name].shape[dim] % (branch.neurons * parts):
                     raise ModelError(
                         f"{branch.name}: its parameter {name!r} is not cut into {branch.neurons} neurons along dimension {dim}"
                     )
-                share = parameters[name].shape[dim] // branch.neurons
-                slices.append(Slice(name, dim, ((first * share, last * share),)))
-                numel += (last - first) * share * (parameters[name].numel() // parameters[name].shape[dim])
-            units.append(Unit(len(units), f"{branch.name}.neurons.{group}", tuple(slices), numel))
+                part = parameters[name].shape[dim] // parts
+                share = part // branch.neurons
+                ranges = [(start + first * share, start + last * share) for start in range(0, parts * part, part)]
+                slices += [Slice(name, dim, (held,), index * count + group) for index, held in enumerate(ranges)]
+                numel += (last - first) * share * parts * (parameters[name].numel() // parameters[name].shape[dim])
+            buffers = tuple(Slice(name, 0, ((first, last),), group) for name in branch.buffers)
+            flops = branch.flops * (last - first) // branch.neurons
+            units.append(Unit(len(units), f"{branch.name}.neurons.{group}", tuple(slices), numel, flops, buffers))
     return units
 
 

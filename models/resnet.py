@@ -16,6 +16,7 @@ from ..engine.config import PositiveInt
 from ..engine.errors import ConfigError, ModelError
 from ..engine.initialisation import Constant, Init, Normal, Uniform
 from ..engine.section import Section
+from ..engine.units import Branch
 from .classification import Measure, measured
 
 STAGES = (1, 2, 3, 4)  # of two blocks each; the first block of a stage after the first halves the image and doubles the channels
@@ -122,6 +123,16 @@ class ResNet(nn.Module):
             flops |= {f"layer{stage}.{index}": block for index in ((0, 1) if stage == 1 else (1,))}
             side = math.ceil(side / 2)
         return flops
+
+    def neuron_branches(self) -> list[Branch]:
+        """The hidden channels of every unit's block: what its first convolution puts out and its second takes, with their batch norm."""
+        branches = []
+        for name, flops in self.unit_flops().items():
+            parameters = ((f"{name}.conv1.weight", 0), (f"{name}.bn1.weight", 0), (f"{name}.bn1.bias", 0), (f"{name}.conv2.weight", 1))
+            buffers = (f"{name}.bn1.running_mean", f"{name}.bn1.running_var")
+            neurons = self.get_parameter(parameters[0][0]).shape[0]
+            branches.append(Branch(name, neurons, parameters, buffers=buffers, flops=flops))
+        return branches
 
     def parameter_init(self, name: str) -> Init:
         """How the parameter or buffer of this (canonical) name is initialised: torchvision's scheme.

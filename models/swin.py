@@ -20,6 +20,7 @@ from ..engine.config import PositiveInt
 from ..engine.errors import ConfigError, ModelError
 from ..engine.initialisation import Constant, Init, Normal, Table, Uniform
 from ..engine.section import Section
+from ..engine.units import Branch
 from .classification import Measure, measured
 
 _MASKED = -100.0  # added to a score across the seam of a shifted image; torchvision's
@@ -184,17 +185,41 @@ class Swin(nn.Module):
         """Patterns of the modules that are units: the residual blocks of every stage."""
         return [f"features.{2 * stage + 1}.*" for stage in range(len(self.config.depths))]
 
+    def neuron_branches(self) -> list[Branch]:
+        """Of every block its attention by heads, with their columns of the table of biases, and its feed-forward by hidden channels."""
+        flops = self._branch_flops()
+        branches = []
+        for stage, heads in enumerate(self.config.num_heads):
+            for block in (f"features.{2 * stage + 1}.{index}" for index in range(self.config.depths[stage])):
+                attention, mlp = f"{block}.attn", f"{block}.mlp"
+                qkv = (f"{attention}.qkv.weight", f"{attention}.qkv.bias")
+                of_heads = ((f"{attention}.relative_position_bias_table", 1), (qkv[0], 0), (qkv[1], 0), (f"{attention}.proj.weight", 1))
+                branches.append(Branch(attention, heads, of_heads, three_parts=qkv, flops=flops[attention]))
+                hidden = self.config.mlp_ratio * self.config.channels(stage)
+                of_hidden = ((f"{mlp}.0.weight", 0), (f"{mlp}.0.bias", 0), (f"{mlp}.3.weight", 1))
+                branches.append(Branch(mlp, hidden, of_hidden, flops=flops[mlp]))
+        return branches
+
     def unit_flops(self) -> dict[str, int]:
         """Floating-point operations of a forward pass of one image, by unit: 2 for every weight of a matrix and patch, and both products
         of attention.
         """
+        flops: dict[str, int] = {}
+        for branch, count in self._branch_flops().items():
+            block = branch.rpartition(".")[0]
+            flops[block] = flops.get(block, 0) + count
+        return flops
+
+    def _branch_flops(self) -> dict[str, int]:
+        """The same by the path of a block's attention and of its feed-forward."""
         config, flops = self.config, {}
         side, window = (config.image_size or 224) // config.patch_size, config.window_size
         for stage, depth in enumerate(config.depths):
             channels, padded = config.channels(stage), math.ceil(side / window) * window
             attention = padded**2 * (2 * 4 * channels**2 + 2 * 2 * window**2 * channels)
             mlp = side**2 * 2 * 2 * config.mlp_ratio * channels**2
-            flops |= {f"features.{2 * stage + 1}.{index}": attention + mlp for index in range(depth)}
+            for block in (f"features.{2 * stage + 1}.{index}" for index in range(depth)):
+                flops |= {f"{block}.attn": attention, f"{block}.mlp": mlp}
             side = math.ceil(side / 2)
         return flops
 

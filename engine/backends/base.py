@@ -88,6 +88,10 @@ class Backend(Protocol):
         """Sum a few numbers over all ranks, in place; collective."""
         ...
 
+    def complete_buffers(self) -> None:
+        """Give entries of buffers that only other groups use the values that they have there; collective."""
+        ...
+
     def shard_parameters(self) -> None:
         """Bring every parameter into its sharded form, with the values of the last update."""
         ...

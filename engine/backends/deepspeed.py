@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..clip import squared_norm
-from ..evaluation import StreamedEvaluation, first_holders_buffers, mean_loss, subnetwork_losses
+from ..evaluation import StreamedEvaluation, complete_buffers, first_holders_buffers, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
 from ..layout import Layout, Shard
 from ..mesh import Communicators, Coordinates
@@ -271,6 +271,7 @@ class DeepSpeedBackend:
         return _Gathered(self)
 
     def evaluate(self, batches: Sequence[Any]) -> float:
+        self.complete_buffers()
         with self._evaluating(), first_holders_buffers(self._gathered()):
             if self.layout.keeps_frozen or not self.installed:
                 return mean_loss(self._gathered(), batches)
@@ -295,7 +296,11 @@ class DeepSpeedBackend:
 
     def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         self._refresh.finish()
+        self.complete_buffers()
         return stream_full_state(self._gathered())
+
+    def complete_buffers(self) -> None:
+        complete_buffers(self._gathered())
 
     def shard_parameters(self) -> None:
         self._refresh.finish()

@@ -23,7 +23,7 @@ from ..layout import Layout, Shard
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough, frozen_view, masked
 from ..traffic import Traffic
-from ..units import Slice
+from ..units import Slice, goes_into_sum
 
 
 class ReferenceBackend:
@@ -70,7 +70,7 @@ class ReferenceBackend:
         held: dict[str, torch.Tensor] = {}
         for unit, holders in zip(self.layout.units, self.layout.placement.holders, strict=True):
             for part in unit.slices if not unit.is_block else ():
-                factor = self._scale.factor(unit) if part.dim == 1 else 1.0
+                factor = self._scale.factor(unit) if goes_into_sum(part.parameter, part.dim) else 1.0
                 factor = factor if group is None or group in holders else 0.0
                 if factor != 1.0:
                     held.setdefault(part.parameter, self._ones_along(part.parameter, part.dim))
@@ -205,6 +205,9 @@ class ReferenceBackend:
 
     def all_reduce_control(self, values: torch.Tensor) -> None:
         """One process has nobody to ask."""
+
+    def complete_buffers(self) -> None:
+        """There is one model."""
 
     def shard_parameters(self) -> None:
         """Nothing is sharded here."""

@@ -113,6 +113,16 @@ NEURONS = [
     Case(4, 1, neurons=2, model="llama-of-3", stage=2, optimizer="adamw", masking="backward"),
     Case(2, 2, stage=1, neurons=5, model="even-llama-tied", placement="cyclic", accumulation=3, masking="backward"),
 ]
+IMAGE_NEURONS = [  # the width of the first stage is 3, and so are the heads of the second
+    Case(2, 1, neurons=3, model="resnet-meta", accumulation=3),
+    Case(2, 2, stage=3, neurons=2, model="resnet-meta", optimizer="adamw", clip=True),
+    Case(2, 2, stage=1, neurons=4, model="resnet-meta", placement="cyclic", masking="backward", accumulation=3),
+    Case(4, 1, stage=2, neurons=3, model="resnet-meta", optimizer="momentum", masking="backward"),
+    Case(4, 1, neurons=2, model="swin-meta", optimizer="adamw"),
+    Case(2, 2, stage=3, neurons=3, model="swin-meta", placement="cyclic", clip=True, accumulation=3),
+    Case(2, 2, stage=2, neurons=4, model="swin-meta", optimizer="adamw", masking="backward"),
+    Case(2, 2, stage=3, neurons=2, model="swin-meta", optimizer="momentum", masking="backward", checkpointing="selective"),
+]
 
 
 @pytest.mark.parametrize("case", NEURONS, ids=str)
@@ -149,6 +159,7 @@ def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
         Case(2, 2, 2, 3, clip=True, optimizer="adamw", model="swin-meta", checkpointing="selective"),
         Case(2, 4, 3, model="swin-meta", masking="backward"),
         Case(4, 1, optimizer="adamw", model="swin-meta", masking="backward"),
+        *IMAGE_NEURONS,
     ],
     ids=str,
 )
@@ -163,7 +174,11 @@ def test_native_images_equal_the_reference(ranks: RankPool, case: Case) -> None:
         return replace(result, **weights)
 
     expected = reference(replace(case, checkpointing="none"))
-    assert_same_run([weights_alone(result) for result in native(ranks, case)], weights_alone(expected), case)
+    ours = native(ranks, case)
+    assert_same_run([weights_alone(result) for result in ours], weights_alone(expected), case)
+    for rank, result in enumerate(ours):
+        assert result.measured == result.predicted, f"rank {rank}"
+        assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"
 
 
 @pytest.mark.parametrize("case", TENSOR_COVER, ids=str)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +17,7 @@ from ranks import RankPool
 from ranks_cases import Case, full_gradients
 from sdp.engine.config import load_config
 from sdp.engine.errors import ConfigError, ModelError, PlacementError
-from sdp.engine.units import Branch, find_neuron_units
+from sdp.engine.units import Branch, find_neuron_units, find_units
 from torch import nn
 
 GROUPS = 2
@@ -173,11 +175,29 @@ def test_bf16_is_the_narrow_model_in_bf16() -> None:
     assert engine(batch).item() == pytest.approx(sum(losses) / GROUPS, rel=2e-3)
 
 
-def test_units_cover_every_branch_once() -> None:
-    model = llama()
-    units = find_neuron_units(model, 4)
+def test_units_are_cut_as_the_branch_allows() -> None:
+    units = find_neuron_units(llama(), 4)
     assert [unit.name for unit in units[:3]] == [f"model.layers.0.self_attn.neurons.{group}" for group in range(3)]  # 3 key/value heads
     assert len(units) == 4 * (3 + 4)
+    attention = find_neuron_units(models.build("swin-meta"), 2)[1]  # the second of two heads of 3 channels, beside queries, keys, values
+    assert [part.ranges[0] for part in attention.slices] == [(1, 2), *[(3, 6), (9, 12), (15, 18)] * 2, (3, 6)]
+    assert [part.index for part in attention.slices] == [1, *[1, 3, 5] * 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "cut"),
+    [
+        (llama, "_proj"),
+        (functools.partial(models.resnet, "cpu"), r"layer(1\.0|\d\.1)\.(conv1|bn1|conv2)"),
+        (functools.partial(models.swin, "cpu"), r"table|qkv|proj.weight|mlp\.0|mlp\.3\.weight"),
+    ],
+)
+def test_units_cover_every_branch_once(model: Any, cut: str) -> None:
+    model = model()
+    units = find_neuron_units(model, 4)
+    for block in find_units(model, "auto"):
+        of_block = sum(unit.flops for unit in units if unit.name.startswith(f"{block.name}."))
+        assert block.flops - len(units) < of_block <= block.flops  # rounded down
     parameters = dict(model.named_parameters())
     counts = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     for unit in units:
@@ -187,7 +207,7 @@ def test_units_cover_every_branch_once() -> None:
             ((first, last),) = part.ranges
             counts[part.parameter].narrow(part.dim, first, last - first).add_(1)
     for name, count in counts.items():
-        assert (count == (1 if "_proj" in name else 0)).all(), name
+        assert (count == (1 if re.search(cut, name) else 0)).all(), name
 
 
 def test_patterns_beside_neurons_are_refused() -> None:

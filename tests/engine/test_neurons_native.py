@@ -13,11 +13,11 @@ import torch
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, one_step, whole
 from sdp.engine.config import load_config
-from sdp.engine.errors import CheckpointError
+from sdp.engine.errors import CheckpointError, ModelError
 from sdp.engine.layout import Layout
 from sdp.engine.mesh import Mesh
-from sdp.engine.neurons import SlicedLinear, slice_linears
-from sdp.engine.units import find_neuron_units
+from sdp.engine.neurons import SlicedConv2d, SlicedLinear, Slices, slice_layers
+from sdp.engine.units import Branch, find_neuron_units
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -50,12 +50,12 @@ def _load(case: Case, folder: str) -> Any:
     return _state(engine)
 
 
-def check(answers: list[Any], weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], neurons: int) -> None:
+def check(answers: list[Any], weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], target: Case) -> None:
     """Weights, and every moment as the slice that it is of the full model's."""
     slices = {}
-    for unit in find_neuron_units(models.build(SOURCE.model), neurons) if neurons else []:
+    for unit in find_neuron_units(models.build(target.model), target.neurons) if target.neurons else []:
         for part in unit.slices:
-            slices[f"{part.parameter}:{unit.name.rpartition('.')[2]}"] = part
+            slices[f"{part.parameter}:{part.index}"] = part
     assert all(torch.equal(answers[0][0][name], weights[name]) for name in weights)
     compared = 0
     for _, here, steps in answers:
@@ -68,7 +68,7 @@ def check(answers: list[Any], weights: dict[str, torch.Tensor], moments: dict[st
                 expected = expected.narrow(slices[parameter].dim, first, last - first)
                 compared += 1
             assert torch.equal(value, expected), name
-    assert bool(compared) == bool(neurons)
+    assert bool(compared) == bool(target.neurons)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -78,20 +78,32 @@ def test_checkpoints_of_neurons_blocks_and_dense_runs_are_one_format(ranks: Rank
     dense = Case(1, 2, stage=1, model=SOURCE.model, optimizer="adamw", placement="full")
     moments = ranks.run(_load, dense, str(tmp_path), world=2)[0][1]
     assert any(value.abs().max() > 0 for value in moments.values())
-    check(saved, weights, moments, 2)
+    check(saved, weights, moments, SOURCE)
     targets = [
         Case(4, 1, neurons=3, model=SOURCE.model, optimizer="adamw"),
         Case(2, 1, neurons=14, model=SOURCE.model, optimizer="adamw", placement="cyclic"),
         Case(2, 2, stage=2, model=SOURCE.model, optimizer="adamw", placement="cyclic"),
     ]
     for target in targets[: 1 if background else 3]:
-        check(ranks.run(_load, target, str(tmp_path), world=target.world), weights, moments, target.neurons)
+        check(ranks.run(_load, target, str(tmp_path), world=target.world), weights, moments, target)
+
+
+@pytest.mark.parametrize("model", ["resnet-meta", "swin-meta"])
+def test_checkpoints_of_images(ranks: RankPool, tmp_path: Path, model: str) -> None:
+    """Channels with their running statistics, heads and columns of the table of biases."""
+    source = replace(SOURCE, model=model)
+    saved = ranks.run(_train_and_save, source, str(tmp_path), False, world=4)
+    dense = Case(1, 2, stage=1, model=model, optimizer="adamw", placement="full")
+    moments = ranks.run(_load, dense, str(tmp_path), world=2)[0][1]
+    check(saved, saved[0][0], moments, source)
+    for target in (Case(4, 1, neurons=3, model=model, optimizer="adamw", masking="backward"), replace(source, stage=2, neurons=0)):
+        check(ranks.run(_load, target, str(tmp_path), world=4), saved[0][0], moments, target)
 
 
 def test_a_dense_run_goes_on_in_neurons(ranks: RankPool, tmp_path: Path) -> None:
     dense = Case(1, 2, stage=3, model=SOURCE.model, optimizer="adamw", placement="full")
     weights, moments, _ = ranks.run(_train_and_save, dense, str(tmp_path), False, world=2)[0]
-    check(ranks.run(_load, SOURCE, str(tmp_path), world=4), weights, moments, 2)
+    check(ranks.run(_load, SOURCE, str(tmp_path), world=4), weights, moments, SOURCE)
     reference = engine_of(SOURCE, "reference")
     reference.load_checkpoint(tmp_path)
     assert all(torch.equal(weight, weights[name]) for name, weight in reference.full_state_dict().items())
@@ -112,6 +124,8 @@ def _evaluate(case: Case) -> tuple[float, list[float], float, Any]:
         Case(2, 1, neurons=2, model="even-llama"),
         Case(4, 2, stage=3, neurons=3, model="even-llama-tied-meta"),
         Case(2, 2, stage=2, neurons=2, model="even-llama-meta", bf16=True),
+        Case(2, 2, stage=3, neurons=3, model="resnet-meta"),
+        Case(4, 1, neurons=2, model="swin-meta"),
     ],
     ids=str,
 )
@@ -133,7 +147,7 @@ def test_evaluation_streams_slices(ranks: RankPool, case: Case) -> None:
 def sliced(case: Case, group: int) -> nn.Module:
     """What a rank of ``group`` computes with."""
     model = models.build(case.model)
-    slice_linears(model, Layout.of(model, load_config(case.config()), Mesh(case.groups, case.fsdp)), group)
+    slice_layers(model, Layout.of(model, load_config(case.config()), Mesh(case.groups, case.fsdp)), group)
     return model
 
 
@@ -163,7 +177,8 @@ def test_as_much_is_computed_as_by_a_narrower_model() -> None:
 @pytest.mark.parametrize(("dim", "frozen", "kept"), [(0, (1,), 8), (1, (1,), 3), (1, (), 8), (0, (0, 1), 0), (1, (0, 1), 0)])
 def test_of_an_input_only_what_a_trained_slice_needs_is_kept(dim: int, frozen: tuple[int, ...], kept: int) -> None:
     """Of 5 rows of 8 inputs, the first 3 of which the first slice takes."""
-    layer = SlicedLinear(nn.Linear(8, 8, bias=False), dim, {0: (0, 3), 1: (3, 8)}, frozen)
+    held = [index for index in (0, 1) if index not in frozen]
+    layer = SlicedLinear(nn.Linear(8, 8, bias=False), {"weight": Slices("weight", dim, {0: (0, 3), 1: (3, 8)}, held, frozen)})
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         y = layer(torch.randn(5, 8, requires_grad=True))
@@ -171,6 +186,41 @@ def test_of_an_input_only_what_a_trained_slice_needs_is_kept(dim: int, frozen: t
     assert sum(tensor.untyped_storage().nbytes() for tensor in saved if tensor.data_ptr() not in weights) == 4 * 5 * kept
     y.sum().backward()
     assert [parameter.grad is not None for parameter in layer.parameters()] == [index not in frozen for index in (0, 1)]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("frozen", [(), (0,), (0, 1)], ids=str)
+def test_a_convolution_of_slices(dim: int, frozen: tuple[int, ...]) -> None:
+    """One forward, its gradients, and no gradient of frozen weights: against torch's own, of the slices in their order."""
+    full = nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False)
+    slices = Slices("weight", dim, {0: (0, 3), 1: (3, 8)}, [index for index in (0, 1) if index not in frozen], frozen)
+    layer = SlicedConv2d(full, {"weight": slices})
+    plain = full.weight.detach().index_select(dim, slices.where(torch.device("cpu"))).requires_grad_()
+    x, x_plain = (torch.randn(2, 8, 5, 5, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    y, expected = layer(x), nn.functional.conv2d(x_plain, plain, stride=2, padding=1)
+    assert torch.equal(y, expected)
+    with FlopCounterMode(display=False) as counter:
+        y.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(x.grad, x_plain.grad)
+    assert plain.grad is not None
+    for index, gradient in zip(slices.order, plain.grad.split([(3, 5)[index] for index in slices.order], dim), strict=True):
+        ours = layer.get_parameter(f"weight:{index}").grad
+        assert (ours is None) == (index in frozen)
+        if ours is not None:
+            torch.testing.assert_close(ours, gradient)
+    trained = sum((3, 5)[index] for index in slices.held)
+    assert counter.get_total_flops() == 2 * 2 * 9 * 9 * 8 * (8 + trained)  # 2 images of 3 × 3 outputs, 3 × 3 weights
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 3, groups=2, bias=False), nn.Conv2d(4, 4, 3), nn.Linear(4, 4)], ids=str)
+def test_what_cannot_be_cut_into_neurons_is_named(layer: nn.Module) -> None:
+    model: Any = models.mlp(2)
+    model.layers[0].inner = layer
+    model.neuron_branches = lambda: [Branch("layers.0.inner", 4, (("layers.0.inner.weight", 0),))]
+    layout = Layout.of(model, load_config({"sdp": {"groups": 2, "granularity": "neuron", "capacity": 0.5}}), Mesh(2))
+    with pytest.raises(ModelError, match=r'layers.0.inner: sdp.granularity "neuron" cuts linear layers .*, not weight of this'):
+        slice_layers(model, layout, 0)
 
 
 def test_a_branch_of_which_a_group_has_nothing_is_zero() -> None:

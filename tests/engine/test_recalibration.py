@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, one_step
 from sdp.engine.errors import ModelError
+from sdp.engine.units import find_neuron_units
 from torch import nn
 
 CALIBRATION, HELD_OUT = 90, 95  # numbers of "steps" whose batches are read
@@ -34,13 +35,14 @@ def _recalibrate(case: Case, engine_name: str = "fsdp2") -> dict[str, Any]:
     for step in range(2):
         one_step(engine, case, step, data_rank=rank)
         engine.step()
+    plain = engine.full_state_dict()
     before = buffers_of(engine)
     with engine.recalibrated(batches(CALIBRATION, 2, rank, case.data_ranks)):
         inside = buffers_of(engine)
         state = engine.full_state_dict()
         loss = engine.evaluate(batches(HELD_OUT, 2, rank, case.data_ranks))
     after = buffers_of(engine)
-    return {"before": before, "inside": inside, "after": after, "state": state, "loss": loss}
+    return {"plain": plain, "before": before, "inside": inside, "after": after, "state": state, "loss": loss}
 
 
 def by_hand(case: Case, state: dict[str, torch.Tensor]) -> tuple[nn.Module, float, torch.Tensor]:
@@ -61,8 +63,8 @@ def by_hand(case: Case, state: dict[str, torch.Tensor]) -> tuple[nn.Module, floa
     return cumulative, loss, first
 
 
-def test_statistics_are_the_full_models_over_all_ranks(ranks: RankPool) -> None:
-    case = Case(2, 1, model="resnet-meta")
+@pytest.mark.parametrize("case", [Case(2, 1, model="resnet-meta"), Case(2, 1, model="resnet-meta", neurons=2)], ids=str)
+def test_statistics_are_the_full_models_over_all_ranks(ranks: RankPool, case: Case) -> None:
     results = ranks.run(_recalibrate, case, world=case.world)
     state = results[0]["state"]
     cumulative, loss, first = by_hand(case, state)
@@ -105,3 +107,18 @@ def test_a_norm_that_does_not_run_is_named() -> None:
     with pytest.raises(ModelError, match="norm: did not run"), engine.recalibrated([torch.randn(2, models.WIDTH)]):
         pass
     assert engine.module.get_submodule("norm").track_running_stats
+
+
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+def test_statistics_of_channels_are_those_of_their_first_holder(ranks: RankPool, masking: Any) -> None:
+    case = Case(2, 1, model="resnet-meta", neurons=2, masking=masking)
+    results = ranks.run(_recalibrate, case, world=case.world)
+    holders = engine_of(case, "reference").layout.placement.holders
+    units = find_neuron_units(models.build(case.model), case.neurons)
+    assert {held[0] for held in holders} == {0, 1}
+    for unit in units:
+        for part in unit.buffers:
+            ((first, last),) = part.ranges
+            own = results[holders[unit.index][0]]["before"][part.parameter][first:last]
+            assert torch.equal(results[0]["plain"][part.parameter][first:last], own), part
+            assert not own.eq(own.round()).any(), f"{part}: not trained"
