@@ -24,6 +24,7 @@ from .layout import Layout
 from .loader import EpochLoader, ResumableLoader
 from .mesh import Mesh
 from .optim import build_optimizer
+from .place import warnings_of
 from .schedules import build_scheduler
 
 log = logging.getLogger("sdp")
@@ -259,7 +260,7 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         log.warning('sdp.neuron_groups %d has no effect with sdp.granularity "block"', config.sdp.neuron_groups)
     if layout.units:
         log.info("placement: %s", layout.placement.describe())
-        for warning in layout.placement.warnings() if mesh.sdp > 1 else []:
+        for warning in warnings_of(config.sdp, layout.placement) if mesh.sdp > 1 else []:
             log.warning("placement: %s", warning)
     if layout.refreshes and config.sdp.engine != "reference":
         sets = {refresh.members for refresh in layout.refreshes}

@@ -40,6 +40,19 @@ def place(section: SDPSection, units: Sequence[Unit]) -> Placement:
     return Placement(section.groups, names, holders, costs, flops, bound)
 
 
+def warnings_of(section: SDPSection, placement: Placement) -> list[str]:
+    """What a user should know of the placement that was made, also of one that looks at numbers of units alone."""
+    held = [placement.held_fraction(group) for group in range(placement.groups)]
+    uneven = max(held) > 2 * min(held) or placement.imbalance > 1.1
+    if section.placement != "cyclic" or len(set(placement.costs)) == 1 or not uneven:
+        return placement.warnings()
+    return [
+        f"units differ in size: a group holds {min(held):.0%} to {max(held):.0%} of their parameters, and the slowest has "
+        f'{placement.imbalance:.2f} × the mean work; sdp.placement "balanced" fills groups alike, or says why units do not allow it',
+        *placement.warnings(),
+    ]
+
+
 def _explicit_holders(section: SDPSection, names: Sequence[str]) -> tuple[Holders, ...]:
     assert isinstance(section.placement, dict)
     given: dict[str, Holders] = {}
@@ -236,7 +249,8 @@ def _require_room(packing: Packing, held: np.ndarray, section: SDPSection, names
     share = packing.size[unit] / max(1, packing.size.sum())
     raise PlacementError(
         f"sdp.capacity: the groups have no room {asked} beside the other units ({share:.1%} of the units' parameters); "
-        f"{_capacity_that_fits(packing, needed, room_for)} would do, or cut the model into smaller units"
+        f"{_capacity_that_fits(packing, needed, room_for)} would do, or cut the model into smaller units "
+        f'(sdp.granularity "neuron"), or let all groups hold it (sdp.protect)'
     )
 
 

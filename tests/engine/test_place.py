@@ -14,9 +14,10 @@ from sdp.engine.config import SDPSection
 from sdp.engine.consistency import check_placement
 from sdp.engine.errors import ConfigError, PlacementError
 from sdp.engine.packing import Packing, connect, fill, shuffle
-from sdp.engine.place import place
+from sdp.engine.place import place, warnings_of
 from sdp.engine.placement import COMMUNICATORS, Placement
-from sdp.engine.units import Unit, find_units
+from sdp.engine.units import Unit, find_neuron_units, find_units
+from sdp.models.registry import build_model
 
 # The eight basic blocks of ResNet-18 for 32 × 32 images (He et al., arXiv 1512.03385; stem of stride 1, as usual on CIFAR): convolutions
 # of 3 × 3 without biases, 2 batch norms, and in the first block of stages 2 to 4 a 1 × 1 convolution with a batch norm.
@@ -53,6 +54,27 @@ def test_resnet_blocks_are_balanced_within_their_memory() -> None:
     # What it is for: the same number of blocks for all does not fit, by far.
     cyclic = placed(units(RESNET_PARAMETERS, RESNET_FLOPS), groups=4, capacity=0.5)
     assert max(cyclic.held_fraction(group) for group in range(4)) > 0.75
+
+
+RESNET = {"name": "resnet18", "stem": "cifar", "num_classes": 10, "image_size": 32}
+
+
+def test_resnet_of_the_registry_is_balanced_by_channels() -> None:
+    placement = placed(find_neuron_units(build_model(RESNET), 8), groups=4, capacity=0.5, placement="balanced")
+    assert placement.imbalance <= 1.05
+    assert placement.loads.max() == placement.bound
+    assert "FLOPs (proved the least)" in placement.describe()
+    assert placement.connected
+
+
+def test_resnet_blocks_that_cannot_be_balanced() -> None:
+    these = find_units(build_model(RESNET), "auto")
+    with pytest.raises(PlacementError, match=r"no room to hold 'layer4.1' at all .*74.4%.* 0.755 would do.*\"neuron\".*sdp.protect"):
+        placed(these, groups=4, capacity=0.5, placement="balanced")
+    section = SDPSection(groups=4, capacity=0.5)
+    (note,) = warnings_of(section, place(section, these))
+    assert note.startswith("units differ in size: a group holds 6% to 94% of their parameters, and the slowest has 1.20 × the mean work")
+    assert warnings_of(section, place(section, units([7] * 5))) == []
 
 
 capacity_lists = st.lists(st.floats(0.2, 1.0), min_size=2, max_size=8)
