@@ -19,6 +19,7 @@ from ..engine.errors import ConfigError, SDPError
 from ..engine.initialize import mesh_of
 from ..engine.layout import Layout
 from ..engine.ledger import KINDS
+from ..engine.place import warnings_of
 from ..engine.trace import StepTrace, trace_step
 from ..engine.traffic import sent_bytes
 from ..engine.traffic_plan import Collective, plan_collectives
@@ -88,7 +89,7 @@ class Forecast:
             "step_seconds": self.seconds,
             "samples_per_second": self.samples_per_second,
             "placement": placement.guarantees() if placement.units else None,
-            "warnings": placement.warnings() if placement.units and mesh.sdp > 1 else [],
+            "warnings": warnings_of(self.config.sdp, placement) if placement.units and mesh.sdp > 1 else [],
             "ranks": [self._rank_json(group) for group in self.groups],
         }
 
