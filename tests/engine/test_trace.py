@@ -56,7 +56,7 @@ def measured(config: dict[str, Any]) -> tuple[int, dict[str, int], dict[str, int
 
     def step() -> None:
         for _ in range(engine.gradient_accumulation_steps()):
-            engine.backward(engine(batch_of(config["model"], 4)))
+            engine.backward(engine(batch_of(config["model"], config["train_micro_batch_size_per_gpu"])))
             engine.step()
 
     step()
@@ -100,6 +100,17 @@ def test_a_traced_step_is_a_real_ranks(ranks: RankPool, name: str) -> None:
         assert asdict(plan.state) == state
         assert plan.peak == pytest.approx(peak, rel=0.01)
         assert max(result[0] for result in found if result[3] == group) <= 1.01 * plan.peak
+
+
+@pytest.mark.slow
+def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
+    model = LLAMA | {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config = config_of(model=model, masking="backward") | {"train_micro_batch_size_per_gpu": 40}
+    peak, state, *_ = ranks.run(measured, config, world=2, timeout=600)[0]
+    plan = traced(config, 2)
+    assert peak > 1e9
+    assert asdict(plan.state) == state
+    assert plan.peak == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize(
