@@ -105,6 +105,8 @@ def a_job_that_is_preempted_and_loses_a_rank_and_a_node_ends_as_if_undisturbed(
         slurm.wait(run, "pending")  # SLURM waits 30 s for a silent node
     finally:
         slurm.hosts.plug("b", "up")
+    # What is left there of the old step would take the job's new one with it.
+    until(lambda: not slurm.hosts.processes("slurmstepd", "b"), SECONDS)
     slurm("scontrol", "reconfigure")  # the node registers again now; by itself it takes minutes
     assert "rank 0 on host-a, step " in slurm.said(run)
     assert "no progress for 8 s" in slurm.said(run)
