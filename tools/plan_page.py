@@ -8,7 +8,7 @@ from ..engine.ledger import KINDS
 from .forecast import Forecast
 from .table import Table
 
-_COLOURS = dict(zip(KINDS, ("#2f5d8a", "#5b9bd5", "#9cc3e6", "#b9a5d6", "#c9c9c9", "#e8a33d", "#6aa56a"), strict=True))
+_COLOURS: dict[str, str] = dict(zip(KINDS, ("#2f5d8a", "#5b9bd5", "#9cc3e6", "#b9a5d6", "#c9c9c9", "#e8a33d", "#6aa56a"), strict=True))
 _MOST_GROUPS, _MOST_UNITS = 128, 256  # drawn
 
 _PAGE = """<!doctype html>
