@@ -80,7 +80,7 @@ class Job:
         os.kill(pids[rank], number)
         return pids
 
-    def end(self, seconds: float = 60) -> tuple[int, str]:
+    def end(self, seconds: float = 180) -> tuple[int, str]:
         try:
             _, err = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -105,7 +105,7 @@ def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 def check_death(job: Job, rank: int, pids: list[int]) -> str:
     """One message that names rank, host and cause; exit code 1; nobody is left."""
-    code, err = job.end()
+    code, err = job.end(seconds=60)
     assert code == 1, err
     errors = [line for line in err.splitlines() if "error" in line]
     assert len(errors) == 1, err
