@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from .backends.deepspeed import DeepSpeedBackend
 from .backends.deepspeed_private import local_part
-from .backends.deepspeed_shards import Bundle, partition_numel, pieces_of
+from .backends.deepspeed_shards import partition_numel
 from .checkpoint_part import Part
 from .checkpoint_state import SavedState
 from .consistency import compare_sums
@@ -76,7 +76,7 @@ class DeepSpeedState(SavedState):
                 info = backend.layout.parameters[piece.name]
                 for pattern, value in values.items():
                     key = pattern.format(info.canonical)
-                    if value.numel() != master.numel():
+                    if value.shape != master.shape:
                         tensors.setdefault(key, value)  # a step count
                         continue
                     part = part_of(info, piece.start, value[piece.at : piece.at + piece.length])
@@ -88,20 +88,29 @@ class DeepSpeedState(SavedState):
         backend = self._backend
         trained = {name for bundle in backend.bundles for name in bundle.names}
         tensors: dict[str, Any] = {}
-        for name, parameter in backend.parameters.items():
+        for name in backend.parameters:
             if name not in trained:
-                info, local = backend.layout.parameters[name], local_part(parameter).detach().view(-1)
-                alone = Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
-                ranks, rank = (backend.ranks_inside, backend.rank_inside) if backend.stage == 3 else (1, 0)
-                for piece in pieces_of(alone, 3, ranks, rank):
-                    tensors[f"model/{info.canonical}"] = part_of(info, piece.start, local[: piece.length])
+                info = backend.layout.parameters[name]
+                for start, values in backend.untrained_part(name):
+                    tensors[f"model/{info.canonical}"] = part_of(info, start, values)
         return tensors
 
     def loaded(self) -> None:
         if self._backend.zero is None:
             super().loaded()
-        else:
-            self._backend.zero.spread_masters()
+            return
+        self._spread_counts()
+        self._backend.zero.spread_masters()
+
+    def _spread_counts(self) -> None:
+        """What the first slice of a parameter has for all (a step count) the others get; each is in a bundle of its own."""
+        backend, first = self._backend, {}
+        assert backend.zero is not None
+        for index, piece in backend.pieces():
+            master, canonical = backend.zero.masters[index], backend.layout.parameters[piece.name].canonical
+            for key, value in backend.deepspeed.basic_optimizer.state.get(master, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape != master.shape:
+                    value.copy_(first.setdefault((canonical, key), value))
 
 
 def materialise_state(backend: DeepSpeedBackend) -> None:

@@ -41,14 +41,17 @@ class DeepSpeedSDPEngine(SDPEngine):
             self._step_of_deepspeed()
 
     def _step_of_deepspeed(self) -> None:
-        """With one group the step is DeepSpeed's alone: its norm, its clipping, its overflow."""
+        """With one group the step is DeepSpeed's alone, its norm and its clipping; a gradient that is not finite is skipped."""
         backend, skipped = self._backend, self.deepspeed.skipped_steps
-        totals = backend.squared_grad_norm_and_loss(torch.stack(self._losses).double().mean()).tolist()
         self._gradient_bytes = sum(gradient.nbytes for gradient in backend.gradients())
-        self.deepspeed.step()
-        norm = self.deepspeed.get_global_grad_norm()
-        self._loss, self._losses = totals[1], []
-        self._grad_norm = math.sqrt(totals[0]) if norm is None else float(norm)
+        totals = backend.squared_grad_norm_and_loss(torch.stack(self._losses).double().mean()).tolist()
+        self._grad_norm, self._loss, self._losses = math.sqrt(totals[0]), totals[1], []
+        if math.isfinite(self._grad_norm):
+            self.deepspeed.step()
+            norm = self.deepspeed.get_global_grad_norm()
+            self._grad_norm = self._grad_norm if norm is None else float(norm)
+        else:
+            backend.skip_step()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.deepspeed.skipped_steps > skipped else 0
         self.skipped_steps = self.deepspeed.skipped_steps
         self._count_step()

@@ -76,7 +76,7 @@ class Case:
                 "params": {"warmup_min_lr": peak / 3, "warmup_max_lr": peak, "warmup_num_steps": 3, "warmup_type": "linear"},
             },
             "bf16": {"enabled": self.bf16},
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": zero_of(self.stage) if engine == "deepspeed" else {"stage": self.stage},
             "tensor_parallel": {"autotp_size": self.tp},
             "activation_checkpointing": {"mode": self.checkpointing},
             "sdp": {
@@ -115,6 +115,11 @@ class Case:
             return {"placement": "random", "seed": 3, "profile": [1, 2, 2, 1] if self.groups == 2 else [1, 3, 2, 4]}
         holders = {2: [[0], [0, 1], [0, 1], [1], [1]], 4: [[0, 1, 2, 3], [0, 2], [3, 1, 0], [3], [1, 2]]}[self.groups]
         return {"placement": dict(zip(models.unit_names(self.model), holders, strict=False))}
+
+
+def zero_of(stage: int) -> dict[str, Any]:
+    """DeepSpeed's section. By default ZeRO 3 would leave every parameter of a small model whole."""
+    return {"stage": 3, "stage3_param_persistence_threshold": 0} if stage == 3 else {"stage": stage}
 
 
 RELATIVE = 1e-5

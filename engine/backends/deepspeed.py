@@ -183,8 +183,11 @@ class DeepSpeedBackend:
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients by which DeepSpeed is going to step, g_u once this returns."""
-        if self.zero is None or self._sync is None:
+        if self.zero is None:
             return [p.grad for p in self.parameters.values() if p.grad is not None]
+        if self._sync is None:  # one group: they stay as DeepSpeed has them
+            self._averaged = self.zero.gradients()
+            return self._averaged
         gradients = self.zero.take_gradients()
         started = self.clock()
         self._sync.average(gradients)
@@ -195,6 +198,8 @@ class DeepSpeedBackend:
     def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
         if self._sync is not None:
             counted = self._sync.counted(self._averaged)
+        elif self.zero is not None:
+            counted = self._averaged
         else:  # whole gradients
             infos = self.layout.parameters
             first = self.at.fsdp == 0
@@ -223,7 +228,10 @@ class DeepSpeedBackend:
         engine.global_samples += engine.train_batch_size()
 
     def zero_grad(self) -> None:
-        self.deepspeed.optimizer.zero_grad()
+        if self.zero is not None:
+            self.zero.drop_gradients()
+        else:
+            self.deepspeed.optimizer.zero_grad()
         if self._hooked is not None:
             self._hooked.dropped()
 
@@ -257,11 +265,27 @@ class DeepSpeedBackend:
 
         A sum of pieces, each of which one rank has: exact, whatever the cuts.
         """
+        pieces = [(index, piece) for index, piece in self.pieces() if piece.name == name]
+        return self._joined(name, [(piece.start, flats[index].detach()[piece.at : piece.at + piece.length]) for index, piece in pieces])
+
+    def untrained_part(self, name: str) -> list[tuple[int, torch.Tensor]]:
+        """What this rank has of a parameter that no group of the optimizer has, flat, and where that begins: ZeRO 3 cuts these too."""
+        info, local = self.layout.parameters[name], local_part(self.parameters[name]).detach().view(-1)
+        alone = Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
+        ranks, rank = (self.ranks_inside, self.rank_inside) if self.stage == 3 else (1, 0)
+        return [(piece.start, local[: piece.length]) for piece in pieces_of(alone, 3, ranks, rank)]
+
+    def whole_untrained(self, name: str) -> torch.Tensor:
+        """The whole of such a parameter, float32; under ZeRO 3 collective inside the group."""
+        if self.stage < 3:
+            return self.parameters[name].detach().float()
+        return self._joined(name, self.untrained_part(name))
+
+    def _joined(self, name: str, parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
         info = self.layout.parameters[name]
         whole = torch.zeros(info.numel, dtype=torch.float32, device=self.device)
-        for index, piece in self.pieces():
-            if piece.name == name:
-                whole[piece.start : piece.start + piece.length] = flats[index].detach()[piece.at : piece.at + piece.length].to(self.device)
+        for start, part in parts:
+            whole[start : start + part.numel()] = part.to(self.device)
         if self.ranks_inside > 1:
             self.traffic.record("inside groups", "all_reduce", whole.nbytes, self.ranks_inside)
             dist.all_reduce(whole, group=self._groups.inside)
@@ -329,8 +353,10 @@ class _WholeParameters(Mapping[str, nn.Parameter]):
         if name not in backend.parameters:
             raise KeyError(name)
         parameter = backend.parameters[name]
-        if backend.zero is None or not parameter.requires_grad:
+        if backend.zero is None:
             return parameter
+        if not parameter.requires_grad:
+            return backend.whole_untrained(name)
         return backend.whole(name, backend.zero.masters)
 
     def __iter__(self) -> Iterator[str]:

@@ -38,8 +38,8 @@ _NAMES = {
 }
 # Attributes of the optimizer that DeepSpeed makes, by ZeRO stage.
 _FLAT = """
-    averaged_gradients single_partition_of_fp32_groups bit16_groups partition_size cpu_offload update_lp_params check_grad_overflow
-    check_overflow _wait_for_offload_copies
+    averaged_gradients all_grad_tensors micro_step_id reset_cpu_buffers single_partition_of_fp32_groups bit16_groups partition_size
+    cpu_offload update_lp_params check_grad_overflow check_overflow _wait_for_offload_copies
 """
 _PARTITIONED = """
     averaged_gradients fp32_partitioned_groups_flat fp16_groups sub_group_to_group_id offload_optimizer persistent_parameters
@@ -178,6 +178,27 @@ class ZeroState:
             self._optimizer.averaged_gradients[index] = [flat]
             taken.append(flat)
         return taken
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Reduced gradients of this rank's partitions, each in as many pieces as DeepSpeed has it in."""
+        if self._stage < 3:
+            self._optimizer._wait_for_offload_copies()
+        if self.offloaded:
+            return [master.grad for master in self.masters if master.grad is not None]
+        return [piece for index in range(len(self.masters)) for piece in self._optimizer.averaged_gradients.get(index) or ()]
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of all micro-batches; DeepSpeed's ``zero_grad`` leaves what ZeRO 1 and 2 have reduced already."""
+        optimizer = self._optimizer
+        optimizer.zero_grad()
+        if self._stage == 3:
+            return
+        for reduced in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            for index in reduced:
+                reduced[index] = None
+        if self.offloaded:
+            optimizer.reset_cpu_buffers()
+        optimizer.micro_step_id = -1  # what is accumulated in host memory is overwritten by the next micro-batch
 
     @contextmanager
     def skipping(self) -> Iterator[None]:

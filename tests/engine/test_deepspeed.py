@@ -17,7 +17,7 @@ import ranks_models as models
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from ranks_cases import Case, Result, assert_same_run, engine_of, one_step, reference, train
+from ranks_cases import Case, Result, assert_same_run, engine_of, one_step, reference, train, zero_of
 from sdp.engine.config import load_config
 from sdp.engine.errors import CheckpointError, ConfigError
 
@@ -104,7 +104,7 @@ def _nan_in_one_group(stage: int, offload: bool) -> tuple[list[int], bool, bool]
 
 def offloaded(stage: int, offload: bool = True) -> dict[str, Any]:
     """Sections that put the optimizer of a case into host memory."""
-    return {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}} if offload else {}
+    return {"zero_optimization": {**zero_of(stage), "offload_optimizer": {"device": "cpu"}}} if offload else {}
 
 
 MORE_SKIPS = [pytest.param(*case, marks=pytest.mark.full_table) for case in ((1, False), (2, True), (3, True))]
@@ -159,6 +159,8 @@ MOVES = [
     (replace(LLAMA, stage=3), "fsdp2", replace(LLAMA, stage=2), "deepspeed"),
     pytest.param(replace(ADAMW, stage=1), "deepspeed", replace(ADAMW, stage=3), "deepspeed", marks=pytest.mark.full_table),
     pytest.param(replace(NEURONS, stage=2), "deepspeed", NEURONS, "deepspeed", marks=pytest.mark.full_table),
+    pytest.param(replace(NEURONS, stage=1), "deepspeed", replace(NEURONS, stage=1), "deepspeed", marks=pytest.mark.full_table),
+    (replace(NEURONS, stage=3), "deepspeed", replace(NEURONS, stage=3), "deepspeed"),
 ]
 
 
@@ -223,6 +225,84 @@ def test_with_one_group_it_is_deepspeed_bit_for_bit(ranks: RankPool, stage: int,
         assert plain == ours
         assert len(set(plain)) == len(plain)
         assert measured == predicted > 0
+
+
+def _nan_in_one_group_alone(stage: int, offload: bool) -> None:
+    from sdp.engine.errors import DivergedError
+
+    case = Case(1, 2, stage=stage, optimizer="adamw")
+    engine = engine_of(case, "deepspeed", training={"max_skips": 1}, **offloaded(stage, offload))
+    one_step(engine, case, 0, data_rank=dist.get_rank())
+    engine.step()
+    assert engine.measured_state_bytes().gradients == engine.predicted_state_bytes().gradients > 0
+    before = engine.full_state_dict()
+    for skipped in (1, 2):
+        batch = dict(models.micro_batch(case.model, 1, 0, dist.get_rank()))
+        batch["x"] = batch["x"] * (float("nan") if dist.get_rank() else 1.0)
+        engine.backward(engine(batch))
+        if skipped == 1:
+            engine.step()
+        else:
+            with pytest.raises(DivergedError, match="at step 3, for the 2"):
+                engine.step()
+        assert [engine.skipped_steps, engine.deepspeed.skipped_steps] == [skipped, skipped]
+    after = engine.full_state_dict()
+    assert dist.get_rank() or all(torch.equal(before[name], after[name]) for name in before)
+
+
+MORE_ALONE = [pytest.param(*case, marks=pytest.mark.full_table) for case in ((1, False), (2, True), (3, False), (3, True))]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (2, False), *MORE_ALONE])
+def test_one_group_skips_a_step_whose_gradient_is_not_finite(ranks: RankPool, stage: int, offload: bool) -> None:
+    ranks.run(_nan_in_one_group_alone, stage, offload, world=2)
+
+
+def _dropped(stage: int, offload: bool) -> None:
+    case = Case(2, 1, stage=stage, accumulation=2)
+    after = []
+    for first in (0, 9):
+        engine = engine_of(case, "deepspeed", **offloaded(stage, offload))
+        engine.backward(engine(models.micro_batch(case.model, first, 0, dist.get_rank())))
+        engine.step()
+        engine.zero_grad()
+        engine.backward(engine(models.micro_batch(case.model, 1, 0, dist.get_rank())))
+        engine.step()
+        after.append((engine.get_global_grad_norm(), engine.full_state_dict()))
+    (norm, weights), (other_norm, other_weights) = after
+    assert norm == other_norm > 0
+    assert dist.get_rank() or all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+MORE_DROPS = [pytest.param(*case, marks=pytest.mark.full_table) for case in ((0, False), (1, False), (3, False), (3, True))]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, False), (2, True), *MORE_DROPS])
+def test_zero_grad_drops_earlier_micro_batches(ranks: RankPool, stage: int, offload: bool) -> None:
+    ranks.run(_dropped, stage, offload, world=2)
+
+
+def _partly_frozen(stage: int, bf16: bool) -> None:
+    import sdp
+
+    case = Case(2, 1, stage=stage, model="llama", bf16=bf16)
+    model = models.build(case.model)
+    for parameter in list(model.parameters())[::2]:
+        parameter.requires_grad_(False)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    engine = sdp.initialize(model=model, config=case.config("deepspeed"))[0]
+    one_step(engine, case, 0, data_rank=dist.get_rank())
+    engine.step()
+    assert torch.isfinite(torch.tensor(engine.evaluate([models.micro_batch(case.model, 7, 0, dist.get_rank())])))
+    state = engine.full_state_dict()
+    for name, value in expected.items() if dist.get_rank() == 0 else ():
+        rounded = value.bfloat16().float() if bf16 else value
+        assert state[name].dtype == torch.float32 and torch.equal(state[name], rounded), name
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(3, False), (1, True), pytest.param(3, True, marks=pytest.mark.full_table)])
+def test_the_full_state_has_parameters_that_the_user_froze(ranks: RankPool, stage: int, bf16: bool) -> None:
+    ranks.run(_partly_frozen, stage, bf16, world=2)
 
 
 # -- a plain checkpoint as the start -----------------------------------------------------------------------------------------------------
