@@ -15,7 +15,7 @@ from .placement import Placement
 from .sync import local_tensor
 from .units import SHARED
 
-_CHUNK = 1 << 20
+CHUNK = 1 << 20
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
@@ -24,8 +24,8 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
     for tensor in tensors:
         flat = local_tensor(tensor.detach()).contiguous().view(-1)
         words = flat.view(torch.int32 if flat.element_size() % 4 == 0 else torch.uint8)
-        for start in range(0, words.numel(), _CHUNK):
-            chunk = words[start : start + _CHUNK].long()
+        for start in range(0, words.numel(), CHUNK):
+            chunk = words[start : start + CHUNK].long()
             positions = torch.arange(start + 1, start + 1 + chunk.numel(), device=chunk.device)
             total = (total * 1_000_003 + int((chunk * (2 * positions + 1)).sum())) & ((1 << 63) - 1)
     return total

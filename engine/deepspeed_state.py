@@ -13,7 +13,7 @@ from .backends.deepspeed_private import local_part
 from .backends.deepspeed_shards import partition_numel
 from .checkpoint_part import Part
 from .checkpoint_state import SavedState
-from .consistency import compare_sums
+from .consistency import CHUNK, compare_sums
 from .layout import TensorInfo
 from .memory import StateBytes, state_tensors
 from .units import SHARED
@@ -141,10 +141,12 @@ def check_holders(backend: DeepSpeedBackend) -> None:
         state = backend.deepspeed.basic_optimizer.state.get(masters[index], {})
         values = [masters[index].detach(), *(v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor) and v.dim())]
         for kind, value in enumerate(values):
-            words = value[piece.at : piece.at + piece.length].contiguous().view(torch.int32).long()
             first = (places[piece.name] * 8 + kind) * 1_000_003 + piece.start
-            weights = 2 * torch.arange(first, first + piece.length, device=words.device) + 1
-            sums[names.index(backend.layout.parameters[piece.name].unit)] += (words * weights).sum().cpu()
+            total = sums[names.index(backend.layout.parameters[piece.name].unit)]
+            for at in range(0, piece.length, CHUNK):  # 64-bit copies of a whole partition could be too much
+                words = value[piece.at + at : piece.at + min(at + CHUNK, piece.length)].contiguous().view(torch.int32).long()
+                weights = 2 * torch.arange(first + at, first + at + words.numel(), device=words.device) + 1
+                total += (words * weights).sum().cpu()
     everyones = torch.empty((backend.layout.mesh.world_size, len(names)), dtype=torch.int64, device=backend.device)
     dist.all_gather(list(everyones.unbind()), sums.to(backend.device))
     mesh = backend.layout.mesh

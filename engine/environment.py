@@ -11,7 +11,8 @@ import shutil
 import socket
 import subprocess
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,6 +128,18 @@ def set_default(name: str, value: str) -> None:
 def publish(environment: Environment) -> None:
     """Set torchrun's variables in this process, for libraries that read them."""
     os.environ.update(environment.variables())
+
+
+@contextmanager
+def alone_if_unlaunched() -> Iterator[None]:
+    """While inside, a process that no launcher started has the variables of the only rank of a world."""
+    missing = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if detect() is None else {}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
 
 
 def export(settings: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from . import environment
 from .activations import checkpoint_activations
 from .backends import deepspeed_private
 from .backends.deepspeed import DeepSpeedBackend, GroupsOfRanks
@@ -66,6 +67,7 @@ def initialize_deepspeed(
     settings = config.deepspeed | {
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
+        "zero_allow_untested_optimizer": True,  # as with several groups: any optimizer steps on partitions
     }
     note = "optimizer: DeepSpeed's, as the configuration or the script says"
     scheduler: Any = lr_scheduler
@@ -79,18 +81,27 @@ def initialize_deepspeed(
             scheduler = _scheduler(config, lr_scheduler, given, [bundle.options for bundle in held])
             _hand_over(settings, config)
     process_groups = GroupsOfRanks(layout, bundles, stage)
+    if stage == 3:
+        # DeepSpeed's default cuts a large unit into several groups.
+        settings["zero_optimization"] = {"sub_group_size": 10**12, **settings.get("zero_optimization", {})}
     if installed:
         _refuse_small_sub_groups(config, bundles, layout)
         if stage == 3:
             deepspeed_private.let_groups_differ()
-    _, _, _, scheduler = made = package.initialize(
-        model=model,
-        optimizer=given,
-        model_parameters=_as_given(groups, parameters, grouped=grouped) if given is None or not isinstance(given, Optimizer) else None,
-        lr_scheduler=scheduler,
-        mpu=process_groups.mpu,
-        config=settings,
-    )
+    unbuilt = given is None or not isinstance(given, Optimizer)
+    try:
+        with environment.alone_if_unlaunched():  # DeepSpeed asks for a launcher's variables
+            _, _, _, scheduler = made = package.initialize(
+                model=model,
+                optimizer=given,
+                model_parameters=_as_given(groups, parameters, grouped=grouped) if unbuilt else None,
+                lr_scheduler=scheduler,
+                mpu=process_groups.mpu,
+                config=settings,
+            )
+    except (AssertionError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(f'sdp.engine "deepspeed": DeepSpeed refuses its configuration ({reason}); change what it names') from error
     engine = made[0]
     deepspeed_private.check_engine(package, engine, stage)
     backend = DeepSpeedBackend(
@@ -146,7 +157,14 @@ def _optimizer(config: Config, given: Any, groups: list[dict[str, Any]], device:
 
 def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequence[int]) -> Any:
     if given is not None:
-        return given if hasattr(given, "step") else given(optimizer)
+        if not hasattr(given, "step"):
+            return given(optimizer)
+        if len(getattr(given, "base_lrs", optimizer.param_groups)) != len(optimizer.param_groups):
+            raise ConfigError(
+                f"lr_scheduler: the {type(given).__name__} given has rates for {len(given.base_lrs)} parameter groups, and "
+                f"DeepSpeed has {len(optimizer.param_groups)}, one for each unit; pass a function that makes it from the optimizer"
+            )
+        return given
     if config.scheduler is None:
         return None
     # A list of rates has one for each group of the user's.
@@ -161,7 +179,7 @@ def _hand_over(settings: dict[str, Any], config: Config) -> None:
     """Take out of DeepSpeed's file what is done between groups."""
     settings.pop("optimizer", None)
     settings.pop("scheduler", None)
-    settings |= {"gradient_clipping": 0.0, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    settings |= {"gradient_clipping": 0.0, "zero_force_ds_cpu_optimizer": False}
     zero = settings["zero_optimization"] = dict(settings.get("zero_optimization", {}))
     offloads = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
     if config.zero_optimization.stage in (1, 2) and not offloads:
@@ -169,14 +187,14 @@ def _hand_over(settings: dict[str, Any], config: Config) -> None:
 
 
 def _refuse_small_sub_groups(config: Config, bundles: Sequence[Bundle], layout: Layout) -> None:
-    limit = config.deepspeed.get("zero_optimization", {}).get("sub_group_size", 1_000_000_000)
-    if config.zero_optimization.stage < 3:
+    limit = config.deepspeed.get("zero_optimization", {}).get("sub_group_size")
+    if config.zero_optimization.stage < 3 or limit is None:
         return
     for bundle in bundles:
-        numel = max(sum(bundle.numels), *(partition_numel(bundle, 3, len(layout.mesh.ranks_of(group))) for group in bundle.holders))
+        numel = max(partition_numel(bundle, 3, len(layout.mesh.ranks_of(group))) for group in bundle.holders)
         if numel > limit:
             raise ConfigError(
-                f"zero_optimization.sub_group_size: {limit} is less than the {numel} elements of {bundle.unit!r}, whose shards would be "
+                f"zero_optimization.sub_group_size: {limit} is less than the {numel} elements of {bundle.unit!r} on a rank: parts would be "
                 "cut differently from group to group; raise it, or remove it"
             )
 

@@ -44,14 +44,11 @@ class GroupsOfRanks:
         self.inside: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
         if mesh.sdp == 1:
             return
-        alone = None
         for group in range(mesh.sdp):
             made = dist.new_group(mesh.ranks_of(group))
             if rank in mesh.ranks_of(group):
                 self.inside = made  # type: ignore[assignment]
-        for other in range(mesh.world_size):
-            made = dist.new_group([other])
-            alone = made if other == rank else alone
+        alone = dist.new_group([rank], use_local_synchronization=True)
         self.mpu = GroupAsWorld(self.inside, alone)  # type: ignore[arg-type]
         for ranks in rank_sets(bundles, stage, mesh) if stage else ():
             made = dist.new_group(list(ranks))

@@ -6,7 +6,10 @@ import importlib
 import importlib.util
 import itertools
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -415,6 +418,41 @@ def _sub_groups() -> str:
 def test_sub_groups_below_a_unit_are_refused(ranks: RankPool) -> None:
     for message in ranks.run(_sub_groups, world=2):
         assert message.startswith("zero_optimization.sub_group_size: 100 is less than the ")
+
+
+def _refusals() -> tuple[str, str]:
+    """A scheduler over the user's groups of an optimizer; what DeepSpeed refuses itself."""
+    import sdp
+
+    model = models.build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {key: value for key, value in Case(2, 1, stage=3).config("deepspeed").items() if key not in ("optimizer", "scheduler")}
+    with pytest.raises(ConfigError) as scheduler:
+        sdp.initialize(model=model, optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, float), config=config)
+    with pytest.raises(ConfigError) as refused:
+        engine_of(Case(1, 2, stage=1), "deepspeed", optimizer={"type": "Unheard", "params": {"lr": 0.1}})
+    return str(scheduler.value), str(refused.value)
+
+
+def test_what_deepspeed_would_refuse_is_told_in_one_line(ranks: RankPool) -> None:
+    for scheduler, refused in ranks.run(_refusals, world=2):
+        assert scheduler.startswith("lr_scheduler: the LambdaLR given has rates for 1 parameter groups, and DeepSpeed has ")
+        assert "Unheard" in refused and "\n" not in refused
+
+
+def _plain_script() -> float:
+    engine = engine_of(Case(1, 1, stage=1), "deepspeed")  # SGD, which DeepSpeed has not tested with ZeRO
+    one_step(engine, Case(1, 1), 0, data_rank=0)
+    engine.step()
+    return engine.get_global_grad_norm()
+
+
+def test_a_script_without_a_launcher_and_any_optimizer_work() -> None:
+    code = "import test_deepspeed as t; print('norm', t._plain_script() > 0)"
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    environ["PYTHONPATH"] = os.pathsep.join([*map(str, (Path(__file__).parent, Path(__file__).parents[1])), environ.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    assert "norm True" in done.stdout, done.stderr[-600:]
 
 
 def _without_a_name() -> str:
