@@ -165,7 +165,7 @@ def _run(
     size = BatchSize.resolve(config, full.mesh)
     accumulation = min(size.accumulation, MICRO_BATCHES)
     rank = full.mesh.rank(group)
-    with _fake_world(rank, full.mesh.world_size):
+    with fake_world(rank, full.mesh.world_size):
         native = build_native(model, config, full, CPU, absent)
         layout = native.layout
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -176,7 +176,7 @@ def _run(
             optimizer, _ = build_optimizer(section.type, section.params, trained, CPU)
             materialise_state(optimizer)
             engine = SDPEngine(native, config, replace(size, accumulation=accumulation), optimizer, None)
-            ledger = _step(engine, layout.blocks, middles, batch)
+            ledger = watched_step(engine, layout.blocks, middles, batch)
     shards = layout.mesh.shards(config.zero_optimization.stage)
     return _Run(
         state=predict_state_bytes(full, rank, optimizer, shards=shards, compute_bytes=2 if config.bf16.enabled else 4),
@@ -189,7 +189,8 @@ def _run(
 
 
 @contextmanager
-def _fake_world(rank: int, size: int) -> Iterator[None]:
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """This process as ``rank`` of ``size`` whose others exist in name only: collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -201,8 +202,11 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _step(engine: SDPEngine, blocks: Sequence[str], middles: set[str], batch: Callable[[int], Any]) -> Ledger:
-    """Forward, backward and update; every stretch between the ends of blocks is a window of the ledger."""
+def watched_step(engine: SDPEngine, blocks: Sequence[str], middles: set[str], batch: Callable[[int], Any]) -> Ledger:
+    """Forward, backward and update; every stretch between the ends of ``blocks`` is a window of the ledger, those of ``middles`` are one.
+
+    The tensors may be fake or real, on the CPU.
+    """
     ledger = Ledger(CPU)
     ledger.know((local_tensor(p.detach()) for p in engine.parameters_here.values()), "parameters")
     ledger.know((local_tensor(p.detach()) for p in engine.frozen_here.values()), "frozen")

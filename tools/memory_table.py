@@ -1,0 +1,273 @@
+"""``python -m sdp.tools.memory_table OUT``: bytes per rank by kind, as planned and as measured in a real step, of every variant.
+
+A row is the share of one rank: the first of the group that holds most, of 4 groups with one rank each whose others exist in name only
+(torch's fake process group: collectives return at once). The plan is traced on fake tensors, as ``sdp plan`` does. Measured is the engine
+with real tensors on a CPU: state is counted in the tensors that exist after a step, activations are watched in a second step, and the peak
+of all live tensors is found in a third by ``memory_probe.py``, which shares no code with the plan.
+
+Every row has a process of its own; finished ones are kept in OUT and not repeated, so that a table can be stopped and gone on with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine.config import load_config
+from ..engine.engine import SDPEngine
+from ..engine.errors import ConfigError, DivergedError, PlacementError, SDPError
+from ..engine.initialize import initialize, mesh_of
+from ..engine.layout import Layout
+from ..engine.ledger import ACTIVATIONS
+from ..engine.memory_probe import peak_tensor_bytes
+from ..engine.sync import local_tensor
+from ..engine.trace import fake_world, trace_step, watched_step
+from ..models.registry import build_model
+
+GROUPS = 4
+CAPACITIES = (0.25, 0.5, 0.75, 1.0)
+GRANULARITIES, MASKINGS = ("block", "neuron"), ("forward", "backward")
+TOLERANCE = 0.03
+COLUMNS = ("parameters", "gradients", "optimizer", "frozen", "activations", "peak")
+_LLAMA_134M = {
+    "name": "llama", "vocab_size": 32000, "hidden_size": 640, "intermediate_size": 2176, "num_hidden_layers": 16,
+    "num_attention_heads": 10, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, and the micro-batch of a row: ``samples`` of ``size`` tokens or pixels of a side. ``neuron_groups``: of a branch."""
+
+    model: Mapping[str, Any]
+    samples: int
+    size: int
+    neuron_groups: int
+
+    def batch(self, samples: int) -> dict[str, torch.Tensor]:
+        if self.model["name"] == "llama":
+            ids = torch.randint(self.model["vocab_size"], (samples, self.size))
+            return {"input_ids": ids, "labels": ids}
+        labels = torch.randint(self.model["num_classes"], (samples,))
+        return {"images": torch.rand(samples, 3, self.size, self.size), "labels": labels}
+
+
+TASKS = {
+    "resnet18": Task({"name": "resnet18", "stem": "imagenet", "num_classes": 1000, "image_size": 224}, 4, 224, 4),
+    "swin_t": Task({"name": "swin_t", "num_classes": 1000, "image_size": 224}, 2, 224, 3),
+    "llama_134m": Task(_LLAMA_134M, 1, 256, 5),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Of a model: what a row is of. At capacity 1 granularity and masking are "" : all are the dense model."""
+
+    capacity: float
+    granularity: str = ""
+    masking: str = ""
+
+    @property
+    def name(self) -> str:
+        return " ".join(filter(None, [f"{self.capacity:g}", self.granularity, self.masking])) if self.granularity else "1 dense"
+
+
+def variants(capacities: Sequence[float], granularities: Sequence[str], maskings: Sequence[str]) -> list[Variant]:
+    """Every row of a model, the dense one once."""
+    below = [capacity for capacity in capacities if capacity < 1]
+    dense = [Variant(1.0)] if 1.0 in capacities else []
+    return [Variant(*key) for key in itertools.product(below, granularities, maskings)] + dense
+
+
+def config_of(task: Task, variant: Variant, placement: str) -> dict[str, Any]:
+    """As a user would write it: bfloat16, AdamW, master weights whole on every rank."""
+    section: dict[str, Any] = {"groups": GROUPS, "capacity": variant.capacity, "placement": placement}
+    if variant.granularity:
+        section |= {"granularity": variant.granularity, "masking": variant.masking}
+    if variant.granularity == "neuron":
+        section["neuron_groups"] = task.neuron_groups
+    return {
+        "train_micro_batch_size_per_gpu": task.samples,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 0},
+        "sdp": section,
+        "model": dict(task.model),
+        "data": {"sequence_length": task.size} if task.model["name"] == "llama" else {"name": "digits"},
+    }
+
+
+def measure(task: Task, variant: Variant) -> dict[str, Any]:
+    """A row: its ``placement``, and bytes by column ``planned`` and ``measured``; or ``error``, why the engine refuses it."""
+    try:
+        config, layout = _placed(task, variant)
+    except SDPError as error:
+        return {"error": str(error)}
+    group = max(range(GROUPS), key=lambda group: sum(info.numel for info in layout.held(group)))
+    plan = trace_step(partial(build_model, config["model"]), load_config(config), layout, task.batch, group)
+    planned = plan.state.to_json() | {"activations": plan.activations, "peak": plan.peak}
+    with fake_world(layout.mesh.rank(group), layout.mesh.world_size):
+        measured = _measured(task, config)
+    return {"placement": config["sdp"]["placement"], "rank": plan.rank, "planned": planned, "measured": measured}
+
+
+def _placed(task: Task, variant: Variant) -> tuple[dict[str, Any], Layout]:
+    """Balanced where the units allow that, else cyclic."""
+
+    def placed(placement: str) -> tuple[dict[str, Any], Layout]:
+        config = config_of(task, variant, placement)
+        settings = load_config(config)
+        with torch.device("meta"):
+            model = build_model(config["model"])
+        return config, Layout.of(model, settings, mesh_of(settings, GROUPS))
+
+    try:
+        return placed("balanced")
+    except PlacementError:
+        return placed("cyclic")
+
+
+def _measured(task: Task, config: dict[str, Any]) -> dict[str, int]:
+    engine, optimizer, *_ = initialize(model=build_model(config["model"]), config=config)
+
+    def step() -> None:
+        _fill(engine)
+        engine.backward(engine(task.batch(task.samples)))
+        engine.step()
+
+    step()  # afterwards the optimizer's state exists
+    state = engine.measured_state_bytes().to_json()
+    peak = peak_tensor_bytes(step, engine.module, optimizer, engine.device)
+    _fill(engine)
+    ledger = watched_step(engine, (), set(), task.batch)
+    if engine.skipped_steps:
+        raise DivergedError("a row's step was skipped, because its gradient was no number; what an update needs was not measured")
+    return state | {"activations": max(window.most[ACTIVATIONS] for window in ledger.windows.values()), "peak": peak}
+
+
+@torch.no_grad()
+def _fill(engine: SDPEngine) -> None:
+    """Frozen copies come from holders, which do not exist here: any numbers will do in the place of uninitialised memory."""
+    for copy in engine.frozen_here.values():
+        local_tensor(copy.detach()).fill_(0.01)
+
+
+# -- the table -------------------------------------------------------------------------------------------------------------------
+
+
+def deviation(row: Mapping[str, Any], column: str) -> float:
+    """Of what was measured from what was planned, as a fraction of the latter; infinite where nothing was planned."""
+    planned, measured = row["planned"][column], row["measured"][column]
+    if planned == 0:
+        return 0.0 if measured == 0 else float("inf")
+    return measured / planned - 1
+
+
+def report(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[str, bool]:
+    """Markdown of the rows, by model and variant, and whether all that was measured is within 3 % of the plan."""
+    text, largest, where, refused = [], 0.0, "", 0
+    for model, found in rows.items():
+        lines = [f"| C, variant | placement | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+        for name, row in found.items():
+            if "error" in row:
+                refused += 1
+                lines.append(f"| {name} | {row['error'].replace('|', '/')} |{' |' * len(COLUMNS)}")
+                continue
+            lines.append(f"| {name} | {row['placement']} | {' | '.join(_cell(row, column) for column in COLUMNS)} |")
+            for column in COLUMNS:
+                if abs(deviation(row, column)) >= abs(largest):
+                    largest, where = deviation(row, column), f"{column} of {model}, {name}"
+        text.append(f"{model}: MB planned / measured (measured over planned)\n\n" + "\n".join(lines))
+    measured = sum(map(len, rows.values())) - refused
+    if measured == 0:
+        return "\n\n".join([*text, "Nothing was measured."]), False
+    within = abs(largest) <= TOLERANCE
+    verdict = f"within {TOLERANCE:.0%}" if within else f"NOT within {TOLERANCE:.0%}"
+    line = f"{measured} rows measured, {refused} without figures; largest deviation {largest:+.2%} ({where}): {verdict}"
+    return "\n\n".join([*text, line]), within
+
+
+def _cell(row: Mapping[str, Any], column: str) -> str:
+    planned, measured = row["planned"][column], row["measured"][column]
+    if planned == measured == 0:
+        return "–"
+    return f"{planned / 1e6:,.2f} / {measured / 1e6:,.2f} ({1 + deviation(row, column):.3f})"
+
+
+def _isolated(task: Task, variant: Variant) -> dict[str, Any]:
+    """A row from a process of its own, whose memory is free afterwards."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(measure, task, variant).result()
+        except BrokenProcessPool:
+            return {"error": "its process was killed, most likely for want of memory; run the command again", "unfinished": True}
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not the JSON of an earlier table ({error}); remove it or name another directory") from None
+    if not isinstance(rows, dict):
+        raise ConfigError(f"{path}: not the JSON of an earlier table; remove it or name another directory")
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the rows that are missing, then print the table of those asked for: exit code 1 where it is not within 3 %."""
+    parser = argparse.ArgumentParser(prog="python -m sdp.tools.memory_table", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory of memory.json and memory.md")
+    parser.add_argument("--model", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES))
+    parser.add_argument("--granularity", nargs="+", choices=GRANULARITIES, default=list(GRANULARITIES))
+    parser.add_argument("--masking", nargs="+", choices=MASKINGS, default=list(MASKINGS))
+    args = parser.parse_args(argv)
+    if torch.cuda.is_available():
+        parser.error("rows are measured on a CPU, but the engine takes the GPU where there is one; hide it with CUDA_VISIBLE_DEVICES=")
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "memory.json"
+    try:
+        rows = _saved(path)
+    except ConfigError as error:
+        parser.error(str(error))
+    wanted = variants(args.capacity, args.granularity, args.masking)
+    for model, variant in itertools.product(args.model, wanted):
+        found = rows.setdefault(model, {})
+        if variant.name not in found or "unfinished" in found[variant.name]:
+            try:
+                found[variant.name] = _isolated(TASKS[model], variant)
+            except SDPError as error:
+                parser.exit(error.exit_code, f"{model} {variant.name}: {error}\n")
+            _write(path, json.dumps(rows, indent=1) + "\n")
+        row = found[variant.name]
+        print(f"{model} {variant.name}: {row.get('error') or row['placement']}", file=sys.stderr, flush=True)
+    text, within = report({model: {variant.name: rows[model][variant.name] for variant in wanted} for model in args.model})
+    _write(args.out / "memory.md", text + "\n")
+    print(text)
+    return 0 if within else 1
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    new = path.with_suffix(path.suffix + ".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
