@@ -51,9 +51,9 @@ def test_a_real_step_needs_what_was_planned(model: str, variant: Variant) -> Non
 def test_blocks_that_balance_nowhere_are_placed_cyclically_and_a_refusal_is_a_row() -> None:
     task = TINY["resnet18"]
     assert measure(task, Variant(0.5, "block", "forward"))["placement"] == "cyclic"
-    refused = measure(Task(task.model, 4, 16, 7), Variant(0.5, "neuron", "forward"))
+    refused = measure(task, Variant(0.1, "neuron", "forward"))
     assert set(refused) == {"error"}
-    text, within = report({"resnet18": {"0.5 neuron forward": refused}})
+    text, within = report({"resnet18": {"0.1 neuron forward": refused}})
     assert refused["error"] in text
     assert text.endswith("Nothing was measured.")
     assert not within
