@@ -6,6 +6,7 @@ Skipped, loudly, where a machine cannot make the hosts or has no SLURM.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -45,7 +46,7 @@ class Slurm:
         return self("sh", "-c", 'PATH= exec "$@"', "sh", *SDP, "launch", "--launcher", "slurm", "--status", run).partition(": ")[2]
 
     def wait(self, run: str, *states: str) -> str:
-        """The status once it begins with one of ``states``."""
+        """The status once it begins with one of ``states``, which last."""
         return until(lambda: now if (now := self.status(run)).startswith(states) else None, SECONDS)
 
     def steps(self, run: str, count: int) -> None:
@@ -76,19 +77,20 @@ def the_same_losses_inside_the_users_own_srun(slurm: Slurm, quickstart: list[flo
     assert slurm.hosts.run("srun", *nodes, *train, seconds=SECONDS) == pytest.approx(quickstart, rel=1e-6)
 
 
-def a_job_that_is_preempted_and_loses_a_rank_and_a_node_ends_as_if_undisturbed(
+def a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that_loses_a_node_waits(
     slurm: Slurm, quickstart: list[float], expected: list[float]
 ) -> None:
     run = "moved"
-    slurm.submit(run, "--time", "10", settings=(ENDLESS,), nodes=2, partition="main")
+    job = slurm.submit(run, "--time", "10", settings=(ENDLESS,), nodes=2, partition="main")
     slurm.steps(run, 2)
     assert slurm.status(run) == slurm.status_without_slurm(run) == "running"
     slurm("sbatch", "--partition", "urgent", "--nodes", "2", "--exclusive", "--output", "/dev/null", "--wrap", "true")
-    slurm.wait(run, "pending")
-    preempted = slurm.hosts.checkpoints(run)[-1]
+    # It is back in the queue for some seconds only, which a look may miss.
+    resumed = until(lambda: re.search(rf"resumed from {run}/checkpoints/step-(\d+)\n", slurm.said(run)), SECONDS)
+    preempted = int(resumed[1])
     assert preempted >= 2
+    assert "Restarts=1 " in slurm("scontrol", "show", "job", job)
     slurm.steps(run, preempted + 2)
-    assert f"resumed from {run}/checkpoints/step-{preempted}\n" in slurm.said(run)
     assert "environment of every rank: GLOO_SOCKET_IFNAME=eth0" in slurm.said(run)
 
     (rank,) = (pid for pid in slurm.hosts.processes(run, "b") if is_rank(pid))
@@ -96,35 +98,37 @@ def a_job_that_is_preempted_and_loses_a_rank_and_a_node_ends_as_if_undisturbed(
     assert slurm.wait(run, "failed", "done") == slurm.status_without_slurm(run) == "failed, exit code 137", slurm.said(run)
     assert "srun: error: host-b: task 1: Killed" in slurm.said(run)
 
-    before = len(slurm.hosts.losses(run))
-    launch = [*LAUNCH, "--launcher", "slurm", "--cpu", "--nodes", "2", "--gpus-per-node", "1", "--partition", "main"]
-    slurm(*launch, "small.json", "--resume", "--set", f"training.steps={before + 60}", "--dump-dir", run)
-    slurm.steps(run, before + 2)
-    slurm.hosts.plug("b", "down")
-    try:
-        slurm.wait(run, "pending")  # SLURM waits 30 s for a silent node
-    finally:
-        slurm.hosts.plug("b", "up")
-    # What is left there of the old step would take the job's new one with it.
-    until(lambda: not slurm.hosts.processes("slurmstepd", "b"), SECONDS)
-    slurm("scontrol", "reconfigure")  # the node registers again now; by itself it takes minutes
-    assert "rank 0 on host-a, step " in slurm.said(run)
-    assert "no progress for 8 s" in slurm.said(run)
+    def resume(steps: int) -> str:
+        launch = [*LAUNCH, "--launcher", "slurm", "--cpu", "--nodes", "2", "--gpus-per-node", "1", "--partition", "main"]
+        words = [*launch, "small.json", "--resume", "--set", f"training.steps={steps}", "--dump-dir", run]
+        return slurm(*words).split()[1].rstrip(";")
+
+    end = len(slurm.hosts.losses(run)) + 20
+    resume(end)
     assert slurm.wait(run, "done", "failed") == slurm.status_without_slurm(run) == "done", slurm.said(run)
     losses = slurm.hosts.losses(run)
-    assert len(losses) == before + 60
+    assert len(losses) == end
     assert losses[: len(expected)] == pytest.approx(expected[: len(losses)], rel=1e-6)
+
+    job = resume(10**6)
+    slurm.steps(run, end + 2)
+    slurm.hosts.plug("b", "down")
+    try:
+        slurm.wait(run, "pending")  # SLURM waits 30 s for a silent node, and then for another
+        assert "rank 0 on host-a, step " in slurm.said(run)
+        assert "no progress for 8 s" in slurm.said(run)
+        slurm("scancel", job)
+    finally:
+        slurm.hosts.plug("b", "up")
 
 
 def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, quickstart: list[float], expected: list[float]) -> None:
     """SLURM sends the signal by itself; it looks twice a minute."""
     job = slurm.submit("limited", "--time", "2", "--signal-seconds", "50", settings=(ENDLESS,))
     slurm.steps("limited", 2)
-    slurm.wait("limited", "pending")
-    slurm.wait("limited", "running", "failed", "timeout")
-    events = (slurm.hosts.folder / "limited/slurm/events").read_text()
-    assert f"{job} time-limit-near" in events
-    assert f"{job} requeued" in events
+    events = slurm.hosts.folder / "limited/slurm/events"
+    until(lambda: f"{job} requeued" in events.read_text(), SECONDS)
+    assert f"{job} time-limit-near" in events.read_text()
     near_limit = slurm.hosts.checkpoints("limited")[-1]
     until(lambda: f"resumed from limited/checkpoints/step-{near_limit}\n" in slurm.said("limited"), SECONDS)
     slurm("scancel", job)
@@ -161,7 +165,7 @@ def jobs_that_do_not_end_well(slurm: Slurm, quickstart: list[float], expected: l
 
 
 STORIES = (
-    a_job_that_is_preempted_and_loses_a_rank_and_a_node_ends_as_if_undisturbed,
+    a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that_loses_a_node_waits,
     a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes,
     jobs_that_do_not_end_well,
     the_same_losses_inside_the_users_own_srun,
