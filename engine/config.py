@@ -231,6 +231,10 @@ class Config(Section):
         """The file as DeepSpeed is to read it (``sdp.engine`` "deepspeed"); a copy."""
         return copy.deepcopy(self._deepspeed)
 
+    def resolved(self) -> dict[str, Any]:
+        """Every setting with its value, as JSON: a file that trains the same, keys that DeepSpeed alone acts on included."""
+        return _completed(self.model_dump(mode="json"), self._deepspeed)
+
     def without_monitors_of_deepspeed(self) -> Config:
         """For a run that writes ``tensorboard``, ``csv_monitor`` and ``wandb`` itself."""
         changed = self.model_copy()
@@ -260,6 +264,13 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     config._hints, config._deepspeed = hints, for_deepspeed(raw) if to_deepspeed else {}
     _refuse_unavailable(config)
     return config
+
+
+def _completed(settings: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings`` with the keys of ``more`` that they lack, at every level."""
+    nested = (key for key in settings if isinstance(settings[key], dict) and isinstance(more.get(key), dict))
+    both = {key: _completed(settings[key], more[key]) for key in nested}
+    return {**settings, **both, **{key: copy.deepcopy(value) for key, value in more.items() if key not in settings}}
 
 
 def json_schema() -> dict[str, Any]:

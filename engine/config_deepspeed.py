@@ -127,7 +127,7 @@ def split_foreign_keys(raw: dict[str, Any], *, deepspeed: bool = False) -> tuple
 def for_deepspeed(raw: dict[str, Any]) -> dict[str, Any]:
     """The file as DeepSpeed is to read it: without our sections, and what we do ourselves."""
     ours = ("sdp", "model", "data", "training", "env", "activation_checkpointing", "tensor_parallel", "train_batch_size")
-    return {key: value for key, value in raw.items() if key not in ours}
+    return {key: value for key, value in raw.items() if key not in ours and value is not None}
 
 
 def _filter(section: dict[str, Any], prefix: str, hints: list[str], deepspeed: bool) -> dict[str, Any]:

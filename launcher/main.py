@@ -228,7 +228,8 @@ def _show_config(args: argparse.Namespace) -> int:
 
     if args.schema == (args.config is not None):
         raise ConfigError("give either a CONFIG to resolve or --schema; see sdp config --help")
-    print(json.dumps(json_schema(), indent=2) if args.schema else load_config(args.config, args.set).model_dump_json(indent=2))
+    shown = json_schema() if args.schema else load_config(args.config, args.set).resolved()
+    print(json.dumps(shown, indent=2, ensure_ascii=False))
     return 0
 
 

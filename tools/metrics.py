@@ -48,7 +48,7 @@ class RunFiles:
 
     def write_config(self, config: Config | Mapping[str, Any]) -> None:
         """The resolved configuration."""
-        self._replace(CONFIG, config.model_dump(mode="json") if isinstance(config, Config) else config)
+        self._replace(CONFIG, config.resolved() if isinstance(config, Config) else config)
 
     def write_placement(self, placement: Placement) -> None:
         """Who holds what, and what can be guaranteed of it."""

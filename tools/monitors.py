@@ -146,7 +146,7 @@ class _WeightsAndBiases:
                 entity=section.team,
                 name=dump_dir.resolve().name,
                 dir=str(dump_dir),
-                config=config.model_dump(mode="json"),
+                config=config.resolved(),
             )
         except wandb.Error as error:
             reason = " ".join(str(error).split()).rstrip(".")

@@ -398,6 +398,17 @@ def test_what_deepspeed_acts_on_goes_to_it() -> None:
     assert config.hints == ()
 
 
+def test_a_resolved_configuration_trains_the_same() -> None:
+    file = {"zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            "comms_logger": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}  # fmt: skip
+    resolved = load_config({**file, "sdp": {"engine": "deepspeed"}}).resolved()
+    again = load_config(resolved)
+    assert again.resolved() == resolved
+    assert again.deepspeed["zero_optimization"] == file["zero_optimization"]
+    assert again.deepspeed["comms_logger"] == file["comms_logger"]
+    assert None not in again.deepspeed.values()
+
+
 def _mismatched_stages() -> str:
     with pytest.raises(ConfigError) as caught:
         engine_of(Case(2, 1, stage=1 + dist.get_rank()), "deepspeed")
