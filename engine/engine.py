@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
-from . import checkpoint, environment
+from . import checkpoint
 from .backends.base import Backend
 from .batch import call_model, loss_of
 from .batch_size import BatchSize
@@ -23,27 +22,24 @@ from .checkpoint_state import SavedState, set_random_state
 from .clip import clip_
 from .config import Config
 from .consistency import check_holders
+from .engine_facts import EngineFacts
 from .errors import ConfigError, DivergedError
-from .layout import Layout
-from .memory import StateBytes, measure_state_bytes, predict_state_bytes
 from .recalibration import tracks_statistics, with_statistics
 from .schedules import Schedule
 from .sync import local_tensor
-from .traffic import Traffic
-from .traffic_plan import describe_formula, plan_traffic
 
 log = logging.getLogger("sdp")
 
 
-class SDPEngine:
+class SDPEngine(EngineFacts):
     """Trains one group's subnetwork: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
     Made by :func:`sdp.initialize`. ``step`` acts at the accumulation boundary only, as DeepSpeed's does.
     """
 
     def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer, scheduler: Schedule | Any | None):
-        self._backend, self.config, self._batch = backend, config, batch
-        self.optimizer, self.lr_scheduler = optimizer, scheduler
+        super().__init__(backend, config, batch, optimizer)
+        self.lr_scheduler = scheduler
         self.loader: Any = None
         self.training_dataloader: Any = None  # what sdp.initialize returned: it ends with the epoch
         self.global_steps = 0
@@ -54,7 +50,6 @@ class SDPEngine:
         self._grad_norm: float | None = None
         self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
         self._loss: float | None = None
-        self._gradient_bytes = 0
         self._reduced = False
         self._syncing = True
         self._saved = self._state_to_save()
@@ -174,6 +169,26 @@ class SDPEngine:
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last one before an optimizer step."""
         return (self.micro_steps + 1) % self._batch.accumulation == 0
+
+    def train(self, mode: bool = True) -> SDPEngine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> SDPEngine:
+        return self.train(False)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the full model's averaged gradient before clipping, at the last step; None before the first."""
+        return self._grad_norm
+
+    def get_loss(self) -> float | None:
+        """Mean loss of the last step, over its micro-batches and all ranks; None before the first."""
+        return self._loss
+
+    @property
+    def was_step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped because its gradient was no number."""
+        return self._skipped_in_a_row > 0
 
     # -- the full model --------------------------------------------------------------------------------------------------------
 
@@ -327,149 +342,7 @@ class SDPEngine:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = rate
 
-    # -- facts -----------------------------------------------------------------------------------------------------------------
-
-    @property
-    def module(self) -> nn.Module:
-        """This rank's subnetwork (of the reference: the full model)."""
-        return self._backend.module
-
-    @property
-    def layout(self) -> Layout:
-        return self._backend.layout
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes sent by this rank."""
-        return self._backend.traffic
-
-    @property
-    def exposed_reduction_seconds(self) -> float:
-        """Seconds since the start that this rank waited for reductions between groups which backward did not hide.
-
-        On CUDA they are known with ``wall_clock_breakdown`` alone.
-        """
-        return self._backend.exposed_seconds
-
-    @property
-    def device(self) -> torch.device:
-        return self._backend.device
-
-    @property
-    def parameters_here(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by canonical name; DTensors where they are sharded."""
-        return self._backend.parameters
-
-    @property
-    def frozen_here(self) -> dict[str, nn.Parameter]:
-        """This rank's frozen copies, up to date, by canonical name (``sdp.masking`` "backward"); DTensors where they are sharded."""
-        return self._backend.frozen
-
-    @property
-    def data_ranks_here(self) -> int:
-        """Data ranks that this process stands for: 1, or all of them in the reference."""
-        return self._backend.data_ranks_here
-
-    @property
-    def global_rank(self) -> int:
-        return 0 if self._is_reference else dist.get_rank()
-
-    @property
-    def local_rank(self) -> int:
-        place = environment.detect()
-        return place.local_rank if place is not None else self.device.index or 0
-
-    @property
-    def world_size(self) -> int:
-        """Processes that train together; the reference is one by itself."""
-        return 1 if self._is_reference else dist.get_world_size()
-
-    def train(self, mode: bool = True) -> SDPEngine:
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> SDPEngine:
-        return self.train(False)
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the full model's averaged gradient before clipping, at the last step; None before the first."""
-        return self._grad_norm
-
-    def get_loss(self) -> float | None:
-        """Mean loss of the last step, over its micro-batches and all ranks; None before the first."""
-        return self._loss
-
-    @property
-    def was_step_skipped(self) -> bool:
-        """Whether the last optimizer step was skipped because its gradient was no number."""
-        return self._skipped_in_a_row > 0
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of every parameter group, for the step to come."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def bfloat16_enabled(self) -> bool:
-        return self.config.bf16.enabled
-
-    def fp16_enabled(self) -> bool:
-        return False
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
-
-    def train_batch_size(self) -> int:
-        return self._batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self._batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._batch.accumulation
-
-    def predicted_state_bytes(self) -> StateBytes:
-        """Parameter, gradient, optimizer and frozen bytes of this rank by the placement."""
-        return predict_state_bytes(
-            self.layout,
-            self.global_rank,
-            self.optimizer,
-            shards=self._shards,
-            compute_bytes=self._compute_bytes,
-            everything=self._is_reference,
-        )
-
-    def measured_state_bytes(self) -> StateBytes:
-        """Bytes of this rank's tensors: parameters and optimizer state as they are now, gradients as at the last step."""
-        backend = self._backend
-        return measure_state_bytes(backend.parameters.values(), backend.frozen.values(), self.optimizer, self._gradient_bytes)
-
-    def planned_traffic(self) -> Traffic:
-        """Bytes that this rank sends in one training step, by the placement; none in the reference, which is one process."""
-        if self._is_reference:
-            return Traffic()
-        return plan_traffic(
-            self.layout,
-            self.global_rank,
-            stage=self.config.zero_optimization.stage,
-            accumulation=self._batch.accumulation,
-            compute_bytes=self._compute_bytes,
-        )
-
-    def traffic_formula(self) -> str:
-        """The bytes between groups that this rank sends in a step, as a formula with its numbers."""
-        stage = self.config.zero_optimization.stage
-        return describe_formula(self.layout, self.global_rank, stage=stage, compute_bytes=self._compute_bytes)
-
-    @property
-    def _is_reference(self) -> bool:
-        return self.config.sdp.engine == "reference"
-
-    @property
-    def _compute_bytes(self) -> int:
-        return 2 if self.config.bf16.enabled else 4
-
-    @property
-    def _shards(self) -> int:
-        return 1 if self._is_reference else self.layout.mesh.shards(self.config.zero_optimization.stage)
+    # -- among ranks -----------------------------------------------------------------------------------------------------------
 
     def gather_facts(self, facts: Any) -> list[Any]:
         """``facts`` (any small object) of every rank, in rank order. Collective."""
