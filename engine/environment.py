@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .errors import LaunchError
 from .hostlist import expand_counts, expand_hosts
-from .launchers import ERROR_FILE, LAUNCHERS, PARENT_PID, Launcher
+from .launchers import ERROR_FILE, LAUNCHERS, PARENT_PID, PLACE_FILE, Launcher
 
 LOOPBACK = "127.0.0.1"
 # torch's own default, for MPI starts on one host that tell nothing a port could be derived from.
@@ -59,10 +59,10 @@ class Environment:
 
 @dataclass(frozen=True)
 class Supervision:
-    """What the local launcher tells the processes it starts: its id, and the file for the text of a fatal error."""
+    """What a launcher of ours tells a process that it starts: its id, and the file for a fatal error that it is to report itself."""
 
     parent_pid: int
-    error_file: Path
+    error_file: Path | None
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
@@ -159,23 +159,18 @@ def variables_with(prefixes: Sequence[str], environ: Mapping[str, str] | None = 
 
 
 def supervision() -> Supervision | None:
-    """The local launcher above this process, or None.
+    """The launcher of ours right above this process, or None.
 
     The id is taken out of the environment: programs that a rank starts have another parent.
     """
     parent, error_file = os.environ.pop(PARENT_PID, ""), os.environ.get(ERROR_FILE, "")
-    return Supervision(int(parent), Path(error_file)) if parent.isdigit() and error_file else None
+    return Supervision(int(parent), Path(error_file) if error_file else None) if parent.isdigit() else None
 
 
 def place_file() -> Path | None:
-    """Where the local launcher above this process looks for what this rank is doing, or None."""
-    error_file = os.environ.get(ERROR_FILE, "")
-    return place_file_beside(Path(error_file)) if error_file else None
-
-
-def place_file_beside(error_file: Path) -> Path:
-    """The file of a rank's place, from the file for the text of its fatal error."""
-    return error_file.with_suffix(".place")
+    """Where the launcher above this process looks for what this rank is doing, or None."""
+    path = os.environ.get(PLACE_FILE, "")
+    return Path(path) if path else None
 
 
 def child_environment(overlay: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 PARENT_PID = "SDP_PARENT_PID"
 ERROR_FILE = "SDP_ERROR_FILE"
+PLACE_FILE = "SDP_PLACE_FILE"
 
 # Step ids from here on are SLURM's own: batch script 0xfffffffb, interactive step 0xfffffffa.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0

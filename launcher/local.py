@@ -7,20 +7,18 @@ import ctypes
 import os
 import signal
 import site
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from ..engine import environment as env
 from ..engine.errors import LaunchError
 from ..engine.heartbeat import Place
-from .supervised import FatalError
+from .supervised import FatalError, described_end
 
 GRACE_SECONDS = 10.0
 
@@ -42,6 +40,7 @@ class _Rank:
     log: Path
     log_start: int
     error_file: Path
+    place_file: Path
 
     def ended(self) -> bool:
         """Has the process ended? Then whatever it started and left in its process group is ended as well."""
@@ -63,7 +62,7 @@ class _Rank:
     @property
     def place(self) -> Place | None:
         """Where it said last that it is."""
-        return Place.read(env.place_file_beside(self.error_file))
+        return Place.read(self.place_file)
 
     def is_stopped(self) -> bool:
         """Whether the process exists but does not run (SIGSTOP, a debugger)."""
@@ -134,7 +133,7 @@ def start_local(
         exit_code = 128 + received[0] if interrupted and not failures else _report(failures, suspect)
         for rank in ranks:
             rank.error_file.unlink(missing_ok=True)
-            env.place_file_beside(rank.error_file).unlink(missing_ok=True)
+            rank.place_file.unlink(missing_ok=True)
     return exit_code
 
 
@@ -145,18 +144,15 @@ def become_single(*, on_cpu: bool = True) -> None:
     env.publish(env.local_environment(0, 1, env.free_port()))
 
 
-def become(argv: Sequence[str], settings: Mapping[str, str]) -> NoReturn:
-    """Replace this process by ``sdp`` with ``argv`` and ``settings`` in its environment."""
-    os.execve(sys.executable, [*own_command(), *argv], env.child_environment({**search_path(), **settings}, {}))
-
-
 def _start(rank: int, command: Sequence[str], environ: dict[str, str], log_dir: Path) -> _Rank:
     log, error_file = log_dir / f"rank-{rank}.log", log_dir / f"rank-{rank}.{os.getpid()}.error"
-    environ |= {env.PARENT_PID: str(os.getpid()), env.ERROR_FILE: str(error_file.absolute())}
+    place_file = error_file.with_suffix(".place")
+    environ |= {env.PARENT_PID: str(os.getpid())}
+    environ |= {env.ERROR_FILE: str(error_file.absolute()), env.PLACE_FILE: str(place_file.absolute())}
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         error_file.unlink(missing_ok=True)
-        env.place_file_beside(error_file).unlink(missing_ok=True)
+        place_file.unlink(missing_ok=True)
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command,
@@ -166,7 +162,7 @@ def _start(rank: int, command: Sequence[str], environ: dict[str, str], log_dir: 
                 stderr=None if rank == 0 else subprocess.STDOUT,
                 process_group=0,  # Ctrl-C reaches this process alone, which forwards it once
             )
-            return _Rank(rank, process, log, output.tell(), error_file)
+            return _Rank(rank, process, log, output.tell(), error_file, place_file)
     except OSError as error:
         raise LaunchError(f"rank {rank} cannot be started with its log in {log_dir}: {error}") from None
 
@@ -225,9 +221,7 @@ def _report(failures: Sequence[tuple[_Rank, FatalError]], suspect: str) -> int:
     if rank.rank == 0 and len(lines) > 1:
         print(failure.text.rstrip(), file=sys.stderr, flush=True)
     reason = f" ({lines[-1].removeprefix('sdp: error: ')}{suspect})" if lines[-1] else ""
-    place = rank.place
-    where = f" in step {place.step} ({place.phase})" if place else ""
-    _say(f"error: rank {rank.rank} on {socket.gethostname()} {_how(failure.exit_code)}{where}{reason}; its log: {rank.log}")
+    _say(f"error: {described_end(rank.rank, failure.exit_code, rank.place)}{reason}; its log: {rank.log}")
     return 1
 
 
@@ -239,13 +233,6 @@ def _lateness(rank: _Rank, failure: FatalError) -> tuple[bool, bool, float, int]
     """
     killed = failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT
     return not killed, failure.exit_code != 2, failure.time, rank.rank
-
-
-def _how(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
-    return f"was killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What ``sdp launch`` has a foreign launcher start for each rank: it completes the rank's environment and becomes ``sdp train``.
+"""What ``sdp launch`` has a foreign launcher start for each rank: it completes the rank's environment and runs ``sdp train``.
 
 ``python -m sdp.launcher.rank SLOTS HOST:PORT WORD…``, in the alphabet of ``words.py``. DeepSpeed numbers the local ranks of unequal hosts
 in another order, and mpirun names no master and gives no host its own devices: here all are made equal.
@@ -13,13 +13,13 @@ from ..engine import environment as env
 from ..engine.errors import LaunchError
 from .binding import bind_near_device
 from .hosts import parse_slots
-from .local import become
 from .supervised import report_fatal
+from .witness import run_witnessed
 from .words import decode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Become this rank of the run; returns only the exit code of an error."""
+    """Run this rank, and return its exit code."""
     slots_text, master, *words = map(decode, sys.argv[1:] if argv is None else argv)
     address, _, port = master.rpartition(":")
     try:
@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     settings |= env.thread_settings(int(settings["LOCAL_WORLD_SIZE"]))  # a share of all cores: counted before they are narrowed
     bind_near_device(int(settings["LOCAL_RANK"]), settings["CUDA_VISIBLE_DEVICES"])
-    return become(words, settings)
+    place = env.detect()
+    assert place is not None  # place_settings found it
+    return run_witnessed(words, settings, place.rank)
 
 
 def place_settings(slots: Sequence[Sequence[int]], address: str, port: str) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""The started process's half of the local launcher: it ends with its parent, and reports a fatal error once.
+"""The started process's half of our launchers: it ends with its parent, and reports a fatal error once.
 
 A job of many ranks fails with one message. Under the local launcher a rank leaves its error in a file and the launcher
 prints the one that came first; under another launcher ranks above 0 hold theirs back until rank 0 could have failed
-alike.
+alike, and each the news that another rank is gone until the cause could have been told.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,11 +21,12 @@ from pathlib import Path
 
 from ..engine.environment import Supervision, detect
 from ..engine.errors import LaunchError
+from ..engine.heartbeat import Place
 
 PREFIX = "sdp: error: "
 _PR_SET_PDEATHSIG = 1
 # Launchers look at their processes every 0.1 s (torchrun) to 1 s (DeepSpeed) and end all after the first failure.
-_HOLD_BACK_SECONDS = 2.0
+HOLD_BACK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,16 @@ class FatalError:
             return None
 
 
+def described_end(rank: int, exit_code: int, place: Place | None) -> str:
+    """How a process of this host ended, in words; ``exit_code``: below zero for a signal, ``place``: where it said last that it is."""
+    if exit_code >= 0:
+        how = f"ended with exit code {exit_code}"
+    else:
+        name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
+        how = f"was killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
+    return f"rank {rank} on {socket.gethostname()} {how}" + (f" in step {place.step} ({place.phase})" if place else "")
+
+
 def tie_to_parent(parent_pid: int) -> None:
     """End this process when the launcher ends, even by SIGKILL."""
     # Rank 0 runs in a background process group of the terminal: writing to it must not stop it under `stty tostop`.
@@ -75,13 +87,13 @@ def tie_to_parent(parent_pid: int) -> None:
 def report_fatal(text: str, exit_code: int, supervision: Supervision | None, *, stalled: bool = False, follows: bool = False) -> None:
     """Tell the user why this process ends, once for all ranks."""
     rank = _rank()
-    if supervision is not None:
+    if supervision is not None and supervision.error_file is not None:
         with contextlib.suppress(OSError):  # a full disk must not hide the error itself
             FatalError(exit_code, text, time.time(), stalled, follows).write(supervision.error_file)
             if rank == 0:
                 return
-    elif rank > 0:
-        time.sleep(_HOLD_BACK_SECONDS)
+    elif rank > 0 or follows:
+        time.sleep(HOLD_BACK_SECONDS)
     print(text, file=sys.stderr, flush=True)
 
 

@@ -54,7 +54,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(local, "start_local", start_local)
     monkeypatch.setattr(local, "_tune_allocator", lambda: None)
     monkeypatch.setattr(layout, "visible_devices", lambda: 0)
-    monkeypatch.setattr(supervised, "_HOLD_BACK_SECONDS", 0.0)
+    monkeypatch.setattr(supervised, "HOLD_BACK_SECONDS", 0.0)
     return calls
 
 

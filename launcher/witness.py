@@ -1,0 +1,72 @@
+"""A rank under a launcher that is not ours, with a witness: what a process that is killed cannot say, the one above it says.
+
+Without one only the ranks that are left could tell, and MPICH's ``mpiexec`` kills them at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..engine import environment as env
+from ..engine.errors import LaunchError
+from ..engine.heartbeat import Place
+from .local import own_command, search_path
+from .supervised import HOLD_BACK_SECONDS, PREFIX, described_end
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def run_witnessed(argv: Sequence[str], settings: Mapping[str, str], rank: int, command: Sequence[str] | None = None) -> int:
+    """Run ``sdp`` with ``argv`` and ``settings`` in its environment in a process of its own, and return its exit code, 128 + a signal's.
+
+    Signals to this process reach that one; where another one ends it, this process says so in one line. ``command`` replaces
+    ``python -m sdp.launcher.main``. Raises :class:`LaunchError` where it cannot be started.
+    """
+    with tempfile.TemporaryDirectory(prefix="sdp-rank-") as folder:
+        place_file = Path(folder) / "place"
+        told = {env.PARENT_PID: str(os.getpid()), env.PLACE_FILE: str(place_file)}
+        passed_on: list[int] = []
+        code = _run([*(command or own_command()), *argv], env.child_environment({**search_path(), **settings, **told}, {}), passed_on)
+        place = Place.read(place_file)
+    if code >= 0:
+        return code
+    if -code not in passed_on:
+        if -code == signal.SIGABRT:  # as communication libraries end a process whose peer is gone
+            time.sleep(HOLD_BACK_SECONDS)
+        print(PREFIX + described_end(rank, code, place), file=sys.stderr, flush=True)
+    return 128 - code
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str], passed_on: list[int]) -> int:
+    """The exit code of ``command``, below zero for a signal; ``passed_on`` collects the signals that it was sent from here."""
+    waiting: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int | None = None, _: object = None) -> None:
+        waiting.extend([] if number is None else [number])
+        while process is not None and waiting:
+            passed_on.append(waiting.pop(0))
+            process.send_signal(passed_on[-1])
+
+    for number in _PASSED_ON:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, pass_on)
+    try:
+        # A group of its own, so that a signal to the launcher's group comes once. Open descriptors stay: one leads to MPI's daemon.
+        process = subprocess.Popen(command, env=environ, process_group=0, close_fds=False)
+    except OSError as error:
+        raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
+    pass_on()
+    if hasattr(os, "waitid"):  # not on macOS before Python 3.13
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it left behind, before its group id can be another's
+    return process.wait()
