@@ -91,8 +91,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
 def _ask_mpi_for_the_master() -> None:
     """Set MASTER_ADDR and MASTER_PORT, where MPI started this process among several and neither is set: rank 0's host, a free port there.
 
-    MPI is ended again at once: it must not wait for its other ranks where one of them fails. Where mpi4py finds no MPI, or another
-    one than the launcher's (each rank is then a world of its own), nothing is set: ranks of one host agree without it.
+    MPI that was begun here is ended again at once: it must not wait for its other ranks where one of them fails. Where mpi4py finds no
+    MPI, or another one than the launcher's (each rank is then a world of its own), nothing is set: ranks of one host agree without it.
     """
     launcher = next((launcher for launcher in LAUNCHERS if os.environ.get(launcher.rank) and launcher.started(os.environ)), None)
     given = os.environ.get("MASTER_ADDR") or os.environ.get("MASTER_PORT")
@@ -105,14 +105,19 @@ def _ask_mpi_for_the_master() -> None:
         from mpi4py import MPI
     except (ImportError, RuntimeError):  # no library of MPI on this host
         return
-    MPI.Init()
+    if MPI.Is_finalized():  # it was asked before, in vain, and cannot begin again
+        return
+    begun = MPI.Is_initialized()  # by a script that uses it itself
+    if not begun:
+        MPI.Init()
     told = _integer(os.environ, launcher.world_size)
     same = MPI.COMM_WORLD.Get_size() == told
     if same:
         own = (socket.gethostname(), free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
         address, port = MPI.COMM_WORLD.bcast(own)
         export({"MASTER_ADDR": address, "MASTER_PORT": str(port)})
-    MPI.Finalize()
+    if not begun:
+        MPI.Finalize()
 
 
 def local_environment(rank: int, world_size: int, port: int) -> Environment:

@@ -290,9 +290,32 @@ def test_search_path_is_extended_once(tmp_path) -> None:
     assert environment.search_path_settings(tmp_path, added) == {}
 
 
+class FakeMPI:
+    """mpi4py's ``MPI`` on rank 2 of a world of ``size``; like the real one it begins once and ends once."""
+
+    def __init__(self, size: int, begun: bool) -> None:
+        self.begun, self.ended = begun, False
+        self.COMM_WORLD = types.SimpleNamespace(Get_size=lambda: size, Get_rank=lambda: 2, bcast=lambda own: ("gpu-01", 29400))
+
+    def Is_initialized(self) -> bool:  # noqa: N802
+        return self.begun
+
+    def Is_finalized(self) -> bool:  # noqa: N802
+        return self.ended
+
+    def Init(self) -> None:  # noqa: N802
+        assert not self.begun
+        self.begun = True
+
+    def Finalize(self) -> None:  # noqa: N802
+        assert self.begun and not self.ended
+        self.ended = True
+
+
+@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_an_mpi4py_of_another_mpi_names_no_master(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
-    """Each rank is then alone in a world of its own, and would name itself; the recorded start has 3 ranks."""
+def test_an_mpi4py_of_another_mpi_names_no_master(monkeypatch: pytest.MonkeyPatch, world_size: int, begun: bool) -> None:
+    """Each rank is then alone in a world of its own, and would name itself; the recorded start has 3 ranks. A script may have begun MPI."""
     for name in os.environ:
         if name.startswith(("MASTER_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_")):
             monkeypatch.delenv(name)
@@ -300,10 +323,11 @@ def test_an_mpi4py_of_another_mpi_names_no_master(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MASTER_PORT", "")
     for name, value in OPEN_MPI.items():
         monkeypatch.setenv(name, value)
-    world = types.SimpleNamespace(Get_size=lambda: world_size, Get_rank=lambda: 2, bcast=lambda own: ("gpu-01", 29400))
-    mpi = types.SimpleNamespace(MPI=types.SimpleNamespace(Init=list, Finalize=list, COMM_WORLD=world), rc=lambda **_: None)
-    monkeypatch.setitem(sys.modules, "mpi4py", mpi)  # type: ignore[arg-type]
+    mpi = FakeMPI(world_size, begun)
+    monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi, rc=lambda **_: None))  # type: ignore[arg-type]
     monkeypatch.setattr(environment, "find_spec", lambda _: True)
-    place = detect()
-    assert place is not None
-    assert (place.master_addr == "gpu-01") == (world_size == 3)
+    for _ in range(2):
+        place = detect()
+        assert place is not None
+        assert (place.master_addr == "gpu-01") == (world_size == 3)
+    assert mpi.ended != begun  # a script's own MPI goes on
