@@ -250,3 +250,10 @@ def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
     assert len(set(theirs.rates)) > 1, "the schedule does nothing"
     if case.clip:
         assert min(theirs.norms) > CLIP, "the clipping does nothing"
+
+
+def assert_bytes_as_planned(ours: Sequence[Result]) -> None:
+    """Parameters, gradients and optimizer state of every rank, and what it sent in each step."""
+    for rank, result in enumerate(ours):
+        assert result.measured == result.predicted, f"rank {rank}"
+        assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"

@@ -13,7 +13,20 @@ import ranks_models as models
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from ranks_cases import CLIP, RELATIVE, Case, Result, assert_same_run, engine_of, full_gradients, native, one_step, reference, train
+from ranks_cases import (
+    CLIP,
+    RELATIVE,
+    Case,
+    Result,
+    assert_bytes_as_planned,
+    assert_same_run,
+    engine_of,
+    full_gradients,
+    native,
+    one_step,
+    reference,
+    train,
+)
 
 FACTORS: dict[str, Sequence[Any]] = {
     "masking": ["forward", "backward"],
@@ -129,9 +142,7 @@ IMAGE_NEURONS = [  # the width of the first stage is 3, and so are the heads of 
 def test_native_neurons_equal_the_reference(ranks: RankPool, case: Case) -> None:
     ours = native(ranks, case)
     assert_same_run(ours, reference(case), case)
-    for rank, result in enumerate(ours):
-        assert result.measured == result.predicted, f"rank {rank}"
-        assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"
+    assert_bytes_as_planned(ours)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +187,7 @@ def test_native_images_equal_the_reference(ranks: RankPool, case: Case) -> None:
     expected = reference(replace(case, checkpointing="none"))
     ours = native(ranks, case)
     assert_same_run([weights_alone(result) for result in ours], weights_alone(expected), case)
-    for rank, result in enumerate(ours):
-        assert result.measured == result.predicted, f"rank {rank}"
-        assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"
+    assert_bytes_as_planned(ours)
 
 
 @pytest.mark.parametrize("case", TENSOR_COVER, ids=str)
