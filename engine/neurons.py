@@ -177,11 +177,11 @@ class SlicedBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         if not len(where):
             return input
-        used = not self.training or tracks
+        used = self.running_mean is not None and (not self.training or tracks)  # else the batch's own statistics are
         mean, variance = (self.running_mean[where], self.running_var[where]) if used else (None, None)  # type: ignore[index]
         weight, bias = (torch.cat(self.slices[key].tensors(self)).float() for key in ("weight", "bias"))
         assert self.momentum is not None
-        output = F.batch_norm(input, mean, variance, weight, bias, self.training, self.momentum, self.eps)
+        output = F.batch_norm(input, mean, variance, weight, bias, self.training or not used, self.momentum, self.eps)
         if tracks:
             self.running_mean[where], self.running_var[where] = mean, variance  # type: ignore[index, assignment]
         return output

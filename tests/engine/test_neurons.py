@@ -17,6 +17,7 @@ from ranks import RankPool
 from ranks_cases import Case, full_gradients
 from sdp.engine.config import load_config
 from sdp.engine.errors import ConfigError, ModelError, PlacementError
+from sdp.engine.neurons import SlicedBatchNorm, Slices
 from sdp.engine.units import Branch, find_neuron_units, find_units
 from torch import nn
 
@@ -251,3 +252,17 @@ def test_a_model_without_stated_branches_and_a_wrong_name() -> None:
         sdp.initialize(model=models.mlp(), config=config(placement="cyclic", capacity=0.5))
     with pytest.raises(PlacementError, match="is no module of the model, did you mean"):
         sdp.initialize(model=llama(), config=config(placement={"layers.0.mlp.neuron.1": [0]}))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_a_sliced_batch_norm_is_the_whole_one_on_its_channels(tracks: bool, training: bool) -> None:
+    """Without running statistics those of the batch are used in evaluation too, as torch does."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(6, track_running_stats=tracks)
+    slices = {key: Slices(key, 0, {0: (0, 2), 1: (2, 4), 2: (4, 6)}, held=[0, 2]) for key in ("weight", "bias")}
+    sliced, here = SlicedBatchNorm(copy.deepcopy(norm), slices).train(training), [0, 1, 4, 5]
+    images = torch.randn(4, 6, 3, 3)
+    torch.testing.assert_close(sliced(images[:, here]), norm.train(training)(images)[:, here])
+    if tracks:
+        torch.testing.assert_close(sliced.running_mean[here], norm.running_mean[here])  # type: ignore[index]
