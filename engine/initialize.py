@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from . import environment
 from .batch_size import BatchSize
-from .config import Config, NamedParams, SDPSection, load_config
+from .config import Config, SDPSection, load_config
 from .consistency import check_placement
 from .construct import build_backend
 from .engine import SDPEngine
@@ -23,7 +23,7 @@ from .errors import ConfigError
 from .layout import Layout
 from .loader import EpochLoader, ResumableLoader
 from .mesh import Mesh
-from .optim import build_optimizer
+from .optim import make_optimizer
 from .place import warnings_of
 from .schedules import build_scheduler
 
@@ -100,7 +100,8 @@ def initialize(
         engine, note = initialize_deepspeed(model, settings, layout, batch, device, groups, optimizer, lr_scheduler, grouped=grouped)
         return _finish(engine, note, training_data, collate_fn)
     backend = build_backend(model, settings, layout, device)
-    built, note = _build_optimizer(settings, optimizer, _groups_here(groups, layout, backend.parameters), device, grouped=grouped)
+    here = _groups_here(groups, layout, backend.parameters)
+    built, note = make_optimizer(settings.optimizer, optimizer, here, device, grouped=grouped)
     scheduler = _build_scheduler(settings, lr_scheduler, built)
     return _finish(SDPEngine(backend, settings, batch, built, scheduler), note, training_data, collate_fn)
 
@@ -210,23 +211,6 @@ def _groups_here(groups: list[dict[str, Any]], layout: Layout, parameters: Mappi
         held = [parameters[info.name] for name in group["params"] for info in layout.wholes[name] if info.name in parameters]
         here.append({**group, "params": [parameter for parameter in held if parameter.requires_grad]})
     return here
-
-
-def _build_optimizer(
-    config: Config, given: Any, groups: list[dict[str, Any]], device: torch.device, *, grouped: bool
-) -> tuple[Optimizer, str]:
-    if isinstance(given, Optimizer):
-        given.param_groups.clear()
-        for group in groups:
-            given.add_param_group(group)
-        return given, f"optimizer: {type(given).__name__}, as given to sdp.initialize"
-    if given is not None:
-        built = given(groups if grouped else groups[0]["params"])  # as DeepSpeed: what the user's parameters were
-        return built, f"optimizer: {type(built).__name__}, as given to sdp.initialize"
-    section = config.optimizer or NamedParams(type="AdamW")
-    default = "" if config.optimizer else " (the configuration names none)"
-    built, note = build_optimizer(section.type, section.params, groups, device)
-    return built, f"optimizer: {note}{default}"
 
 
 def _build_scheduler(config: Config, given: Any, optimizer: Optimizer) -> Any:

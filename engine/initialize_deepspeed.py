@@ -18,13 +18,13 @@ from .backends.deepspeed import DeepSpeedBackend, GroupsOfRanks
 from .backends.deepspeed_shards import Bundle, partition_numel
 from .batch_size import BatchSize
 from .clock import clock
-from .config import Config, NamedParams
+from .config import Config
 from .consistency import check_agreement
 from .construct import cut, give_values, take_values_of_rank_0, values_to_give
 from .engine_deepspeed import DeepSpeedSDPEngine
 from .errors import ConfigError, ModelError
 from .layout import Layout, Shard
-from .optim import build_optimizer
+from .optim import make_optimizer
 from .schedules import build_scheduler
 from .traffic import Traffic
 
@@ -76,7 +76,8 @@ def initialize_deepspeed(
         ours = [
             {**_options(groups[bundle.options]), "params": [parameters[name] for name in bundle.names]} for bundle in held
         ]  # fmt: skip
-        given, note = _optimizer(config, optimizer, ours, device)
+        arrangement = ", a parameter group for each unit" if installed else ""
+        given, note = make_optimizer(config.optimizer, optimizer, ours, device, grouped=True, arrangement=arrangement)
         if installed:
             scheduler = _scheduler(config, lr_scheduler, given, [bundle.options for bundle in held])
             _hand_over(settings, config)
@@ -138,21 +139,6 @@ def _as_given(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.P
     """What the user's ``model_parameters`` were."""
     lists = [[parameters[name] for name in group["params"] if parameters[name].requires_grad] for group in groups]
     return [{**_options(group), "params": members} for group, members in zip(groups, lists, strict=True)] if grouped else lists[0]
-
-
-def _optimizer(config: Config, given: Any, groups: list[dict[str, Any]], device: torch.device) -> tuple[Optimizer, str]:
-    if isinstance(given, Optimizer):
-        given.param_groups.clear()
-        for group in groups:
-            given.add_param_group(group)
-        return given, f"optimizer: {type(given).__name__}, as given to sdp.initialize, a parameter group for each unit"
-    if given is not None:
-        built = given(groups)
-        return built, f"optimizer: {type(built).__name__}, as given to sdp.initialize, a parameter group for each unit"
-    section = config.optimizer or NamedParams(type="AdamW")
-    default = "" if config.optimizer else " (the configuration names none)"
-    built, note = build_optimizer(section.type, section.params, groups, device)
-    return built, f"optimizer: {note}, a parameter group for each unit{default}"
 
 
 def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequence[int]) -> Any:

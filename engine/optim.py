@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .config import NamedParams
 from .errors import ConfigError, suggestion
 from .section import Section, parse_section
 from .sync import local_tensor
@@ -65,6 +66,27 @@ def build_optimizer(type: str, params: Mapping[str, Any], parameters: Parameters
     if "max_grad_norm" in params:
         raise ConfigError("optimizer.params.max_grad_norm: not an optimizer's setting; use gradient_clipping at top level")
     return builders[name](name, params, list(parameters), device)
+
+
+def make_optimizer(
+    section: NamedParams | None, given: Any, groups: list[dict[str, Any]], device: torch.device, *, grouped: bool, arrangement: str = ""
+) -> tuple[Optimizer, str]:
+    """This rank's optimizer over ``groups``, and a line that says which, with their ``arrangement``: what the user ``given``, else what
+    ``section`` says, else AdamW.
+
+    ``given``: an optimizer over the uncut model, whose groups are replaced, or a function to one from the groups; unless ``grouped`` it
+    gets the list of parameters of the only one, as with DeepSpeed.
+    """
+    if isinstance(given, Optimizer):
+        given.param_groups.clear()
+        for group in groups:
+            given.add_param_group(group)
+        return given, f"optimizer: {type(given).__name__}, as given to sdp.initialize{arrangement}"
+    if given is not None:
+        built = given(groups if grouped else groups[0]["params"])
+        return built, f"optimizer: {type(built).__name__}, as given to sdp.initialize{arrangement}"
+    built, note = build_optimizer(section.type if section else "AdamW", section.params if section else {}, groups, device)
+    return built, f"optimizer: {note}{arrangement}{'' if section else ' (the configuration names none)'}"
 
 
 def _build_adam(name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device) -> tuple[Optimizer, str]:

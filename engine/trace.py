@@ -23,14 +23,14 @@ from .backends.fsdp2_comm import unreduced_gradients
 from .batch import loss_of, tensors_in
 from .batch_size import BatchSize
 from .checkpoint import materialise_state
-from .config import Config, NamedParams
+from .config import Config
 from .construct import allocate, build_native
 from .engine import SDPEngine
 from .errors import LaunchError
 from .layout import Layout, parents
 from .ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, Ledger, Window
 from .memory import StateBytes, predict_state_bytes
-from .optim import build_optimizer
+from .optim import make_optimizer
 from .sync import local_tensor
 from .traffic import Kind
 
@@ -171,9 +171,8 @@ def _run(
         with FakeTensorMode(allow_non_fake_inputs=True):
             allocate(model, layout, CPU)
             native.ready()
-            section = config.optimizer or NamedParams(type="AdamW")
             trained = [parameter for parameter in native.parameters.values() if parameter.requires_grad]
-            optimizer, _ = build_optimizer(section.type, section.params, trained, CPU)
+            optimizer, _ = make_optimizer(config.optimizer, None, [{"params": trained}], CPU, grouped=True)
             materialise_state(optimizer)
             engine = SDPEngine(native, config, replace(size, accumulation=accumulation), optimizer, None)
             ledger = watched_step(engine, layout.blocks, middles, batch)

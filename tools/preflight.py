@@ -11,12 +11,12 @@ from ..data.image_sets import check_source, facts_of_set
 from ..data.images import check_packages
 from ..engine.batch_size import BatchSize
 from ..engine.checkpoint_files import latest, read_state
-from ..engine.config import Config, NamedParams
+from ..engine.config import Config
 from ..engine.errors import ConfigError
 from ..engine.layout import Layout
 from ..engine.loader import evaluation_batches
 from ..engine.mesh import Mesh
-from ..engine.optim import build_optimizer
+from ..engine.optim import make_optimizer
 from ..engine.schedules import build_scheduler
 from ..engine.weight_files import fillers_from
 from ..models.registry import build_model
@@ -85,9 +85,8 @@ def _check_sequence(config: Config, model: nn.Module) -> None:
 
 
 def _check_optimizer(config: Config) -> None:
-    stand_in = [nn.Parameter(torch.zeros(1))]
-    section = config.optimizer or NamedParams(type="AdamW")
-    optimizer, _ = build_optimizer(section.type, section.params, stand_in, torch.device("cpu"))
+    stand_in = [{"params": [nn.Parameter(torch.zeros(1))]}]
+    optimizer, _ = make_optimizer(config.optimizer, None, stand_in, torch.device("cpu"), grouped=True)
     if config.scheduler is not None:
         build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
 

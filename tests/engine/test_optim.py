@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sdp.engine.errors import ConfigError
-from sdp.engine.optim import AdamKernel, AdamParams, ApexFusedAdam, _apex_kernel, build_optimizer
+from sdp.engine.optim import AdamKernel, AdamParams, ApexFusedAdam, _apex_kernel, build_optimizer, make_optimizer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -90,6 +90,24 @@ def test_says_which_implementation_was_taken():
     assert lines["AdamW"] == "AdamW: torch.optim.AdamW, fused"
     assert lines["FusedAdam"].endswith("fused, because NVIDIA Apex's kernel needs CUDA and this run is on cpu")
     assert "foreach" in lines["SGD"]
+
+
+def test_what_the_user_gave_goes_before_the_section():
+    """An optimizer gets this rank's groups in place of its own; a function the groups, or the list of parameters that the user meant."""
+    parameters = list(network().parameters())
+    groups = [{"params": parameters, "lr": 0.5}]
+    given = torch.optim.SGD(network().parameters(), lr=0.1)
+    assert make_optimizer(None, given, groups, CPU, grouped=True) == (given, "optimizer: SGD, as given to sdp.initialize")
+    assert [group["params"] for group in given.param_groups] == [parameters]
+    got: list[Any] = []
+    for grouped in (True, False):
+        _, line = make_optimizer(None, lambda of: got.append(of) or given, groups, CPU, grouped=grouped, arrangement=", by unit")
+        assert line == "optimizer: SGD, as given to sdp.initialize, by unit"
+    assert got[0] is groups
+    assert got[1] is groups[0]["params"]
+    built, line = make_optimizer(None, None, groups, CPU, grouped=True, arrangement=", by unit")
+    assert type(built) is torch.optim.AdamW
+    assert line == "optimizer: AdamW: torch.optim.AdamW, fused, by unit (the configuration names none)"
 
 
 def test_falls_back_where_torch_has_no_fused_kernel():
