@@ -155,7 +155,8 @@ class TrainingSection(Section):
     0: evaluate only before the first step and after the last, and save only when a signal ends the run. ``max_skips``: steps in a
     row whose gradient is no number, and which are skipped, before the run stops. ``start_timeout``: seconds that the start with the
     first step or an evaluation may take; ``save_timeout``: a save; ``step_timeout``: a part of a later step; any collective: the longest.
-    ``init_from``: a directory with the weights to start from, in Hugging Face's format. ``compile``: units by ``torch.compile``.
+    ``init_from``: a directory with the weights to start from, in Hugging Face's format, or a DeepSpeed checkpoint's. ``compile``: units by
+    ``torch.compile``.
     ``recalibrate_batches``: training batches a rank over which batch norm's statistics of the full model are measured before it is
     evaluated or saved; 0: those of the first holder's subnetwork are used.
     """

@@ -137,7 +137,12 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", metavar="T", type=_positive, help="tensor-parallel degree (tensor_parallel.autotp_size)")
     parser.add_argument("--nproc", metavar="P", type=_positive, help="processes to start here where no launcher did")
     parser.add_argument("--dump-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME of CONFIG)")
-    parser.add_argument("--init-from", metavar="DIR", type=Path, help="start from the Hugging Face LLaMA in DIR (training.init_from)")
+    parser.add_argument(
+        "--init-from",
+        metavar="DIR",
+        type=Path,
+        help="start from the Hugging Face LLaMA or DeepSpeed checkpoint in DIR (training.init_from)",
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the dump directory")
     parser.add_argument(
         "--profile", metavar="STEPS", nargs="?", const="3-5", help="record these steps of rank 0 in DIR/profile (default: 3-5)"
