@@ -1,4 +1,5 @@
-"""The smallest layout of a run that fits a device's memory: as few ranks per group as will do, and of theirs the settings that cost least.
+"""The smallest layout of a run that fits a device's memory: as few ranks per group as will do (1, 2, 4 …), and of theirs the settings that
+cost least.
 
 Groups, capacity, masking and the batch of a step stay as they are: they decide what is learned. A layout is tried by its state first,
 which is known at once, then by tracing its step.
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.config import Config, NamedParams
+from ..engine.config import Config
 from ..engine.errors import ConfigError, SDPError
 from ..engine.initialize import mesh_of
 from ..engine.layout import Layout
 from ..engine.memory import predict_state_bytes
-from ..engine.optim import build_optimizer
+from ..engine.optim import make_optimizer
 from .forecast import Forecast, forecast, model_and_batch
 from .machine import Machine
 from .out_of_memory import remedies
@@ -62,12 +63,14 @@ def find_fit(
 ) -> tuple[Choice, Forecast, list[str]]:
     """The choice, its plan and the reasons: what was tried and what it would need.
 
-    ``most``: ranks of the world that there are. Raises :class:`ConfigError` where nothing fits.
+    ``most``: ranks of the world that there are. Raises :class:`ConfigError` where nothing fits, or there are fewer of them than groups.
     """
     reasons: list[str] = []
     search = _Search(config, memory, machine_of, reasons)
     groups = config.sdp.groups
     limit = (most or groups * MOST_RANKS) // groups
+    if limit < 1:
+        raise ConfigError(f"--fit: {most} ranks are fewer than sdp.groups {groups}, each of which needs one; lower sdp.groups")
     ranks = 1
     while ranks <= limit:
         for tp in _degrees(config, ranks, per_node):
@@ -77,7 +80,7 @@ def find_fit(
         ranks *= 2
     tried = "; ".join(reasons[-3:])
     raise ConfigError(
-        f"--fit: no layout of up to {limit} ranks a group fits {memory / 1e9:.2f} GB ({tried}); what would need less: "
+        f"--fit: no layout of up to {ranks // 2} ranks a group fits {memory / 1e9:.2f} GB ({tried}); what would need less: "
         f"{'; '.join(remedies(config))}"
     )
 
@@ -134,8 +137,8 @@ def _most_state(config: Config, world: int) -> int:
     """Bytes of state of the rank that has most, without a trace."""
     mesh = mesh_of(config, world)
     layout = Layout.of(model_and_batch(config)[0](), config, mesh)
-    section = config.optimizer or NamedParams(type="AdamW")
-    optimizer, _ = build_optimizer(section.type, section.params, [nn.Parameter(torch.zeros(1))], torch.device("cpu"))
+    stand_in = [{"params": [nn.Parameter(torch.zeros(1))]}]
+    optimizer, _ = make_optimizer(config.optimizer, None, stand_in, torch.device("cpu"), grouped=True)
     options: dict[str, Any] = {
         "shards": mesh.shards(config.zero_optimization.stage),
         "compute_bytes": 2 if config.bf16.enabled else 4,

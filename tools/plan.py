@@ -11,6 +11,7 @@ from typing import Any
 
 from ..engine.config import Config, load_config
 from ..engine.errors import ConfigError
+from ..engine.place import warnings_of
 from ..launcher.hosts import read_hostfile
 from .fit import find_fit
 from .forecast import Forecast, all_collectives, alternatives, forecast
@@ -54,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     name, reasons = "SDP" if config.sdp.groups > 1 else "this run", []
     if args.fit:
         assert memory is not None
-        choice, plan, reasons = find_fit(config, memory, lambda ranks: _machine(args, ranks), max(machine.slots), args.world)
+        most = world if args.world is not None or args.hostfile is not None else None
+        choice, plan, reasons = find_fit(config, memory, lambda ranks: _machine(args, ranks), max(machine.slots), most)
         plan, config, machine = replace(plan, name=name), plan.config, plan.machine
         world, source = plan.layout.mesh.world_size, f"the fewest that fit: sdp train {args.config} {choice.as_settings()}"
     else:
@@ -141,7 +143,7 @@ def _print(plan: Forecast, others: list[Forecast], notes: list[str], world: str)
           f"{layout.mesh.data_ranks} data ranks; activation checkpointing: {config.activation_checkpointing.mode}")  # fmt: skip
     if layout.units and layout.mesh.sdp > 1:
         print(f"placement: {layout.placement.describe()}")
-        for warning in layout.placement.warnings():
+        for warning in warnings_of(config.sdp, layout.placement):
             print(f"warning: {warning}")
     print()
     print(_table([plan, *others]).without_empty().text())
@@ -155,8 +157,12 @@ def _write_page(path: Path, columns: list[Forecast], notes: list[str], world: st
     plan = columns[0]
     parameters = sum(info.numel for info in plan.layout.parameters.values()) / 1e6
     subtitle = f"{parameters:,.2f} M parameters, {world}, {plan.batch.train:,} samples a step"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(columns, _table(columns).without_empty(), _collectives(plan), subtitle, notes, memory), encoding="utf-8")
+    text = page(columns, _table(columns).without_empty(), _collectives(plan), subtitle, notes, memory)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {path}: the page cannot be written ({error.strerror})") from None
 
 
 def _table(columns: list[Forecast]) -> Table:

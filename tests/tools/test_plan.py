@@ -89,6 +89,7 @@ def test_images_and_units_that_differ(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "images/s" in printed
     assert "Groups differ; peaks: rank" in printed
+    assert "warning: units differ in size: a group holds" in printed
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,24 @@ def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no layout of up to 2 ranks a group fits" in error
     assert "the state alone is" in error
     assert "what would need less" in error
+
+
+def test_a_hostfile_bounds_what_is_tried(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=6\n")
+    search = ["plan", str(config), "--hostfile", str(hosts), "--device-memory", "10kB", "--fit"]
+    assert main(search) == 2
+    assert "no layout of up to 2 ranks a group fits" in capsys.readouterr().err  # of three, powers of two are tried
+    hosts.write_text("a slots=1\n")
+    assert main(search) == 2
+    assert "--fit: 1 ranks are fewer than sdp.groups 2" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "plan.html", "File exists")):
+        assert main(["plan", str(config), "--alone", "--html", str(path)]) == 2
+        assert capsys.readouterr().err == f"sdp: error: --html {path}: the page cannot be written ({why})\n"
 
 
 def test_the_page_needs_nothing_else(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
