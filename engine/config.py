@@ -97,8 +97,13 @@ class SDPSection(Section):
     branch_scale: Literal["none", "train", "eval"] = "none"
     neuron_groups: PositiveInt = 8
     seed: Seed = 0
-    engine: Literal["fsdp2", "deepspeed", "reference"] = "fsdp2"
+    engine: Literal["fsdp2", "deepspeed", "reference", "vectorized"] = "fsdp2"
     check_interval: NonNegativeInt = 100
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether all groups are of one process, on one device."""
+        return self.engine in ("reference", "vectorized")
 
 
 class DataSection(Section):
@@ -327,7 +332,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 def _refuse_beside_neurons(config: Config) -> None:
     if config.sdp.units != "auto":
         raise ConfigError('sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its branches')
-    reference = config.sdp.engine == "reference"
+    reference = config.sdp.in_one_process
     checkpointing, tp = config.activation_checkpointing.mode, config.tensor_parallel.autotp_size
     unavailable = {
         # Recomputation would read the parameters whole.
@@ -361,11 +366,14 @@ def _refuse_unavailable(config: Config) -> None:
         _refuse_beside_neurons(config)
     if sdp.engine == "deepspeed":
         _refuse_beside_deepspeed(config)
+    if sdp.engine == "vectorized" and (sdp.masking != "forward" or sdp.branch_scale != "none"):
+        key, value = ("masking", "forward") if sdp.masking != "forward" else ("branch_scale", "none")
+        raise ConfigError(f'sdp.{key}: "{getattr(sdp, key)}" is not available with sdp.engine "vectorized"; use "{value}", or "reference"')
     if sdp.branch_scale != "none" and sdp.masking == "backward":
         raise ConfigError(
             f'sdp.branch_scale: {json.dumps(sdp.branch_scale)} has no meaning with sdp.masking "backward", where all units run; use "none"'
         )
     if config.training.compile and config.tensor_parallel.autotp_size > 1:
         raise ConfigError("training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false")
-    if config.training.compile and sdp.engine == "reference":
-        raise ConfigError('training.compile: sdp.engine "reference" is the specification, which is not compiled; use false')
+    if config.training.compile and sdp.in_one_process:
+        raise ConfigError(f'training.compile: true is not available with sdp.engine "{sdp.engine}"; use false')

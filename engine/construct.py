@@ -13,6 +13,7 @@ from .activations import checkpoint_activations
 from .backends.base import Backend
 from .backends.fsdp2 import FSDP2Backend
 from .backends.reference import ReferenceBackend
+from .backends.vectorized import VectorizedBackend
 from .branch_scale import BranchScale
 from .clock import clock
 from .compile import compile_units
@@ -36,10 +37,11 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     parameters have values, and for files of another model.
     """
     plan = values_to_give(model, config, layout)
-    if config.sdp.engine == "reference":
+    if config.sdp.in_one_process:
         compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
         give_values(model, layout, plan, device, Shard())
-        backend = ReferenceBackend(model, layout, device, compute_dtype=compute_dtype)
+        kind = VectorizedBackend if config.sdp.engine == "vectorized" else ReferenceBackend
+        backend = kind(model, layout, device, compute_dtype=compute_dtype)
         # After the backend has copied the blocks' skeletons.
         checkpoint_activations(model, layout.blocks, config.activation_checkpointing.mode)
         return backend

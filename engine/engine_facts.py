@@ -136,7 +136,7 @@ class EngineFacts:
 
     @property
     def _is_reference(self) -> bool:
-        return self.config.sdp.engine == "reference"
+        return self.config.sdp.in_one_process
 
     @property
     def _compute_bytes(self) -> int:

@@ -84,8 +84,8 @@ def initialize(
     if mpu is not None:
         raise ConfigError("sdp.initialize: mpu cannot be honoured; the layout comes from sdp.groups and the number of processes")
     settings = _settings(args, config if config is not None else config_params)
-    reference = settings.sdp.engine == "reference"
-    device = _reference_device() if reference else join()
+    reference = settings.sdp.in_one_process
+    device = _own_device(settings.sdp.engine) if reference else join()
     mesh = mesh_of(settings, 1 if reference else dist.get_world_size())
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -126,9 +126,9 @@ def _settings(args: Any, config: Any) -> Config:
     return config if isinstance(config, Config) else load_config(config)
 
 
-def _reference_device() -> torch.device:
+def _own_device(engine: str) -> torch.device:
     if dist.is_initialized() and dist.get_world_size() > 1:
-        log.warning('sdp.engine: "reference" runs all workers in each of the %d processes, on its own', dist.get_world_size())
+        log.warning('sdp.engine: "%s" runs all workers in each of the %d processes, on its own', engine, dist.get_world_size())
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -136,7 +136,7 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
     """The grid of ranks of a run in ``world_size`` processes; the reference's are virtual, and its matrices whole. Raises
     :class:`ConfigError`.
     """
-    if config.sdp.engine == "reference":
+    if config.sdp.in_one_process:
         return Mesh(config.sdp.groups, _virtual_fsdp(config))
     return Mesh.for_world(world_size, config.sdp.groups, config.tensor_parallel.autotp_size)
 
@@ -246,7 +246,7 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         log.info("placement: %s", layout.placement.describe())
         for warning in warnings_of(config.sdp, layout.placement) if mesh.sdp > 1 else []:
             log.warning("placement: %s", warning)
-    if layout.refreshes and config.sdp.engine != "reference":
+    if layout.refreshes and not config.sdp.in_one_process:
         sets = {refresh.members for refresh in layout.refreshes}
         most = max(sum(group in members for members in sets) for group in layout.everyone)
         log.info("masking: units that a group does not hold run from frozen copies, which a holder refreshes after each step "

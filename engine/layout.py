@@ -157,7 +157,7 @@ class Layout:
             for name, buffer in model.named_buffers()
             if name in persistent
         }
-        if section.engine != "reference":
+        if not section.in_one_process:
             parameters = _with_slices(parameters, units, placement)
         keeps_frozen = section.masking == "backward"
         return cls(mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, section.branch_scale)

@@ -28,7 +28,7 @@ class Degrees:
             groups=config.sdp.groups,
             fsdp=fsdp,
             tp=config.tensor_parallel.autotp_size,
-            in_one_process=config.sdp.engine == "reference",
+            in_one_process=config.sdp.in_one_process,
         )
 
     def check(self, processes: int, source: str) -> None:
@@ -37,7 +37,7 @@ class Degrees:
         if self.in_one_process:
             if processes != 1 or self.fsdp not in (None, 1):
                 raise LaunchError(
-                    f'sdp.engine "reference" runs all {self.groups} groups in one process; found'
+                    f'sdp.engine "reference" and "vectorized" run all {self.groups} groups in one process; found'
                     f" {processes} processes ({source}) and fsdp {self.fsdp or 1}; use 1 of each, or sdp.engine fsdp2"
                 )
         elif self.fsdp is not None and processes != self.groups * self.fsdp * self.tp:

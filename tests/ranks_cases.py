@@ -188,7 +188,7 @@ def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
 def train(case: Case, engine_name: str = "fsdp2", **sections: Any) -> Result:
     """The whole run, in this process."""
     engine = engine_of(case, engine_name, **sections)
-    data_rank = None if engine_name == "reference" else data_rank_of(case)
+    data_rank = None if engine_name in ("reference", "vectorized") else data_rank_of(case)
     result = Result(before=engine.full_state_dict())
     for step in range(case.steps):
         engine.traffic.reset()

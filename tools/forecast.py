@@ -136,7 +136,7 @@ def collective_json(forecast: Forecast, group: GroupForecast, one: Collective) -
 def forecast(name: str, config: Config, machine: Machine, world: int) -> Forecast:
     """Plan ``config`` on ``world`` ranks. Raises an :class:`SDPError` for what a run under it would end with."""
     if config.sdp.engine != "fsdp2":
-        why = "runs all groups in one process" if config.sdp.engine == "reference" else "has buffers of DeepSpeed's own"
+        why = "runs all groups in one process" if config.sdp.in_one_process else "has buffers of DeepSpeed's own"
         raise ConfigError(f'sdp.engine: "{config.sdp.engine}" {why}, which is not planned; add --set sdp.engine=fsdp2')
     mesh = mesh_of(config, world)
     build, batch = model_and_batch(config)

@@ -76,7 +76,7 @@ def _check_sequence(config: Config, model: nn.Module) -> None:
             f"data.sequence_length: {config.data.sequence_length} is more than model.max_position_embeddings = {limit}; "
             "raise the one or lower the other"
         )
-    tp = 1 if config.sdp.engine == "reference" else config.tensor_parallel.autotp_size
+    tp = 1 if config.sdp.in_one_process else config.tensor_parallel.autotp_size
     if config.data.sequence_length % tp:
         raise ConfigError(
             f"data.sequence_length: {config.data.sequence_length} is not divisible by tensor_parallel.autotp_size = {tp}, among whose "

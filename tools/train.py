@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
     beat = Heartbeat(rank, place_file(), args.dump_dir / "logs" / f"rank-{rank}.log", args.on_stall)
     beat.at(0, "starting", config.training.start_timeout)
-    if config.sdp.engine != "reference":
+    if not config.sdp.in_one_process:
         training = config.training
         join(max(training.start_timeout, training.save_timeout, training.step_timeout))
     beat.at(0, "preparing data", None)

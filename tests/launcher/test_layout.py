@@ -34,7 +34,7 @@ def test_process_count(groups: int, fsdp: int | None, tp: int, nproc: int | None
         (Degrees(3, None, 2, False), 8, 0, r"8 processes \(--nproc\) are not a multiple of groups 3 .* \* tp 2 .* = 6"),
         (Degrees(4, None, 1, False), None, 2, r"2 processes \(visible devices\) are not a multiple of groups 4"),
         (Degrees(4, None, 1, False), 4, 2, r"4 processes \(--nproc\) need 4 devices, 2 visible"),
-        (Degrees(4, None, 1, True), 4, 0, r"reference.* runs all 4 groups in one process"),
+        (Degrees(4, None, 1, True), 4, 0, r"reference.* run all 4 groups in one process"),
         (Degrees(4, 2, 1, True), None, 0, r"reference.* fsdp 2"),
     ],
 )

@@ -1,0 +1,84 @@
+"""All workers in one process and in one pass: what a group does not hold is multiplied by zero in its rows of the batch.
+
+It computes what ``reference.py`` computes, one worker after the other, in about the time of the dense model however many groups there are:
+to study placements. For models in which rows never meet and whose blocks add nothing but sums over hidden neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..batch import split_rows, target_count, tensors_in
+from ..errors import ModelError
+from ..layout import Layout
+from ..units import Slice, find_neuron_units, goes_into_sum
+from .reference import ReferenceBackend
+
+_HERE, _INSTEAD = 'sdp.engine "vectorized"', 'use "reference"'
+
+
+class VectorizedBackend(ReferenceBackend):
+    """The reference under forward masking, all workers' rows at once. Raises :class:`ModelError` for a model that it cannot run."""
+
+    def __init__(self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32):
+        super().__init__(model, layout, device, compute_dtype=compute_dtype)
+        mixing = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
+        if mixing is not None:
+            raise ModelError(f"{_HERE}: {mixing} mixes the rows of all groups; {_INSTEAD}")
+        self._group_of_row: torch.Tensor | None = None  # None: the full model runs, or one group by the reference's means
+        for name, gates in self._gates().items():
+            model.get_submodule(name).register_forward_pre_hook(self._gate(name, gates))
+
+    def _gates(self) -> dict[str, torch.Tensor]:
+        """Of every layer that takes hidden neurons into a branch's sum: 1 where a group holds the neuron, else 0 (groups × neurons)."""
+        gates: dict[str, torch.Tensor] = {}
+        for part, holders in self._sums():
+            name, ((first, last),) = part.parameter.removesuffix(".weight"), part.ranges
+            bias = self.layout.parameters.get(f"{name}.bias")
+            if bias is not None and bias.unit is not None:
+                raise ModelError(f"{_HERE}: {bias.name} is added whether its unit is held or not; {_INSTEAD}")
+            shape = (self.layout.mesh.sdp, self.parameters[part.parameter].shape[1])
+            held = gates.setdefault(name, torch.ones(shape, device=self.device))
+            held[[group for group in range(len(held)) if group not in holders], first:last] = 0
+        return gates
+
+    def _sums(self) -> Iterator[tuple[Slice, Sequence[int]]]:
+        """The slices along which neurons go into the sum of a branch, with the holders of their unit, which may be all of a block."""
+        of_unit = dict(zip((unit.name for unit in self.layout.units), self.layout.placement.holders, strict=True))
+        blocks = [f"{unit.name}." for unit in self.layout.units if unit.is_block]
+        for unit in find_neuron_units(self.module, 1) if blocks else self.layout.units:
+            owner = next((block.removesuffix(".") for block in blocks if unit.name.startswith(block)), unit.name)
+            if owner in of_unit:
+                yield from ((part, of_unit[owner]) for part in unit.slices if goes_into_sum(part.parameter, part.dim))
+
+    def _gate(self, name: str, gates: torch.Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
+        def gate(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            groups, (hidden, *others) = self._group_of_row, args
+            if groups is None:
+                return None
+            if hidden.shape[0] != len(groups):
+                raise ModelError(f"{_HERE}: {name} has {hidden.shape[0]} rows of a batch of {len(groups)}; {_INSTEAD}")
+            rows = gates[groups].to(hidden.dtype)
+            return (hidden * rows.view(len(rows), *[1] * (hidden.dim() - 2), -1), *others)
+
+        return gate
+
+    def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        mesh = self.layout.mesh
+        workers = split_rows(batch, mesh.data_ranks)
+        # The mean over the workers is to be the mean over all targets.
+        if len({target_count(self.module, rows) for rows in workers}) > 1:
+            raise ModelError(f"{_HERE}: the ranks' shares of a batch have different numbers of targets; {_INSTEAD}")
+        rows = len(tensors_in(workers[0])[0])
+        # Kept after it: backward runs those blocks again whose activations are not stored.
+        self._group_of_row = torch.arange(mesh.sdp, device=self.device).repeat_interleave(mesh.fsdp * rows)
+        return self._run(call, batch)
+
+    def _mean_loss(self, batches: Sequence[Any], held: Mapping[str, torch.Tensor] | None = None) -> float:
+        self._group_of_row = None
+        return super()._mean_loss(batches, held)

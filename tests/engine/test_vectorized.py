@@ -1,0 +1,83 @@
+"""All workers in one pass equal the reference, one after the other; what does not fit into one pass is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ranks_models as models
+import sdp
+import torch
+from ranks_cases import RELATIVE, Case, assert_same_run, train
+from sdp.engine.errors import ConfigError, ModelError
+from sdp.models.registry import build_model
+
+CASES = [
+    Case(2, 2, model="llama", clip=True),
+    Case(4, 1, model="llama-tied-meta", optimizer="adamw", accumulation=3, placement="cyclic", checkpointing="full"),
+    Case(4, 2, model="llama-meta", optimizer="adamw", placement="profile"),
+    Case(2, 1, model="even-llama", neurons=2, accumulation=3),
+    Case(4, 2, model="llama-of-3", neurons=2, optimizer="adamw", clip=True),
+    Case(2, 2, model="even-llama-tied-meta", neurons=5, placement="cyclic"),
+]
+
+
+def _rows(kind: str, step: int, micro: int, data_ranks: int) -> dict[str, torch.Tensor]:
+    """A batch of which no label is ignored."""
+    batch = models.rows_of_all(kind, step, micro, data_ranks)
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_run_is_the_references(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ranks_cases.models", SimpleNamespace(**vars(models) | {"rows_of_all": _rows}))
+    ours, theirs = train(case, "vectorized"), train(replace(case, checkpointing="none"), "reference")
+    assert_same_run([ours], theirs, case)
+    assert set(ours.gradients) == set(theirs.gradients)
+    for name, gradient in theirs.gradients.items():
+        atol = RELATIVE * gradient.abs().max().item()
+        torch.testing.assert_close(ours.gradients[name], gradient, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_evaluations_are_the_references() -> None:
+    losses = []
+    for engine_name in ("reference", "vectorized"):
+        case = Case(4, 1, model="llama", placement="cyclic")
+        engine = sdp.initialize(model=models.build(case.model), config=case.config(engine_name))[0]
+        batch = _rows(case.model, 0, 0, case.data_ranks)
+        engine(batch)  # an evaluation is not of the rows of the pass before
+        losses.append([engine.evaluate([batch]), *engine.evaluate_subnetworks([batch])])
+    assert losses[1] == pytest.approx(losses[0], rel=RELATIVE)
+    assert len(set(losses[0])) == 5
+
+
+def _config(**sdp_section: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "sdp": {"groups": 2, "capacity": 0.5, "engine": "vectorized", **sdp_section},
+    }
+
+
+def test_a_model_whose_rows_meet_is_refused() -> None:
+    model = build_model({"name": "resnet18", "stem": "cifar", "width": 4}, num_classes=10, image_size=8)
+    with pytest.raises(ModelError, match="mixes the rows of all groups"):
+        sdp.initialize(model=model, config=_config())
+
+
+def test_shares_of_unequal_weight_are_refused() -> None:
+    engine = sdp.initialize(model=models.build("llama"), config=_config())[0]
+    batch = _rows("llama", 0, 0, 2)
+    engine(batch)
+    labels = batch["labels"].clone()
+    labels[0, 1] = -100
+    with pytest.raises(ModelError, match="different numbers of targets"):
+        engine({**batch, "labels": labels})
+
+
+@pytest.mark.parametrize(("key", "value"), [("masking", "backward"), ("branch_scale", "train")])
+def test_settings_without_a_meaning_in_one_pass_are_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f'sdp.{key}: "{value}" is not available with sdp.engine "vectorized"'):
+        sdp.initialize(model=models.build("llama"), config=_config(**{key: value}))
