@@ -35,6 +35,7 @@ def test_a_run_is_the_references(case: Case, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("ranks_cases.models", SimpleNamespace(**vars(models) | {"rows_of_all": _rows}))
     ours, theirs = train(case, "vectorized"), train(replace(case, checkpointing="none"), "reference")
     assert_same_run([ours], theirs, case)
+    assert ours.gradients is not None and theirs.gradients is not None
     assert set(ours.gradients) == set(theirs.gradients)
     for name, gradient in theirs.gradients.items():
         atol = RELATIVE * gradient.abs().max().item()
