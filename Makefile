@@ -29,7 +29,7 @@ test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not cluster"
 
 # apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin mpich slurm-wlm munge slurmdbd mariadb-server; as root
-test-cluster: $(VENV)/.installed-test
+test-cluster: $(VENV)/.installed-test $(VENV)/.intel-mpi
 	$(BIN)/python -m pytest tests/cluster
 
 bench: $(VENV)/.installed
@@ -64,6 +64,10 @@ $(VENV)/.installed: $(VENV)/.torch setup.cfg pyproject.toml
 $(VENV)/.installed-test: $(VENV)/.installed
 	DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation --editable ".[test,deepspeed,mpi]"
 	@touch $@
+
+# In a folder of its own: mpi4py would take its library in the environment's.
+$(VENV)/.intel-mpi: $(VENV)/.torch
+	-$(PIP) install --quiet --no-deps --target $(VENV)/intel-mpi impi-rt==2021.19.0 && touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test
 	$(PIP) install --quiet --no-build-isolation --editable ".[dev]"

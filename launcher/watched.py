@@ -53,7 +53,7 @@ class _Ending:
 
 
 def tell_by_mpirun(process: subprocess.Popen[bytes], number: int, hurry: bool) -> None:
-    """Open MPI and MPICH pass SIGUSR1 on to the ranks; of SIGINT and SIGTERM they make the end of the job."""
+    """Open MPI, MPICH and Intel MPI pass SIGUSR1 on to the ranks; of SIGINT and SIGTERM they make the end of the job."""
     process.send_signal(number if hurry else signal.SIGUSR1)
 
 

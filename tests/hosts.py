@@ -31,12 +31,18 @@ QUICKSTART = [
 QUICKSTART += ["training.steps=3", "training.evaluate_batches=1", "--dump-dir"]
 STEPS = 80  # of the undisturbed run that others are compared with: long enough to be disturbed again and again
 _PROGRAMS = ("ip", "ss", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
-_NEEDED = {"deepspeed": ("pdsh", "pdsh"), "Open MPI": ("mpirun.openmpi", "openmpi-bin"), "MPICH": ("mpiexec.mpich", "mpich")}
-_NAMES = "abcdefgh"
+INTEL_MPIRUN = str(Path(sys.prefix) / "intel-mpi/bin/mpiexec.hydra")
+_NEEDED = {
+    "deepspeed": ("pdsh", "apt-get install pdsh"),
+    "Open MPI": ("mpirun.openmpi", "apt-get install openmpi-bin"),
+    "MPICH": ("mpiexec.mpich", "apt-get install mpich"),
+    "Intel MPI": (INTEL_MPIRUN, f"pip install --no-deps --target {Path(sys.prefix) / 'intel-mpi'} impi-rt"),
+}
+_NAMES = "abcdefghi"
 
 
 class Hosts:
-    """host-a to host-h; ``folder`` holds their keys and is the working directory of what runs on them."""
+    """host-a to host-i; ``folder`` holds their keys and is the working directory of what runs on them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -94,7 +100,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def made_hosts() -> Iterator[Hosts]:
-    """Eight hosts that see each other at 10.77.0.1 to 10.77.0.8, and a small run's corpus and configuration; gone afterwards."""
+    """Nine hosts that see each other at 10.77.0.1 to 10.77.0.9, and a small run's corpus and configuration; gone afterwards."""
     if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
         pytest.skip(f"NOT TESTED, no {', '.join(missing)}: apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin")
     folder = Path(tempfile.mkdtemp(prefix="sdp"))
@@ -111,14 +117,14 @@ def made_hosts() -> Iterator[Hosts]:
 
 def needs(launcher: str) -> None:
     """Skip where the launcher's program is missing."""
-    if (missing := missing_package(launcher)) is not None:
-        pytest.skip(f"NOT TESTED, no {launcher}: apt-get install {missing}")
+    if (remedy := what_installs(launcher)) is not None:
+        pytest.skip(f"NOT TESTED, no {launcher}: {remedy}")
 
 
-def missing_package(launcher: str) -> str | None:
-    """Debian's package of the launcher, where its program is not there."""
-    program, package = _NEEDED.get(launcher, (sys.executable, ""))
-    return package if shutil.which(program) is None else None
+def what_installs(launcher: str) -> str | None:
+    """The command that installs the launcher, where its program is not there."""
+    program, command = _NEEDED.get(launcher, (sys.executable, ""))
+    return command if shutil.which(program) is None else None
 
 
 def finish(process: subprocess.Popen[str], seconds: float) -> int:

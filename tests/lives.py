@@ -11,14 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from hosts import LAUNCH, Hosts, finish, is_rank
+from hosts import INTEL_MPIRUN, LAUNCH, Hosts, finish, is_rank
 from processes import until
 
 SECONDS = 240.0  # for what takes some seconds on idle cores
 STEPS = 40
 OPEN_MPI = ["mpirun", "--mpirun", "mpirun.openmpi", "--launcher-args=--allow-run-as-root"]
 MPICH = ["mpirun", "--mpirun", "mpiexec.mpich"]
-LAUNCHERS = {"deepspeed": ["deepspeed"], "Open MPI": OPEN_MPI, "MPICH": MPICH, "torchrun": ["torchrun"]}
+INTEL_MPI = ["mpirun", "--mpirun", INTEL_MPIRUN]
+LAUNCHERS = {"deepspeed": ["deepspeed"], "Open MPI": OPEN_MPI, "MPICH": MPICH, "torchrun": ["torchrun"], "Intel MPI": INTEL_MPI}
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static", "--master-addr", "host-a"]
 
 
@@ -129,10 +130,14 @@ class Life:
 
 
 def live(life: Life, expected: list[float]) -> str:
-    """All that a run may meet, one after the other; returns what was said of the lost host."""
+    """All that a run may meet, one after the other; returns what was said of the lost host. Each mpirun hears of one signal: all tell
+    their ranks by the same other one.
+    """
     life.has_no_room()
-    life.is_stopped_by(signal.SIGINT, [])
-    life.is_stopped_by(signal.SIGTERM, ["--resume"])
+    if life.launcher != MPICH:
+        life.is_stopped_by(signal.SIGINT, [])
+    if life.launcher not in (OPEN_MPI, INTEL_MPI):
+        life.is_stopped_by(signal.SIGTERM, ["--resume"] if life.steps else [])
     life.loses_a_rank()
     if life.launcher == OPEN_MPI:
         said = life.loses_a_host("--set", "training.save_every=1", "training.step_timeout=100", reached=life.is_saving)

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from hosts import LAUNCH, QUICKSTART, SDP, Hosts, made_hosts, missing_package
+from hosts import LAUNCH, QUICKSTART, SDP, Hosts, made_hosts, what_installs
 from lives import LAUNCHERS, Life, live
 
 
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[Hosts]:
-    """host-a to host-h; see tests/hosts.py."""
+    """host-a to host-i; see tests/hosts.py."""
     with made_hosts() as made:
         yield made
 
@@ -33,6 +33,6 @@ def lives(hosts: Hosts, expected: list[float]) -> Iterator[dict[str, Future[str]
     with ThreadPoolExecutor(2) as pool:
         begun = {}
         for place, (name, launcher) in enumerate(LAUNCHERS.items()):
-            if missing_package(name) is None:
-                begun[name] = pool.submit(live, Life(hosts, f"life-{place}", launcher, "efgh"[place], 29600 + place), expected)
+            if what_installs(name) is None:
+                begun[name] = pool.submit(live, Life(hosts, f"life-{place}", launcher, "efghi"[place], 29600 + place), expected)
         yield begun
