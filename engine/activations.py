@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 log = logging.getLogger("sdp")
 
@@ -37,18 +38,43 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[str], mode: Litera
         config.use_cache = False  # type: ignore[union-attr]
     for name in blocks:
         block = model.get_submodule(name)
-        block.forward = _recomputing(block.forward, selective=mode == "selective")  # type: ignore[method-assign]
+        block.forward = _recomputing(block, block.forward, selective=mode == "selective")  # type: ignore[method-assign]
 
 
-def _recomputing(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
-    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+def _recomputing(block: nn.Module, forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+    context = partial(create_selective_checkpoint_contexts, _policy) if selective else noop_context_fn
+    tracks = next(block.buffers(), None) is not None
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        running, recomputing = context()
+        return running, _WithBuffersKept(block, recomputing)
 
     def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+        # A compiled block writes to its buffers once whatever it recomputes, and takes contexts of its own kind alone.
+        context_fn = contexts if tracks and not torch.compiler.is_compiling() else context
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
     return recomputing_forward
+
+
+class _WithBuffersKept(AbstractContextManager[None]):
+    """``context``, after which buffers are as before: a batch counts once in running statistics, not again when it is recomputed."""
+
+    def __init__(self, block: nn.Module, context: AbstractContextManager[Any]):
+        self._buffers, self._context = list(block.buffers()), context
+        self._before: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
+        self._before = [buffer.detach().clone() for buffer in self._buffers]
+        self._context.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        ended = self._context.__exit__(*raised)
+        for buffer, value in zip(self._buffers, self._before, strict=True):
+            buffer.data.copy_(value)
+        return ended
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

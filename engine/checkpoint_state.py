@@ -29,12 +29,12 @@ class SavedState:
     def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
         """Weights, persistent buffers and optimizer state, each as its part of the full model's.
 
-        Frozen copies are no part of it. Buffers (running statistics) are every rank's own: the first holder's are saved, as
-        ``full_state_dict`` has them, and ``to_load`` all begin with those.
+        Frozen copies are no part of it. Buffers (running statistics) become the full model's on all ranks, and the first holder gives
+        them; ``to_load`` all ranks take those.
         """
         backend = self._backend
         backend.shard_parameters()
-        backend.complete_buffers()
+        backend.agree_on_buffers()
         known = backend.layout.buffers
         named = ((name, buffer) for name, buffer in backend.module.named_buffers() if name in known)
         buffers = {name: buffer for name, buffer in named if to_load or self._gives(known[name])}

@@ -332,16 +332,12 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 def _refuse_beside_neurons(config: Config) -> None:
     if config.sdp.units != "auto":
         raise ConfigError('sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its branches')
-    reference = config.sdp.in_one_process
-    checkpointing, tp = config.activation_checkpointing.mode, config.tensor_parallel.autotp_size
-    unavailable = {
-        # Recomputation would read the parameters whole.
-        "activation_checkpointing.mode": (reference and checkpointing != "none", checkpointing, 'use "none", or sdp.engine "fsdp2"'),
-        "tensor_parallel.autotp_size": (not reference and tp > 1, tp, "use 1"),
-    }
-    for path, (refused, value, remedy) in unavailable.items():
-        if refused:
-            raise ConfigError(f'{path}: {json.dumps(value)} is not available in this version beside sdp.granularity "neuron"; {remedy}')
+    mode = config.activation_checkpointing.mode
+    if config.sdp.in_one_process and mode != "none":  # recomputation would read the parameters whole
+        raise ConfigError(
+            f'activation_checkpointing.mode: {json.dumps(mode)} is not available in this version beside sdp.granularity "neuron"; use '
+            '"none", or sdp.engine "fsdp2"'
+        )
 
 
 def _refuse_beside_deepspeed(config: Config) -> None:

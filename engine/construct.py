@@ -65,6 +65,9 @@ def build_native(
     traffic = Traffic()
     compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
     tensor_ranks = _tensor_ranks(layout, at, traffic)
+    sliced = config.sdp.granularity == "neuron"
+    # Tensor parallelism cuts slices, but blocks that are skipped must be its before they are put aside.
+    stand_ins = cut(model, config, layout, at.sdp, compute_dtype) if sliced else {}
     if tensor_ranks is not None:
         parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
     for alike in absent:
@@ -72,13 +75,13 @@ def build_native(
         for name in alike:
             model.set_submodule(name, nothing)
     layout = layout.without({name for alike in absent for name in alike}) if absent else layout
-    stand_ins = cut(model, config, layout, at.sdp, compute_dtype)
+    stand_ins = stand_ins if sliced else cut(model, config, layout, at.sdp, compute_dtype)
     scale = BranchScale(layout)
     scale.install(model)  # before forward passes are replaced, whose signatures it reads
     run = [name for name in layout.blocks if name not in stand_ins]
     checkpoint_activations(model, run, config.activation_checkpointing.mode)
     if config.training.compile:
-        compile_units(model, run, device, sliced=config.sdp.granularity == "neuron")
+        compile_units(model, run, device, sliced=sliced)
     return FSDP2Backend(
         model,
         layout,

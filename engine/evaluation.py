@@ -6,8 +6,8 @@ they go on. One guest unit, or the missing slices of one block, is in memory at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -52,52 +52,6 @@ def _mean_over_ranks(rank: EvaluatedRank, sums: torch.Tensor) -> list[float]:
     """Σ loss·weight / Σ weight from pairs of shape (n, 2), summed over all ranks."""
     rank.all_reduce_control(sums)
     return (sums[:, 0] / sums[:, 1]).tolist()
-
-
-@contextmanager
-def first_holders_buffers(rank: EvaluatedRank) -> Iterator[None]:
-    """While inside, every persistent buffer has the value of its first holder's first rank, as in the full state. Collective.
-
-    Running statistics are every rank's own in training; one model is evaluated, not one a rank.
-    """
-    here = dict(rank.module.named_buffers())
-    own: dict[str, torch.Tensor] = {}
-    try:
-        for name, info in rank.layout.buffers.items() if rank.layout.mesh.world_size > 1 else ():
-            source = rank.layout.mesh.rank(info.holders[0])
-            value = torch.empty(info.shape, dtype=info.dtype, device=rank.device)
-            if name in here:
-                own[name] = here[name].detach().clone()
-                value.copy_(own[name])
-            if rank.rank == source:
-                rank.traffic.record("between groups", "broadcast", value.nbytes, rank.layout.mesh.world_size)
-            dist.broadcast(value, src=source)
-            if name in here:
-                here[name].data.copy_(value)
-        yield
-    finally:
-        for name, value in own.items():
-            here[name].data.copy_(value)  # not seen by autograd: a backward pass may still be to come, and the values are the same
-
-
-def complete_buffers(rank: EvaluatedRank) -> None:
-    """Entries of buffers (running statistics) that go with neurons which this group does not hold, and which nothing here uses, become
-    those of their first holder's first rank. Collective.
-    """
-    layout, buffers = rank.layout, dict(rank.module.named_buffers())
-    entries = []
-    for unit in layout.units:
-        for part in unit.buffers:
-            ((first, last),) = part.ranges
-            entries.append((layout.placement.holders[unit.index], buffers[part.parameter].detach()[first:last]))
-    if not entries or layout.mesh.sdp == 1:
-        return
-    own = [entry if rank.rank == layout.mesh.rank(holders[0]) else torch.zeros_like(entry) for holders, entry in entries]
-    total = torch.cat(own)
-    rank.all_reduce_control(total)
-    for (holders, entry), value in zip(entries, total.split([len(entry) for entry in own]), strict=True):
-        if rank.at.sdp not in holders:
-            entry.copy_(value)
 
 
 class StreamedEvaluation:

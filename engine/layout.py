@@ -16,7 +16,7 @@ from .mesh import Coordinates, Holders, Mesh
 from .place import place
 from .placement import Placement
 from .sync import Bucket, Refresh, plan_buckets
-from .tensor_parallel import parameter_cuts
+from .tensor_parallel import TP, parameter_cuts
 from .units import SHARED, Slice, Unit, find_neuron_units, find_units, unit_of_parameters
 
 
@@ -142,6 +142,7 @@ class Layout:
         everyone = tuple(range(mesh.sdp))
 
         cuts = parameter_cuts(model, mesh.tp) if mesh.tp > 1 else {}
+        _require_even(units, cuts, mesh.tp)
 
         def info(name: str, tensor: torch.Tensor, unit: Unit | None) -> TensorInfo:
             holders, unit_name = (placement.holders[unit.index], unit.name) if unit else (everyone, SHARED)
@@ -274,6 +275,22 @@ def _require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:
             raise ModelError(
                 f'{unit.name}: lies in none of the blocks that "auto" finds ({", ".join(blocks) or "there are none"}); branches of neurons '
                 "must lie in the model's blocks (unit_patterns())"
+            )
+
+
+def _require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: int) -> None:
+    """Every group of neurons can be cut among tensor-parallel ``ranks`` as the branch is: each has an equal number of whole neurons."""
+    for unit in units if ranks > 1 else ():
+        for part in unit.slices:
+            if part.dim is not None and part.dim != cuts[part.parameter]:
+                raise ModelError(
+                    f"{part.parameter}: neurons lie along dimension {part.dim}, and tensor_parallel_plan() does not cut it there; cut "
+                    f'it so, set {TP} to 1, or use sdp.granularity "block"'
+                )
+        if unit.neurons % ranks:
+            raise ModelError(
+                f"{unit.name}: {unit.neurons} neurons (of attention: key/value heads) cannot be cut evenly among {TP} = {ranks} ranks; "
+                f"choose sdp.neuron_groups so that every group has a multiple of {ranks}"
             )
 
 

@@ -2,7 +2,8 @@
 
 A branch (``units.Branch``) names its parameters and the dimension of each along which its neurons lie; :func:`slice_layers` replaces
 the layers that have them. Whatever the kind of a layer, its slices lie in one order: those that the group holds, then those of which
-it has copies, then guests. All layers of a branch have slices of the same units, so what one puts out is in the order that the next takes.
+it has copies, then guests. All layers of a branch have slices of the same units, so what one puts out is in the order that the next
+takes. Tensor-parallel ranks each have an equal part of every slice.
 """
 
 from __future__ import annotations
@@ -64,12 +65,11 @@ class Slices:
         ranges = [torch.arange(*self.ranges[index], device=device) for index in self.order]
         return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=device)
 
-    def scaled(self, x: Tensor, axis: int) -> Tensor:
-        """``x``, of which ``axis`` is what this parameter's slices take, times their factors."""
-        if all(factor == 1.0 for factor in self.factors.values()) or not self.order:
+    def scaled(self, x: Tensor, axis: int, weights: Sequence[Tensor]) -> Tensor:
+        """``x``, of which ``axis`` is what ``weights``, the slices that are there, take, times their factors."""
+        if all(factor == 1.0 for factor in self.factors.values()) or not weights:
             return x
-        widths = [self.ranges[index][1] - self.ranges[index][0] for index in self.order]
-        parts = [x.new_full((width,), self.factors.get(index, 1.0)) for index, width in zip(self.order, widths, strict=True)]
+        parts = [x.new_full((w.shape[self.dim],), self.factors.get(index, 1.0)) for index, w in zip(self.order, weights, strict=True)]
         return x * torch.cat(parts).view([-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())])
 
     def in_parts(self, y: Tensor, axis: int) -> Tensor:
@@ -116,7 +116,7 @@ class SlicedLinear(_Sliced):
             # Nothing, as a function of ``x``: what comes before has a gradient of zeros, and FSDP2 reduces it as on other ranks.
             y = F.linear(x, x.new_zeros((0, x.shape[-1]) if slices.dim == 0 else (self.out_features, 0)))
             return y if self.bias is None else y + self.bias
-        x = slices.scaled(x, -1)
+        x = slices.scaled(x, -1, weights)
         if torch.is_grad_enabled():
             y = _Product.apply(x, None, slices.dim, len(slices.held), *weights)
         else:
@@ -141,7 +141,7 @@ class SlicedConv2d(_Sliced):
         slices = self.slices["weight"]
         weights = slices.tensors(self)
         if weights:
-            x = slices.scaled(x, 1) if slices.dim == 1 else x
+            x = slices.scaled(x, 1, weights) if slices.dim == 1 else x
             return _Product.apply(x, self._settings, slices.dim, len(slices.held), *weights)
         outputs, inputs, *kernel = self.weight_shape  # nothing, as a function of ``x``: see above
         if slices.dim == 0:

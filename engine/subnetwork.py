@@ -152,9 +152,9 @@ def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group:
 
 
 def frozen_view(block: nn.Module) -> nn.Module:
-    """A copy of ``block`` whose parameters are not trained and lie in the memory of the block's own; buffers are the copy's own."""
-    views = {id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in block.parameters()}
-    return copy.deepcopy(block, views)
+    """A copy of ``block`` whose parameters are not trained and lie in the memory of the block's own; buffers are the block's own."""
+    views: dict[int, Any] = {id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in block.parameters()}
+    return copy.deepcopy(block, views | {id(buffer): buffer for buffer in block.buffers()})
 
 
 @contextmanager

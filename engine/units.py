@@ -37,7 +37,7 @@ class Unit:
 
     ``index``: position in the model's order. ``name``: the module's path. ``numel``: number of parameters (elements). ``flops``:
     of a forward pass of one sample, 0 where the model does not state them (``unit_flops()``: unit name → FLOPs). ``buffers``: parts of
-    persistent buffers that go with a group of neurons.
+    persistent buffers that go with a group of neurons. ``neurons``: how many such a group has; 0 of a block.
     """
 
     index: int
@@ -46,6 +46,7 @@ class Unit:
     numel: int
     flops: int = 0
     buffers: tuple[Slice, ...] = ()
+    neurons: int = 0
 
     @property
     def is_block(self) -> bool:
@@ -107,7 +108,7 @@ def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
                 numel += (last - first) * share * parts * (parameters[name].numel() // parameters[name].shape[dim])
             buffers = tuple(Slice(name, 0, ((first, last),), group) for name in branch.buffers)
             flops = branch.flops * (last - first) // branch.neurons
-            units.append(Unit(len(units), f"{branch.name}.neurons.{group}", tuple(slices), numel, flops, buffers))
+            units.append(Unit(len(units), f"{branch.name}.neurons.{group}", tuple(slices), numel, flops, buffers, last - first))
     return units
 
 

@@ -75,6 +75,12 @@ def even_llama(*, tied: bool, device: str = "meta", **fields: Any) -> nn.Module:
         return Llama(LlamaConfig(**shape | fields, tie_word_embeddings=tied))
 
 
+def wide_llama(*, tied: bool, device: str = "meta") -> nn.Module:
+    """One of whose branches two tensor-parallel ranks can share each half: 2 of 4 key/value heads, 14 of 28 features."""
+    shape = {"hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "intermediate_size": 28}
+    return even_llama(tied=tied, device=device, **shape)
+
+
 def resnet(device: str = "meta") -> nn.Module:
     """The project's own ResNet-18, thin; the last stage sees 3 × 3 pixels. 5 classes cut in two are 3, 2."""
     from sdp.models.resnet import ResNet, ResNetConfig
@@ -120,6 +126,10 @@ def build(kind: str) -> nn.Module:
         "even-llama-meta": lambda: even_llama(tied=False),
         "even-llama-tied": lambda: even_llama(tied=True, device="cpu"),
         "even-llama-tied-meta": lambda: even_llama(tied=True),
+        "wide-llama": lambda: wide_llama(tied=False, device="cpu"),
+        "wide-llama-meta": lambda: wide_llama(tied=False),
+        "wide-llama-tied": lambda: wide_llama(tied=True, device="cpu"),
+        "wide-llama-tied-meta": lambda: wide_llama(tied=True),
         "resnet-meta": resnet,
         "swin-meta": swin,
     }

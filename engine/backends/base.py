@@ -88,8 +88,8 @@ class Backend(Protocol):
         """Sum a few numbers over all ranks, in place; collective."""
         ...
 
-    def complete_buffers(self) -> None:
-        """Give entries of buffers that only other groups use the values that they have there; collective."""
+    def agree_on_buffers(self) -> None:
+        """Make persistent buffers those of the full model: means over the ranks of the holders; collective."""
         ...
 
     def shard_parameters(self) -> None:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..buffers import agree_on_buffers
 from ..clip import squared_norm
-from ..evaluation import StreamedEvaluation, complete_buffers, first_holders_buffers, mean_loss, subnetwork_losses
+from ..evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
 from ..layout import Layout, Shard
 from ..mesh import Communicators, Coordinates
@@ -292,8 +293,8 @@ class DeepSpeedBackend:
         return _Gathered(self)
 
     def evaluate(self, batches: Sequence[Any]) -> float:
-        self.complete_buffers()
-        with self._evaluating(), first_holders_buffers(self._gathered()):
+        self.agree_on_buffers()
+        with self._evaluating():
             if self.layout.keeps_frozen or not self.installed:
                 return mean_loss(self._gathered(), batches)
             # ZeRO 3 follows the order of modules of one pass at a time.
@@ -306,6 +307,7 @@ class DeepSpeedBackend:
         )
 
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
+        self.agree_on_buffers()
         with self._evaluating():
             return subnetwork_losses(self._gathered(), batches)
 
@@ -317,11 +319,11 @@ class DeepSpeedBackend:
 
     def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         self._refresh.finish()
-        self.complete_buffers()
+        self.agree_on_buffers()
         return stream_full_state(self._gathered())
 
-    def complete_buffers(self) -> None:
-        complete_buffers(self._gathered())
+    def agree_on_buffers(self) -> None:
+        agree_on_buffers(self)
 
     def shard_parameters(self) -> None:
         self._refresh.finish()

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..branch_scale import BranchScale
+from ..buffers import agree_on_buffers
 from ..clip import squared_norm
 from ..errors import ModelError
-from ..evaluation import StreamedEvaluation, complete_buffers, first_holders_buffers, mean_loss, subnetwork_losses
+from ..evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
 from ..layout import Layout, Shard
 from ..mesh import Communicators
@@ -199,8 +200,8 @@ class FSDP2Backend:
         dist.all_reduce(values, op=op)
 
     def evaluate(self, batches: Sequence[Any]) -> float:
-        self.complete_buffers()
-        with self._evaluating(), first_holders_buffers(self), self._scale.of_full_model():
+        self.agree_on_buffers()
+        with self._evaluating(), self._scale.of_full_model():
             return mean_loss(self, batches) if self.layout.keeps_frozen else StreamedEvaluation(self).run(batches)
 
     def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
@@ -211,6 +212,7 @@ class FSDP2Backend:
         )
 
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
+        self.agree_on_buffers()
         with self._evaluating():
             return subnetwork_losses(self, batches)
 
@@ -245,8 +247,8 @@ class FSDP2Backend:
 
     def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         self.shard_parameters()
-        self.complete_buffers()
+        self.agree_on_buffers()
         return stream_full_state(self)
 
-    def complete_buffers(self) -> None:
-        complete_buffers(self)
+    def agree_on_buffers(self) -> None:
+        agree_on_buffers(self)

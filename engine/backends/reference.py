@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from ..batch import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
 from ..branch_scale import BranchScale
+from ..buffers import BufferMean, held_entries, persistent_buffers
 from ..clip import squared_norm
 from ..layout import Layout, Shard
 from ..recalibration import Statistics, batch_statistics
@@ -43,6 +44,7 @@ class ReferenceBackend:
         with self._scale.of_full_model():
             self._all = self._held_indices(None)
         self._workers = self._count_workers()
+        self._held_entries = [held_entries(layout, group, device) for group in range(layout.mesh.sdp)]
         if compute_dtype != torch.float32:
             self._cast_inputs()
 
@@ -129,11 +131,22 @@ class ReferenceBackend:
         return call(_Valued(self.module, values) if values else self.module, batch)
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        mesh = self.layout.mesh
+        """Every worker begins with the same buffers (running statistics); they become the mean of those of the holders' workers."""
+        mesh, buffers = self.layout.mesh, persistent_buffers(self.module, self.layout)
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        mean, firsts = BufferMean(self.layout, self.device), {}
         outputs = []
         for worker, rows in enumerate(split_rows(batch, mesh.data_ranks)):
-            with self._as_group(worker // mesh.fsdp):
-                outputs.append(self._run(call, rows, self._held[worker // mesh.fsdp]))
+            group = worker // mesh.fsdp
+            for name, buffer in buffers.items():
+                buffer.copy_(before[name])
+            with self._as_group(group):
+                outputs.append(self._run(call, rows, self._held[group]))
+            mean.add(buffers, self._held_entries[group])
+            firsts |= {name: buffers[name].clone() for name, info in self.layout.buffers.items() if worker == mesh.rank(info.holders[0])}
+        for name, buffer in buffers.items():
+            buffer.copy_(firsts[name])
+        mean.give(buffers)
         return merge_outputs(outputs)
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
@@ -206,7 +219,7 @@ class ReferenceBackend:
     def all_reduce_control(self, values: torch.Tensor) -> None:
         """One process has nobody to ask."""
 
-    def complete_buffers(self) -> None:
+    def agree_on_buffers(self) -> None:
         """There is one model."""
 
     def shard_parameters(self) -> None:

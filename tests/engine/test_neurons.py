@@ -6,6 +6,7 @@ import copy
 import functools
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from ranks import RankPool
 from ranks_cases import Case, full_gradients
 from sdp.engine.config import load_config
 from sdp.engine.errors import ConfigError, ModelError, PlacementError
+from sdp.engine.layout import Layout
+from sdp.engine.mesh import Mesh
 from sdp.engine.neurons import SlicedBatchNorm, Slices
 from sdp.engine.units import Branch, find_neuron_units, find_units
 from torch import nn
@@ -216,16 +219,17 @@ def test_patterns_beside_neurons_are_refused() -> None:
         load_config(config(units=["model.layers.*"]))
 
 
-@pytest.mark.parametrize(
-    ("engine", "section", "message"),
-    [
-        ("reference", {"activation_checkpointing": {"mode": "full"}}, 'activation_checkpointing.mode: "full" is not available'),
-        ("fsdp2", {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: 2 is not available"),
-    ],
-)
-def test_what_does_not_go_beside_neurons(engine: str, section: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(config(engine=engine) | section)
+def test_recomputation_in_the_reference_is_refused_beside_neurons() -> None:
+    with pytest.raises(ConfigError, match=r'activation_checkpointing.mode: "full" is not available'):
+        load_config(config(engine="reference") | {"activation_checkpointing": {"mode": "full"}})
+
+
+def test_groups_of_neurons_that_tensor_parallel_ranks_cannot_share_are_named() -> None:
+    case, model = Case(2, neurons=4, model="wide-llama-meta", placement="cyclic", tp=2), models.build("wide-llama-meta")
+    message = r"model\.layers\.0\.self_attn\.neurons\.0: 1 neurons .* tensor_parallel\.autotp_size = 2 ranks; choose sdp\.neuron_groups"
+    with pytest.raises(ModelError, match=message):
+        Layout.of(model, load_config(case.config()), Mesh(2, 1, 2))
+    assert Layout.of(model, load_config(replace(case, neurons=2).config()), Mesh(2, 1, 2)).units[0].neurons == 2
 
 
 class NoBlocks(nn.Module):

@@ -88,6 +88,18 @@ def test_checkpoints_of_neurons_blocks_and_dense_runs_are_one_format(ranks: Rank
         check(ranks.run(_load, target, str(tmp_path), world=target.world), weights, moments, target)
 
 
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+def test_checkpoints_of_tensor_parallel_parts_of_slices(ranks: RankPool, tmp_path: Path, masking: Any) -> None:
+    source = replace(SOURCE, fsdp=1, tp=2, model="wide-llama-tied-meta", masking=masking)
+    saved = ranks.run(_train_and_save, source, str(tmp_path), False, world=4)
+    dense = Case(1, 2, stage=1, model=source.model, optimizer="adamw", placement="full")
+    weights, moments, _ = ranks.run(_load, dense, str(tmp_path), world=2)[0]
+    assert any(value.abs().max() > 0 for value in moments.values())
+    check(saved, weights, moments, source)
+    for target in (replace(source, tp=1, fsdp=2, neurons=3), replace(source, stage=0, placement="cyclic"), replace(source, neurons=0)):
+        check(ranks.run(_load, target, str(tmp_path), world=4), weights, moments, target)
+
+
 @pytest.mark.parametrize("model", ["resnet-meta", "swin-meta"])
 def test_checkpoints_of_images(ranks: RankPool, tmp_path: Path, model: str) -> None:
     """Channels with their running statistics, heads and columns of the table of biases."""
@@ -126,6 +138,7 @@ def _evaluate(case: Case) -> tuple[float, list[float], float, Any]:
         Case(2, 2, stage=2, neurons=2, model="even-llama-meta", bf16=True),
         Case(2, 2, stage=3, neurons=3, model="resnet-meta"),
         Case(4, 1, neurons=2, model="swin-meta"),
+        Case(2, 1, stage=3, neurons=2, model="wide-llama", tp=2),
     ],
     ids=str,
 )

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, one_step
 from sdp.engine.errors import ModelError
-from sdp.engine.units import find_neuron_units
 from torch import nn
 
 CALIBRATION, HELD_OUT = 90, 95  # numbers of "steps" whose batches are read
@@ -80,8 +79,7 @@ def test_statistics_are_the_full_models_over_all_ranks(ranks: RankPool, case: Ca
         assert result["loss"] == pytest.approx(loss, rel=1e-5)
     theirs = _recalibrate(case, "reference")
     for name, buffer in theirs["inside"].items():
-        if not name.endswith("num_batches_tracked"):  # of all workers in one process
-            torch.testing.assert_close(state[name], buffer, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(state[name], buffer, rtol=1e-4, atol=1e-5, msg=name)
     assert results[0]["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
@@ -109,16 +107,40 @@ def test_a_norm_that_does_not_run_is_named() -> None:
     assert engine.module.get_submodule("norm").track_running_stats
 
 
-@pytest.mark.parametrize("masking", ["forward", "backward"])
-def test_statistics_of_channels_are_those_of_their_first_holder(ranks: RankPool, masking: Any) -> None:
-    case = Case(2, 1, model="resnet-meta", neurons=2, masking=masking)
-    results = ranks.run(_recalibrate, case, world=case.world)
-    holders = engine_of(case, "reference").layout.placement.holders
-    units = find_neuron_units(models.build(case.model), case.neurons)
-    assert {held[0] for held in holders} == {0, 1}
-    for unit in units:
-        for part in unit.buffers:
-            ((first, last),) = part.ranges
-            own = results[holders[unit.index][0]]["before"][part.parameter][first:last]
-            assert torch.equal(results[0]["plain"][part.parameter][first:last], own), part
-            assert not own.eq(own.round()).any(), f"{part}: not trained"
+def _own_and_agreed(case: Case, engine_name: str) -> dict[str, Any]:
+    """What a rank has tracked itself in a step, and what evaluation leaves it with."""
+    engine = engine_of(case, engine_name)
+    one_step(engine, case, 0, data_rank=data_rank_of(case))
+    engine.step()
+    own = buffers_of(engine)
+    engine.evaluate(batches(HELD_OUT, 1, data_rank_of(case)))
+    return {"own": own, "agreed": buffers_of(engine), "state": engine.full_state_dict()}
+
+
+@pytest.mark.parametrize(
+    ("neurons", "masking", "engine_name"),
+    [(0, "forward", "fsdp2"), (0, "backward", "fsdp2"), (2, "forward", "fsdp2"), (2, "backward", "fsdp2"), (2, "forward", "deepspeed")],
+)
+def test_statistics_are_means_over_the_holders_ranks(ranks: RankPool, neurons: int, masking: Any, engine_name: str) -> None:
+    """Of blocks, and of channels; of what is shared over all ranks. Frozen copies have them too, but do not count."""
+    if engine_name == "deepspeed":
+        pytest.importorskip("deepspeed")
+    case = Case(2, 2, stage=1, model="resnet-meta", neurons=neurons, masking=masking)
+    results = ranks.run(_own_and_agreed, case, engine_name, world=case.world)
+    layout = engine_of(case, "reference").layout
+    entries = [
+        (name, slice(None), next((unit.index for unit in layout.units if name.startswith(f"{unit.name}.")), None))
+        for name in layout.buffers
+        if name.endswith(("mean", "var")) and not any(part.parameter == name for unit in layout.units for part in unit.buffers)
+    ]
+    entries += [(part.parameter, slice(*part.ranges[0]), unit.index) for unit in layout.units for part in unit.buffers]
+    assert {layout.placement.holders[unit] for _, _, unit in entries if unit is not None} == {(0,), (1,), (0, 1)}
+    for name, where, unit in entries:
+        holders = layout.everyone if unit is None else layout.placement.holders[unit]
+        own = [results[rank]["own"][name][where] for rank in range(case.world) if rank // case.fsdp in holders]
+        assert not any(torch.equal(own[0], other) for other in own[1:]), f"{name}: nothing to agree on"
+        torch.testing.assert_close(results[0]["state"][name][where], torch.stack(own).mean(0), rtol=1e-6, atol=1e-8, msg=name)
+    for rank, result in enumerate(results):
+        counts = {buffer.item() for name, buffer in result["agreed"].items() if name.endswith("num_batches_tracked")}
+        assert counts == {1}
+        assert all(torch.equal(buffer, results[0]["state"][name]) for name, buffer in result["agreed"].items()), f"rank {rank}"

@@ -83,6 +83,7 @@ CASES = {
     "selective": (2, config_of(checkpointing="selective", masking="backward")),
     "tensor-parallel": (4, config_of(tp=2, checkpointing="selective")),
     "neurons": (2, config_of(granularity="neuron", neuron_groups=4)),
+    "tensor-parallel-neurons": (4, config_of(tp=2, granularity="neuron", neuron_groups=2)),
     "dense-zero3": (2, config_of(1, stage=3)),
     "images": (2, config_of(model=RESNET)),
 }
@@ -119,6 +120,7 @@ def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
         (20, {"stage": 3, "bf16": True, "accumulation": 2, "checkpointing": "full"}),
         (20, {"masking": "backward"}),  # blocks of two kinds take turns
         (10, {"granularity": "neuron", "neuron_groups": 2}),
+        (10, {"granularity": "neuron", "neuron_groups": 2, "tp": 2}),
     ],
 )
 def test_what_is_left_out_of_a_deep_model_is_exactly_what_one_more_block_adds(layers: int, options: dict[str, Any]) -> None:

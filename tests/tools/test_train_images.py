@@ -1,10 +1,14 @@
 """``sdp train`` on images: real processes on real digits, and mistakes that are found before anything starts."""
 
+import io
 import json
+import math
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sdp.engine.config import load_config
 from sdp.engine.errors import SDPError
@@ -84,6 +88,55 @@ def test_a_small_swin_learns_digits(config, tmp_path, capsys):
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(last["accuracy"])
+
+
+def cifar_10(path: Path) -> Path:
+    """The binary archive as its site has it, with 16 images a file."""
+    generator = np.random.default_rng(0)
+    with tarfile.open(path / "cifar-10-binary.tar.gz", "w:gz") as archive:
+        for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
+            rows = generator.integers(0, 256, (16, 1 + 3072), dtype=np.uint8)
+            rows[:, 0] %= 10
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            member.size = rows.nbytes
+            archive.addfile(member, io.BytesIO(rows.tobytes()))
+    return path / "cifar-10-binary.tar.gz"
+
+
+def imagenet(path: Path) -> Path:
+    """Folders as ImageNet's are once unpacked; 2 classes."""
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 4)):
+        for wordnet in ("n01440764", "n01443537"):
+            (path / split / wordnet).mkdir(parents=True)
+            for index in range(count):
+                picture = Image.fromarray(generator.integers(0, 256, (70, 90, 3), dtype=np.uint8))
+                picture.save(path / split / wordnet / f"{wordnet}_{index}.JPEG")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "changes"),
+    [("resnet18_cifar10", cifar_10, ["train_micro_batch_size_per_gpu=2"]), ("swin_t_imagenet", imagenet, ["data.image_size=64"])],
+)
+def test_configurations_for_large_data_train(name, make, changes, tmp_path):
+    """All that they state but the length of the run, sizes and the number of processes, on data of the official format."""
+    path = Path(__file__).parents[2] / "configs" / f"{name}.json"
+    short = [
+        "training.steps=2",
+        "training.evaluate_every=0",
+        "training.evaluate_batches=1",
+        "training.recalibrate_batches=1",
+        "data.num_workers=0",
+    ]
+    here = ["sdp.engine=reference", "train_micro_batch_size_per_gpu=1", f"data.path={make(tmp_path)}", *short, *changes]
+    assert main(["train", str(path), "--dump-dir", str(tmp_path / "run"), "--set", *here]) == 0
+    metrics = lines(tmp_path / "run", "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2]
+    assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in metrics)
+    assert all("accuracy" in line for line in lines(tmp_path / "run", "evaluations.jsonl"))
 
 
 MISTAKES = [
