@@ -122,7 +122,7 @@ def imagenet(path: Path) -> Path:
     [("resnet18_cifar10", cifar_10, ["train_micro_batch_size_per_gpu=2"]), ("swin_t_imagenet", imagenet, ["data.image_size=64"])],
 )
 def test_configurations_for_large_data_train(name, make, changes, tmp_path):
-    """All that they state but the length of the run, sizes and the number of processes, on data of the official format."""
+    """All that they state but sizes, the length of the run and the number of groups, in one process, on data of the official format."""
     path = Path(__file__).parents[2] / "configs" / f"{name}.json"
     short = [
         "training.steps=2",
@@ -131,7 +131,7 @@ def test_configurations_for_large_data_train(name, make, changes, tmp_path):
         "training.recalibrate_batches=1",
         "data.num_workers=0",
     ]
-    here = ["sdp.engine=reference", "train_micro_batch_size_per_gpu=1", f"data.path={make(tmp_path)}", *short, *changes]
+    here = ["sdp.engine=reference", "sdp.groups=4", "train_micro_batch_size_per_gpu=1", f"data.path={make(tmp_path)}", *short, *changes]
     assert main(["train", str(path), "--dump-dir", str(tmp_path / "run"), "--set", *here]) == 0
     metrics = lines(tmp_path / "run", "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2]
