@@ -278,7 +278,7 @@ _COMMANDS = {
     "prepare": _tool_command("prepare", "turn text into memory-mapped token shards"),
     "config": _Command("print a configuration with all defaults, or the schema", _add_show_config_arguments, _show_config),
     "plan": _tool_command("plan", "what a run will need, compute and send, before anything is started"),
-    "bench": _tool_command("bench", "time the engine's step against a plain hand-written loop"),
+    "bench": _tool_command("bench", "compare ways to train a model side by side, or one rank with a hand-written loop"),
     "gpu-check": _tool_command("gpu_check", "measure a rank's share of dense and SDP runs on this GPU"),
     "evaluate": _tool_command("evaluate", "held-out loss of the full model of a checkpoint"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),

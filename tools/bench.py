@@ -1,4 +1,4 @@
-"""``sdp bench``: the engine's time per step against a plain hand-written loop over the same, smaller model.
+"""``sdp bench``: without CONFIG the engine's time per step against a plain hand-written loop; with one ``side_by_side.py``.
 
 Three comparisons, each with a process group of its own. *One rank*: engine and loop train a model that has only the held layers.
 *One of N ranks*: the engine carves one rank's share out of the full model, in a world whose other ranks exist in name only (torch's
@@ -31,6 +31,7 @@ from ..engine.place import place
 from ..engine.placement import Placement
 from ..engine.units import find_neuron_units, find_units
 from ..models.registry import build_model
+from . import side_by_side
 from .race import Batch, Contestant, Timing, race
 
 PLAIN = "hand-written loop"
@@ -67,6 +68,12 @@ class Comparison:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
+    side_by_side.add_arguments(parser)
+    add_plain_arguments(parser.add_argument_group("one rank against a hand-written loop, without CONFIG"))
+
+
+def add_plain_arguments(parser: argparse._ActionsContainer) -> None:
+    """Those of the comparison without CONFIG."""
     for name, (default, text) in _NUMBERS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--compile", action="store_true", help="time the engine with compiled units (training.compile) too")
@@ -80,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
     Raises :class:`ConfigError` for sizes that make no model or placement, :class:`LaunchError` under a launcher of several ranks,
     and RuntimeError if engine and loop do not end with the same weights: then their times compare nothing.
     """
+    _require_effect(args)
+    if args.config is not None:
+        return side_by_side.run(args)
     for name in _NUMBERS:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: {getattr(args, name)} is not a positive whole number")
@@ -100,6 +110,19 @@ def run(args: argparse.Namespace) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _require_effect(args: argparse.Namespace) -> None:
+    """Options of the one comparison mean nothing in the other."""
+    plain, beside = argparse.ArgumentParser(), argparse.ArgumentParser()
+    add_plain_arguments(plain)
+    side_by_side.add_arguments(beside)
+    parser, instead = (
+        (plain, "has no effect with CONFIG, which says it") if args.config else (beside, "needs a CONFIG to compare methods on")
+    )
+    for action in parser._actions:
+        if action.dest not in ("help", "config") and getattr(args, action.dest) != action.default:
+            raise ConfigError(f"{action.option_strings[0]}: {instead}; leave it out")
 
 
 def _require_neurons(args: argparse.Namespace) -> None:

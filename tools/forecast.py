@@ -184,13 +184,13 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
         del dense["HSDP"]
     for name, (groups, stage) in dense.items():
         try:
-            planned.append(forecast(name, _dense(config, groups, stage), machine, world))
+            planned.append(forecast(name, dense_config(config, groups, stage), machine, world))
         except SDPError as error:
             notes.append(f"{name}: {error}")
     return planned, notes
 
 
-def _dense(config: Config, groups: int, stage: int) -> Config:
+def dense_config(config: Config, groups: int, stage: int) -> Config:
     zero = config.zero_optimization.model_copy(update={"stage": stage})
     return config.model_copy(update={"sdp": SDPSection(groups=groups, units=config.sdp.units), "zero_optimization": zero})
 

@@ -72,6 +72,46 @@ def plot_sweep(figures: Mapping[str, Sequence[Mapping[str, Any]]], measure: str,
     return path
 
 
+def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, path: Path) -> None:
+    """Draw bars into the PNG ``path``: a panel for each key, in it a bar for each name, the same names in all. Raises ConfigError where
+    matplotlib is missing.
+    """
+    figure_class, canvas = _matplotlib()
+    figure = figure_class(figsize=(SIZE_INCHES[0], 1.6 + 0.34 * len(next(iter(panels.values())))), dpi=DPI, layout="constrained")
+    canvas(figure)
+    for axes, (label, values) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True):
+        bars = axes.barh(list(values), list(values.values()), color=[_COLOURS[name.startswith("sdp")] for name in values])
+        axes.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=9)
+        axes.set_xlabel(label, fontsize=12)
+        axes.margins(x=0.16)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].invert_yaxis()  # shared: first on top
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    figure.savefig(path, format="png")
+
+
+def plot_lines(lines: Mapping[str, Sequence[tuple[float, float]]], title: str, across: str, up: str, path: Path) -> None:
+    """Draw lines through points into the PNG ``path``, both axes logarithmic. Raises ConfigError where matplotlib is missing."""
+    figure_class, canvas = _matplotlib()
+    figure = figure_class(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
+    canvas(figure)
+    axes = figure.add_subplot()
+    looks = itertools.product("osD^", _COLOURS)
+    for (name, points), (marker, colour) in zip(lines.items(), looks, strict=False):
+        style = {"linestyle": "-", "linewidth": 2.4} if name.startswith("sdp") else {"linestyle": "--"}
+        axes.plot(*zip(*points, strict=True), label=name, color=colour, marker=marker, markersize=7, **style)
+    _dress(axes, title, across)
+    axes.set(xscale="log", yscale="log", ylabel=up)
+    axes.autoscale()
+    ticks = [x for x, _ in next(iter(lines.values()))]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter("{x:,.0f}")
+    axes.legend(frameon=False, fontsize=10)
+    figure.savefig(path, format="png")
+
+
 def _palette(runs: int) -> Iterator[_Colours]:
     """A run alone has a colour for each kind of loss; runs side by side have one colour each."""
     if runs == 1:

@@ -1,0 +1,264 @@
+"""The ways to train a model that ``sdp bench CONFIG`` puts side by side: what a user would run, from the libraries themselves.
+
+All get the same model and weights, optimizer, clipping, fused loss, compiled blocks and batch. DDP and FSDP2 are torch's, ZeRO is
+DeepSpeed's. DDP reduces through torch's own ``allreduce_hook``, which does what DDP does without a hook, and can be left out (``wire.py``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..engine import environment
+from ..engine.activations import checkpoint_activations
+from ..engine.backends import deepspeed_private
+from ..engine.batch import call_model, loss_of
+from ..engine.batch_size import BatchSize
+from ..engine.compile import compile_units
+from ..engine.config import Config, NamedParams
+from ..engine.construct import give_values, values_to_give
+from ..engine.engine import SDPEngine
+from ..engine.errors import ConfigError, SDPError
+from ..engine.initialize import initialize, mesh_of
+from ..engine.layout import Layout, Shard
+from ..engine.memory import StateBytes
+from ..engine.optim import build_optimizer
+from .forecast import dense_config, model_and_batch
+
+DDP, SMALLER = "ddp", "smaller-ddp"
+DENSE = (DDP, "ddp-recompute", "ddp-bf16-gradients", "fsdp2", "hsdp", "zero2", "zero3", "diloco", SMALLER)
+REPLICAS = 2  # of HSDP's shards
+OUTER_EVERY = 50  # steps of a replica of its own between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105)
+_OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the paper's
+_SDP = re.compile(r"sdp-(block|neuron)-(forward|backward)-(0?\.\d+|1|1\.0+)")
+# Methods that make the same steps as DDP, but for rounding.
+SAME_STEPS = {DDP, "ddp-recompute", "fsdp2", "hsdp", "zero2", "zero3"}
+
+Batch = Any
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A method, ready to run. ``step``: one optimizer step on this rank's micro-batches, which returns their mean loss. ``settle`` waits
+    for what a step has left under way. ``outer``: what is done once in ``OUTER_EVERY`` steps. ``states``: of SDP, bytes planned and
+    measured after a step.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    step: Callable[[Sequence[Batch]], Tensor]
+    settle: Callable[[], None] = lambda: None
+    outer: Callable[[], None] | None = None
+    states: Callable[[], tuple[StateBytes, StateBytes]] | None = None
+
+
+def default_methods(config: Config) -> list[str]:
+    """All dense ones, and SDP by blocks and by neurons under both maskings at the configuration's capacity."""
+    capacity = config.sdp.capacity
+    if isinstance(capacity, list):
+        return [*DENSE, "sdp"]
+    return [*DENSE, *(f"sdp-{by}-{masking}-{capacity:g}" for by in ("block", "neuron") for masking in ("forward", "backward"))]
+
+
+def is_sdp(name: str) -> bool:
+    return name.startswith("sdp")
+
+
+def variant(name: str, config: Config, layers: int | None = None) -> Config:
+    """The configuration that ``name`` is planned by, and SDP is run by; ``layers``: of the smaller model. Raises :class:`ConfigError`."""
+    if name == "sdp":
+        return config
+    if is_sdp(name):
+        found = _SDP.fullmatch(name)
+        if found is None:
+            raise ConfigError(
+                f"--methods {name}: write sdp (as CONFIG says) or sdp-block-forward-0.5: block or neuron, forward or backward, C"
+            )
+        changed = {"granularity": found[1], "masking": found[2], "capacity": float(found[3])}
+        return config.model_copy(update={"sdp": config.sdp.model_copy(update=changed)})
+    if name not in DENSE:
+        raise ConfigError(f"--methods {name}: unknown; known: {', '.join(DENSE)}, sdp, sdp-block-forward-0.5 …")
+    stage = {"fsdp2": 3, "hsdp": 3, "zero2": 2, "zero3": 3}.get(name, 0)
+    changed = dense_config(config, REPLICAS if name == "hsdp" else 1, stage)
+    if name == "ddp-recompute":
+        activations = config.activation_checkpointing.model_copy(update={"mode": "full"})
+        changed = changed.model_copy(update={"activation_checkpointing": activations})
+    if name == SMALLER and layers is not None:
+        changed = changed.model_copy(update={"model": config.model | {"num_hidden_layers": layers}})
+    return changed
+
+
+def why_not(name: str, config: Config, world: int) -> str | None:
+    """Why the method cannot be run here, or None. Raises :class:`ConfigError` for an unknown one."""
+    own = variant(name, config)
+    if name in ("zero2", "zero3") and importlib.util.find_spec("deepspeed") is None:
+        return 'needs the package deepspeed; pip install "sdp-engine[deepspeed]"'
+    if name == "hsdp" and (world % REPLICAS or world == REPLICAS):
+        return f"needs an even number of ranks, 4 or more; there are {world}"
+    if name == SMALLER and "num_hidden_layers" not in config.model:
+        return "needs a model with num_hidden_layers, to take fewer of them"
+    try:
+        mesh = mesh_of(own, world)
+        BatchSize.resolve(own, mesh)
+        Layout.of(model_and_batch(own)[0](), own, mesh)
+    except SDPError as error:
+        return str(error)
+    return None
+
+
+def build(name: str, config: Config, device: torch.device) -> Runner:
+    """``config``: the method's own, see :func:`variant`. Collective."""
+    if is_sdp(name):
+        return _sdp(config)
+    made = _Dense(config, device)
+    if name.startswith("zero"):
+        return made.deepspeed(2 if name == "zero2" else 3)
+    if name == "diloco":
+        return made.diloco()
+    if name in ("fsdp2", "hsdp"):
+        return made.fsdp2(REPLICAS if name == "hsdp" else 1)
+    return made.ddp(bf16_compress_hook if name == "ddp-bf16-gradients" else allreduce_hook)
+
+
+def _sdp(config: Config) -> Runner:
+    section = config.sdp.model_copy(update={"check_interval": 0})
+    engine: SDPEngine = initialize(model=model_and_batch(config)[0](), config=config.model_copy(update={"sdp": section}))[0]
+
+    def step(batches: Sequence[Batch]) -> Tensor:
+        losses = []
+        for batch in batches:
+            losses.append(engine.backward(engine(batch)).detach())
+            engine.step()
+        return torch.stack(losses).mean()
+
+    def settle() -> None:
+        _ = engine.frozen_here  # up to date: waits for what is being sent
+
+    return Runner(
+        engine.module,
+        engine.optimizer,
+        step,
+        settle,
+        states=lambda: (engine.predicted_state_bytes(), engine.measured_state_bytes()),
+    )
+
+
+class _Dense:
+    """The whole model on this rank, with its values, and what is made of it."""
+
+    def __init__(self, config: Config, device: torch.device):
+        self.config, self.device = config, device
+        mesh = mesh_of(config, dist.get_world_size())
+        self.batch = BatchSize.resolve(config, mesh)
+        self.model = model_and_batch(config)[0]()
+        layout = Layout.of(self.model, config, mesh)
+        self.blocks = layout.blocks
+        values = values_to_give(self.model, config, layout)
+        checkpoint_activations(self.model, self.blocks, config.activation_checkpointing.mode)
+        if config.training.compile:
+            compile_units(self.model, self.blocks, device)
+        give_values(self.model, layout, values, device, Shard())
+
+    def ddp(self, hook: Callable[..., Any]) -> Runner:
+        parallel = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        parallel.register_comm_hook(None, hook)
+        optimizer = self._optimizer()
+        return Runner(parallel, optimizer, self._loop(parallel, optimizer, parallel.no_sync))
+
+    def fsdp2(self, replicas: int) -> Runner:
+        """Blocks one by one, and what the model wants on its own; ``replicas`` of each shard (HSDP)."""
+        world, kind = dist.get_world_size(), self.device.type
+        if replicas == 1:
+            mesh = init_device_mesh(kind, (world,))
+        else:
+            mesh = init_device_mesh(kind, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+        alone = getattr(self.model, "sharding_groups", list)()
+        for name in (*self.blocks, *alone):
+            fully_shard(self.model.get_submodule(name), mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        optimizer = self._optimizer()
+        return Runner(self.model, optimizer, self._loop(self.model, optimizer, nullcontext))
+
+    def deepspeed(self, stage: int) -> Runner:
+        package = deepspeed_private.load()
+        deepspeed_private.forget_process_groups()
+        deepspeed_private.set_verbosity({})
+        settings = {
+            "train_micro_batch_size_per_gpu": self.batch.micro,
+            "gradient_accumulation_steps": self.batch.accumulation,
+            "gradient_clipping": self.config.gradient_clipping,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        }
+        with environment.alone_if_unlaunched():
+            engine = package.initialize(model=self.model, optimizer=self._optimizer(), config=settings)[0]
+
+        def step(batches: Sequence[Batch]) -> Tensor:
+            losses = []
+            for batch in batches:
+                loss = loss_of(call_model(engine, batch))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach())
+            return torch.stack(losses).mean()
+
+        return Runner(engine.module, engine.optimizer.optimizer, step)
+
+    def diloco(self) -> Runner:
+        """A replica of its own on every rank; ``outer`` averages how far replicas went, and takes that as the gradient of a common step."""
+        optimizer = self._optimizer()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        common = [nn.Parameter(parameter.detach().clone()) for parameter in trained]
+        outer_optimizer = torch.optim.SGD(common, **_OUTER)
+
+        @torch.no_grad()
+        def outer() -> None:
+            for ours, mine in zip(common, trained, strict=True):
+                ours.grad = ours - mine
+                dist.all_reduce(ours.grad)
+                ours.grad /= dist.get_world_size()
+            outer_optimizer.step()
+            for ours, mine in zip(common, trained, strict=True):
+                mine.copy_(ours)
+                ours.grad = None
+
+        return Runner(self.model, optimizer, self._loop(self.model, optimizer, nullcontext), outer=outer)
+
+    def _optimizer(self) -> Optimizer:
+        section = self.config.optimizer or NamedParams(type="AdamW")
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return build_optimizer(section.type, section.params, trained, self.device)[0]
+
+    def _loop(
+        self, model: nn.Module, optimizer: Optimizer, no_sync: Callable[[], AbstractContextManager[Any]]
+    ) -> Callable[[Sequence[Batch]], Tensor]:
+        """The step that a user would write."""
+        parameters, most = list(model.parameters()), self.config.gradient_clipping
+
+        def step(batches: Sequence[Batch]) -> Tensor:
+            losses = []
+            for number, batch in enumerate(batches, 1):
+                with nullcontext() if number == len(batches) else no_sync():
+                    loss = loss_of(call_model(model, batch))
+                    (loss / len(batches)).backward()
+                losses.append(loss.detach())
+            if most > 0:
+                nn.utils.clip_grad_norm_(parameters, most)
+            optimizer.step()
+            optimizer.zero_grad()
+            return torch.stack(losses).mean()
+
+        return step

@@ -1,0 +1,312 @@
+"""``sdp bench CONFIG``: ways to train one model, side by side in one run of the same ranks.
+
+Every rank holds all methods at once and lets them take turns, so that a loaded machine slows all alike; a turn begins with a step that is
+not timed (caches, weights under way), then ``--steps`` steps are timed together, and rounds run forwards and backwards in alternation. The
+seconds of a turn are those of its slowest rank.
+
+*Exposed communication* is the time of a step minus that of the same step with collectives that return at once (``wire.absent``): on
+ranks that share cores it has the processor time of the communication too. *Not overlapped* is the same of a step that waits for every
+reduction where it starts (``wire.awaited``). *Bytes sent* are counted by the kernel on the rank's TCP connections. *Peak memory* is
+that of the method's live tensors in one step (``memory_probe.py``). A DiLoCo step has a fiftieth of its outer step, timed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..engine.batch_size import BatchSize
+from ..engine.clock import clock
+from ..engine.config import Config, load_config
+from ..engine.environment import detect
+from ..engine.errors import ConfigError
+from ..engine.initialize import join, mesh_of
+from ..engine.memory_probe import peak_tensor_bytes
+from ..engine.sync import local_tensor
+from .forecast import model_and_batch
+from .methods import OUTER_EVERY, SAME_STEPS, Runner, build, default_methods, is_sdp, variant, why_not
+from .networks import Link, enter, hosts, shape
+from .side_plan import plan_methods
+from .side_report import Race, Report, write_report
+from .train import with_initial_model
+from .wire import absent, awaited, sent_by_this_process
+
+WARM_UP = 3  # steps: the first allocates, in the second DDP rebuilds its buckets
+LOSS_TOLERANCE = 1e-4  # relative, of the first two steps, between methods that make the same ones
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what belongs to CONFIG."""
+    group = parser.add_argument_group("side by side, with CONFIG")
+    group.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="compare ways to train this model, on several ranks")
+    group.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="override a key of CONFIG; may be repeated")
+    group.add_argument("--nproc", metavar="P", type=int, help="ranks to start here (default: sdp.groups)")
+    group.add_argument("--methods", metavar="A,B,…", help="which, of: ddp … diloco, sdp, sdp-block-forward-0.5 … (default: all)")
+    group.add_argument("--rounds", metavar="N", type=int, default=5, help="turns of every method (default: 5)")
+    group.add_argument("--steps", metavar="N", type=int, default=2, help="timed steps of a turn (default: 2)")
+    group.add_argument(
+        "--network", metavar="RATE,…", help="ranks are hosts with links of these rates, such as 100mbit,300mbit,1gbit (root)"
+    )
+    group.add_argument("--hosts", metavar="NAME", help=argparse.SUPPRESS)  # for the ranks: those that were made
+    group.add_argument("--out", metavar="DIR", type=Path, help="where report.md, report.json and plots go (default: runs/bench)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the ranks where no launcher did; each measures, rank 0 reports. Raises an :class:`SDPError` for what cannot be compared."""
+    config = _config(args)
+    _links(args)
+    place = detect()
+    world = place.world_size if place is not None else args.nproc or config.sdp.groups
+    names = _names(args, config, world)
+    if place is None:
+        from ..launcher.layout import visible_devices
+        from ..launcher.local import start_local
+
+        # As a user's own processes: without the settings of glibc that make resident memory honest, and memory slower.
+        devices = visible_devices()
+        if 0 < devices < world:
+            raise ConfigError(f"--nproc {world}: {devices} devices are visible; use fewer ranks, or CUDA_VISIBLE_DEVICES= for the CPU")
+        argv = [*args.argv, "--nproc", str(world), "--methods", ",".join(names)]
+        with hosts(world) if args.network else nullcontext() as made:
+            return start_local(argv + (["--hosts", made] if made else []), world, _out(args) / "logs", on_cpu=False)
+    if args.network and not args.hosts:
+        raise ConfigError("--network: makes hosts and starts ranks on them itself; start it without a launcher")
+    plans = plan_methods(names, config, world) if place.rank == 0 else {}
+    if args.hosts:
+        enter(args.hosts, place.rank)
+    device = join()
+    layers = _from_rank_0({name: plan.config.model.get("num_hidden_layers") for name, plan in plans.items()})
+    facts, races = measure({name: variant(name, config, layers[name]) for name in names}, args, config, device)
+    dist.destroy_process_group()
+    if place.rank == 0:
+        write_report(_out(args), Report(_settings(args, config, world, device), plans, facts, races))
+    return 0
+
+
+def _config(args: argparse.Namespace) -> Config:
+    config = with_initial_model(load_config(args.config, args.set))
+    for name in ("rounds", "steps", "nproc"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}: {value} is not a positive whole number")
+    if config.bf16.enabled:
+        raise ConfigError("bf16.enabled: methods are compared in float32, in which they all compute alike; add --set bf16.enabled=false")
+    if config.tensor_parallel.autotp_size > 1:
+        raise ConfigError(
+            "tensor_parallel.autotp_size: other methods have no tensor parallelism here; add --set tensor_parallel.autotp_size=1"
+        )
+    if config.sdp.engine != "fsdp2":
+        raise ConfigError(f'sdp.engine: "{config.sdp.engine}" is not compared; add --set sdp.engine=fsdp2')
+    if config.sdp.groups == 1:
+        raise ConfigError("sdp.groups: 1 group has nothing of SDP to compare; add --set sdp.groups=4")
+    return config.model_copy(update={"scheduler": None})
+
+
+def _names(args: argparse.Namespace, config: Config, world: int) -> list[str]:
+    """Of the methods, in order; those that cannot be run are left out with a line, unless they were asked for."""
+    asked = list(dict.fromkeys(args.methods.split(","))) if args.methods else None
+    names = []
+    for name in asked or default_methods(config):
+        reason = why_not(name, config, world)
+        if reason is None:
+            names.append(name)
+        elif asked:
+            raise ConfigError(f"--methods {name}: {reason}")
+        else:
+            print(f"sdp bench: {name} is left out: {reason}", file=sys.stderr)
+    return names
+
+
+def _links(args: argparse.Namespace) -> list[Link]:
+    return [Link.parse(rate) for rate in args.network.split(",")] if args.network else []
+
+
+def _out(args: argparse.Namespace) -> Path:
+    return args.out or Path("runs/bench")
+
+
+def _settings(args: argparse.Namespace, config: Config, world: int, device: torch.device) -> dict[str, Any]:
+    batch = BatchSize.resolve(config, mesh_of(config, world))
+    return {
+        "config": str(args.config),
+        "model": config.model,
+        "world": world,
+        "groups": config.sdp.groups,
+        "batch": asdict(batch),
+        "tokens_per_sample": config.data.tokens_per_sample,
+        "activation_checkpointing": config.activation_checkpointing.mode,
+        "compile": config.training.compile,
+        "rounds": args.rounds,
+        "steps_per_turn": args.steps,
+        "dtype": "float32",
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _from_rank_0(value: Any) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    configs: Mapping[str, Config], args: argparse.Namespace, config: Config, device: torch.device
+) -> tuple[dict[str, dict[str, Any]], list[Race]]:
+    """What was measured of every method, the same on all ranks. Collective."""
+    batches = _batches(config, device)
+    runners: dict[str, Runner] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    for name, own in configs.items():
+        _say(f"building {name}")
+        runners[name], facts[name] = _built(name, own, batches, device)
+    _require_same_losses(facts)
+    races = []
+    for link in _links(args) or [None]:
+        if link is not None:
+            _say(f"links of {link.rate}")
+            if dist.get_rank() == 0:
+                shape(args.hosts, dist.get_world_size(), link)
+        turns = _race(runners, batches, args, device)
+        races.append(Race(link and link.rate, link and link.bytes_per_second, turns))
+    return facts, races
+
+
+def _race(runners: Mapping[str, Runner], batches: list[Any], args: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
+    """By method: seconds of a step in every round, by ``_MODES``, and bytes sent in one. Collective."""
+    turns: dict[str, dict[str, list[float]]] = {name: {} for name in runners}
+    for turn in range(args.rounds):
+        _say(f"round {turn + 1} of {args.rounds}")
+        for name in runners if turn % 2 == 0 else reversed(runners):
+            for mode, around in _MODES.items():
+                if mode != "not_overlapped_seconds" or is_sdp(name):
+                    seconds, sent = _turn(runners[name], batches, args.steps, device, around)
+                    turns[name].setdefault(mode, []).append(seconds)
+                    if mode == "seconds":
+                        turns[name].setdefault("sent_bytes", []).append(sent)
+    return {
+        name: {key: _largest(values) for key, values in kept.items()} | {"sent_bytes": max(_largest(kept["sent_bytes"]))}
+        for name, kept in turns.items()
+    }
+
+
+_MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "seconds": nullcontext,
+    "compute_seconds": absent,
+    "not_overlapped_seconds": awaited,
+}
+
+
+def _turn(
+    runner: Runner, batches: list[Any], steps: int, device: torch.device, around: Callable[[], AbstractContextManager[None]]
+) -> tuple[float, float]:
+    """Seconds and sent bytes of one step of this rank."""
+    dist.barrier()
+    before = sent_by_this_process()
+    with around():
+        runner.step(batches)
+        now = clock(device, waits=True)
+        started = now()
+        for _ in range(steps):
+            runner.step(batches)
+        seconds = (now() - started) / steps
+        runner.settle()
+        between = sent_by_this_process()
+        if runner.outer is not None:
+            dist.barrier()
+            started = now()
+            runner.outer()
+            seconds += (now() - started) / OUTER_EVERY
+    dist.barrier()
+    after = sent_by_this_process()
+    if before is None or between is None or after is None:
+        return seconds, float("nan")
+    return seconds, (between - before) / (steps + 1) + (after - between) / OUTER_EVERY if runner.outer else (after - before) / (steps + 1)
+
+
+def _batches(config: Config, device: torch.device) -> list[Any]:
+    """The micro-batches of every step of this rank, of random numbers: the same in every run and for every method."""
+    size = BatchSize.resolve(config, mesh_of(config, dist.get_world_size()))
+    build_model, zeros = model_and_batch(config)
+    limit: int = getattr(build_model().config, "vocab_size", 1)  # type: ignore[union-attr]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def micro_batch() -> Any:
+        batch = zeros(size.micro)
+        filled = {key: _random(tensor, limit, generator).to(device) for key, tensor in batch.items()}
+        return filled | ({"labels": filled["input_ids"]} if "input_ids" in filled else {})
+
+    return [micro_batch() for _ in range(size.accumulation)]
+
+
+def _random(like: Tensor, limit: int, generator: torch.Generator) -> Tensor:
+    if like.is_floating_point():
+        return torch.rand(like.shape, generator=generator)
+    return torch.randint(limit, like.shape, generator=generator)
+
+
+def _built(name: str, config: Config, batches: list[Any], device: torch.device) -> tuple[Runner, dict[str, Any]]:
+    """The method after its first steps, and what is known of it then: losses, parameters and bytes of the rank that has most."""
+    others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    runner = build(name, config, device)
+    losses = [_mean(runner.step(batches)) for _ in range(WARM_UP)]
+
+    def step() -> None:
+        runner.step(batches)
+        runner.settle()
+        if runner.outer is not None:
+            runner.outer()
+
+    if runner.outer is not None:
+        runner.outer()  # allocates
+    facts: dict[str, Any] = {"losses": losses, "peak_bytes": peak_tensor_bytes(step, runner.module, runner.optimizer, device) - others}
+    facts["parameters"] = sum(
+        local_tensor(parameter.detach()).numel() for group in runner.optimizer.param_groups for parameter in group["params"]
+    )
+    if runner.states is not None:
+        planned, measured = runner.states()
+        facts |= {"planned_state_bytes": planned.total, "state_bytes": measured.total}
+    return runner, {key: value if key == "losses" else int(_largest([value])[0]) for key, value in facts.items()}
+
+
+def _largest(values: Sequence[float]) -> list[float]:
+    """Of all ranks, one by one. Collective."""
+    totals = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(totals, op=dist.ReduceOp.MAX)
+    return totals.tolist()
+
+
+def _mean(loss: Tensor) -> float:
+    total = loss.double().cpu()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def _require_same_losses(facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises RuntimeError where methods that make the same steps do not: then their times compare nothing."""
+    same = {name: found["losses"][:2] for name, found in facts.items() if name in SAME_STEPS}
+    for name, losses in same.items():
+        first, expected = next(iter(same.items()))
+        if any(not math.isclose(mine, theirs, rel_tol=LOSS_TOLERANCE) for mine, theirs in zip(losses, expected, strict=True)):
+            raise RuntimeError(f"{name} has losses {losses} in its first steps and {first} {expected}: they did not do the same work")
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"sdp bench: {text}", file=sys.stderr, flush=True)

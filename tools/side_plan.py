@@ -1,0 +1,90 @@
+"""What ``sdp plan`` says of the methods that ``sdp bench CONFIG`` compares, to print beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..engine.config import Config
+from ..engine.errors import ConfigError
+from .forecast import Forecast, forecast
+from .machine import Machine, step_time
+from .methods import DDP, OUTER_EVERY, SMALLER, is_sdp, variant
+
+_SENT = {"ddp-bf16-gradients": 0.5, "diloco": 1 / OUTER_EVERY}  # of what DDP sends
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``config``: the method's own. ``flops``: of the model in a step of one rank, without recomputation, the mean of the ranks.
+    ``peak``: bytes, None where the planner does not know the method's buffers.
+    """
+
+    config: Config
+    peak: int | None
+    sent: float
+    flops: float
+    forecast: Forecast
+
+    def seconds(self, flops: float, link: float) -> float:
+        """Of a step at so many FLOP/s of a rank, and bytes a second that each can send: of the slowest rank."""
+        plan = self.forecast
+        machine = Machine((plan.layout.mesh.world_size,), flops, 1.0, link, link)
+        times = [
+            step_time(group.trace, group.collectives, machine, plan.neighbours(group), plan.batch.accumulation).step
+            for group in plan.groups
+        ]
+        return max(times)
+
+
+def plan_methods(names: Sequence[str], config: Config, world: int) -> dict[str, Plan]:
+    """By name; DDP is always among them. The smaller dense model is the deepest that DDP fits into the first SDP method's peak."""
+    plans: dict[str, Plan] = {}
+    for name in dict.fromkeys([DDP, *sorted(names, key=lambda name: name == SMALLER)]):
+        layers = None
+        if name == SMALLER:
+            peaks = [plan.peak for method, plan in plans.items() if is_sdp(method) and plan.peak is not None]
+            layers = _layers_within(peaks[0] if peaks else _forecast("sdp", config, world).worst.trace.peak, config, world)
+        plans[name] = _plan(name, config, world, layers)
+    return plans
+
+
+def _plan(name: str, config: Config, world: int, layers: int | None) -> Plan:
+    own = variant(name, config, layers)
+    plan = _forecast(name, own, world)
+    factor = _SENT.get(name, 1.0)
+    if factor != 1.0:
+        groups = [
+            replace(group, collectives=tuple(replace(one, nbytes=round(one.nbytes * factor)) for one in group.collectives))
+            for group in plan.groups
+        ]
+        plan = replace(plan, groups=tuple(groups))
+    plain = own.model_copy(update={"activation_checkpointing": own.activation_checkpointing.model_copy(update={"mode": "none"})})
+    model = plan if plain == own else _forecast(name, plain, world)
+    flops = sum(group.trace.flops * len(group.groups) for group in model.groups) / sum(len(group.groups) for group in model.groups)
+    known = not name.startswith(("zero", "diloco"))
+    return Plan(
+        config=own,
+        peak=plan.worst.trace.peak if known and factor == 1.0 else None,
+        sent=max(sum(one.sent for one in group.collectives) for group in plan.groups),
+        flops=flops,
+        forecast=plan,
+    )
+
+
+def _forecast(name: str, config: Config, world: int) -> Forecast:
+    return forecast(name, config, Machine((world,), 1.0, 1.0, 1.0, 1.0), world)
+
+
+def _layers_within(peak: int, config: Config, world: int) -> int:
+    """The most layers with which DDP needs no more. Raises :class:`ConfigError` where one layer needs more."""
+    fits, too_many = 0, int(config.model["num_hidden_layers"]) + 1
+    while too_many - fits > 1:
+        layers = (fits + too_many) // 2
+        if _forecast(SMALLER, variant(SMALLER, config, layers), world).worst.trace.peak <= peak:
+            fits = layers
+        else:
+            too_many = layers
+    if fits == 0:
+        raise ConfigError(f"{SMALLER}: no model of this width fits {peak:,} bytes, what SDP needs; leave it out of --methods")
+    return fits

@@ -1,0 +1,211 @@
+"""What ``sdp bench CONFIG`` measured, beside what was planned: Markdown, JSON and plots."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .methods import DDP, is_sdp
+from .plot import plot_bars, plot_lines
+from .side_plan import Plan
+
+BOUND, OVER_FSDP2, STATE, PEAK, OVERLAP = 0.9, 2.5, 0.01, 1.05, 0.6  # what SDP must reach
+_LARGE = 1e9  # bytes: below, a peak is not judged
+
+
+@dataclass(frozen=True)
+class Race:
+    """All methods over one ``link`` (None: this machine's own), of so many bytes a second in either direction of a rank.
+
+    ``turns``: by method, seconds of a step in every round by how it was taken, and ``sent_bytes`` of one rank's step.
+    """
+
+    link: str | None
+    speed: float | None
+    turns: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """``plans`` and ``facts`` (losses, parameters, bytes of the rank that has most): by method."""
+
+    settings: Mapping[str, Any]
+    plans: Mapping[str, Plan]
+    facts: Mapping[str, Mapping[str, Any]]
+    races: Sequence[Race]
+
+    def rows(self, race: Race) -> dict[str, dict[str, Any]]:
+        """Every figure of a race by method. Ratios are medians of the rounds' own, in which methods took turns."""
+        tokens = self.settings["batch"]["train"] * self.settings["tokens_per_sample"]
+        dense = race.turns.get(DDP)
+        # What a rank computes a second here, from DDP's step without its communication.
+        rate = self.plans[DDP].flops / statistics.median(dense["compute_seconds"]) if dense else None
+        rows = {}
+        for name, turns in race.turns.items():
+            plan, facts, seconds = self.plans[name], self.facts[name], turns["seconds"]
+            median, compute = statistics.median(seconds), statistics.median(turns["compute_seconds"])
+            row: dict[str, Any] = {
+                **{key: value for key, value in facts.items() if key != "losses"},
+                "layers": plan.config.model.get("num_hidden_layers"),
+                "planned_peak_bytes": plan.peak,
+                "seconds": {"median": median, "least": min(seconds), "most": max(seconds), "rounds": seconds},
+                "tokens_per_second": tokens / median,
+                "model_flops_per_second": plan.flops / median,
+                "compute_seconds": compute,
+                "exposed_seconds": _median_of(_minus, seconds, turns["compute_seconds"]),
+                "sent_bytes": turns["sent_bytes"],
+                "planned_sent_bytes": plan.sent,
+            }
+            if "not_overlapped_seconds" in turns:
+                row["exposed_not_overlapped_seconds"] = _median_of(_minus, turns["not_overlapped_seconds"], turns["compute_seconds"])
+            if dense is not None:
+                row["speed_over_ddp"] = _median_of(_over, dense["seconds"], seconds)
+            if "fsdp2" in race.turns:
+                row["speed_over_fsdp2"] = _median_of(_over, race.turns["fsdp2"]["seconds"], seconds)
+            if race.speed is not None and rate is not None:
+                row["planned_seconds"] = plan.seconds(rate, race.speed)
+                row["planned_speed_over_ddp"] = self.plans[DDP].seconds(rate, race.speed) / row["planned_seconds"]
+            rows[name] = row
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        races = [{"link": race.link, "bytes_per_second": race.speed, "methods": self.rows(race)} for race in self.races]
+        return {"settings": dict(self.settings), "losses": {name: facts["losses"] for name, facts in self.facts.items()}, "races": races}
+
+
+def _minus(left: float, right: float) -> float:
+    return left - right
+
+
+def _over(left: float, right: float) -> float:
+    return left / right
+
+
+def _median_of(compare: Any, left: Sequence[float], right: Sequence[float]) -> float:
+    return statistics.median(compare(*pair) for pair in zip(left, right, strict=True))
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """report.md, report.json, bench.png and, of several links, network.png; the Markdown is printed too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = report.to_json()
+    text = _markdown(report, content)
+    (folder / "report.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(text, encoding="utf-8")
+    last = content["races"][-1]
+    title = f"{_title(last)}: peak memory of a rank, and speed"
+    plot_bars(
+        {
+            "peak of live tensors, MB": {name: row["peak_bytes"] / 1e6 for name, row in last["methods"].items()},
+            _unit(report): {name: row["tokens_per_second"] for name, row in last["methods"].items()},
+        },
+        title,
+        folder / "bench.png",
+    )
+    if len(report.races) > 1:
+        lines = {
+            name: [(race["bytes_per_second"] * 8e-6, race["methods"][name]["tokens_per_second"]) for race in content["races"]]
+            for name in last["methods"]
+        }
+        plot_lines(lines, "speed against the hosts' links", "Mbit/s", _unit(report), folder / "network.png")
+    print(text, flush=True)
+
+
+def _unit(report: Report) -> str:
+    return "tokens/s" if report.settings["tokens_per_sample"] > 1 else "images/s"
+
+
+def _title(race: Mapping[str, Any]) -> str:
+    return f"hosts with links of {race['link']}" if race["link"] else "processes of one host"
+
+
+def _markdown(report: Report, content: Mapping[str, Any]) -> str:
+    s = report.settings
+    batch = s["batch"]
+    samples = f"{batch['micro']} × {batch['accumulation']} × {s['tokens_per_sample']}"
+    compiled = "compiled" if s["compile"] else "not compiled"
+    lines = [
+        f"# {s['config']}: {s['world']} ranks side by side",
+        "",
+        f"{json.dumps(s['model'])}; {samples} {_unit(report)[:-2]} a rank and step; {s['dtype']}, recomputation "
+        f"{s['activation_checkpointing']}, {compiled}; {s['device']}, {s['threads']} thread(s) a rank, torch {s['torch']}.",
+        f"Seconds: median (least … most) of {s['rounds']} interleaved rounds of {s['steps_per_turn']} steps. Speed: median of the rounds' "
+        "ratios. In parentheses otherwise what sdp plan says: bytes of ring algorithms, and speed at the rate at which DDP computes here.",
+    ]
+    for race in content["races"]:
+        title = _title(race)
+        lines += ["", f"## {title[0].upper()}{title[1:]}", "", *_table(race, _unit(report))]
+        lines += ["", *_aims(race)] if _aims(race) else []
+    return "\n".join(lines) + "\n"
+
+
+def _table(race: Mapping[str, Any], unit: str) -> list[str]:
+    header = [
+        "method",
+        "M parameters",
+        "peak MB",
+        "seconds of a step",
+        "speed / DDP",
+        unit,
+        "computing, s",
+        "exposed, s",
+        "sent MB",
+        "GFLOP/s",
+    ]
+    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
+    for name, row in race["methods"].items():
+        seconds = row["seconds"]
+        cells = [
+            f"{name} ({row['layers']} layers)" if name.startswith("smaller") else name,
+            f"{row['parameters'] / 1e6:.2f}",
+            _beside(row["peak_bytes"] / 1e6, row["planned_peak_bytes"] and row["planned_peak_bytes"] / 1e6, ",.1f"),
+            f"{seconds['median']:.3f} ({seconds['least']:.3f} … {seconds['most']:.3f})",
+            _beside(row.get("speed_over_ddp"), row.get("planned_speed_over_ddp"), ".2f"),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['compute_seconds']:.3f}",
+            f"{row['exposed_seconds']:.3f}",
+            _beside(row["sent_bytes"] / 1e6, row["planned_sent_bytes"] / 1e6, ",.2f"),
+            f"{row['model_flops_per_second'] / 1e9:.2f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _beside(measured: float | None, planned: float | None, spec: str) -> str:
+    if measured is None:
+        return "–"
+    return format(measured, spec) + (f" ({format(planned, spec)})" if planned is not None else "")
+
+
+def _aims(race: Mapping[str, Any]) -> list[str]:
+    """What SDP must reach, and whether it did."""
+    lines = []
+    for name, row in race["methods"].items():
+        if not is_sdp(name):
+            continue
+        state = row["state_bytes"] / row["planned_state_bytes"]
+        said = [_aim("state", state, f"of planned, aim 1 ± {STATE}", abs(state - 1) <= STATE)]
+        if row["planned_peak_bytes"] >= _LARGE:
+            ratio = row["peak_bytes"] / row["planned_peak_bytes"]
+            said.append(_aim("peak", ratio, f"of planned, aim at most {PEAK}", ratio <= PEAK))
+        if race["link"]:
+            if "planned_speed_over_ddp" in row:
+                ratio = row["speed_over_ddp"] / row["planned_speed_over_ddp"]
+                said.append(_aim("speed over DDP's", ratio, f"of planned, aim at least {BOUND}", ratio >= BOUND))
+            if "speed_over_fsdp2" in row and name.endswith("-0.5"):
+                said.append(
+                    _aim("speed", row["speed_over_fsdp2"], f"× FSDP2's, aim at least {OVER_FSDP2}", row["speed_over_fsdp2"] >= OVER_FSDP2)
+                )
+            if row["exposed_not_overlapped_seconds"] > 0:
+                ratio = row["exposed_seconds"] / row["exposed_not_overlapped_seconds"]
+                said.append(_aim("exposed communication", ratio, f"of that without overlap, aim at most {OVERLAP}", ratio <= OVERLAP))
+        lines.append(f"- {name}: {'; '.join(said)}")
+    return lines
+
+
+def _aim(what: str, value: float, of: str, reached: bool) -> str:
+    return f"{what} {value:.3f} {of}: {'reached' if reached else 'NOT reached'}"

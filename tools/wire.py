@@ -1,0 +1,110 @@
+"""The wire under a step: bytes that TCP connections carried; collectives that send nothing, or that nothing overlaps."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# Offsets of tcpi_bytes_sent and tcpi_bytes_retrans, 8 bytes each, in Linux's struct tcp_info (since 4.19).
+_SENT, _AGAIN, _LENGTH = 200, 208, 216
+
+
+def sent_by_this_process() -> int | None:
+    """Bytes that this process's open TCP connections have sent, once each, with what gloo adds to tensors; None where the kernel does not
+    tell. Collectives over NCCL use no such connections.
+    """
+    total = 0
+    folder = Path("/proc/self/fd")
+    for entry in folder.iterdir() if folder.exists() else []:
+        try:
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as copy:
+                if copy.type != socket.SOCK_STREAM or copy.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LENGTH)
+        except OSError:  # closed meanwhile
+            continue
+        if len(info) < _LENGTH:
+            return None
+        total += struct.unpack_from("Q", info, _SENT)[0] - struct.unpack_from("Q", info, _AGAIN)[0]
+    return total
+
+
+@contextmanager
+def absent() -> Iterator[None]:
+    """While inside, collectives of every process group that exists return at once: nothing is sent, and what would come from others is this
+    rank's own (a gather repeats it, a reduction leaves it). A step then costs what it computes.
+    """
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    groups = list(distributed_c10d._world.pg_map)
+    real = [{device: group._get_backend(device) for device in group._device_types} for group in groups]
+    for group in groups:
+        for device in group._device_types:
+            fake = FakeProcessGroup._create_internal(group.rank(), group.size())
+            group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, fake)
+    try:
+        with _in_place_of(all_reduce=_answered):
+            yield
+    finally:
+        for group, backends in zip(groups, real, strict=True):
+            for device, backend in backends.items():
+                kind = dist.ProcessGroup.BackendType.NCCL if device.type == "cuda" else dist.ProcessGroup.BackendType.GLOO
+                group._register_backend(device, kind, backend)
+
+
+class _Done:
+    """What an all-reduce that was not sent returns, for hooks of DDP: torch's fake one has no tensors in its future."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor
+
+    def wait(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([self._tensor])
+        return future
+
+
+def _answered(_: Callable[..., Any], tensor: torch.Tensor, *__: Any, async_op: bool = False, **___: Any) -> Any:
+    return _Done(tensor) if async_op else None
+
+
+@contextmanager
+def awaited() -> Iterator[None]:
+    """While inside, asynchronous reductions and broadcasts from Python are waited for where they are started: nothing overlaps them."""
+
+    def waiting(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        work = call(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    with _in_place_of(all_reduce=waiting, broadcast=waiting):
+        yield
+
+
+@contextmanager
+def _in_place_of(**functions: Callable[..., Any]) -> Iterator[None]:
+    """While inside, functions of ``torch.distributed`` are these, which get the plain one first."""
+    plain = {name: getattr(dist, name) for name in functions}
+    for name, function in functions.items():
+        setattr(dist, name, partial(function, plain[name]))
+    try:
+        yield
+    finally:
+        for name, call in plain.items():
+            setattr(dist, name, call)
