@@ -34,8 +34,8 @@ from ..engine.engine import SDPEngine
 from ..engine.errors import ConfigError, SDPError
 from ..engine.initialize import initialize, mesh_of
 from ..engine.layout import Layout, Shard
-from ..engine.memory import StateBytes
 from ..engine.optim import build_optimizer
+from ..engine.traffic import Traffic
 from .forecast import dense_config, model_and_batch
 
 DDP, SMALLER = "ddp", "smaller-ddp"
@@ -53,8 +53,8 @@ Batch = Any
 @dataclass(frozen=True)
 class Runner:
     """A method, ready to run. ``step``: one optimizer step on this rank's micro-batches, which returns their mean loss. ``settle`` waits
-    for what a step has left under way. ``outer``: what is done once in ``OUTER_EVERY`` steps. ``states``: of SDP, bytes planned and
-    measured after a step.
+    for what a step has left under way. ``outer``: what is done once in ``OUTER_EVERY`` steps. ``counted``: of SDP, bytes of state, and
+    sent between groups in one more step, as they are and as planned.
     """
 
     module: nn.Module
@@ -62,7 +62,7 @@ class Runner:
     step: Callable[[Sequence[Batch]], Tensor]
     settle: Callable[[], None] = lambda: None
     outer: Callable[[], None] | None = None
-    states: Callable[[], tuple[StateBytes, StateBytes]] | None = None
+    counted: Callable[[Sequence[Batch]], dict[str, int]] | None = None
 
 
 def default_methods(config: Config) -> list[str]:
@@ -130,7 +130,7 @@ def build(name: str, config: Config, device: torch.device) -> Runner:
         return made.diloco()
     if name in ("fsdp2", "hsdp"):
         return made.fsdp2(REPLICAS if name == "hsdp" else 1)
-    return made.ddp(bf16_compress_hook if name == "ddp-bf16-gradients" else allreduce_hook)
+    return made.ddp(_bf16_gradients if name == "ddp-bf16-gradients" else allreduce_hook)
 
 
 def _sdp(config: Config) -> Runner:
@@ -147,13 +147,26 @@ def _sdp(config: Config) -> Runner:
     def settle() -> None:
         _ = engine.frozen_here  # up to date: waits for what is being sent
 
-    return Runner(
-        engine.module,
-        engine.optimizer,
-        step,
-        settle,
-        states=lambda: (engine.predicted_state_bytes(), engine.measured_state_bytes()),
-    )
+    def counted(batches: Sequence[Batch]) -> dict[str, int]:
+        engine.traffic.reset()
+        step(batches)
+        return {
+            "state_bytes": engine.measured_state_bytes().total,
+            "planned_state_bytes": engine.predicted_state_bytes().total,
+            "between_groups_bytes": _between_groups(engine.traffic),
+            "planned_between_groups_bytes": _between_groups(engine.planned_traffic()),
+        }
+
+    return Runner(engine.module, engine.optimizer, step, settle, counted=counted)
+
+
+def _between_groups(traffic: Traffic) -> int:
+    return sum(nbytes for kind, nbytes in traffic.by_kind().items() if kind.startswith("between groups"))
+
+
+def _bf16_gradients(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """torch's hook. By its own name DDP refuses it where there is no NCCL, although gloo adds bfloat16 too."""
+    return bf16_compress_hook(state, bucket)
 
 
 class _Dense:

@@ -279,9 +279,8 @@ def _built(name: str, config: Config, batches: list[Any], device: torch.device) 
     facts["parameters"] = sum(
         local_tensor(parameter.detach()).numel() for group in runner.optimizer.param_groups for parameter in group["params"]
     )
-    if runner.states is not None:
-        planned, measured = runner.states()
-        facts |= {"planned_state_bytes": planned.total, "state_bytes": measured.total}
+    if runner.counted is not None:
+        facts |= runner.counted(batches)
     return runner, {key: value if key == "losses" else int(_largest([value])[0]) for key, value in facts.items()}
 
 

@@ -188,7 +188,11 @@ def _aims(race: Mapping[str, Any]) -> list[str]:
         if not is_sdp(name):
             continue
         state = row["state_bytes"] / row["planned_state_bytes"]
-        said = [_aim("state", state, f"of planned, aim 1 ± {STATE}", abs(state - 1) <= STATE)]
+        sent = row["between_groups_bytes"] / row["planned_between_groups_bytes"]
+        said = [
+            _aim("state", state, f"of planned, aim 1 ± {STATE}", abs(state - 1) <= STATE),
+            _aim("sent between groups, by the engine's count,", sent, "of planned, aim 1", sent == 1),
+        ]
         if row["planned_peak_bytes"] >= _LARGE:
             ratio = row["peak_bytes"] / row["planned_peak_bytes"]
             said.append(_aim("peak", ratio, f"of planned, aim at most {PEAK}", ratio <= PEAK))

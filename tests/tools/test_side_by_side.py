@@ -66,6 +66,7 @@ def test_every_method_does_its_work_and_is_reported(ranks: RankPool, tmp_path: P
     assert rows["diloco"]["sent_bytes"] < 0.1 * rows["ddp"]["sent_bytes"]
     for name in names[-2:]:
         assert rows[name]["state_bytes"] == rows[name]["planned_state_bytes"]
+        assert rows[name]["between_groups_bytes"] == rows[name]["planned_between_groups_bytes"] > 0
         assert "exposed_not_overlapped_seconds" in rows[name]
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
