@@ -23,7 +23,7 @@ def test_links_are_as_slow_as_asked(tmp_path: Path) -> None:
     path.write_text(json.dumps(CONFIG))
     before = namespaces()
     words = ["bench", path, "--methods", "ddp,sdp-block-forward-0.5", "--rounds", "1", "--network", "50mbit,200mbit", "--out", tmp_path]
-    done = subprocess.run([*SDP, *map(str, words)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*SDP, *map(str, words)], capture_output=True, text=True, timeout=500)
     if "makes no shaped hosts" in done.stderr:
         pytest.skip(f"NOT TESTED: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
