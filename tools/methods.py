@@ -42,6 +42,7 @@ DDP, SMALLER = "ddp", "smaller-ddp"
 DENSE = (DDP, "ddp-recompute", "ddp-bf16-gradients", "fsdp2", "hsdp", "zero2", "zero3", "diloco", SMALLER)
 REPLICAS = 2  # of HSDP's shards
 OUTER_EVERY = 50  # steps of a replica of its own between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105)
+_BUCKET = 25 * 2**20  # bytes of a DDP bucket; of DeepSpeed's too, whose default of 5e8 elements is larger than many models
 _OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the paper's
 _SDP = re.compile(r"sdp-(block|neuron)-(forward|backward)-(0?\.\d+|1|1\.0+)")
 # Methods that make the same steps as DDP, but for rounding.
@@ -52,11 +53,12 @@ Batch = Any
 
 @dataclass(frozen=True)
 class Runner:
-    """A method, ready to run. ``step``: one optimizer step on this rank's micro-batches, which returns their mean loss. ``settle`` waits
+    """A method, ready to run. ``parameters``: of what a rank computes with, wherever they are kept. ``step``: one optimizer step on this rank's micro-batches, which returns their mean loss. ``settle`` waits
     for what a step has left under way. ``outer``: what is done once in ``OUTER_EVERY`` steps. ``counted``: of SDP, bytes of state, and
     sent between groups in one more step, as they are and as planned.
     """
 
+    parameters: int
     module: nn.Module
     optimizer: Optimizer
     step: Callable[[Sequence[Batch]], Tensor]
@@ -157,14 +159,15 @@ def _sdp(config: Config) -> Runner:
             "planned_between_groups_bytes": _between_groups(engine.planned_traffic()),
         }
 
-    return Runner(engine.module, engine.optimizer, step, settle, counted=counted)
+    held = engine.layout.held(engine.layout.mesh.coordinates(engine.global_rank).sdp)
+    return Runner(sum(info.numel for info in held), engine.module, engine.optimizer, step, settle, counted=counted)
 
 
 def _between_groups(traffic: Traffic) -> int:
     return sum(nbytes for kind, nbytes in traffic.by_kind().items() if kind.startswith("between groups"))
 
 
-def _bf16_gradients(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _bf16_gradients(state, bucket):  # noqa: ANN001, ANN202 – DDP compares annotations with classes, and here they are text
     """torch's hook. By its own name DDP refuses it where there is no NCCL, although gloo adds bfloat16 too."""
     return bf16_compress_hook(state, bucket)
 
@@ -184,12 +187,13 @@ class _Dense:
         if config.training.compile:
             compile_units(self.model, self.blocks, device)
         give_values(self.model, layout, values, device, Shard())
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
     def ddp(self, hook: Callable[..., Any]) -> Runner:
         parallel = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         parallel.register_comm_hook(None, hook)
         optimizer = self._optimizer()
-        return Runner(parallel, optimizer, self._loop(parallel, optimizer, parallel.no_sync))
+        return Runner(self.parameters, parallel, optimizer, self._loop(parallel, optimizer, parallel.no_sync))
 
     def fsdp2(self, replicas: int) -> Runner:
         """Blocks one by one, and what the model wants on its own; ``replicas`` of each shard (HSDP)."""
@@ -203,17 +207,18 @@ class _Dense:
             fully_shard(self.model.get_submodule(name), mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         optimizer = self._optimizer()
-        return Runner(self.model, optimizer, self._loop(self.model, optimizer, nullcontext))
+        return Runner(self.parameters, self.model, optimizer, self._loop(self.model, optimizer, nullcontext))
 
     def deepspeed(self, stage: int) -> Runner:
         package = deepspeed_private.load()
         deepspeed_private.forget_process_groups()
         deepspeed_private.set_verbosity({})
+        bucket = min(self.parameters, _BUCKET // 4)
         settings = {
             "train_micro_batch_size_per_gpu": self.batch.micro,
             "gradient_accumulation_steps": self.batch.accumulation,
             "gradient_clipping": self.config.gradient_clipping,
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
             "zero_allow_untested_optimizer": True,
         }
         with environment.alone_if_unlaunched():
@@ -228,7 +233,7 @@ class _Dense:
                 losses.append(loss.detach())
             return torch.stack(losses).mean()
 
-        return Runner(engine.module, engine.optimizer.optimizer, step)
+        return Runner(self.parameters, engine.module, engine.optimizer.optimizer, step)
 
     def diloco(self) -> Runner:
         """A replica of its own on every rank; ``outer`` averages how far replicas went, and takes that as the gradient of a common step."""
@@ -248,7 +253,7 @@ class _Dense:
                 mine.copy_(ours)
                 ours.grad = None
 
-        return Runner(self.model, optimizer, self._loop(self.model, optimizer, nullcontext), outer=outer)
+        return Runner(self.parameters, self.model, optimizer, self._loop(self.model, optimizer, nullcontext), outer=outer)
 
     def _optimizer(self) -> Optimizer:
         section = self.config.optimizer or NamedParams(type="AdamW")

@@ -33,7 +33,6 @@ from ..engine.environment import detect
 from ..engine.errors import ConfigError
 from ..engine.initialize import join, mesh_of
 from ..engine.memory_probe import peak_tensor_bytes
-from ..engine.sync import local_tensor
 from .forecast import model_and_batch
 from .methods import OUTER_EVERY, SAME_STEPS, Runner, build, default_methods, is_sdp, variant, why_not
 from .networks import Link, enter, hosts, shape
@@ -193,7 +192,7 @@ def _race(runners: Mapping[str, Runner], batches: list[Any], args: argparse.Name
     turns: dict[str, dict[str, list[float]]] = {name: {} for name in runners}
     for turn in range(args.rounds):
         _say(f"round {turn + 1} of {args.rounds}")
-        for name in runners if turn % 2 == 0 else reversed(runners):
+        for name in list(runners)[:: 1 if turn % 2 == 0 else -1]:
             for mode, around in _MODES.items():
                 if mode != "not_overlapped_seconds" or is_sdp(name):
                     seconds, sent = _turn(runners[name], batches, args.steps, device, around)
@@ -275,10 +274,8 @@ def _built(name: str, config: Config, batches: list[Any], device: torch.device) 
 
     if runner.outer is not None:
         runner.outer()  # allocates
-    facts: dict[str, Any] = {"losses": losses, "peak_bytes": peak_tensor_bytes(step, runner.module, runner.optimizer, device) - others}
-    facts["parameters"] = sum(
-        local_tensor(parameter.detach()).numel() for group in runner.optimizer.param_groups for parameter in group["params"]
-    )
+    peak = peak_tensor_bytes(step, runner.module, runner.optimizer, device) - others
+    facts: dict[str, Any] = {"losses": losses, "parameters": runner.parameters, "peak_bytes": peak}
     if runner.counted is not None:
         facts |= runner.counted(batches)
     return runner, {key: value if key == "losses" else int(_largest([value])[0]) for key, value in facts.items()}
