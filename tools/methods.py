@@ -53,9 +53,9 @@ Batch = Any
 
 @dataclass(frozen=True)
 class Runner:
-    """A method, ready to run. ``parameters``: of what a rank computes with, wherever they are kept. ``step``: one optimizer step on this rank's micro-batches, which returns their mean loss. ``settle`` waits
-    for what a step has left under way. ``outer``: what is done once in ``OUTER_EVERY`` steps. ``counted``: of SDP, bytes of state, and
-    sent between groups in one more step, as they are and as planned.
+    """A method, ready to run. ``parameters``: elements that a rank computes with, wherever they are kept. ``step``: one optimizer step on
+    this rank's micro-batches, which returns their mean loss. ``settle`` waits for what a step has left under way. ``outer``: what is done
+    once in ``OUTER_EVERY`` steps. ``counted``: of SDP, bytes of state, and sent between groups in one more step, real and planned.
     """
 
     parameters: int
@@ -167,7 +167,8 @@ def _between_groups(traffic: Traffic) -> int:
     return sum(nbytes for kind, nbytes in traffic.by_kind().items() if kind.startswith("between groups"))
 
 
-def _bf16_gradients(state, bucket):  # noqa: ANN001, ANN202 – DDP compares annotations with classes, and here they are text
+# Without annotations: DDP compares them with classes, and in this module they are text.
+def _bf16_gradients(state, bucket):
     """torch's hook. By its own name DDP refuses it where there is no NCCL, although gloo adds bfloat16 too."""
     return bf16_compress_hook(state, bucket)
 
