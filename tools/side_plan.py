@@ -39,52 +39,66 @@ class Plan:
 
 def plan_methods(names: Sequence[str], config: Config, world: int) -> dict[str, Plan]:
     """By name; DDP is always among them. The smaller dense model is the deepest that DDP fits into the first SDP method's peak."""
+    planner = _Planner(world)
     plans: dict[str, Plan] = {}
     for name in dict.fromkeys([DDP, *sorted(names, key=lambda name: name == SMALLER)]):
         layers = None
         if name == SMALLER:
             peaks = [plan.peak for method, plan in plans.items() if is_sdp(method) and plan.peak is not None]
-            layers = _layers_within(peaks[0] if peaks else _forecast("sdp", config, world).worst.trace.peak, config, world)
-        plans[name] = _plan(name, config, world, layers)
+            layers = planner.layers_within(peaks[0] if peaks else planner.forecast(config).worst.trace.peak, config)
+        plans[name] = planner.plan(name, variant(name, config, layers))
     return plans
 
 
-def _plan(name: str, config: Config, world: int, layers: int | None) -> Plan:
-    own = variant(name, config, layers)
-    plan = _forecast(name, own, world)
-    factor = _SENT.get(name, 1.0)
-    if factor != 1.0:
-        groups = [
-            replace(group, collectives=tuple(replace(one, nbytes=round(one.nbytes * factor)) for one in group.collectives))
-            for group in plan.groups
-        ]
-        plan = replace(plan, groups=tuple(groups))
-    plain = own.model_copy(update={"activation_checkpointing": own.activation_checkpointing.model_copy(update={"mode": "none"})})
-    model = plan if plain == own else _forecast(name, plain, world)
-    flops = sum(group.trace.flops * len(group.groups) for group in model.groups) / sum(len(group.groups) for group in model.groups)
-    known = not name.startswith(("zero", "diloco"))
-    return Plan(
-        config=own,
-        peak=plan.worst.trace.peak if known and factor == 1.0 else None,
-        sent=max(sum(one.sent for one in group.collectives) for group in plan.groups),
-        flops=flops,
-        forecast=plan,
-    )
+class _Planner:
+    """Plans every configuration once: several methods share one."""
+
+    def __init__(self, world: int):
+        self._world = world
+        self._known: dict[str, Forecast] = {}
+
+    def forecast(self, config: Config) -> Forecast:
+        key = config.model_dump_json()
+        if key not in self._known:
+            self._known[key] = forecast("", config, Machine((self._world,), 1.0, 1.0, 1.0, 1.0), self._world)
+        return self._known[key]
+
+    def plan(self, name: str, config: Config) -> Plan:
+        plan, factor = self.forecast(config), _SENT.get(name, 1.0)
+        if factor != 1.0:
+            groups = [
+                replace(group, collectives=tuple(replace(one, nbytes=round(one.nbytes * factor)) for one in group.collectives))
+                for group in plan.groups
+            ]
+            plan = replace(plan, groups=tuple(groups))
+        mode = config.activation_checkpointing.model_copy(update={"mode": "none"})
+        model = self.forecast(config.model_copy(update={"activation_checkpointing": mode}))
+        flops = sum(group.trace.flops * len(group.groups) for group in model.groups) / sum(len(group.groups) for group in model.groups)
+        return Plan(
+            config=config,
+            peak=None if name.startswith("zero") or factor != 1.0 else _peak(name, plan),
+            sent=max(sum(one.sent for one in group.collectives) for group in plan.groups),
+            flops=flops,
+            forecast=plan,
+        )
+
+    def layers_within(self, peak: int, config: Config) -> int:
+        """The most layers with which DDP needs no more. Raises :class:`ConfigError` where one layer needs more."""
+        fits, too_many = 0, int(config.model["num_hidden_layers"]) + 1
+        while too_many - fits > 1:
+            layers = (fits + too_many) // 2
+            if _peak(SMALLER, self.forecast(variant(SMALLER, config, layers))) <= peak:
+                fits = layers
+            else:
+                too_many = layers
+        if fits == 0:
+            raise ConfigError(f"{SMALLER}: no model of this width fits {peak:,} bytes, what SDP needs; leave it out of --methods")
+        return fits
 
 
-def _forecast(name: str, config: Config, world: int) -> Forecast:
-    return forecast(name, config, Machine((world,), 1.0, 1.0, 1.0, 1.0), world)
-
-
-def _layers_within(peak: int, config: Config, world: int) -> int:
-    """The most layers with which DDP needs no more. Raises :class:`ConfigError` where one layer needs more."""
-    fits, too_many = 0, int(config.model["num_hidden_layers"]) + 1
-    while too_many - fits > 1:
-        layers = (fits + too_many) // 2
-        if _forecast(SMALLER, variant(SMALLER, config, layers), world).worst.trace.peak <= peak:
-            fits = layers
-        else:
-            too_many = layers
-    if fits == 0:
-        raise ConfigError(f"{SMALLER}: no model of this width fits {peak:,} bytes, what SDP needs; leave it out of --methods")
-    return fits
+def _peak(name: str, plan: Forecast) -> int:
+    """Bytes at most. DDP's buckets, of which gradients are views, live through the whole step; it is traced with gradients that come and
+    go.
+    """
+    trace = plan.worst.trace
+    return trace.state.total + trace.activations if name in (DDP, "ddp-recompute", SMALLER) else trace.peak
