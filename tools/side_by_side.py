@@ -13,9 +13,11 @@ that of the method's live tensors in one step (``memory_probe.py``). A DiLoCo st
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -81,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
             return start_local(argv + (["--hosts", made] if made else []), world, _out(args) / "logs", on_cpu=False)
     if args.network and not args.hosts:
         raise ConfigError("--network: makes hosts and starts ranks on them itself; start it without a launcher")
+    logging.getLogger("sdp").setLevel(logging.ERROR)  # what a run would say of each method's configuration
+    warnings.simplefilter("ignore", FutureWarning)  # torch's deprecated names, called by torch and DeepSpeed
     plans = plan_methods(names, config, world) if place.rank == 0 else {}
     if args.hosts:
         enter(args.hosts, place.rank)
