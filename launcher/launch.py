@@ -120,7 +120,7 @@ def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees:
         require(name, f"--launcher {args.launcher}")
     environ = env.child_environment(settings, {})
     if args.launcher == "deepspeed":  # whose own ssh sessions notice a host that is silent
-        return run_watched(command, environ, 2 * SILENT_SECONDS, tell_by(partial(stop_command, start, hosts, master), environ))
+        return run_watched(command, environ, 2 * SILENT_SECONDS, tell_by(partial(stop_command, start, hosts, master), environ), kills=True)
     return run_watched(command, environ, SILENT_SECONDS, tell_by_mpirun)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from ..engine.errors import LaunchError
-from .local import caught_signals
+from .local import GRACE_SECONDS, caught_signals
 
 _POLL_SECONDS = 0.1
 # A rank says why it ends; what mpirun says (Open MPI 4 and 5) when it ends the others.
@@ -67,8 +67,13 @@ def tell_by(stop: Callable[[int], Sequence[str]], environ: Mapping[str, str]) ->
     return tell
 
 
-def run_watched(command: Sequence[str], environ: Mapping[str, str], seconds: float, tell: Tell = tell_by_mpirun) -> int:
+def run_watched(
+    command: Sequence[str], environ: Mapping[str, str], seconds: float, tell: Tell = tell_by_mpirun, *, kills: bool = False
+) -> int:
     """Run ``command`` and return its exit code; it is killed ``seconds`` after it said that the job ends, or after a second signal.
+
+    ``kills``: the launcher leaves ranks that do not end (one that is stopped, say) to themselves, so they are killed by ``tell``
+    some seconds after the job's end was said.
 
     SIGINT, SIGTERM and SIGHUP to this process reach the ranks by ``tell``. A first signal lets them write a checkpoint, however long that
     takes; the exit code is then 128 + the signal, unless the ranks fail. Raises :class:`LaunchError` where the command cannot be
@@ -81,13 +86,16 @@ def run_watched(command: Sequence[str], environ: Mapping[str, str], seconds: flo
         except OSError as error:
             raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
         assert process.stderr is not None
-        ending, passed_on = _Ending(process.stderr), 0
+        ending, passed_on, killed = _Ending(process.stderr), 0, not kills
         while process.poll() is None:
             for number in received[passed_on:]:
                 tell(process, number, passed_on > 0)
                 passed_on += 1
                 if passed_on > 1:
                     ending.since = ending.since or time.monotonic()
+            if not killed and ending.since is not None and time.monotonic() - ending.since > GRACE_SECONDS:
+                tell(process, signal.SIGKILL, True)
+                killed = True
             if ending.since is not None and time.monotonic() - ending.since > seconds:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

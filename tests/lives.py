@@ -103,6 +103,16 @@ class Life:
             cause = f"sdp: error: rank 1 on host-{self.host} was killed by SIGKILL, perhaps for lack of memory in step "
             assert cause in said, said
 
+    def hangs(self) -> None:
+        """A rank that is stopped cannot end itself: the other one tells, and nothing is left on either host."""
+        before = self.steps
+        started = self.start("hung", "--resume")
+        self.reach(started, "hung", lambda: self.steps > before + 1)
+        (rank,) = (pid for pid in self.hosts.processes(self.name, self.host) if is_rank(pid))
+        os.kill(rank, signal.SIGSTOP)
+        assert self.check_end(started, "hung") not in (0, 2), self.said("hung")
+        assert "no progress for 8 s" in self.said("hung")
+
     def loses_a_host(self, *settings: str, reached: Callable[[], bool] | None = None) -> str:
         """The cable of rank 1's host; returns what was said."""
         before = self.steps
@@ -139,6 +149,8 @@ def live(life: Life, expected: list[float]) -> str:
     if life.launcher not in (OPEN_MPI, INTEL_MPI):
         life.is_stopped_by(signal.SIGTERM, ["--resume"] if life.steps else [])
     life.loses_a_rank()
+    if life.launcher in (["deepspeed"], MPICH):
+        life.hangs()
     if life.launcher == OPEN_MPI:
         said = life.loses_a_host("--set", "training.save_every=1", "training.step_timeout=100", reached=life.is_saving)
         assert ", checkpoint: no progress" in said, said

@@ -34,6 +34,19 @@ def test_ended_when_it_hangs_after_its_job(capfdbinary: pytest.CaptureFixture[by
     assert (out, err.decode().splitlines()) == (b"", [line, "sdp: sh still waits for a host 0.3 s after the job's end: killed"])
 
 
+def test_ranks_that_a_launcher_leaves_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sdp.launcher.watched.GRACE_SECONDS", 0.2)
+    told: list[tuple[int, bool]] = []
+
+    def tell(process: subprocess.Popen[bytes], number: int, hurry: bool) -> None:
+        told.append((number, hurry))
+        process.terminate()
+
+    command = ["sh", "-c", "echo 'sdp: error: rank 0' >&2; exec sleep 60"]
+    assert run_watched(command, os.environ, 30, tell, kills=True) == 128 + signal.SIGTERM
+    assert told == [(signal.SIGKILL, True)]
+
+
 def test_left_alone_while_its_job_runs(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     script = "echo out; echo 'a line about sdp: error: and noticed that' >&2; sleep 1; printf last >&2; exit 7"
     assert run_watched(["sh", "-c", script], os.environ, 0.1) == 7
