@@ -1,5 +1,6 @@
 # make quickstart   trains a small LLaMA on four local processes and prints what it cost
 # make test         the test suite          make test-all   … with the slow tests and the full equality table
+# make test-cluster launchers and SLURM over hosts (root, Linux)    make test-cluster-all   … with the slow ones
 # make lint types   ruff and basedpyright   make bench      the engine against a plain loop
 #
 # Each makes .venv and installs pinned packages first, torch before everything that depends on it. On a machine whose
@@ -11,7 +12,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 RUN    ?= runs/quickstart
 
-.PHONY: quickstart test test-all test-cluster lint types format bench clean
+.PHONY: quickstart test test-all test-cluster test-cluster-all lint types format bench clean
 
 quickstart: $(VENV)/.installed
 	@mkdir -p runs
@@ -30,7 +31,10 @@ test-all: $(VENV)/.installed-test
 
 # apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin mpich slurm-wlm munge slurmdbd mariadb-server; as root
 test-cluster: $(VENV)/.installed-test $(VENV)/.intel-mpi
-	$(BIN)/python -m pytest tests/cluster
+	$(BIN)/python -m pytest tests/cluster -m "not slow" --durations=12
+
+test-cluster-all: $(VENV)/.installed-test $(VENV)/.intel-mpi
+	$(BIN)/python -m pytest tests/cluster --durations=12
 
 bench: $(VENV)/.installed
 	$(BIN)/sdp bench

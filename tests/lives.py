@@ -20,6 +20,7 @@ OPEN_MPI = ["mpirun", "--mpirun", "mpirun.openmpi", "--launcher-args=--allow-run
 MPICH = ["mpirun", "--mpirun", "mpiexec.mpich"]
 INTEL_MPI = ["mpirun", "--mpirun", INTEL_MPIRUN]
 LAUNCHERS = {"deepspeed": ["deepspeed"], "Open MPI": OPEN_MPI, "MPICH": MPICH, "torchrun": ["torchrun"], "Intel MPI": INTEL_MPI}
+_FIRST_SIGNAL = {"deepspeed": signal.SIGINT}  # the others': SIGTERM
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static", "--master-addr", "host-a"]
 
 
@@ -140,17 +141,9 @@ class Life:
 
 
 def live(life: Life, expected: list[float]) -> str:
-    """All that a run may meet, one after the other; returns what was said of the lost host. Each mpirun hears of one signal: all tell
-    their ranks by the same other one.
-    """
-    life.has_no_room()
-    if life.launcher != MPICH:
-        life.is_stopped_by(signal.SIGINT, [])
-    if life.launcher not in (OPEN_MPI, INTEL_MPI):
-        life.is_stopped_by(signal.SIGTERM, ["--resume"] if life.steps else [])
+    """Stopped by a signal, robbed of a rank and of its host, and resumed after each; returns what was said of the lost host."""
+    life.is_stopped_by(_FIRST_SIGNAL.get(life.launcher[0], signal.SIGTERM), [])
     life.loses_a_rank()
-    if life.launcher in (["deepspeed"], MPICH):
-        life.hangs()
     if life.launcher == OPEN_MPI:
         said = life.loses_a_host("--set", "training.save_every=1", "training.step_timeout=100", reached=life.is_saving)
         assert ", checkpoint: no progress" in said, said
@@ -158,3 +151,12 @@ def live(life: Life, expected: list[float]) -> str:
         said = life.loses_a_host()
     life.goes_on_to_its_end(expected)
     return said
+
+
+def meet_the_rest(life: Life) -> None:
+    """What else ends a run: no room for it, the other signal, a rank that does nothing any more."""
+    life.has_no_room()
+    first = _FIRST_SIGNAL.get(life.launcher[0], signal.SIGTERM)
+    life.is_stopped_by(signal.SIGINT if first == signal.SIGTERM else signal.SIGTERM, [])
+    if life.launcher != ["torchrun"]:  # whose agents, one a host, do not hear of each other's failures
+        life.hangs()

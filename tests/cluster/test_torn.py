@@ -1,10 +1,10 @@
-"""Runs that are stopped, find no room, lose a rank and a host, under every launcher, end as if undisturbed; see tests/lives.py."""
+"""Runs that are stopped, lose a rank and a host, under every launcher, end as if undisturbed; see tests/lives.py."""
 
 from concurrent.futures import Future
 
 import pytest
-from hosts import needs
-from lives import LAUNCHERS
+from hosts import Hosts, needs
+from lives import LAUNCHERS, Life, meet_the_rest
 
 pytestmark = pytest.mark.cluster
 
@@ -15,3 +15,11 @@ def test_a_run_that_is_torn_again_and_again_ends_as_if_undisturbed(lives: dict[s
     said = lives[launcher].result()
     if launcher == "Open MPI":
         assert "mpirun.openmpi still waits for a host 30 s after the job's end: killed" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_what_else_ends_a_run_under_every_launcher(hosts: Hosts, launcher: str) -> None:
+    needs(launcher)
+    place = list(LAUNCHERS).index(launcher)
+    meet_the_rest(Life(hosts, f"rest-{place}", LAUNCHERS[launcher], "efghi"[place], 29700 + place))
