@@ -108,7 +108,7 @@ def plot_lines(lines: Mapping[str, Sequence[tuple[float, float]]], title: str, a
     axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_minor_formatter("{x:,.0f}")
-    axes.legend(frameon=False, fontsize=10)
+    figure.legend(frameon=False, fontsize=10, loc="outside right center")
     figure.savefig(path, format="png")
 
 

@@ -16,6 +16,7 @@ import argparse
 import logging
 import math
 import platform
+import statistics
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -204,7 +205,7 @@ def _race(runners: Mapping[str, Runner], batches: list[Any], args: argparse.Name
                     if mode == "seconds":
                         turns[name].setdefault("sent_bytes", []).append(sent)
     return {
-        name: {key: _largest(values) for key, values in kept.items()} | {"sent_bytes": max(_largest(kept["sent_bytes"]))}
+        name: {key: _largest(values) for key, values in kept.items()} | {"sent_bytes": statistics.median(_largest(kept["sent_bytes"]))}
         for name, kept in turns.items()
     }
 
