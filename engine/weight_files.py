@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,14 +13,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from .backends.deepspeed_private import is_zero_checkpoint, weights_of_zero_checkpoint
-from .errors import ModelError
+from .checkpoint import Ranks
+from .errors import CheckpointError, ModelError
 from .initialisation import Filler, ModuleInit
 from .layout import Layout, TensorInfo
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+_FILE_BYTES = 2**30
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
@@ -74,31 +80,61 @@ class WeightFiles:
         out.copy_(handle.get_slice(key)[start : start + out.shape[0]] if out.dim() else handle.get_tensor(key))
 
 
-class ZeroWeights:
-    """The weights in a checkpoint of DeepSpeed's of a dense model, as :class:`WeightFiles`; all of them are in the host's memory."""
+def converted(directory: Path, ranks: Ranks) -> WeightFiles:
+    """The weights in a checkpoint of DeepSpeed's of a dense model: one rank of each host converts them. Collective.
 
-    def __init__(self, directory: Path):
-        self._tensors = weights_of_zero_checkpoint(directory)
+    What it writes to the host's folder for temporary files (4 bytes per parameter) leaves the disk's listing once all ranks have it
+    open. Raises :class:`CheckpointError` on every rank.
+    """
+    hosts = ranks.gather(socket.gethostname())
+    first = hosts.index(hosts[ranks.rank])
+    folder, problem = _converted_here(directory) if first == ranks.rank else (None, None)
+    everyones = ranks.gather((folder, problem))
+    try:
+        ranks.agree(problem)
+        files = WeightFiles(Path(everyones[first][0]))
+        ranks.gather(None)
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return files
 
-    def keys(self) -> list[str]:
-        return list(self._tensors)
 
-    def obstacle(self, key: str, info: TensorInfo) -> str | None:
-        found = self._tensors[key].shape
-        return f"has shape {tuple(found)} there and {tuple(info.full_shape)} here" if found != info.full_shape else None
+def _converted_here(directory: Path) -> tuple[str | None, str | None]:
+    """The folder with the converted weights, or why there is none."""
+    folder = tempfile.mkdtemp(prefix="sdp-weights-")
+    try:
+        _write(weights_of_zero_checkpoint(directory), Path(folder))
+        return folder, None
+    except CheckpointError as error:
+        problem = str(error)
+    except (OSError, SafetensorError) as error:
+        problem = f"{folder}: the weights of {directory} cannot be written there ({error}); let TMPDIR name a folder with more room"
+    shutil.rmtree(folder, ignore_errors=True)
+    return None, problem
 
-    def fill(self, out: torch.Tensor, start: int, key: str) -> None:
-        tensor = self._tensors[key]
-        out.copy_(tensor[start : start + out.shape[0]] if out.dim() else tensor)
+
+def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Several safetensors files with an index, each of which is in memory twice while it is written."""
+    where: dict[str, str] = {}
+    while tensors:
+        part: dict[str, torch.Tensor] = {}
+        while tensors and sum(tensor.nbytes for tensor in part.values()) < _FILE_BYTES:
+            name = next(iter(tensors))
+            part[name] = tensors.pop(name).clone(memory_format=torch.contiguous_format)  # those of a group share one storage
+        file = f"model-{len(set(where.values()))}.safetensors"
+        save_file(part, folder / file)
+        where |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}), encoding="utf-8")
 
 
-def fillers_from(directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:
+def fillers_from(directory: Path, model: nn.Module, layout: Layout, *, alone: bool = True) -> dict[str, Filler]:
     """Fillers of all parameters and persistent buffers of ``layout``, by canonical name, from the files in ``directory``.
 
-    A model may say by ``canonical_name(key)`` which of its tensors a key stands for, None for one that it does without. Raises
-    :class:`ModelError` unless files and model have the same tensors.
+    A checkpoint of DeepSpeed's is converted first: collective unless ``alone``. A model may say by ``canonical_name(key)`` which of its
+    tensors a key stands for, None for one that it does without. Raises :class:`ModelError` unless files and model have the same tensors.
     """
-    files = ZeroWeights(directory) if is_zero_checkpoint(directory) else WeightFiles(directory)
+    files = converted(directory, Ranks(alone)) if is_zero_checkpoint(directory) else WeightFiles(directory)
     canonical: Callable[[str], str | None] = getattr(model, "canonical_name", lambda key: key)
     keys = {name: key for key in files.keys() if (name := canonical(key)) is not None}  # noqa: SIM118
     names_of: dict[str, list[str]] = {name: [name] for name in (*layout.wholes, *layout.buffers)}

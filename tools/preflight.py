@@ -18,7 +18,7 @@ from ..engine.loader import evaluation_batches
 from ..engine.mesh import Mesh
 from ..engine.optim import make_optimizer
 from ..engine.schedules import build_scheduler
-from ..engine.weight_files import fillers_from
+from ..engine.weight_files import fillers_from, is_zero_checkpoint
 from ..models.registry import build_model
 from .corpus import open_prepared, path_of
 from .saved_run import check_data
@@ -44,7 +44,7 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     if corpus is not None:
         evaluation_batches(corpus.held_out, batch.micro, data_ranks=mesh.data_ranks)
     layout = Layout.of(model, config, mesh)
-    if config.training.init_from is not None:
+    if config.training.init_from is not None and not is_zero_checkpoint(Path(config.training.init_from)):  # which the start converts
         fillers_from(Path(config.training.init_from), model, layout)
     _check_optimizer(config)
     if resume:
