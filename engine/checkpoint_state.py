@@ -21,10 +21,10 @@ class SavedState:
     def __init__(self, backend: Backend, optimizer: Optimizer, rank: int):
         self._backend, self._optimizer, self._rank = backend, optimizer, rank
 
-    def mesh_shape(self) -> list[int]:
-        """Sizes of the mesh: sdp, fsdp, tp."""
+    def mesh_shape(self) -> list[Any]:
+        """Sizes of the mesh: sdp, fsdp, tp; of groups of unequal size their numbers of data ranks too."""
         mesh = self._backend.layout.mesh
-        return [mesh.sdp, mesh.fsdp, mesh.tp]
+        return [mesh.sdp, mesh.fsdp, mesh.tp, *([list(mesh.sizes)] if mesh.sizes else [])]
 
     def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
         """Weights, persistent buffers and optimizer state, each as its part of the full model's.

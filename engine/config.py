@@ -84,6 +84,9 @@ class SDPSection(Section):
 
     ``branch_scale``: what a unit with k of N groups as holders adds to its input is multiplied (forward masking) by N / k in training
     ("train"), or by k / N in evaluations of the full model ("eval").
+
+    ``group_sizes``: numbers of ranks of the groups, in rank order, where they differ (a big node and a small one): [8, 4]. Ranks weigh
+    alike, so a group of twice the ranks has twice the samples.
     """
 
     groups: PositiveInt = 1
@@ -95,6 +98,7 @@ class SDPSection(Section):
     units: Literal["auto"] | list[str] = "auto"
     protect: list[str] = Field(default_factory=list)
     branch_scale: Literal["none", "train", "eval"] = "none"
+    group_sizes: list[PositiveInt] | None = None
     neuron_groups: PositiveInt = 8
     seed: Seed = 0
     engine: Literal["fsdp2", "deepspeed", "reference", "vectorized"] = "fsdp2"
@@ -355,9 +359,22 @@ def _refuse_beside_deepspeed(config: Config) -> None:
             raise ConfigError(f"{path}: {json.dumps(value)} is not available in this version beside {beside}; {remedy}")
 
 
+def _refuse_group_sizes(config: Config) -> None:
+    sdp, sizes = config.sdp, config.sdp.group_sizes
+    if sizes is None:
+        return
+    if len(sizes) != sdp.groups:
+        raise ConfigError(
+            f"sdp.group_sizes: {sizes} are the sizes of {len(sizes)} groups, and sdp.groups is {sdp.groups}; change one of them"
+        )
+    if sdp.engine == "fsdp2" and len(set(sizes)) > 1:
+        raise ConfigError(f'sdp.group_sizes: groups of unequal size, {sizes}, need sdp.engine "deepspeed" (or "reference")')
+
+
 def _refuse_unavailable(config: Config) -> None:
     """A setting that this version cannot honour is an error, never ignored."""
     sdp = config.sdp
+    _refuse_group_sizes(config)
     if sdp.granularity == "neuron":
         _refuse_beside_neurons(config)
     if sdp.engine == "deepspeed":

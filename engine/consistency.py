@@ -86,10 +86,10 @@ def _state_of(optimizer: Optimizer, parameter: torch.nn.Parameter) -> list[torch
 def _compare(layout: Layout, unit: str, holders: tuple[int, ...], sums: list[int], *, sharded: bool) -> None:
     mesh = layout.mesh
     for tp in range(mesh.tp):
-        for fsdp in range(mesh.fsdp):
-            # Without shards the replicas inside a group must agree too.
-            first = mesh.rank(holders[0], fsdp if sharded else 0, tp)
-            for group in holders:
+        for group in holders:
+            for fsdp in range(mesh.size(group)):
+                # Without shards the replicas inside a group must agree too.
+                first = mesh.rank(holders[0], fsdp if sharded else 0, tp)
                 other = mesh.rank(group, fsdp, tp)
                 if sums[other] != sums[first]:
                     raise _disagreement(unit, other, group, first, holders[0])
@@ -104,11 +104,11 @@ def compare_sums(unit: str, holders: tuple[int, ...], sums: list[int], ranks: li
 
 def _compare_copies(layout: Layout, unit: str, sums: list[int]) -> None:
     """What tensor parallelism does not cut is equal on all ranks of one (sdp, fsdp)."""
-    for row in layout.mesh.grid.view(-1, layout.mesh.tp).tolist():
-        for other in row[1:]:
-            if sums[other] != sums[row[0]]:
+    for first in range(0, layout.mesh.world_size, layout.mesh.tp):
+        for other in range(first + 1, first + layout.mesh.tp):
+            if sums[other] != sums[first]:
                 group = layout.mesh.coordinates(other).sdp
-                raise _disagreement(unit, other, group, row[0], group)
+                raise _disagreement(unit, other, group, first, group)
 
 
 def _disagreement(unit: str, other: int, group: int, first: int, first_group: int) -> DivergenceError:

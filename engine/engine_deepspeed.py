@@ -88,7 +88,8 @@ class DeepSpeedSDPEngine(SDPEngine):
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
         found = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         engine = self.deepspeed
-        engine.global_steps, engine.global_samples, engine.micro_steps = self.global_steps, self.global_samples, self.micro_steps
+        engine.global_steps, engine.micro_steps = self.global_steps, self.micro_steps
+        engine.global_samples = self.global_steps * engine.train_batch_size()  # DeepSpeed counts those of its group
         engine.skipped_steps = self.skipped_steps
         return found
 

@@ -136,7 +136,14 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
     """The grid of ranks of a run in ``world_size`` processes; the reference's are virtual, and its matrices whole. Raises
     :class:`ConfigError`.
     """
-    if config.sdp.in_one_process:
+    sizes, alone = config.sdp.group_sizes, config.sdp.in_one_process
+    if sizes is not None:
+        mesh = Mesh.of_groups(sizes, 1 if alone else config.tensor_parallel.autotp_size)
+        if not alone and mesh.world_size != world_size:
+            raise ConfigError(f"world size {world_size} is not sdp.group_sizes {sizes} × tensor_parallel.autotp_size {mesh.tp} = "
+                              f"{mesh.world_size}; start {mesh.world_size} processes, or change sdp.group_sizes")  # fmt: skip
+        return mesh
+    if alone:
         return Mesh(config.sdp.groups, _virtual_fsdp(config))
     return Mesh.for_world(world_size, config.sdp.groups, config.tensor_parallel.autotp_size)
 
@@ -226,14 +233,7 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
     config, layout = engine.config, engine.layout
     mesh = layout.mesh
     kind = "virtual workers in one process" if engine.data_ranks_here > 1 else "processes"
-    log.info(
-        "layout: sdp %d × fsdp %d × tp %d %s, ZeRO stage %d",
-        mesh.sdp,
-        mesh.fsdp,
-        mesh.tp,
-        kind,
-        config.zero_optimization.stage,
-    )
+    log.info("layout: %s %s, ZeRO stage %d", mesh, kind, config.zero_optimization.stage)
     if config.tensor_parallel.autotp_size != mesh.tp:
         log.info("tensor_parallel.autotp_size %d: the reference computes with whole matrices", config.tensor_parallel.autotp_size)
     if isinstance(config.sdp.placement, dict) and config.sdp.model_fields_set & {"capacity", "profile"}:

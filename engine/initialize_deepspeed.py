@@ -78,6 +78,8 @@ def initialize_deepspeed(
         ]  # fmt: skip
         arrangement = ", a parameter group for each unit" if installed else ""
         given, note = make_optimizer(config.optimizer, optimizer, ours, device, grouped=True, arrangement=arrangement)
+        if layout.mesh.sizes and stage:
+            note = _rounding_alike(given, note)
         if installed:
             scheduler = _scheduler(config, lr_scheduler, given, [bundle.options for bundle in held])
             _hand_over(settings, config)
@@ -139,6 +141,18 @@ def _as_given(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.P
     """What the user's ``model_parameters`` were."""
     lists = [[parameters[name] for name in group["params"] if parameters[name].requires_grad] for group in groups]
     return [{**_options(group), "params": members} for group, members in zip(groups, lists, strict=True)] if grouped else lists[0]
+
+
+def _rounding_alike(optimizer: Optimizer, note: str) -> str:
+    """Take ``optimizer`` off torch's fused kernels, and say so.
+
+    On a CPU they round the last elements of a tensor in another way than the rest, and groups of unequal size cut a unit at unequal
+    places: holders would drift.
+    """
+    fused = [group for group in optimizer.param_groups if group.get("fused")]
+    for group in fused:
+        group.update(fused=False, foreach=True)
+    return f"{note}; foreach instead of fused, whose rounding depends on where a shard is cut" if fused else note
 
 
 def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequence[int]) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
@@ -25,11 +27,15 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The whole layout of a run: ``sdp`` groups, each of ``fsdp × tp`` ranks; tensor ranks are neighbours, groups outermost."""
+    """The whole layout of a run: ``sdp`` groups, each of ``fsdp × tp`` ranks; tensor ranks are neighbours, groups outermost.
+
+    ``sizes``: data ranks of every group where these differ, else empty; ``fsdp`` is then the largest, and there is no grid.
+    """
 
     sdp: int
     fsdp: int = 1
     tp: int = 1
+    sizes: tuple[int, ...] = ()
 
     @classmethod
     def for_world(cls, world_size: int, groups: int, tp: int = 1) -> Mesh:
@@ -41,30 +47,53 @@ class Mesh:
             )
         return cls(groups, world_size // (groups * tp), tp)
 
+    @classmethod
+    def of_groups(cls, sizes: Sequence[int], tp: int = 1) -> Mesh:
+        """The mesh of groups with ``sizes`` data ranks each, in the order of their ranks."""
+        return cls(len(sizes), max(sizes), tp, tuple(sizes) if len(set(sizes)) > 1 else ())
+
     @property
     def world_size(self) -> int:
-        return self.sdp * self.fsdp * self.tp
+        return self.data_ranks * self.tp
 
     @property
     def data_ranks(self) -> int:
         """Number of ranks that read different data."""
-        return self.sdp * self.fsdp
+        return sum(self.sizes) if self.sizes else self.sdp * self.fsdp
 
     @property
     def grid(self) -> torch.Tensor:
-        """Global ranks, shape (sdp, fsdp, tp)."""
+        """Global ranks, shape (sdp, fsdp, tp), of groups of equal size."""
+        assert not self.sizes
         return torch.arange(self.world_size).view(self.sdp, self.fsdp, self.tp)
 
+    def size(self, group: int) -> int:
+        """Data ranks of an SDP group."""
+        return self.sizes[group] if self.sizes else self.fsdp
+
+    def data_ranks_of(self, groups: Iterable[int]) -> int:
+        """Data ranks of some SDP groups together."""
+        return sum(map(self.size, groups))
+
     def coordinates(self, rank: int) -> Coordinates:
-        group, rest = divmod(rank, self.fsdp * self.tp)
-        return Coordinates(group, *divmod(rest, self.tp))
+        data_rank, tp = divmod(rank, self.tp)
+        if not self.sizes:
+            return Coordinates(*divmod(data_rank, self.fsdp), tp)
+        group = bisect_right(list(accumulate(self.sizes)), data_rank)
+        return Coordinates(group, data_rank - sum(self.sizes[:group]), tp)
 
     def rank(self, sdp: int, fsdp: int = 0, tp: int = 0) -> int:
-        return (sdp * self.fsdp + fsdp) * self.tp + tp
+        first = sum(self.sizes[:sdp]) if self.sizes else sdp * self.fsdp
+        return (first + fsdp) * self.tp + tp
 
     def ranks_of(self, group: int) -> list[int]:
         """Global ranks of an SDP group."""
-        return self.grid[group].flatten().tolist()
+        first = self.rank(group)
+        return list(range(first, first + self.size(group) * self.tp))
+
+    def __str__(self) -> str:
+        fsdp = f"({' + '.join(map(str, self.sizes))})" if self.sizes else self.fsdp
+        return f"sdp {self.sdp} × fsdp {fsdp} × tp {self.tp}"
 
     def shards(self, stage: int) -> int:
         """Ranks among which a group's state is cut under ZeRO ``stage``: at stage 0 it is not."""
@@ -136,28 +165,25 @@ class Communicators:
                 made[key] = dist.new_group(ranks, backend=_backend())  # type: ignore[assignment]
             return made[key]
 
-        grid = mesh.grid
         shards_state = not replicate_inside and mesh.fsdp > 1
         if shards_state:
             for group in range(mesh.sdp):
                 for tp in range(mesh.tp):
-                    made_group = group_of(grid[group, :, tp].tolist())
+                    made_group = group_of(mesh.ranks_of(group)[tp :: mesh.tp])
                     if (group, tp) == (at.sdp, at.tp):
                         self.fsdp = made_group
         if alone:
             self.fsdp = dist.new_group([self.rank], backend=_backend(), use_local_synchronization=True)  # type: ignore[assignment]
         for holders in sorted(set(holder_sets) | {tuple(range(mesh.sdp))}):
-            rows = grid[list(holders)]
             for tp in range(mesh.tp):
-                cuts = [slice(None)] if replicate_inside else [slice(f, f + 1) for f in range(mesh.fsdp)]
-                for cut in cuts:
-                    ranks = rows[:, cut, tp].flatten().tolist()
+                rows = [mesh.ranks_of(group)[tp :: mesh.tp] for group in holders]
+                for ranks in [list(chain(*rows))] if replicate_inside else map(list, zip(*rows, strict=True)):
                     if len(ranks) > 1:
                         made_group = group_of(ranks)
                         if self.rank in ranks:
                             self.holders[holders] = made_group
         for groups in sorted(set(refresh_sets)):
-            for ranks in grid[list(groups)].flatten(1).T.tolist():
+            for ranks in map(list, zip(*map(mesh.ranks_of, groups), strict=True)):
                 made_group = group_of(ranks)
                 if self.rank in ranks:
                     self.refresh[groups] = made_group

@@ -12,9 +12,10 @@ begins: it waits before each block for that block's alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,8 @@ class GradientSync:
 
     ``buckets``: the global list; ``parameters``: this rank's, by canonical name; ``groups[holders]``: the communicator, absent
     where this rank is the only one. ``partial``: names of those whose gradient is this tensor-parallel rank's share, to be summed
-    over ``tensor_ranks``. ``clock`` times what is left to wait for after backward: ``exposed_seconds``, since the start.
+    over ``tensor_ranks``. ``clock`` times what is left to wait for after backward: ``exposed_seconds``, since the start. ``all_reduce``
+    starts a sum over a group.
     """
 
     def __init__(
@@ -109,8 +111,11 @@ class GradientSync:
         tensor_ranks: TensorRanks | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
+        all_reduce: Callable[[torch.Tensor, dist.ProcessGroup], Any] = lambda tensor, group: dist.all_reduce(
+            tensor, group=group, async_op=True
+        ),
     ):
-        self._traffic, self._clock = traffic, clock
+        self._traffic, self._clock, self._all_reduce = traffic, clock, all_reduce
         self.exposed_seconds = 0.0
         self._partial, self._tensor_ranks = [parameters[name] for name in partial], tensor_ranks
         self._summed = False  # whether the partial gradients are sums already
@@ -173,7 +178,7 @@ class GradientSync:
         if pending.buffer.numel() == 0:
             return  # no rank of this communicator has a row of these parameters
         self._traffic.record("between groups", "all_reduce", pending.buffer.nbytes, pending.ranks)
-        pending.work = dist.all_reduce(pending.buffer, group=pending.group, async_op=True)
+        pending.work = self._all_reduce(pending.buffer, pending.group)
 
     def finish(self) -> None:
         """Start what is left (a parameter that took no part in the pass counts as a zero gradient), await all, divide by the holders."""
@@ -216,17 +221,21 @@ class WeightRefresh:
 
     ``parameters``: this rank's, held and frozen, by canonical name; ``groups[members]``: the communicator, absent where this rank is
     none of them. Shards align, since FSDP2 cuts the first dimension alike in all groups, so each goes straight into its place;
-    holders' weights are cast to ``dtype``, the copies', on the way.
+    holders' weights are cast to ``dtype``, the copies', on the way. ``broadcast`` starts to send what the member ``source`` has.
     """
 
     def __init__(
         self,
         refreshes: Sequence[Refresh],
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, torch.Tensor],
         groups: Mapping[Holders, dist.ProcessGroup],
         traffic: Traffic,
         dtype: torch.dtype,
+        broadcast: Callable[[torch.Tensor, int, dist.ProcessGroup], Any] = lambda tensor, source, group: dist.broadcast(
+            tensor, group_src=source, group=group, async_op=True
+        ),
     ):
+        self._broadcast = broadcast
         self._refreshes = [refresh for refresh in refreshes if refresh.members in groups]
         self._parameters, self._groups, self._traffic, self._dtype = parameters, groups, traffic, dtype
         self._pending: dict[str, list[tuple[dist.Work, torch.Tensor]]] = {}
@@ -240,18 +249,21 @@ class WeightRefresh:
         """Begin to send and receive those of ``names`` that concern this rank, in one order on all ranks."""
         self.finish()
         for refresh in self._refreshes:
-            group, source = self._groups[refresh.members], refresh.members.index(refresh.source)
             pending = self._pending.setdefault(refresh.block, [])
             for name in refresh.names:
-                tensor = local_tensor(self._parameters[name].detach())
-                if name not in names or tensor.numel() == 0:  # a shard may be empty, in all groups then
-                    continue
-                if dist.get_rank(group) == source:
-                    tensor = tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-                    self._traffic.record("between groups", "broadcast", tensor.nbytes, len(refresh.members))
-                work = dist.broadcast(tensor, group_src=source, group=group, async_op=True)
-                assert work is not None
-                pending.append((work, tensor))  # the tensor must live until it is sent
+                for tensor, group, source in self._parts(refresh, name) if name in names else ():
+                    if tensor.numel() == 0:  # a shard may be empty, in all groups then
+                        continue
+                    if dist.get_rank(group) == source:
+                        tensor = tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+                        self._traffic.record("between groups", "broadcast", tensor.nbytes, dist.get_world_size(group))
+                    work = self._broadcast(tensor, source, group)
+                    assert work is not None
+                    pending.append((work, tensor))  # the tensor must live until it is sent
+
+    def _parts(self, refresh: Refresh, name: str) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
+        """What this rank has of a parameter, by communicators, each with the place of the rank in it that sends."""
+        yield local_tensor(self._parameters[name].detach()), self._groups[refresh.members], refresh.members.index(refresh.source)
 
     def wait(self, block: str, stream: torch.Stream | None = None) -> None:
         """Wait for one block's weights. On CUDA it is the current stream that waits, and ``stream``, which gathers them."""

@@ -14,12 +14,13 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 @dataclass(frozen=True)
 class Degrees:
-    """Degrees of parallelism; ``fsdp`` is None where it is left over: world / (groups * tp)."""
+    """Degrees of parallelism; ``fsdp`` is None where it is left over: world / (groups * tp). ``sizes``: ``sdp.group_sizes``, if given."""
 
     groups: int
     fsdp: int | None
     tp: int
     in_one_process: bool
+    sizes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: Config, fsdp: int | None) -> Degrees:
@@ -29,6 +30,7 @@ class Degrees:
             fsdp=fsdp,
             tp=config.tensor_parallel.autotp_size,
             in_one_process=config.sdp.in_one_process,
+            sizes=tuple(config.sdp.group_sizes or ()),
         )
 
     def check(self, processes: int, source: str) -> None:
@@ -39,6 +41,14 @@ class Degrees:
                 raise LaunchError(
                     f'sdp.engine "reference" and "vectorized" run all {self.groups} groups in one process; found'
                     f" {processes} processes ({source}) and fsdp {self.fsdp or 1}; use 1 of each, or sdp.engine fsdp2"
+                )
+        elif self.sizes and self.fsdp is not None:
+            raise LaunchError(f"--fsdp {self.fsdp}: sdp.group_sizes says how many ranks each group has; leave one of them out")
+        elif self.sizes:
+            if processes != sum(self.sizes) * self.tp:
+                raise LaunchError(
+                    f"{processes} processes ({source}) are not the {sum(self.sizes) * self.tp} of sdp.group_sizes {list(self.sizes)}"
+                    f" * tp {self.tp} (tensor_parallel.autotp_size); change one of them"
                 )
         elif self.fsdp is not None and processes != self.groups * self.fsdp * self.tp:
             raise LaunchError(
@@ -60,6 +70,8 @@ class Degrees:
             count, source = nproc, "--nproc"
         elif self.in_one_process:
             count, source = 1, "this process"
+        elif self.sizes:
+            count, source = sum(self.sizes) * self.tp, "sdp.group_sizes"
         elif devices and self.fsdp is None:
             count, source = devices, "visible devices"
         else:

@@ -38,17 +38,18 @@ class Case:
     masking: Literal["forward", "backward"] = "forward"
     neurons: int = 0  # groups into which a branch is cut; 0: blocks
     branch_scale: Literal["none", "train", "eval"] = "none"
+    sizes: tuple[int, ...] = ()  # ranks of groups that are unequal
 
     @property
     def data_ranks(self) -> int:
-        return self.groups * self.fsdp
+        return sum(self.sizes) or self.groups * self.fsdp
 
     @property
     def world(self) -> int:
         return self.data_ranks * self.tp
 
     def __str__(self) -> str:
-        layout = f"{self.groups}x{self.fsdp}" + f"x{self.tp}" * (self.tp > 1)
+        layout = "+".join(map(str, self.sizes)) or f"{self.groups}x{self.fsdp}" + f"x{self.tp}" * (self.tp > 1)
         parts = [layout, f"zero{self.stage}", f"acc{self.accumulation}", self.optimizer, self.placement, self.model]
         parts += ["clip"] * self.clip + ["bf16"] * self.bf16 + [self.checkpointing] * (self.checkpointing != "none")
         parts += ["backward"] * (self.masking == "backward") + [f"neurons{self.neurons}"] * (self.neurons > 0)
@@ -84,6 +85,7 @@ class Case:
                 "engine": engine,
                 "masking": self.masking,
                 "branch_scale": self.branch_scale,
+                **({"group_sizes": list(self.sizes), "check_interval": 1} if self.sizes else {}),
                 **self._placement(),
                 **self._neurons(),
             },

@@ -165,6 +165,8 @@ def _is_dense(run: Run) -> bool:
 def _layout(run: Run) -> str:
     layout: Mapping[str, Any] = (run.summary or {}).get("layout") or {}
     degrees = {"sdp": layout.get("sdp", _section(run, "sdp").get("groups", 1)), "fsdp": layout.get("fsdp"), "tp": layout.get("tp", 1)}
+    if sizes := layout.get("group_sizes"):
+        return f"sdp {len(sizes)} × fsdp ({' + '.join(map(str, sizes))})"
     return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree and (degree > 1 or axis != "tp"))
 
 

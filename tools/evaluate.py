@@ -98,7 +98,8 @@ def evaluate(saved: SavedRun, limit: int | None = None) -> Evaluation:
 
 def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
     """Micro-batches of all data ranks of the run, which decide what is read, one after the other."""
-    mesh = Mesh(*saved.state["mesh"])
+    sdp, fsdp, tp, *sizes = saved.state["mesh"]
+    mesh = Mesh(sdp, fsdp, tp, *map(tuple, sizes))
     micro = BatchSize.resolve(saved.config, mesh).micro
     loaders = (
         evaluation_batches(corpus.held_out, micro, rank, mesh.data_ranks, limit, corpus.collate_held_out) for rank in range(mesh.data_ranks)

@@ -82,7 +82,7 @@ class Forecast:
     def to_json(self) -> dict[str, Any]:
         mesh, placement = self.layout.mesh, self.layout.placement
         return {
-            "mesh": asdict(mesh),
+            "mesh": {"sdp": mesh.sdp, "fsdp": mesh.fsdp, "tp": mesh.tp},
             "zero_stage": self.config.zero_optimization.stage,
             "batch": asdict(self.batch),
             "tokens_per_sample": self.config.data.tokens_per_sample,
@@ -137,7 +137,8 @@ def forecast(name: str, config: Config, machine: Machine, world: int) -> Forecas
     """Plan ``config`` on ``world`` ranks. Raises an :class:`SDPError` for what a run under it would end with."""
     if config.sdp.engine != "fsdp2":
         why = "runs all groups in one process" if config.sdp.in_one_process else "has buffers of DeepSpeed's own"
-        raise ConfigError(f'sdp.engine: "{config.sdp.engine}" {why}, which is not planned; add --set sdp.engine=fsdp2')
+        equal = " --set sdp.group_sizes=null" if config.sdp.group_sizes else ""
+        raise ConfigError(f'sdp.engine: "{config.sdp.engine}" {why}, which is not planned; add --set sdp.engine=fsdp2{equal}')
     mesh = mesh_of(config, world)
     build, batch = model_and_batch(config)
     layout = Layout.of(build(), config, mesh)

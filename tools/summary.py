@@ -70,6 +70,7 @@ def run_summary(engine: SDPEngine, corpus: Corpus, dump_dir: Path, ranks: list[d
             "sdp": layout.mesh.sdp,
             "fsdp": layout.mesh.fsdp,
             "tp": layout.mesh.tp,
+            **({"group_sizes": list(layout.mesh.sizes)} if layout.mesh.sizes else {}),
             "stage": config.zero_optimization.stage,
             "engine": config.sdp.engine,
             "capacity": sum(held) / len(held),

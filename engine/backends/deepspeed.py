@@ -25,8 +25,8 @@ from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough
 from ..sync import GradientSync, WeightRefresh
 from ..traffic import Traffic
-from .deepspeed_private import GroupAsWorld, ZeroState, local_part, logged_all_reduce
-from .deepspeed_shards import Bundle, Piece, ShardSync, pieces_of, rank_sets
+from .deepspeed_private import GroupAsWorld, ZeroState, local_part, logged_all_reduce, logged_broadcast
+from .deepspeed_shards import Bundle, EarlyLaunch, Piece, Route, RoutedRefresh, ShardSync, pieces_of, rank_sets, routes_of
 
 
 class GroupsOfRanks:
@@ -38,11 +38,12 @@ class GroupsOfRanks:
             mesh,
             {info.holders for info in layout.parameters.values()} if stage == 0 else (),
             replicate_inside=True,
-            refresh_sets={refresh.members for refresh in layout.refreshes},
+            refresh_sets={refresh.members for refresh in layout.refreshes} if not mesh.sizes else (),
         )
         self.mpu: GroupAsWorld | None = None
         self.between: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.inside: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        self.routes: dict[str, list[Route]] = {}  # of frozen copies, between groups of unequal size
         if mesh.sdp == 1:
             return
         for group in range(mesh.sdp):
@@ -51,7 +52,11 @@ class GroupsOfRanks:
                 self.inside = made  # type: ignore[assignment]
         alone = dist.new_group([rank], use_local_synchronization=True)
         self.mpu = GroupAsWorld(self.inside, alone)  # type: ignore[arg-type]
-        for ranks in rank_sets(bundles, stage, mesh) if stage else ():
+        for refresh in layout.refreshes if mesh.sizes else ():
+            for name in refresh.names:
+                self.routes[name] = routes_of(name, layout.parameters[name].numel, refresh, stage, mesh)
+        reduced = rank_sets(bundles, stage, mesh) if stage else []
+        for ranks in sorted({*reduced, *(route.shared.ranks for routes in self.routes.values() for route in routes)}):
             made = dist.new_group(list(ranks))
             if rank in ranks:
                 self.between[ranks] = made  # type: ignore[assignment]
@@ -90,14 +95,15 @@ class DeepSpeedBackend:
         self.options = [bundle.options for bundle in self.bundles]  # by DeepSpeed's parameter group: which of the user's it is of
         self.options_count = 1 + max(bundle.options for bundle in bundles)
         self._install(bundles)
-        # What a refresh sends is what is in memory: under ZeRO 3 partitions, which align since groups are of one size.
-        self._refresh = WeightRefresh(
-            layout.refreshes,
-            {name: local_part(p) for name, p in everything.items()} if stage == 3 else everything,  # type: ignore[arg-type]
-            groups.communicators.refresh,
-            traffic,
-            compute_dtype,
-        )
+        # What a refresh sends is what is in memory: under ZeRO 3 partitions, which align where groups are of one size.
+        local: Mapping[str, torch.Tensor] = {name: local_part(p) for name, p in everything.items()} if stage == 3 else everything
+        if layout.mesh.sizes:
+            self._refresh: WeightRefresh = RoutedRefresh(
+                layout.refreshes, local, groups.routes, groups.between, self.rank, traffic, compute_dtype, logged_broadcast
+            )
+        else:
+            between = groups.communicators.refresh
+            self._refresh = WeightRefresh(layout.refreshes, local, between, traffic, compute_dtype, logged_broadcast)
         for name in self._refresh.blocks if stage < 3 else ():
             self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
         self.refresh(after_step=False)
@@ -105,12 +111,14 @@ class DeepSpeedBackend:
     def _install(self, bundles: Sequence[Bundle]) -> None:
         self._hooked: GradientSync | None = None
         self._sync: ShardSync | None = None
+        self._early: EarlyLaunch | None = None
         if not self.installed:
             return
         if self.zero is None:  # gradients of whole parameters: reduced as they become ready, inside and between groups at once
             self.deepspeed.enable_backward_allreduce = False
+            buckets = self.layout.buckets(lambda _: False)
             self._hooked = GradientSync(
-                self.layout.buckets(lambda _: False), self.parameters, self.communicators.holders, self.traffic, clock=self.clock
+                buckets, self.parameters, self.communicators.holders, self.traffic, clock=self.clock, all_reduce=logged_all_reduce
             )
             return
         held = iter(range(len(self.bundles)))
@@ -118,6 +126,9 @@ class DeepSpeedBackend:
         self._sync = ShardSync(
             bundles, here, self.stage, self.layout.mesh, self.rank, self._groups.between, self.traffic, logged_all_reduce
         )
+        if self.stage == 3 and not self.zero.offloaded:  # partitions are final as they are reduced; on the host, at the end of backward
+            self._early = EarlyLaunch(self._sync, self.zero.members, [master.numel() for master in self.zero.masters], self.device)
+            self.zero.on_reduced(self._early.ready)
 
     @property
     def ranks_inside(self) -> int:
@@ -170,14 +181,22 @@ class DeepSpeedBackend:
             self._hooked.begin()
             if boundary:
                 self._hooked.arm()
+        if self._early is not None and boundary:
+            self._early.arm()
         try:
             self.deepspeed.backward(loss, scale_wrt_gas=False)
         except BaseException:
-            if self._hooked is not None:
-                self._hooked.abandon()
+            self._abandon()
             raise
         if self._hooked is not None and boundary:
             self._hooked.finish()
+
+    def _abandon(self) -> None:
+        if self._hooked is not None:
+            self._hooked.abandon()
+        if self._early is not None and self._sync is not None:
+            self._early.drop()
+            self._sync.abandon()
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients by which DeepSpeed is going to step, g_u once this returns."""
@@ -186,12 +205,17 @@ class DeepSpeedBackend:
         if self._sync is None:  # one group: they stay as DeepSpeed has them
             self._averaged = self.zero.gradients()
             return self._averaged
-        gradients = self.zero.take_gradients()
+        found = self._early.take() if self._early is not None else {}
+        for index, gradient in found.items():
+            self.zero.put_gradient(index, gradient)
+        for index in self._sync.order[len(found) :]:
+            found[index] = self.zero.take_gradient(index)
+            self._sync.launch(index, found[index])
         started = self.clock()
-        self._sync.average(gradients)
+        self._sync.finish()
         self._exposed += self.clock() - started
-        self._averaged = gradients
-        return gradients
+        self._averaged = [found[index] for index in range(len(found))]
+        return self._averaged
 
     def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
         if self._sync is not None:
@@ -232,6 +256,8 @@ class DeepSpeedBackend:
             self.deepspeed.optimizer.zero_grad()
         if self._hooked is not None:
             self._hooked.dropped()
+        if self._early is not None:
+            self._early.drop()
 
     def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """All-reduce a few numbers among all ranks in place."""
@@ -246,9 +272,14 @@ class DeepSpeedBackend:
             self._sync.plan(planned)
         for bucket in self.layout.buckets(lambda _: False) if self._hooked is not None else ():
             if self.at.sdp in bucket.holders:
-                ranks = sum(len(mesh.ranks_of(group)) for group in bucket.holders)
+                ranks = mesh.data_ranks_of(bucket.holders)
                 planned.record("between groups", "all_reduce", 4 * sum(infos[name].numel for name in bucket.names), ranks)
-        for refresh in self.layout.refreshes if self.installed else ():
+        for name, routes in self._groups.routes.items():
+            for route in routes:
+                if route.source == self.rank and infos[name].trainable:
+                    nbytes = route.shared.length * self.compute_dtype.itemsize
+                    planned.record("between groups", "broadcast", nbytes, len(route.shared.ranks))
+        for refresh in self.layout.refreshes if not mesh.sizes else ():
             if refresh.source == self.at.sdp:
                 numels = (infos[name].numel for name in refresh.names if infos[name].trainable)
                 sent = sum(-(-numel // self.ranks_inside) if self.stage == 3 else numel for numel in numels)

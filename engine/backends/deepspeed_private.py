@@ -11,7 +11,7 @@ import importlib.util
 import io
 import logging
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ..errors import CheckpointError, ConfigError
 log = logging.getLogger("sdp")
 
 TESTED = ("0.19.8",)
+_BETWEEN_GROUPS = "sdp_between_groups"  # in the tables of DeepSpeed's communication logger
 
 # Module → names in it that are used, or replaced, here.
 _NAMES = {
@@ -32,7 +33,11 @@ _NAMES = {
     "deepspeed.comm.comm": ("cdb", "all_reduce"),
     "deepspeed.utils.groups": ("_WORLD_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu"),
     "deepspeed.runtime.zero.partitioned_param_coordinator": ("assert_ints_same_as_other_ranks",),
-    "deepspeed.runtime.zero.partition_parameters": ("assert_ints_same_as_other_ranks", "Init"),
+    "deepspeed.runtime.zero.partition_parameters": (
+        "assert_ints_same_as_other_ranks",
+        "Init",
+        "InsertPostInitMethodToModuleSubClasses",
+    ),
     "deepspeed.runtime.zero.stage3": ("assert_ints_same_as_other_ranks",),
     "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
 }
@@ -43,7 +48,7 @@ _FLAT = """
 """
 _PARTITIONED = """
     averaged_gradients fp32_partitioned_groups_flat fp16_groups sub_group_to_group_id offload_optimizer persistent_parameters
-    _overflow_check_and_loss_scale_update _reassign_or_swap_out_partitioned_parameters
+    _overflow_check_and_loss_scale_update _reassign_or_swap_out_partitioned_parameters partition_grads _get_param_partition_rank
 """
 _OF_OPTIMIZER = {0: "", 1: _FLAT, 2: _FLAT, 3: _PARTITIONED}
 _OF_ENGINE = "enable_backward_allreduce basic_optimizer micro_steps global_steps global_samples skipped_steps _global_grad_norm"
@@ -96,12 +101,18 @@ def _unsupported(deepspeed: Any, name: str) -> ConfigError:
 
 
 def forget_process_groups() -> None:
-    """Drop what DeepSpeed remembers of the process groups of an engine before: they may be gone, or another layout's."""
+    """Drop what an engine before has left in this process: its process groups may be gone, or another layout's.
+
+    ZeRO 3 puts a ``linear`` of its own into torch, under which gradients become ready in another order: ranks of a group of which only
+    some had such an engine would reduce different parameters together.
+    """
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     comm.cdb = None
     groups = importlib.import_module("deepspeed.utils.groups")
     for name in _NAMES["deepspeed.utils.groups"]:
         setattr(groups, name, None)
+    patched = importlib.import_module("deepspeed.runtime.zero.partition_parameters").InsertPostInitMethodToModuleSubClasses
+    torch.nn.functional.linear = getattr(patched, "linear_bk", torch.nn.functional.linear)
 
 
 def let_groups_differ() -> None:
@@ -161,23 +172,45 @@ class ZeroState:
         """The model's parameters of every group, in the order in which they are partitioned."""
         return self._optimizer.fp16_groups if self._stage == 3 else self._optimizer.bit16_groups
 
-    def take_gradients(self) -> list[torch.Tensor]:
-        """Reduced gradients of this rank's partitions, flat float32. They are the optimizer's from now on: it steps by what they become."""
+    def take_gradient(self, index: int) -> torch.Tensor:
+        """The reduced gradient of this rank's partition of a group, flat float32. It is the optimizer's from now on: it steps by what
+        becomes of it.
+        """
+        master = self.masters[index]
         if self._stage < 3:
             self._optimizer._wait_for_offload_copies()
         if self.offloaded:
-            return [master.grad for master in self.masters]  # type: ignore[misc]
-        taken = []
-        for index, master in enumerate(self.masters):
-            pieces = self._optimizer.averaged_gradients[index]
-            flat = torch.zeros(master.numel(), dtype=torch.float32, device=master.device)
-            at = 0
-            for piece in pieces:
-                flat[at : at + piece.numel()].copy_(piece.reshape(-1))
-                at += piece.numel()
-            self._optimizer.averaged_gradients[index] = [flat]
-            taken.append(flat)
-        return taken
+            return master.grad  # type: ignore[return-value]
+        flat = torch.zeros(master.numel(), dtype=torch.float32, device=master.device)
+        at = 0
+        for piece in self._optimizer.averaged_gradients[index]:
+            flat[at : at + piece.numel()].copy_(piece.reshape(-1))
+            at += piece.numel()
+        self.put_gradient(index, flat)
+        return flat
+
+    def put_gradient(self, index: int, flat: torch.Tensor) -> None:
+        """Make ``flat`` the gradient of this rank's partition of a group."""
+        self._optimizer.averaged_gradients[index] = [flat]
+
+    def on_reduced(self, call: Callable[[torch.Tensor, torch.Tensor | None], None]) -> None:
+        """ZeRO 3: from now on ``call`` gets each parameter whose gradient was reduced, with what this rank keeps of it.
+
+        None where that is padding alone. On CUDA it is called on DeepSpeed's stream of reductions.
+        """
+        optimizer = self._optimizer
+        partition_grads = optimizer.partition_grads
+
+        def and_tell(parameters: Sequence[torch.Tensor], partitions: Sequence[torch.Tensor]) -> Any:
+            told, kept = list(parameters), partition_grads(parameters, partitions)
+            left = iter(kept)
+            for parameter in told:
+                rank = optimizer._get_param_partition_rank(parameter)
+                is_padding = parameter.partition_numel() * rank >= parameter.ds_numel  # type: ignore[attr-defined]
+                call(parameter, None if is_padding else next(left))
+            return kept
+
+        optimizer.partition_grads = and_tell
 
     def gradients(self) -> list[torch.Tensor]:
         """Reduced gradients of this rank's partitions, each in as many pieces as DeepSpeed has it in."""
@@ -312,4 +345,10 @@ def local_part(parameter: torch.nn.Parameter) -> torch.Tensor:
 def logged_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
     """An asynchronous all-reduce that DeepSpeed's communication logger sees."""
     comm = importlib.import_module("deepspeed.comm")
-    return comm.all_reduce(tensor, group=group, async_op=True, log_name="sdp_between_groups")
+    return comm.all_reduce(tensor, group=group, async_op=True, log_name=_BETWEEN_GROUPS)
+
+
+def logged_broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
+    """An asynchronous broadcast from the member ``source`` of the group that DeepSpeed's communication logger sees."""
+    comm = importlib.import_module("deepspeed.comm")
+    return comm.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True, log_name=_BETWEEN_GROUPS)

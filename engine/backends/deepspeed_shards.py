@@ -8,7 +8,7 @@ one, these are cut further, so that each piece is on one rank of every holder.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..mesh import Holders, Mesh
+from ..sync import Refresh, WeightRefresh
 from ..traffic import Traffic
 
 ALIGNMENT = 2  # ZeRO 1 and 2 pad a group to this many times the ranks
@@ -107,8 +108,54 @@ def stretches(bundle: Bundle, stage: int, mesh: Mesh) -> list[Shared]:
     return result
 
 
+@dataclass(frozen=True)
+class Route:
+    """A stretch of a parameter that the rank ``source`` sends to the others of ``ranks``, which keep frozen copies of it."""
+
+    source: int
+    shared: Shared
+
+
+def routes_of(name: str, numel: int, refresh: Refresh, stage: int, mesh: Mesh) -> list[Route]:
+    """How a parameter comes from its source group to the others, which may have other numbers of ranks."""
+    if stage < 3:  # every rank has the whole
+        source = mesh.rank(refresh.source)
+        ranks = sorted([source, *(rank for group in refresh.members if group != refresh.source for rank in mesh.ranks_of(group))])
+        return [Route(source, Shared(tuple(ranks), (0,) * len(ranks), numel))]
+    pieces = stretches(Bundle("", 0, refresh.members, (name,), (numel,)), stage, mesh)
+    return [Route(shared.ranks[refresh.members.index(refresh.source)], shared) for shared in pieces]
+
+
+class RoutedRefresh(WeightRefresh):
+    """:class:`WeightRefresh` between groups of unequal size: ``routes`` by name, ``between[ranks]``: a communicator."""
+
+    def __init__(
+        self,
+        refreshes: Sequence[Refresh],
+        parameters: Mapping[str, torch.Tensor],
+        routes: Mapping[str, Sequence[Route]],
+        between: Mapping[tuple[int, ...], dist.ProcessGroup],
+        rank: int,
+        traffic: Traffic,
+        dtype: torch.dtype,
+        broadcast: Callable[[torch.Tensor, int, dist.ProcessGroup], Any],
+    ):
+        here = [r for r in refreshes if any(rank in route.shared.ranks for name in r.names for route in routes[name])]
+        super().__init__(here, parameters, {refresh.members: None for refresh in here}, traffic, dtype, broadcast)  # type: ignore[arg-type]
+        self._routes, self._between, self._rank = routes, between, rank
+
+    def _parts(self, refresh: Refresh, name: str) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
+        for route in self._routes[name]:
+            if self._rank in route.shared.ranks:
+                at = route.shared.at[route.shared.ranks.index(self._rank)]
+                part = self._parameters[name].detach().view(-1).narrow(0, at, route.shared.length)
+                yield part, self._between[route.shared.ranks], route.shared.ranks.index(route.source)
+
+
 class ShardSync:
     """Averages the reduced gradients of one rank's partitions with the other holders, and counts each element once in the norm.
+
+    All-reduces are asynchronous: those of a unit run while the next one's gradient is prepared, and while its are on their way.
 
     ``here``: for every bundle of the full model its index on this rank, or None; ``groups[ranks]``: a communicator.
     """
@@ -126,43 +173,109 @@ class ShardSync:
     ):
         self._traffic, self._all_reduce = traffic, all_reduce
         self._groups, self._rank = groups, rank
-        self._plan: list[tuple[int, float, list[tuple[int, Shared]]]] = []  # in one order on all ranks
-        for bundle, index in zip(bundles, here, strict=True):
+        self._plan: dict[int, tuple[float, list[tuple[int, Shared]]]] = {}  # by index, in the order of launch, one on all ranks
+        self._works: list[Any] = []
+        for bundle, index in reversed(list(zip(bundles, here, strict=True))):  # as backward makes gradients
             if index is None:
                 continue
-            sizes = {group: len(mesh.ranks_of(group)) for group in bundle.holders}
-            weight = sizes[mesh.coordinates(rank).sdp] / sum(sizes.values())
+            weight = mesh.size(mesh.coordinates(rank).sdp) / mesh.data_ranks_of(bundle.holders)
             mine = [(s.at[s.ranks.index(rank)], s) for s in stretches(bundle, stage, mesh) if rank in s.ranks]
-            self._plan.append((index, weight, mine))
+            self._plan[index] = (weight, mine)
 
-    def average(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Mean over all data ranks of the holders, in place; a unit's reduction runs while the next one's is being prepared."""
-        works = []
-        for index, weight, mine in self._plan:
-            if weight != 1.0:
-                gradients[index].mul_(weight)
-            for at, stretch in mine:
-                if len(stretch.ranks) > 1:
-                    part = gradients[index].narrow(0, at, stretch.length)
-                    self._traffic.record("between groups", "all_reduce", part.nbytes, len(stretch.ranks))
-                    works.append(self._all_reduce(part, self._groups[stretch.ranks]))
-        for work in works:
+    @property
+    def order(self) -> list[int]:
+        """Indices in the order in which all ranks launch."""
+        return list(self._plan)
+
+    def launch(self, index: int, gradient: torch.Tensor) -> None:
+        """Begin to make a bundle's reduced gradient the mean over all data ranks of the holders, in place."""
+        weight, mine = self._plan[index]
+        if weight != 1.0:
+            gradient.mul_(weight)
+        for at, stretch in mine:
+            if len(stretch.ranks) > 1:
+                part = gradient.narrow(0, at, stretch.length)
+                self._traffic.record("between groups", "all_reduce", part.nbytes, len(stretch.ranks))
+                self._works.append(self._all_reduce(part, self._groups[stretch.ranks]))
+
+    def finish(self) -> None:
+        """Wait for all that was launched."""
+        for work in self._works:
             work.wait()
+        self._works.clear()
+
+    def abandon(self) -> None:
+        """Wait for nothing: another rank may have failed."""
+        self._works.clear()
 
     def counted(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parts of the averaged gradients that this rank counts in the global norm: one rank counts each element."""
         return [
             gradients[index].narrow(0, at, stretch.length)
-            for index, _, mine in self._plan
+            for index, (_, mine) in self._plan.items()
             for at, stretch in mine
             if stretch.ranks[0] == self._rank
         ]
 
     def plan(self, planned: Traffic) -> None:
         """Add what :meth:`average` sends."""
-        for _, _, mine in self._plan:
+        for _, mine in self._plan.values():
             for _, stretch in mine:
                 planned.record("between groups", "all_reduce", 4 * stretch.length, len(stretch.ranks))
+
+
+class EarlyLaunch:
+    """Launches averages while backward still runs, as the last partition of a bundle is reduced inside the group (ZeRO 3).
+
+    Launches keep the one order of all ranks: a bundle that is ready waits for those before it.
+    """
+
+    def __init__(self, sync: ShardSync, members: Sequence[Sequence[torch.Tensor]], numels: Sequence[int], device: torch.device):
+        """``members``: the parameters of every bundle here, in the order of their partitions; ``numels``: of its flat partition."""
+        self._sync, self._numels, self._device = sync, numels, device
+        self._place = {id(parameter): (index, place) for index, group in enumerate(members) for place, parameter in enumerate(group)}
+        self._starts: list[list[int]] = []
+        for group in members:
+            sizes = [parameter.ds_tensor.numel() for parameter in group]  # type: ignore[attr-defined]
+            self._starts.append([0, *itertools.accumulate(sizes)][:-1])
+        self._missing: list[set[int]] | None = None
+        self._flats: dict[int, torch.Tensor] = {}
+        self._next = 0
+
+    def arm(self) -> None:
+        """The backward pass that comes is the last one before the step."""
+        self._sync.finish()  # of an earlier pass, whose gradients this one adds to
+        self._missing, self._flats, self._next = [set(range(len(starts))) for starts in self._starts], {}, 0
+
+    def ready(self, parameter: torch.Tensor, partition: torch.Tensor | None) -> None:
+        """A parameter's gradient was reduced; ``partition``: this rank's part of it, None where that is padding alone."""
+        if self._missing is None:
+            return
+        index, place = self._place[id(parameter)]
+        if not self._missing[index]:
+            raise RuntimeError("a gradient was reduced twice in one backward pass; recompute activations without reentrant checkpoints")
+        if index not in self._flats:
+            self._flats[index] = torch.zeros(self._numels[index], dtype=torch.float32, device=self._device)
+        if partition is not None:
+            at = self._starts[index][place]
+            self._flats[index][at : at + partition.numel()].copy_(partition.view(-1))
+        self._missing[index].discard(place)
+        order = self._sync.order
+        while self._next < len(order) and not self._missing[order[self._next]]:
+            self._sync.launch(order[self._next], self._flats[order[self._next]])
+            self._next += 1
+
+    def take(self) -> dict[int, torch.Tensor]:
+        """The gradients of the bundles that were launched, by index."""
+        launched = {index: self._flats[index] for index in self._sync.order[: self._next]}
+        for flat in launched.values() if self._device.type == "cuda" else ():
+            flat.record_stream(torch.cuda.current_stream())  # it was made on DeepSpeed's stream of reductions
+        self.drop()
+        return launched
+
+    def drop(self) -> None:
+        """Backward failed, or the gradients were dropped."""
+        self._missing, self._flats, self._next = None, {}, 0
 
 
 def rank_sets(bundles: Sequence[Bundle], stage: int, mesh: Mesh) -> list[tuple[int, ...]]:

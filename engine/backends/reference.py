@@ -1,4 +1,4 @@
-"""The executable specification: N × F virtual workers in one process, on one device.
+"""The executable specification: N × F virtual workers in one process, on one device; groups may have unequal numbers of them.
 
 Nothing here is clever on purpose: the full model is in memory, each worker runs its own subnetwork of it on its own rows of the
 batch, and the gradient of a unit is the mean over its holders' ranks. Also usable for real runs on one device.
@@ -81,11 +81,12 @@ class ReferenceBackend:
 
     def _count_workers(self) -> dict[str, Any]:
         """How many workers hold each parameter: a number, or where slices have holders of their own a tensor that broadcasts."""
-        workers: dict[str, Any] = {name: len(info.holders) * self.layout.mesh.fsdp for name, info in self.layout.parameters.items()}
+        ranks_of = self.layout.mesh.data_ranks_of
+        workers: dict[str, Any] = {name: ranks_of(info.holders) for name, info in self.layout.parameters.items()}
         for part, holders in self.layout.slices():
             if isinstance(workers[part.parameter], int):
                 workers[part.parameter] = workers[part.parameter] * self._ones_along(part.parameter, part.dim)
-            _indices(workers[part.parameter], part).fill_(len(holders) * self.layout.mesh.fsdp)
+            _indices(workers[part.parameter], part).fill_(ranks_of(holders))
         return workers
 
     def _ones_along(self, name: str, dim: int | None) -> torch.Tensor:
@@ -137,7 +138,7 @@ class ReferenceBackend:
         mean, firsts = BufferMean(self.layout, self.device), {}
         outputs = []
         for worker, rows in enumerate(split_rows(batch, mesh.data_ranks)):
-            group = worker // mesh.fsdp
+            group = mesh.coordinates(worker).sdp
             for name, buffer in buffers.items():
                 buffer.copy_(before[name])
             with self._as_group(group):
@@ -193,11 +194,12 @@ class ReferenceBackend:
 
     @torch.no_grad()
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
-        fsdp = self.layout.mesh.fsdp
-        rows = [split_rows(batch, self.layout.mesh.data_ranks) for batch in batches]
+        mesh = self.layout.mesh
+        rows = [split_rows(batch, mesh.data_ranks) for batch in batches]
         losses = []
-        for group in range(self.layout.mesh.sdp):
-            own = [part for parts in rows for part in parts[group * fsdp : (group + 1) * fsdp]]
+        for group in range(mesh.sdp):
+            first = mesh.rank(group)
+            own = [part for parts in rows for part in parts[first : first + mesh.size(group)]]
             with self._as_group(group):
                 losses.append(self._mean_loss(own, self._held[group]))
         return losses

@@ -76,7 +76,8 @@ class VectorizedBackend(ReferenceBackend):
             raise ModelError(f"{_HERE}: the ranks' shares of a batch have different numbers of targets; {_INSTEAD}")
         rows = len(tensors_in(workers[0])[0])
         # Kept after it: backward runs those blocks again whose activations are not stored.
-        self._group_of_row = torch.arange(mesh.sdp, device=self.device).repeat_interleave(mesh.fsdp * rows)
+        sizes = torch.tensor([rows * mesh.size(group) for group in range(mesh.sdp)], device=self.device)
+        self._group_of_row = torch.arange(mesh.sdp, device=self.device).repeat_interleave(sizes)
         return self._run(call, batch)
 
     def _mean_loss(self, batches: Sequence[Any], held: Mapping[str, torch.Tensor] | None = None) -> float:

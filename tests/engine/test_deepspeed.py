@@ -10,6 +10,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -78,17 +79,49 @@ def test_deepspeed_equals_the_reference_everywhere(ranks: RankPool, case: Case) 
         assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"
 
 
+UNEQUAL = Case(2, sizes=(2, 1))
+LARGE_AND_SMALL = [
+    replace(UNEQUAL, stage=0, accumulation=3, clip=True, optimizer="adamw", masking="backward", model="llama-tied"),
+    replace(UNEQUAL, stage=1, model="llama-tied-meta"),
+    replace(UNEQUAL, stage=2, clip=True, optimizer="adamw", neurons=2, model="even-llama"),
+    replace(UNEQUAL, stage=3, accumulation=3, clip=True, optimizer="adamw", neurons=2, masking="backward", model="even-llama"),
+]
+WIDE_UNEQUAL = [
+    replace(UNEQUAL, stage=stage, neurons=neurons, masking=masking, optimizer=optimizer, clip=stage % 2 == 1, model=model)
+    for stage in (0, 1, 2, 3)
+    for optimizer, neurons, masking, model in (
+        ("sgd", 0, "forward", "mlp"), ("adamw", 0, "backward", "llama-meta"), ("adamw", 2, "forward", "even-llama-tied-meta"),
+        ("sgd", 2, "backward", "even-llama"),
+    )
+] + [replace(UNEQUAL, groups=4, sizes=(1, 2, 3, 1), stage=stage, optimizer="adamw", masking=masking, clip=True)
+     for stage, masking in ((0, "backward"), (1, "forward"), (2, "backward"), (3, "forward"), (3, "backward"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*LARGE_AND_SMALL, *(pytest.param(case, marks=pytest.mark.full_table) for case in WIDE_UNEQUAL)], ids=str)
+def test_groups_of_unequal_size_equal_the_reference(ranks: RankPool, case: Case) -> None:
+    ours = deepspeed(ranks, case)
+    assert_same_run(ours, reference(case), case)
+    for rank, result in enumerate(ours):
+        assert result.measured == result.predicted, f"rank {rank}"
+        assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"
+
+
+def test_ranks_of_unequal_groups_weigh_alike() -> None:
+    """Where every group holds every unit, it is the dense run on as many ranks."""
+    case = replace(UNEQUAL, sizes=(1, 3), placement="full", clip=True)
+    assert_same_run([reference(case)], reference(Case(1, 4, placement="full", clip=True)), case)
+
+
 # -- unlike others ---------------------------------------------------------------------------------------------------------------------
 
 
-def _nan_in_one_group(stage: int, offload: bool) -> tuple[list[int], bool, bool]:
-    """Skipped steps after each of 4, of which rank 3 (the last group) has a NaN in the second; whether holders agree and steps go on."""
-    case = Case(2, 2, stage=stage, optimizer="adamw", clip=True)
-    engine = engine_of(case, "deepspeed", **offloaded(stage, offload))
+def _nan_in_one_group(case: Case, offload: bool) -> tuple[list[int], bool, bool]:
+    """Skipped steps after each of 4, of which the last rank has a NaN in the second; whether holders agree and steps go on."""
+    engine = engine_of(case, "deepspeed", **offloaded(case.stage, offload))
     skipped, states = [], [engine.full_state_dict()]
     for step in range(4):
         batch = dict(models.micro_batch(case.model, step, 0, dist.get_rank()))
-        if step == 1 and dist.get_rank() == 3:
+        if step == 1 and dist.get_rank() == case.world - 1:
             batch["x"] = batch["x"] * float("nan")
         engine.backward(engine(batch))
         engine.step()
@@ -108,24 +141,87 @@ def offloaded(stage: int, offload: bool = True) -> dict[str, Any]:
     return {"zero_optimization": {**zero_of(stage), "offload_optimizer": {"device": "cpu"}}} if offload else {}
 
 
-MORE_SKIPS = [pytest.param(*case, marks=pytest.mark.full_table) for case in ((1, False), (2, True), (3, True))]
+MORE_SKIPS = [
+    pytest.param(*case, marks=pytest.mark.full_table) for case in (((), 1, False), ((), 2, True), ((), 3, True), ((2, 1), 0, False))
+]
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, False), (3, False), *MORE_SKIPS])
-def test_a_nan_in_one_group_makes_all_skip_the_step(ranks: RankPool, stage: int, offload: bool) -> None:
-    for skipped, only_then, finite in ranks.run(_nan_in_one_group, stage, offload, world=4):
+@pytest.mark.parametrize(("sizes", "stage", "offload"), [((), 0, False), ((2, 1), 3, False), *MORE_SKIPS])
+def test_a_nan_in_one_group_makes_all_skip_the_step(ranks: RankPool, sizes: tuple[int, ...], stage: int, offload: bool) -> None:
+    case = Case(2, 2, stage=stage, optimizer="adamw", clip=True, sizes=sizes)
+    for skipped, only_then, finite in ranks.run(_nan_in_one_group, case, offload, world=case.world):
         assert skipped == [0, 1, 1, 1]
         assert only_then and finite
 
 
 def _offloaded(case: Case) -> Result:
-    return train(case, "deepspeed", **offloaded(case.stage))
+    """The run, in which no extension may be compiled."""
+    from torch.utils import cpp_extension
+
+    def compiled(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an extension is compiled")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("load", "load_inline", "_jit_compile"):
+            patch.setattr(cpp_extension, name, compiled)
+        return train(case, "deepspeed", **offloaded(case.stage))
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full_table)])
-def test_offloaded_optimizers_equal_the_reference(ranks: RankPool, stage: int) -> None:
-    case = Case(2, 2, stage=stage, accumulation=3, clip=True, optimizer="adamw")
-    assert_same_run(ranks.run(_offloaded, case, world=4), reference(case), case)
+OFFLOADED = Case(2, 2, stage=2, accumulation=3, clip=True, optimizer="adamw")
+MORE_OFFLOADED = [
+    replace(OFFLOADED, stage=3),
+    replace(OFFLOADED, sizes=(2, 1), masking="backward"),
+    replace(OFFLOADED, stage=3, sizes=(2, 1)),
+]
+
+
+@pytest.mark.parametrize("case", [OFFLOADED, *(pytest.param(case, marks=pytest.mark.full_table) for case in MORE_OFFLOADED)], ids=str)
+def test_offloaded_optimizers_equal_the_reference(ranks: RankPool, case: Case) -> None:
+    assert_same_run(ranks.run(_offloaded, case, world=case.world), reference(case), case)
+
+
+class _Watched:
+    """A reduction that tells when it is waited for."""
+
+    def __init__(self, work: Any, events: list[str]):
+        self._work, self._events = work, events
+
+    def wait(self) -> Any:
+        self._events.append("wait")
+        return self._work.wait()
+
+
+def _events(stage: int, accumulation: int) -> list[str]:
+    """What happened in an optimizer step: reductions between groups launched and waited for, and backward at the first layer."""
+    case = Case(2, 2, stage=stage, accumulation=accumulation, placement="full")
+    zero = {**zero_of(stage), **({"reduce_bucket_size": 16} if stage else {})}  # each parameter is reduced by itself
+    engine = engine_of(case, "deepspeed", zero_optimization=zero)
+    events: list[str] = []
+    sync = engine._backend._sync or engine._backend._hooked
+    launch = sync._all_reduce
+
+    def watched(*given: Any) -> _Watched:
+        events.append("launch")
+        return _Watched(launch(*given), events)
+
+    sync._all_reduce = watched
+    first = next(module for module in engine.module.modules() if isinstance(module, torch.nn.Linear))
+    first.register_forward_hook(lambda *given: given[-1].register_hook(lambda _: events.append("first layer")) and None)
+    one_step(engine, case, 0, data_rank=dist.get_rank())
+    engine.step()
+    return events
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (2, 1), (3, 2), pytest.param(1, 2, marks=pytest.mark.full_table)])
+def test_reductions_between_groups_overlap(ranks: RankPool, stage: int, accumulation: int) -> None:
+    """Each other always: all are launched before one is waited for. At stages 0 and 3 backward too, in its last micro-batch."""
+    for events in ranks.run(_events, stage, accumulation, world=4):
+        assert events.count("first layer") == accumulation
+        assert events.count("launch") == events.count("wait") >= 4, events
+        assert "launch" not in events[events.index("wait") :], events
+        last = len(events) - 1 - events[::-1].index("first layer")
+        before = events[:last].count("launch")
+        assert before >= 2 if stage in (0, 3) else before == 0, events
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------------------------
@@ -146,10 +242,13 @@ def _save_after_two_steps(case: Case, name: str, folder: str) -> tuple[Any, Any,
 def _go_on(case: Case, name: str, folder: str) -> tuple[Any, Any, Any, Any]:
     engine = engine_of(case, name)
     _, client = engine.load_checkpoint(folder)
-    loaded, rates = engine.full_state_dict(), engine.get_lr()
+    loaded, rates = {key: value.clone() for key, value in (engine.full_state_dict() or {}).items()}, engine.get_lr()
     for step in (2, 3):
-        one_step(engine, case, step, data_rank=dist.get_rank())
+        one_step(engine, case, step, data_rank=None if name == "reference" else dist.get_rank())
         engine.step()
+    if name == "deepspeed":  # its own counters go on, of its own group's samples
+        own = engine.deepspeed
+        assert [own.global_steps, own.global_samples] == [4, 4 * own.train_batch_size()]
     return loaded, engine.full_state_dict(), client, rates
 
 
@@ -176,6 +275,24 @@ def test_a_run_moves_between_engines_and_stages(
     assert list(loaded) == list(saved)
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     for name, tensor in expected.items():  # two steps with the moments that were loaded
+        assert not torch.equal(after[name], loaded[name])
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-5 * tensor.abs().max().item())
+
+
+PLACED = replace(ADAMW, placement="cyclic", stage=1, sizes=(2, 1))
+
+
+@pytest.mark.parametrize(
+    "target", [PLACED, pytest.param(replace(PLACED, stage=3, neurons=2, model="even-llama"), marks=pytest.mark.full_table)]
+)
+def test_a_checkpoint_of_another_placement_and_other_group_sizes_goes_on(ranks: RankPool, tmp_path: Path, target: Case) -> None:
+    """As the reference does from the same checkpoint, under the layout that reads it."""
+    source = replace(target, placement="mixed", stage=3, sizes=())
+    saved, _, _ = ranks.run(_save_after_two_steps, source, "deepspeed", str(tmp_path), world=source.world)[0]
+    loaded, after, _, _ = ranks.run(_go_on, target, "deepspeed", str(tmp_path), world=target.world)[0]
+    _, expected, _, _ = _go_on(target, "reference", str(tmp_path))
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    for name, tensor in expected.items():
         assert not torch.equal(after[name], loaded[name])
         torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-5 * tensor.abs().max().item())
 
@@ -326,14 +443,27 @@ def _save_plain(stage: int, folder: str) -> Any:
     return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
 
 
-def _started_from(case: Case, folder: str) -> Any:
-    return engine_of(case, "fsdp2", training={"init_from": folder}).full_state_dict()
+def _started_from(case: Case, folder: str, scratch: str) -> tuple[Any, int]:
+    """The weights at the start, and how often this rank converted the checkpoint."""
+    from sdp.engine import weight_files
+
+    conversions: list[Path] = []
+    convert = weight_files.weights_of_zero_checkpoint
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", scratch)
+        patch.setattr(weight_files, "weights_of_zero_checkpoint", lambda path: (conversions.append(path), convert(path))[1])
+        patch.setattr(weight_files, "_FILE_BYTES", 4096)  # several files
+        return engine_of(case, "fsdp2", training={"init_from": folder}).full_state_dict(), len(conversions)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full_table), pytest.param(2, marks=pytest.mark.full_table), 3])
 def test_a_plain_deepspeed_checkpoint_can_be_the_start(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     trained = ranks.run(_save_plain, stage, str(tmp_path), world=2)[0]
-    started = ranks.run(_started_from, Case(2, 1, model="llama-tied-meta"), str(tmp_path), world=2)[0]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (started, first), (_, second) = ranks.run(_started_from, Case(2, 1, model="llama-tied-meta"), str(tmp_path), str(scratch), world=2)
+    assert [first, second] == [1, 0]
+    assert list(scratch.iterdir()) == []
     assert set(trained) <= set(started)
     for name, weight in trained.items():
         assert torch.equal(started[name], weight), name
@@ -369,7 +499,10 @@ REFUSED = [
     ),
     ({"training": {"compile": True}}, 'training.compile: true is not available in this version beside sdp.engine "deepspeed"'),
     ({"bf16": {"enabled": True}}, "bf16.enabled: true is not available in this version"),
-    ({"fp16": {"enabled": True}}, "fp16.enabled: true cannot be honoured"),
+    (
+        {"fp16": {"enabled": True}},
+        'fp16.enabled: true cannot be honoured by sdp.engine "deepspeed": its loss scale is each group\'s own; use bf16',
+    ),
     ({"communication_data_type": "bf16"}, 'communication_data_type: "bf16" cannot be honoured'),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: "bf16" cannot be honoured'),
     ({"prescale_gradients": True}, "prescale_gradients: true cannot be honoured"),
@@ -510,15 +643,18 @@ def _evaluations(case: Case, name: str) -> tuple[float, list[float], float]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, 2, stage=3, model="llama-tied-meta"),
+        Case(2, stage=3, model="llama-tied-meta", sizes=(2, 1)),
+        pytest.param(Case(2, 2, stage=3, model="llama-tied-meta"), marks=pytest.mark.full_table),
         pytest.param(Case(2, 2, stage=1, model="llama"), marks=pytest.mark.full_table),
+        pytest.param(Case(3, stage=0, model="llama", sizes=(1, 2, 1), placement="cyclic"), marks=pytest.mark.full_table),
+        pytest.param(Case(2, stage=2, neurons=2, model="even-llama", sizes=(1, 2)), marks=pytest.mark.full_table),
         pytest.param(Case(2, 2, stage=3, model="llama-meta", masking="backward"), marks=pytest.mark.full_table),
     ],
     ids=str,
 )
 def test_the_full_model_is_evaluated(ranks: RankPool, case: Case) -> None:
     expected = _evaluations(case, "reference")
-    for full, subnetworks, norm in ranks.run(_evaluations, case, "deepspeed", world=4):
+    for full, subnetworks, norm in ranks.run(_evaluations, case, "deepspeed", world=case.world):
         assert full == pytest.approx(expected[0], rel=1e-5)
         assert subnetworks == pytest.approx(expected[1], rel=1e-5)
         assert norm == pytest.approx(expected[2], rel=1e-5)
@@ -539,26 +675,34 @@ def test_bf16_is_near_the_reference(ranks: RankPool, stage: int) -> None:
     assert ours[0].norms == pytest.approx(theirs.norms, rel=0.1)
 
 
-def _with_monitors(folder: str) -> bool:
-    """Whether DeepSpeed's communication logger saw what was sent between groups."""
+def _with_monitors(folder: str, stage: int) -> tuple[int, int, int]:
+    """Bytes between groups that DeepSpeed's communication logger saw, and by our count those of all-reduces and of broadcasts sent."""
     sections = {
         "comms_logger": {"enabled": True, "verbose": False, "prof_all": True},
         "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
         "flops_profiler": {"enabled": True, "profile_step": 2, "output_file": f"{folder}/flops.txt"},
     }
-    case = Case(2, 1, stage=1, model="llama")
+    case = Case(2, 1, stage=stage, model="llama", masking="backward")
     engine = engine_of(case, "deepspeed", **sections)
     for step in range(4):
         one_step(engine, case, step, data_rank=dist.get_rank())
         engine.step()
     comms = importlib.import_module("deepspeed.comm.comm").comms_logger
-    seen = any("between_groups" in str(name) for name in comms.comms_dict)
+    logged = sum(
+        size * counts[0] for name, sizes in comms.comms_dict.items() if "sdp_between_groups" in name for size, counts in sizes.items()
+    )
     comms.enabled = False
-    return seen
+    comms.comms_dict.clear()
+    sent = engine.traffic.buffers("between groups")
+    return logged, sent["all_reduce", 2], sent["broadcast", 2]
 
 
-def test_monitor_flops_profiler_and_comms_logger_work(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(_with_monitors, str(tmp_path), world=2) == [True, True]
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full_table), pytest.param(3, marks=pytest.mark.full_table)])
+def test_monitor_flops_profiler_and_comms_logger_work(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    everyone = ranks.run(_with_monitors, str(tmp_path), stage, world=2)
+    assert all(reduced > 0 for _, reduced, _ in everyone) and any(sent > 0 for *_, sent in everyone)
+    # What one sends the other receives, and logs too.
+    assert sum(logged for logged, *_ in everyone) == sum(reduced + 2 * sent for _, reduced, sent in everyone)
     assert "params per" in (tmp_path / "flops.txt").read_text()
     rates = next(tmp_path.rglob("*lr*.csv")).read_text().splitlines()
     assert len(rates) >= 4

@@ -27,6 +27,20 @@ def test_coordinates(sdp: int, fsdp: int, tp: int) -> None:
     assert torch.equal(mesh.grid.flatten(), torch.arange(mesh.world_size))
 
 
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), tp=st.integers(1, 3))
+def test_coordinates_in_groups_of_unequal_size(sizes: list[int], tp: int) -> None:
+    mesh = Mesh.of_groups(sizes, tp)
+    assert (mesh == Mesh(len(sizes), sizes[0], tp)) == (len(set(sizes)) == 1)
+    assert mesh.data_ranks == sum(sizes) == mesh.data_ranks_of(range(mesh.sdp))
+    assert [rank for group in range(mesh.sdp) for rank in mesh.ranks_of(group)] == list(range(mesh.world_size))
+    for group, size in enumerate(sizes):
+        assert len(mesh.ranks_of(group)) == mesh.size(group) * tp == size * tp
+    for rank in range(mesh.world_size):
+        at = mesh.coordinates(rank)
+        assert rank == mesh.rank(at.sdp, at.fsdp, at.tp)
+        assert rank in mesh.ranks_of(at.sdp)
+
+
 @pytest.mark.parametrize(("world", "groups", "tp"), [(6, 4, 1), (2, 4, 1), (8, 3, 2), (1, 2, 1)])
 def test_worlds_that_do_not_divide(world: int, groups: int, tp: int) -> None:
     with pytest.raises(

@@ -16,6 +16,7 @@ from sdp.models.registry import build_model
 
 CASES = [
     Case(2, 2, model="llama", clip=True),
+    Case(2, model="llama", sizes=(1, 3)),
     Case(4, 1, model="llama-tied-meta", optimizer="adamw", accumulation=3, placement="cyclic", checkpointing="full"),
     Case(4, 2, model="llama-meta", optimizer="adamw", placement="profile"),
     Case(2, 1, model="even-llama", neurons=2, accumulation=3),
