@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hosts import SDP
 
+pytestmark = pytest.mark.cluster
 MODEL = {"name": "llama", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 4}
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "sdp": {"groups": 2, "capacity": 0.5}, "model": MODEL, "data": {"sequence_length": 16}}
 
