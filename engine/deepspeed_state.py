@@ -75,6 +75,8 @@ class DeepSpeedState(SavedState):
                 if at != index:
                     continue
                 info = backend.layout.parameters[piece.name]
+                if not to_load and not self._saves(info):
+                    continue
                 for pattern, value in values.items():
                     key = pattern.format(info.canonical)
                     if value.shape != master.shape:
@@ -82,16 +84,20 @@ class DeepSpeedState(SavedState):
                         continue
                     part = part_of(info, piece.start, value[piece.at : piece.at + piece.length])
                     tensors[key] = tensors[key].joined(part) if key in tensors else part
-        return tensors | self._untrained()
+        return tensors | self._untrained(to_load=to_load)
 
-    def _untrained(self) -> dict[str, Any]:
+    def _saves(self, info: TensorInfo) -> bool:
+        """Whether this group's part is written: pieces of holders that cut alike are written once, others would overlap."""
+        return not self._backend.layout.mesh.sizes or self._backend.at.sdp == info.holders[0]
+
+    def _untrained(self, *, to_load: bool) -> dict[str, Any]:
         """Held parameters that no group of the optimizer has."""
         backend = self._backend
         trained = {name for bundle in backend.bundles for name in bundle.names}
         tensors: dict[str, Any] = {}
         for name in backend.parameters:
-            if name not in trained:
-                info = backend.layout.parameters[name]
+            info = backend.layout.parameters[name]
+            if name not in trained and (to_load or self._saves(info)):
                 for start, values in backend.untrained_part(name):
                     tensors[f"model/{info.canonical}"] = part_of(info, start, values)
         return tensors
