@@ -1,0 +1,52 @@
+"""``sdp train`` over DeepSpeed in groups of unequal size: processes that the command line starts, a resume, and what reads the run."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sdp.launcher.main import main
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_a_run_in_groups_of_unequal_size_is_the_references(trained_run, tmp_path, capsys):
+    whole = json.loads((trained_run / "config.json").read_text())
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": whole["optimizer"],
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "sdp": {"groups": 2, "group_sizes": [2, 1], "capacity": 0.75, "engine": "deepspeed"},
+        "model": whole["model"],
+        "data": whole["data"],
+        "training": {"steps": 4, "evaluate_batches": 2, "save_every": 2},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    reference = {**config, "sdp": {**config["sdp"], "engine": "reference"}, "zero_optimization": {}}
+    (tmp_path / "reference.json").write_text(json.dumps(reference))
+    command = [sys.executable, "-P", "-m", "sdp.launcher.main", "train", path, "--dump-dir", tmp_path / "run"]
+    for more in (["--set", "training.steps=2"], ["--resume"]):
+        finished = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300)
+        assert finished.returncode == 0, finished.stderr
+    assert "layout: sdp 2 × fsdp (2 + 1) × tp 1 processes, ZeRO stage 3" in finished.stderr
+    # After them: a run in this process publishes its place to those that it starts.
+    assert main(["train", str(tmp_path / "reference.json"), "--dump-dir", str(tmp_path / "reference")]) == 0
+    ours, theirs = (lines(tmp_path / name / "metrics.jsonl") for name in ("run", "reference"))
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=1e-4)
+    assert len({line["loss"] for line in ours}) == 4
+
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    loss = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
+    assert loss == pytest.approx(lines(tmp_path / "run" / "evaluations.jsonl")[-1]["loss"], rel=1e-5)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "sdp 2 × fsdp (2 + 1)" in capsys.readouterr().out
