@@ -42,19 +42,20 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[str], mode: Litera
 
 
 def _recomputing(block: nn.Module, forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
-    context = partial(create_selective_checkpoint_contexts, _policy) if selective else noop_context_fn
+    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
     tracks = next(block.buffers(), None) is not None
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        running, recomputing = context()
+        running, recomputing = context.get("context_fn", noop_context_fn)()
         return running, _WithBuffersKept(block, recomputing)
 
     def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # A compiled block writes to its buffers once whatever it recomputes, and takes contexts of its own kind alone.
-        context_fn = contexts if tracks and not torch.compiler.is_compiling() else context
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+        if tracks and not torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # A compiled block writes to its buffers once whatever it recomputes, and takes contexts of its own kind alone, written out here.
+        return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
 
     return recomputing_forward
 
