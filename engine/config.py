@@ -167,7 +167,7 @@ class TrainingSection(Section):
     ``init_from``: a directory with the weights to start from, in Hugging Face's format, or a DeepSpeed checkpoint's. ``compile``: units by
     ``torch.compile``.
     ``recalibrate_batches``: training batches a rank over which batch norm's statistics of the full model are measured before it is
-    evaluated or saved; 0: those of the first holder's subnetwork are used.
+    evaluated or saved; 0: the means over the holders' subnetworks are used.
     """
 
     steps: PositiveInt | None = None

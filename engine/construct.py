@@ -110,7 +110,7 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
     if config.training.init_from is not None:
         if plan is None:
             raise ModelError("training.init_from: the model has weights already; build it on the meta device, or remove this key")
-        alone = config.sdp.engine == "reference" or not dist.is_initialized() or dist.get_world_size() == 1
+        alone = config.sdp.in_one_process or not dist.is_initialized() or dist.get_world_size() == 1
         plan = filled_from(plan, fillers_from(Path(config.training.init_from), model, layout, alone=alone))
     _require_float32(model)
     return plan

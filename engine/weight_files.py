@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -89,8 +90,8 @@ def converted(directory: Path, ranks: Ranks) -> WeightFiles:
     hosts = ranks.gather(socket.gethostname())
     first = hosts.index(hosts[ranks.rank])
     folder, problem = _converted_here(directory) if first == ranks.rank else (None, None)
-    everyones = ranks.gather((folder, problem))
     try:
+        everyones = ranks.gather((folder, problem))
         ranks.agree(problem)
         files = WeightFiles(Path(everyones[first][0]))
         ranks.gather(None)
@@ -102,16 +103,17 @@ def converted(directory: Path, ranks: Ranks) -> WeightFiles:
 
 def _converted_here(directory: Path) -> tuple[str | None, str | None]:
     """The folder with the converted weights, or why there is none."""
-    folder = tempfile.mkdtemp(prefix="sdp-weights-")
-    try:
-        _write(weights_of_zero_checkpoint(directory), Path(folder))
-        return folder, None
-    except CheckpointError as error:
-        problem = str(error)
-    except (OSError, SafetensorError) as error:
-        problem = f"{folder}: the weights of {directory} cannot be written there ({error}); let TMPDIR name a folder with more room"
-    shutil.rmtree(folder, ignore_errors=True)
-    return None, problem
+    with contextlib.ExitStack() as undo:
+        try:
+            folder = tempfile.mkdtemp(prefix="sdp-weights-")
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            _write(weights_of_zero_checkpoint(directory), Path(folder))
+        except CheckpointError as error:
+            return None, str(error)
+        except (OSError, SafetensorError) as error:
+            return None, f"the weights of {directory} cannot be written to a temporary folder ({error}); let TMPDIR name one with more room"
+        undo.pop_all()
+    return folder, None
 
 
 def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:

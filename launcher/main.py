@@ -30,7 +30,7 @@ from .supervised import report_fatal, tie_to_parent
 STOP_SECONDS = 300.0  # from a signal to the command until its ranks are killed: the step at hand, and a checkpoint
 
 
-_above: Supervision | None = None  # the local launcher that started this process
+_above: Supervision | None = None  # the launcher of ours that started this process
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,9 @@ def run_witnessed(argv: Sequence[str], settings: Mapping[str, str], rank: int, c
     Signals to this process reach that one; where another one ends it, this process says so in one line. ``command`` replaces
     ``python -m sdp.launcher.main``. Raises :class:`LaunchError` where it cannot be started.
     """
-    with tempfile.TemporaryDirectory(prefix="sdp-rank-") as folder:
-        place_file = Path(folder) / "place"
+    with tempfile.TemporaryFile() as file:  # without a name that a process which is killed could leave behind
+        os.set_inheritable(file.fileno(), True)
+        place_file = Path(f"/dev/fd/{file.fileno()}")
         told = {env.PARENT_PID: str(os.getpid()), env.PLACE_FILE: str(place_file)}
         passed_on: list[int] = []
         code = _run([*(command or own_command()), *argv], env.child_environment({**search_path(), **settings, **told}, {}), passed_on)
@@ -54,7 +55,9 @@ def _run(command: Sequence[str], environ: Mapping[str, str], passed_on: list[int
         waiting.extend([] if number is None else [number])
         while process is not None and waiting:
             passed_on.append(waiting.pop(0))
-            process.send_signal(passed_on[-1])
+            if process.returncode is None:  # not reaped, so its id is no other's; Popen.send_signal would reap it
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, passed_on[-1])
 
     for number in _PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -66,6 +66,8 @@ class Case:
             # A large eps: where a gradient is all but zero, Adam would blow round-off up to whole steps.
             "adamw": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-2}},
         }
+        if engine == "deepspeed" and self.groups == 1:  # DeepSpeed makes its own, of which it compiles AdamW unless it is told
+            optimizers["adamw"]["params"]["torch_adam"] = True
         return {
             "train_batch_size": ROWS * self.accumulation * self.data_ranks,
             "train_micro_batch_size_per_gpu": ROWS,
@@ -147,8 +149,15 @@ class Result:
 
 
 def engine_of(case: Case, engine: str = "fsdp2", **sections: Any) -> Any:
-    """The engine of a case."""
-    return sdp.initialize(model=models.build(case.model), config=case.config(engine, **sections))[0]
+    """The engine of a case, made without compiling an extension: it takes minutes, and if killed leaves its lock to all others."""
+
+    def compiled(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an extension is compiled")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("load", "load_inline", "_jit_compile") if engine == "deepspeed" else ():
+            patch.setattr(f"torch.utils.cpp_extension.{name}", compiled)
+        return sdp.initialize(model=models.build(case.model), config=case.config(engine, **sections))[0]
 
 
 def data_rank_of(case: Case) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -222,16 +223,25 @@ class _Dense:
             "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
             "zero_allow_untested_optimizer": True,
         }
-        with environment.alone_if_unlaunched():
-            engine = package.initialize(model=self.model, optimizer=self._optimizer(), config=settings)[0]
+        plain = functional.linear
+        try:
+            with environment.alone_if_unlaunched():
+                engine = package.initialize(model=self.model, optimizer=self._optimizer(), config=settings)[0]
+            own = functional.linear  # ZeRO 3 puts one into torch, for every module of the process
+        finally:
+            functional.linear = plain
 
         def step(batches: Sequence[Batch]) -> Tensor:
             losses = []
-            for batch in batches:
-                loss = loss_of(call_model(engine, batch))
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.detach())
+            functional.linear = own
+            try:
+                for batch in batches:
+                    loss = loss_of(call_model(engine, batch))
+                    engine.backward(loss)
+                    engine.step()
+                    losses.append(loss.detach())
+            finally:
+                functional.linear = plain
             return torch.stack(losses).mean()
 
         return Runner(self.parameters, engine.module, engine.optimizer.optimizer, step)

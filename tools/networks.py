@@ -51,10 +51,11 @@ def hosts(count: int) -> Iterator[str]:
     name = f"sdp{os.getpid()}"
     if missing := [program for program in ("ip", "tc") if search_program(program) is None]:
         raise LaunchError(f"--network: there is no {' and no '.join(missing)} here; install iproute2")
-    made = [f"{name}-switch", *(f"{name}-{rank}" for rank in range(count))]
+    names, made = [f"{name}-switch", *(f"{name}-{rank}" for rank in range(count))], []
     try:
-        for namespace in made:
+        for namespace in names:
             _ip("netns", "add", namespace)
+            made.append(namespace)
         _ip("-n", made[0], "link", "add", "switch", "type", "bridge")
         _ip("-n", made[0], "link", "set", "switch", "up")
         for rank, namespace in enumerate(made[1:]):

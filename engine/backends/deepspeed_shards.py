@@ -218,7 +218,7 @@ class ShardSync:
         ]
 
     def plan(self, planned: Traffic) -> None:
-        """Add what :meth:`average` sends."""
+        """Add what :meth:`launch` sends."""
         for _, mine in self._plan.values():
             for _, stretch in mine:
                 planned.record("between groups", "all_reduce", 4 * stretch.length, len(stretch.ranks))

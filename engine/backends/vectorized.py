@@ -81,5 +81,8 @@ class VectorizedBackend(ReferenceBackend):
         return self._run(call, batch)
 
     def _mean_loss(self, batches: Sequence[Any], held: Mapping[str, torch.Tensor] | None = None) -> float:
-        self._group_of_row = None
-        return super()._mean_loss(batches, held)
+        before, self._group_of_row = self._group_of_row, None
+        try:
+            return super()._mean_loss(batches, held)
+        finally:  # a backward pass that runs blocks again may still be to come
+            self._group_of_row = before

@@ -83,7 +83,7 @@ def test_a_block_that_differs_has_a_graph_of_its_own(ranks: RankPool) -> None:
 
 
 def test_the_reference_is_not_compiled() -> None:
-    with pytest.raises(ConfigError, match=r'training\.compile: sdp\.engine "reference" is the specification'):
+    with pytest.raises(ConfigError, match=r'training\.compile: true is not available with sdp\.engine "reference"'):
         sdp.initialize(model=models.build("mlp"), config=Case().config("reference", training={"compile": True}))
 
 
