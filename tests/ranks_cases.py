@@ -198,7 +198,16 @@ def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(case: Case, engine_name: str = "fsdp2", **sections: Any) -> Result:
-    """The whole run, in this process."""
+    """The whole run, in this process, on one thread: as ranks compute, who would round bfloat16 otherwise than several threads do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _train(case, engine_name, **sections)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(case: Case, engine_name: str, **sections: Any) -> Result:
     engine = engine_of(case, engine_name, **sections)
     data_rank = None if engine_name in ("reference", "vectorized") else data_rank_of(case)
     result = Result(before=engine.full_state_dict())
