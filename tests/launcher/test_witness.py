@@ -59,9 +59,11 @@ def test_signals_reach_it_and_are_no_failure_to_tell_of(number: signal.Signals) 
     assert (process.returncode, err) == (128 + number, "")
 
 
-def test_nothing_is_left_of_it() -> None:
-    code, out, _ = _ended(_SAY_PLACE + "print(subprocess.Popen(['sleep', '60'], stdout=2).pid, os.environ['SDP_PLACE_FILE']); sys.exit(3)")
-    pid, place_file = out.split()
-    assert code == 3
+def test_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    code, out, _ = _ended(
+        _SAY_PLACE + f"print(subprocess.Popen(['sleep', '60'], stdout=2).pid, os.listdir({str(tmp_path)!r})); sys.exit(3)"
+    )
+    pid, files = out.split(maxsplit=1)
+    assert (code, files) == (3, "[]\n"), "what has a name may be left behind"
     until(lambda: not alive(int(pid)))
-    assert not Path(place_file).parent.exists()
