@@ -130,7 +130,8 @@ def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, q
     until(lambda: f"{job} requeued" in events.read_text(), SECONDS)
     assert f"{job} time-limit-near" in events.read_text()
     # On a busy machine the limit may be near before the first step: then it is the next life that leaves a checkpoint.
-    until(lambda: re.search(r"resumed from limited/checkpoints/step-(\d+)\n", slurm.said("limited")), 2 * SECONDS)
+    resumed = until(lambda: re.search(r"resumed from limited/checkpoints/step-(\d+)\n", slurm.said("limited")), 2 * SECONDS)
+    assert f"stopped by SIGTERM after step {resumed[1]}" in slurm.said("limited")
     slurm("scancel", job)
     assert slurm.wait("limited", "cancelled", "failed").startswith("cancelled")
 
