@@ -11,6 +11,8 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 RUN    ?= runs/quickstart
+# Tests start hundreds of processes, none of which should compile the package's sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-all test-cluster test-cluster-all lint types format bench clean
 

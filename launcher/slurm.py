@@ -22,6 +22,7 @@ FOLDER, SCRIPT, EVENTS = "slurm", "job.sh", "events"
 
 # An option's value in a script stands unquoted: what a partition, a constraint (a100&nvlink) or a time (1-12:00:00) is made of.
 _VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/\[\]()&|*!-]+")
+_EVENT = re.compile(r"\d+ \d+ (submitted|running|requeued|time-limit-near|told-to-end|ended \d+)")
 _STOPPED = 143  # 128 + SIGTERM: sdp train wrote its checkpoint
 
 
@@ -105,12 +106,12 @@ def status(dump_dir: Path) -> str:
         lines = (dump_dir / FOLDER / EVENTS).read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    lines = [line for line in lines if len(line.split()) > 2]  # the last may be half written
-    if not lines:
+    noted = [line.split() for line in lines if _EVENT.fullmatch(line)]  # the last may be half written
+    if not noted:
         raise LaunchError(f"--status {dump_dir}: sdp launch --launcher slurm submitted no job for it")
-    job = max((line.split()[1] for line in lines), key=int)
+    job = max((words[1] for words in noted), key=int)
     # The job may note that it runs before sbatch's caller notes that it was submitted.
-    events = [line.split()[2:] for line in lines if line.split()[1] == job and not line.endswith("submitted")]
+    events = [words[2:] for words in noted if words[1] == job and words[2] != "submitted"]
     state = _STATES.get(_asked(job)) or _by_events(events)
     logs = (dump_dir / FOLDER).glob(f"job-{job}[.-]*log")
     if state == "failed" and any(map(_says_out_of_memory, logs)):
@@ -173,7 +174,8 @@ cd {directory} || exit 1
 {exports}export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-${{SLURM_CPUS_PER_TASK:-1}}}}"
 # Since SLURM 22.05 srun takes it from nowhere else; sbatch sets it only where --cpus-per-task was given.
 if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
-note() {{ echo "$(date +%s) $SLURM_JOB_ID $*" >> {events}; }}
+# Starts no program: SLURM may be ending all that the job starts.
+note() {{ printf '%(%s)T %s %s\n' -1 "$SLURM_JOB_ID" "$*" >> {events}; }}
 
 resume=()
 if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then resume=(--resume); fi

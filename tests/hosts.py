@@ -39,6 +39,7 @@ _NEEDED = {
     "Intel MPI": (INTEL_MPIRUN, f"pip install --no-deps --target {Path(sys.prefix) / 'intel-mpi'} impi-rt"),
 }
 _NAMES = "abcdefghi"
+PAUSE = 0.25  # between two looks at what takes seconds: the cores have more to do
 
 
 class Hosts:
@@ -90,7 +91,7 @@ class Hosts:
 
     def nothing_left(self, run: str, port: int, seconds: float) -> None:
         """Return when no process of the run is left on any host, and nothing listens on its port any more."""
-        until(lambda: not self.processes(run), seconds)
+        until(lambda: not self.processes(run), seconds, PAUSE)
         assert not self.said("ss", "--no-header", "--listening", "--tcp", f"sport = :{port}")
 
     def plug(self, host: str, state: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from hosts import INTEL_MPIRUN, LAUNCH, Hosts, finish, is_rank
+from hosts import INTEL_MPIRUN, LAUNCH, PAUSE, Hosts, finish, is_rank
 from processes import until
 
 SECONDS = 240.0  # for what takes some seconds on idle cores
@@ -62,7 +62,7 @@ class Life:
             assert started[0].poll() is None, f"{self.name}, {phase}: ended too early: {self.said(phase)}"
             return reached()
 
-        until(look, SECONDS)
+        until(look, SECONDS, 0.005 if reached == self.is_saving else PAUSE)  # a save is over in a moment
 
     def check_end(self, started: list[subprocess.Popen[str]], phase: str, seconds: float = 120) -> int:
         """The exit code on host-a, once nothing is left of the run anywhere."""

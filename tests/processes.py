@@ -10,12 +10,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T | None], seconds: float = 20.0) -> T:
-    """What ``condition`` returns once that is neither None nor False."""
+def until(condition: Callable[[], T | None], seconds: float = 20.0, pause: float = 0.005) -> T:
+    """What ``condition`` returns once that is neither None nor False; a ``pause`` between two looks."""
     deadline = time.monotonic() + seconds
     while (value := condition()) is None or value is False:
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
+        time.sleep(pause)
     return value
 
 

@@ -73,8 +73,6 @@ ReturnToService=2
 SlurmdTimeout=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-# Seconds from the signal that ends a job to its being killed: for a checkpoint, or for the end of a test.
-KillWait=10
 AccountingStorageType=$accounting
 AccountingStorageHost=host-a
 AccountingStoragePass=$folder/munge/socket

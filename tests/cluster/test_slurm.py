@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from hosts import LAUNCH, QUICKSTART, SCRIPTS, SDP, Hosts, is_rank
+from hosts import LAUNCH, PAUSE, QUICKSTART, SCRIPTS, SDP, Hosts, is_rank
 from processes import until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 SECONDS = 240.0  # for what takes some seconds on idle cores
 ENDLESS = "training.steps=1000000"
+PATIENT = "training.step_timeout=600"
 pytestmark = pytest.mark.cluster
 
 
@@ -47,11 +48,16 @@ class Slurm:
 
     def wait(self, run: str, *states: str) -> str:
         """The status once it begins with one of ``states``, which last."""
-        return until(lambda: now if (now := self.status(run)).startswith(states) else None, SECONDS)
+        return until(lambda: now if (now := self.status(run)).startswith(states) else None, SECONDS, 1.0)
 
     def steps(self, run: str, count: int) -> None:
         """Return when the run has noted that many steps."""
-        until(lambda: len(self.hosts.losses(run)) >= count, SECONDS)
+        until(lambda: len(self.hosts.losses(run)) >= count, SECONDS, PAUSE)
+
+    def rest(self, run: str, number: signal.Signals = signal.SIGSTOP) -> None:
+        """Stop the run's ranks: it is SLURM that is waited for, and others need the cores. SLURM sends SIGCONT before it ends a job."""
+        for pid in filter(is_rank, self.hosts.processes(run, "abcd")):
+            os.kill(pid, number)
 
     def said(self, run: str) -> str:
         """All that the run's jobs and tasks printed."""
@@ -86,7 +92,7 @@ def a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that
     assert slurm.status(run) == slurm.status_without_slurm(run) == "running"
     slurm("sbatch", "--partition", "urgent", "--nodes", "2", "--exclusive", "--output", "/dev/null", "--wrap", "true")
     # It is back in the queue for some seconds only, which a look may miss.
-    resumed = until(lambda: re.search(rf"resumed from {run}/checkpoints/step-(\d+)\n", slurm.said(run)), SECONDS)
+    resumed = until(lambda: re.search(rf"resumed from {run}/checkpoints/step-(\d+)\n", slurm.said(run)), SECONDS, PAUSE)
     preempted = int(resumed[1])
     assert preempted >= 2
     assert "Restarts=1 " in slurm("scontrol", "show", "job", job)
@@ -124,13 +130,15 @@ def a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that
 
 def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, quickstart: list[float], expected: list[float]) -> None:
     """SLURM sends the signal by itself; it looks twice a minute."""
-    job = slurm.submit("limited", "--time", "2", "--signal-seconds", "50", settings=(ENDLESS,))
+    job = slurm.submit("limited", "--time", "2", "--signal-seconds", "50", settings=(ENDLESS, PATIENT))
     slurm.steps("limited", 2)
+    slurm.rest("limited")
     events = slurm.hosts.folder / "limited/slurm/events"
-    until(lambda: f"{job} requeued" in events.read_text(), SECONDS)
-    assert f"{job} time-limit-near" in events.read_text()
+    until(lambda: f"{job} time-limit-near" in events.read_text(), SECONDS, PAUSE)
+    slurm.rest("limited", signal.SIGCONT)
+    until(lambda: f"{job} requeued" in events.read_text(), SECONDS, PAUSE)
     # On a busy machine the limit may be near before the first step: then it is the next life that leaves a checkpoint.
-    resumed = until(lambda: re.search(r"resumed from limited/checkpoints/step-(\d+)\n", slurm.said("limited")), 2 * SECONDS)
+    resumed = until(lambda: re.search(r"resumed from limited/checkpoints/step-(\d+)\n", slurm.said("limited")), 2 * SECONDS, PAUSE)
     assert f"stopped by SIGTERM after step {resumed[1]}" in slurm.said("limited")
     slurm("scancel", job)
     assert slurm.wait("limited", "cancelled", "failed").startswith("cancelled")
@@ -139,8 +147,9 @@ def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, q
 def jobs_that_do_not_end_well(slurm: Slurm, quickstart: list[float], expected: list[float]) -> None:
     """At once, for the limit of time is looked at twice a minute."""
     # A step that outlasts what SLURM waits for a job that is told to end.
-    late = slurm.submit("late", "--time", "10", "--signal-seconds", "1", settings=(ENDLESS, "gradient_accumulation_steps=100000"))
-    until(lambda: "step 0: " in slurm.said("late"), SECONDS)
+    late = slurm.submit("late", "--time", "10", "--signal-seconds", "1", settings=(ENDLESS, PATIENT, "gradient_accumulation_steps=100000"))
+    until(lambda: "step 0: " in slurm.said("late"), SECONDS, PAUSE)
+    slurm.rest("late")
     slurm("scontrol", "update", f"JobId={late}", "EndTime=now+1")
 
     cancelled = slurm.submit("cancelled", settings=(ENDLESS,))

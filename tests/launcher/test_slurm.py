@@ -43,6 +43,7 @@ def status(capsys: pytest.CaptureFixture[str], folder: Path, events: str, log: s
         ("7 running; 7 time-limit-near; 7 requeued; 7 running", "", "job 7: running"),
         ("7 submitted; 7 running; 7 ended 1; 12 submitted", "", "job 12: pending"),
         ("7 submitted; 7 running; 7", "", "job 7: running"),  # half written
+        ("7 submitted; 7 running\n 7 ended 137", "", "job 7: running"),  # without its time
     ],
 )
 def test_from_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, bin_folder: Path, events: str, log: str, expected: str) -> None:
