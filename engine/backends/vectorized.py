@@ -1,7 +1,8 @@
 """All workers in one process and in one pass: what a group does not hold is multiplied by zero in its rows of the batch.
 
 It computes what ``reference.py`` computes, one worker after the other, in about the time of the dense model however many groups there are:
-to study placements. For models in which rows never meet and whose blocks add nothing but sums over hidden neurons.
+to study placements. For models in which rows never meet and whose blocks add nothing but sums over hidden neurons: before the first pass it
+is tried out whether units that a group lacks, and the whole, return what they return in the reference.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..batch import split_rows, target_count, tensors_in
@@ -20,6 +22,7 @@ from ..units import Slice, find_neuron_units, goes_into_sum
 from .reference import ReferenceBackend
 
 _HERE, _INSTEAD = 'sdp.engine "vectorized"', 'use "reference"'
+_RELATIVE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # by which outputs may differ from the reference's, of the largest element
 
 
 class VectorizedBackend(ReferenceBackend):
@@ -30,6 +33,9 @@ class VectorizedBackend(ReferenceBackend):
         mixing = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
         if mixing is not None:
             raise ModelError(f"{_HERE}: {mixing} mixes the rows of all groups; {_INSTEAD}")
+        if not hasattr(model, "neuron_branches"):
+            raise ModelError(f"{_HERE}: {type(model).__name__} does not state its residual branches (neuron_branches()); {_INSTEAD}")
+        self._tried = False
         self._group_of_row: torch.Tensor | None = None  # None: the full model runs, or one group by the reference's means
         for name, gates in self._gates().items():
             model.get_submodule(name).register_forward_pre_hook(self._gate(name, gates))
@@ -78,7 +84,74 @@ class VectorizedBackend(ReferenceBackend):
         # Kept after it: backward runs those blocks again whose activations are not stored.
         sizes = torch.tensor([rows * mesh.size(group) for group in range(mesh.sdp)], device=self.device)
         self._group_of_row = torch.arange(mesh.sdp, device=self.device).repeat_interleave(sizes)
+        if not self._tried:
+            self._try_out(call, batch)
+            self._tried = True
         return self._run(call, batch)
+
+    def _try_out(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> None:
+        """Raises :class:`ModelError` unless the model, and every unit that a group lacks, return what they return in the reference."""
+        lacking = self._lacking()
+        modes = [(module, module.training) for module in self.module.modules()]
+        modules = {name: self.module.get_submodule(name) for name in lacking}
+        hooks = [module.register_forward_pre_hook(self._trial(name, lacking), with_kwargs=True) for name, module in modules.items()]
+        self.module.eval()  # draws of dropout would differ
+        try:
+            with torch.no_grad():
+                ours = self._run(call, batch)
+                rows, self._group_of_row = self._group_of_row, None
+                theirs = super().forward(call, batch)
+                self._group_of_row = rows
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, mode in modes:
+                module.training = mode
+        if lacking:
+            raise ModelError(f"{_HERE}: {next(iter(lacking))} is not called as a module, so it cannot be masked; {_INSTEAD}")
+        if not self._alike(ours, theirs):
+            raise ModelError(f"{_HERE}: the model returns something else than in the reference: rows of groups meet in it; {_INSTEAD}")
+
+    def _lacking(self) -> dict[str, int]:
+        """Blocks, and branches of groups of neurons, each with a group that does not hold all of it."""
+        lacking: dict[str, int] = {}
+        for unit, holders in zip(self.layout.units, self.layout.placement.holders, strict=True):
+            absent = next((group for group in range(self.layout.mesh.sdp) if group not in holders), None)
+            if absent is not None:
+                lacking.setdefault(unit.name if unit.is_block else unit.name.rpartition(".neurons.")[0], absent)
+        return lacking
+
+    def _trial(self, name: str, lacking: dict[str, int]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        """A hook that runs the module as the group that lacks it, with random values: what is zero at first (a bias) need not stay so."""
+
+        def trial(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name not in lacking or (rows := self._group_of_row) is None:  # a later call, or a run below
+                return
+            group = lacking.pop(name)
+            generator = torch.Generator().manual_seed(0)
+            floats = {key: value for key, value in module.named_parameters() if value.is_floating_point()}
+            values = {key: torch.randn(value.shape, generator=generator).to(value) for key, value in floats.items()}
+            self._group_of_row = torch.full_like(rows, group)
+            ours = functional_call(module, values, args, kwargs)
+            self._group_of_row = None
+            if name in self._stand_ins[group]:
+                theirs = self._stand_ins[group][name](*args, **kwargs)
+            else:
+                held = {key: self._held[group].get(f"{name}.{key}", torch.ones(())) for key in values}
+                theirs = functional_call(module, {key: value * held[key].to(value) for key, value in values.items()}, args, kwargs)
+            self._group_of_row = rows
+            if not self._alike(ours, theirs):
+                raise ModelError(
+                    f"{_HERE}: {name} does more than add sums over the hidden neurons that the model states, so without these it does not "
+                    f"return what the reference does; {_INSTEAD}"
+                )
+
+        return trial
+
+    def _alike(self, ours: Any, theirs: Any) -> bool:
+        """Whether the tensors of two outputs are the same but for rounding."""
+        pairs = zip(tensors_in(ours), tensors_in(theirs), strict=True)
+        return all((mine - other).abs().max() <= _RELATIVE[self._compute_dtype] * other.abs().max() for mine, other in pairs)
 
     def _mean_loss(self, batches: Sequence[Any], held: Mapping[str, torch.Tensor] | None = None) -> float:
         before, self._group_of_row = self._group_of_row, None

@@ -69,6 +69,53 @@ def test_a_model_whose_rows_meet_is_refused() -> None:
         sdp.initialize(model=model, config=_config())
 
 
+def _adds_a_bias(model: Any) -> None:
+    """Of zeros at first, so that nothing shows before it is trained."""
+    for layer in model.model.layers:
+        layer.bias = torch.nn.Parameter(torch.zeros(12))
+        layer.register_forward_hook(lambda layer, _, hidden: hidden + layer.bias)
+
+
+def _compares_neurons(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: (args[0] / (1 + args[0].norm(dim=-1, keepdim=True)),))
+
+
+def _goes_past_a_branch(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.__class__ = type("Mlp", (type(layer.mlp),), {"__call__": lambda mlp, hidden: mlp.forward(hidden)})
+
+
+def _mixes_rows(model: Any) -> None:
+    model.model.norm.register_forward_hook(lambda _, __, hidden: hidden + hidden.mean(0, keepdim=True))
+
+
+REFUSED = {
+    "a branch is no block": (lambda _: None, {"units": ["model.layers.*.mlp"]}, r"model\.layers\.0\.mlp does more than add"),
+    "a norm is no block": (lambda _: None, {"units": ["model.layers.*.input_layernorm"]}, "0.input_layernorm does more than add"),
+    "more than branches": (_adds_a_bias, {}, r"model\.layers\.0 does more than add"),
+    "neurons that meet": (_compares_neurons, {"granularity": "neuron"}, r"model\.layers\.0\.mlp does more than add"),
+    "not a call": (_goes_past_a_branch, {"granularity": "neuron"}, "mlp is not called as a module"),
+    "rows that meet": (_mixes_rows, {}, "rows of groups meet in it"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_not_the_reference_in_one_pass_is_refused(why: str) -> None:
+    change, section, message = REFUSED[why]
+    model = models.build("even-llama")
+    change(model)
+    engine = sdp.initialize(model=model, config=_config(**section))[0]
+    with pytest.raises(ModelError, match=message) as error:
+        engine(_rows("llama", 0, 0, 2))
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_states_no_branches_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"Mlp does not state its residual branches \(neuron_branches\(\)\); use \"reference\""):
+        sdp.initialize(model=models.build("mlp"), config=_config())
+
+
 def test_shares_of_unequal_weight_are_refused() -> None:
     engine = sdp.initialize(model=models.build("llama"), config=_config())[0]
     batch = _rows("llama", 0, 0, 2)
