@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +23,7 @@ from .layout import Layout, TensorInfo
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _FILE_BYTES = 2**30
+T = TypeVar("T")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
@@ -87,33 +86,27 @@ def converted(directory: Path, ranks: Ranks) -> WeightFiles:
     What it writes to the host's folder for temporary files (4 bytes per parameter) leaves the disk's listing once all ranks have it
     open. Raises :class:`CheckpointError` on every rank.
     """
-    hosts = ranks.gather(socket.gethostname())
-    first = hosts.index(hosts[ranks.rank])
-    folder, problem = _converted_here(directory) if first == ranks.rank else (None, None)
-    try:
-        everyones = ranks.gather((folder, problem))
-        ranks.agree(problem)
-        files = WeightFiles(Path(everyones[first][0]))
-        ranks.gather(None)
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-    return files
-
-
-def _converted_here(directory: Path) -> tuple[str | None, str | None]:
-    """The folder with the converted weights, or why there is none."""
     with contextlib.ExitStack() as undo:
-        try:
-            folder = tempfile.mkdtemp(prefix="sdp-weights-")
-            undo.callback(shutil.rmtree, folder, ignore_errors=True)
-            _write(weights_of_zero_checkpoint(directory), Path(folder))
-        except CheckpointError as error:
-            return None, str(error)
-        except (OSError, SafetensorError) as error:
-            return None, f"the weights of {directory} cannot be written to a temporary folder ({error}); let TMPDIR name one with more room"
-        undo.pop_all()
-    return folder, None
+        scratch = tempfile.TemporaryDirectory  # of every rank, by which it is seen who is on one host: names of hosts may be equal
+        own = _together(directory, ranks, lambda: undo.enter_context(scratch(prefix="sdp-weights-", ignore_cleanup_errors=True)))
+        folders = [Path(folder) for folder in ranks.gather(own)]
+        first = next(rank for rank, folder in enumerate(folders) if folder.is_dir())
+        converts = ranks.rank in ranks.gather(first)
+        _together(directory, ranks, lambda: _write(weights_of_zero_checkpoint(directory), Path(own)) if converts else None)
+        return _together(directory, ranks, lambda: WeightFiles(folders[first]))
+
+
+def _together(directory: Path, ranks: Ranks, action: Callable[[], T]) -> T:
+    """What ``action`` returns; a :class:`CheckpointError` on every rank where it fails on one."""
+    try:
+        result, problem = action(), None
+    except (CheckpointError, ModelError) as error:
+        result, problem = None, str(error)
+    except (OSError, SafetensorError) as error:
+        result = None
+        problem = f"the weights of {directory} cannot be written to a temporary folder ({error}); let TMPDIR name one with more room"
+    ranks.agree(problem)
+    return cast("T", result)
 
 
 def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
