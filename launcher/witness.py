@@ -1,6 +1,10 @@
 """A rank under a launcher that is not ours, with a witness: what a process that is killed cannot say, the one above it says.
 
 Without one only the ranks that are left could tell, and MPICH's ``mpiexec`` kills them at once.
+
+What the rank starts ends with it, and both with the witness, also where that is killed: the first of their process group is a guard, which
+kills the group once the witness's end of a pipe is closed. That is so on every system with a POSIX shell, Linux and macOS; on none is
+what leaves the group (``setsid``) in reach.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from .local import own_command, search_path
 from .supervised import HOLD_BACK_SECONDS, PREFIX, described_end
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# Waits until nobody has the other end of its pipe, then kills its own group, itself too. Other signals to the group are not for it.
+_GUARD = ("/bin/sh", "-c", 'trap "" HUP INT TERM USR1; read -r _; kill -KILL 0')
 
 
 def run_witnessed(argv: Sequence[str], settings: Mapping[str, str], rank: int, command: Sequence[str] | None = None) -> int:
@@ -62,14 +68,13 @@ def _run(command: Sequence[str], environ: Mapping[str, str], passed_on: list[int
     for number in _PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, pass_on)
+    quiet = subprocess.DEVNULL
     try:
-        # A group of its own, so that a signal to the launcher's group comes once. Open descriptors stay: one leads to MPI's daemon.
-        process = subprocess.Popen(command, env=environ, process_group=0, close_fds=False)
+        # Without the variables by which ranks are found (stop.py).
+        with subprocess.Popen(_GUARD, env={}, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, process_group=0) as guard:
+            # Not in this process's group, so that a signal to that one comes once. Open descriptors stay: one leads to MPI's daemon.
+            process = subprocess.Popen(command, env=environ, process_group=guard.pid, close_fds=False)
+            pass_on()
+            return process.wait()
     except OSError as error:
-        raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
-    pass_on()
-    if hasattr(os, "waitid"):  # not on macOS before Python 3.13
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it left behind, before its group id can be another's
-    return process.wait()
+        raise LaunchError(f"{error.filename or command[0]} cannot be started: {error.strerror}") from None

@@ -67,3 +67,16 @@ def test_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     pid, files = out.split(maxsplit=1)
     assert (code, files) == (3, "[]\n"), "what has a name may be left behind"
     until(lambda: not alive(int(pid)))
+
+
+def test_nothing_outlives_a_witness_that_is_killed() -> None:
+    process = _start(
+        "import os, subprocess, time; print(os.getpid(), subprocess.Popen(['sleep', '60'], stdout=2).pid, flush=True)\ntime.sleep(60)"
+    )
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert [alive(pid) for pid in pids] == [True, True]
+    process.kill()
+    process.communicate(timeout=30)
+    for pid in pids:
+        until(lambda pid=pid: not alive(pid))
