@@ -1,7 +1,8 @@
 """Hosts on this machine for ``sdp bench CONFIG --network``: network namespaces on a virtual switch, with shaped links.
 
 Every rank is a host of its own, at 10.78.0.RANK+1 on ``eth0``; what it sends and what it is sent pass a token bucket (tc tbf) of the
-link's rate. Only namespaces made here are touched, and they are removed at the end. Needs root, iproute2 and a kernel with tbf.
+link's rate. Only namespaces made here are touched, and they are removed at the end, also after a signal other than SIGKILL. Needs root,
+iproute2 and a kernel with tbf.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine.environment import export, search_program
 from ..engine.errors import ConfigError, LaunchError
+from ..launcher.local import caught_signals
 
 _NETNS, _CLONE_NEWNET = Path("/run/netns"), 0x40000000
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
@@ -33,9 +36,10 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        if not _RATE.fullmatch(text):
-            raise ConfigError(f"--network {text}: expected rates as tc writes them, such as 100mbit,300mbit,1gbit")
-        return cls(text)
+        link = cls(text)
+        if not _RATE.fullmatch(text) or link.bytes_per_second < 1:
+            raise ConfigError(f"--network {text}: expected rates above zero as tc writes them, such as 100mbit,300mbit,1gbit")
+        return link
 
     @property
     def bytes_per_second(self) -> float:
@@ -51,23 +55,40 @@ def hosts(count: int) -> Iterator[str]:
     name = f"sdp{os.getpid()}"
     if missing := [program for program in ("ip", "tc") if search_program(program) is None]:
         raise LaunchError(f"--network: there is no {' and no '.join(missing)} here; install iproute2")
-    names, made = [f"{name}-switch", *(f"{name}-{rank}" for rank in range(count))], []
-    try:
-        for namespace in names:
-            _ip("netns", "add", namespace)
-            made.append(namespace)
-        _ip("-n", made[0], "link", "add", "switch", "type", "bridge")
-        _ip("-n", made[0], "link", "set", "switch", "up")
-        for rank, namespace in enumerate(made[1:]):
-            _ip("link", "add", "eth0", "netns", namespace, "type", "veth", "peer", "name", f"host{rank}", "netns", made[0])
-            _ip("-n", made[0], "link", "set", "dev", f"host{rank}", "master", "switch", "up")
-            _ip("-n", namespace, "addr", "add", f"{address(rank)}/24", "dev", "eth0")
-            _ip("-n", namespace, "link", "set", "eth0", "up")
-            _ip("-n", namespace, "link", "set", "lo", "up")
-        yield name
-    finally:
-        for namespace in made:
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+    made: list[str] = []
+    with caught_signals() as received:  # none may end this process while it has hosts
+        try:
+            _make(name, count, made, received)
+            if not received:
+                yield name
+        finally:
+            for namespace in made:
+                _quiet("ip", "netns", "del", namespace)
+    if received:
+        signal.raise_signal(received[0])
+
+
+def _make(name: str, count: int, made: list[str], received: Sequence[int]) -> None:
+    """The switch and its hosts, in ``made`` as soon as they are there; no more of them once a signal was ``received``."""
+    switch = f"{name}-switch"
+    _add(switch, made)
+    _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+    _ip("-n", switch, "link", "set", "switch", "up")
+    for rank in range(count):
+        if received:
+            return
+        namespace = f"{name}-{rank}"
+        _add(namespace, made)
+        _ip("link", "add", "eth0", "netns", namespace, "type", "veth", "peer", "name", f"host{rank}", "netns", switch)
+        _ip("-n", switch, "link", "set", "dev", f"host{rank}", "master", "switch", "up")
+        _ip("-n", namespace, "addr", "add", f"{address(rank)}/24", "dev", "eth0")
+        _ip("-n", namespace, "link", "set", "eth0", "up")
+        _ip("-n", namespace, "link", "set", "lo", "up")
+
+
+def _add(namespace: str, made: list[str]) -> None:
+    _ip("netns", "add", namespace)
+    made.append(namespace)
 
 
 def address(rank: int) -> str:
@@ -111,8 +132,13 @@ def _ip(*words: str) -> None:
 
 
 def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = _quiet(*words)
     if done.returncode:
         raise LaunchError(
             f"--network: this machine makes no shaped hosts ({' '.join(words)}: {done.stderr.strip()}); it needs root and Linux"
         )
+
+
+def _quiet(*words: str) -> subprocess.CompletedProcess[str]:
+    # In a group of its own: Ctrl-C on the terminal is for this process alone.
+    return subprocess.run(words, capture_output=True, text=True, check=False, process_group=0)

@@ -4,11 +4,15 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import sdp
 from hosts import SDP
+from processes import until
 
 pytestmark = pytest.mark.cluster
 MODEL = {"name": "llama", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 4}
@@ -20,16 +24,46 @@ def namespaces() -> set[str]:
     return {path.name for path in Path("/run/netns").glob("sdp[0-9]*-*") if re.fullmatch(r"sdp\d+-\w+", path.name)}
 
 
-def test_links_are_as_slow_as_asked(tmp_path: Path) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def a_machine_that_makes_namespaces() -> None:
     if missing := [name for name in ("ip", "tc") if shutil.which(name) is None]:
         pytest.skip(f"NOT TESTED, no {', '.join(missing)}: apt-get install iproute2")
-    path = tmp_path / "small.json"
-    path.write_text(json.dumps(CONFIG))
     probe = f"sdp-probe-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", probe], capture_output=True)
     if made.returncode:
         pytest.skip(f"NOT TESTED, this machine makes no network namespaces: {made.stderr.strip()}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("count", [60, 1])  # while they are made; once they are there
+def test_a_signal_leaves_no_host_behind(number: signal.Signals, count: int) -> None:
+    script = f"import signal, time; from sdp.tools.networks import hosts; made = hosts({count})\n"
+    script += "signal.signal(signal.SIGINT, signal.default_int_handler)\nwith made: print('made', flush=True); time.sleep(0.5)"
+    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
+    process = subprocess.Popen([sys.executable, "-P", "-c", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def own() -> set[str]:
+        return {name for name in namespaces() if name.startswith(f"sdp{process.pid}-")}
+
+    try:
+        assert process.stdout is not None
+        until(lambda: len(own()) > 1)
+        assert count > 1 or process.stdout.readline() == "made\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (-number, ""), err
+        assert not own()
+    finally:
+        process.kill()
+        process.wait()
+        for name in own():
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def test_links_are_as_slow_as_asked(tmp_path: Path) -> None:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(CONFIG))
     before = namespaces()
     words = ["bench", path, "--methods", "ddp,sdp-block-forward-0.5", "--rounds", "1", "--network", "50mbit,200mbit", "--out", tmp_path]
     done = subprocess.run([*SDP, *map(str, words)], capture_output=True, text=True, timeout=500)
