@@ -164,8 +164,9 @@ def jobs_that_do_not_end_well(slurm: Slurm, quickstart: list[float], expected: l
     slurm("scancel", cancelled)
     assert slurm.wait("cancelled", "cancelled", "failed").startswith("cancelled")
     assert slurm.status_without_slurm("cancelled").startswith("cancelled")
-    assert slurm.hosts.checkpoints("cancelled")[-1] == len(slurm.hosts.losses("cancelled"))
-    assert "stopped by SIGTERM after step" in slurm.said("cancelled")
+    saved, steps = slurm.hosts.checkpoints("cancelled"), len(slurm.hosts.losses("cancelled"))
+    assert saved[-1:] == [steps], slurm.said("cancelled")
+    assert "stopped by SIGTERM after step" in slurm.said("cancelled"), slurm.said("cancelled")
 
     assert slurm.wait("wrong", "failed", "done") == slurm.status_without_slurm("wrong") == "failed, exit code 2"
     assert slurm.wait("fat", "out of memory", "failed") == slurm.status_without_slurm("fat"), slurm.said("fat")
