@@ -13,13 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 
-def peak_tensor_bytes(step: Callable[[], None], module: nn.Module, optimizer: Optimizer, device: torch.device) -> int:
+def peak_tensor_bytes(
+    step: Callable[[], None], module: nn.Module, optimizer: Optimizer, device: torch.device, *, kept: Iterable[torch.Tensor] = ()
+) -> int:
     """Peak bytes on ``device`` of parameters, buffers, gradients, optimizer state, activations and temporaries during ``step()``.
 
     Bytes as the tensors ask for them, alignment excluded; a storage counts once, whatever views of it exist. On CUDA it is the
     allocator's own peak (``torch.cuda.max_memory_allocated``), whose statistics this resets. On a CPU every operator's inputs and
-    outputs are watched, which slows the step: probe one step, do not time it. Not seen there: scratch space inside one operator
-    and the communication library's buffers. ``step`` runs forward, backward and update once, and really changes the weights.
+    outputs are watched, which slows the step: probe one step, do not time it. Not seen there: scratch space inside one operator, the
+    communication library's buffers, and what lives through the step unused for a while unless it is in ``kept``. ``step`` runs forward,
+    backward and update once, and really changes the weights.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -28,7 +31,7 @@ def peak_tensor_bytes(step: Callable[[], None], module: nn.Module, optimizer: Op
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
     watch = _LiveStorages(device)
-    watch.add(_state_tensors(module, optimizer))
+    watch.add((*_state_tensors(module, optimizer), *kept))
     with watch:
         step()
     return watch.peak

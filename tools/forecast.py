@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..engine.config import Config, SDPSection
 from ..engine.errors import ConfigError, SDPError
 from ..engine.initialize import mesh_of
 from ..engine.layout import Layout
-from ..engine.ledger import KINDS
+from ..engine.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS
 from ..engine.place import warnings_of
 from ..engine.trace import StepTrace, trace_step
 from ..engine.traffic import sent_bytes
@@ -185,10 +185,26 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
         del dense["HSDP"]
     for name, (groups, stage) in dense.items():
         try:
-            planned.append(forecast(name, dense_config(config, groups, stage), machine, world))
+            plan = forecast(name, dense_config(config, groups, stage), machine, world)
+            planned.append(with_buckets(plan) if name == "DDP" else plan)
         except SDPError as error:
             notes.append(f"{name}: {error}")
     return planned, notes
+
+
+def with_buckets(plan: Forecast) -> Forecast:
+    """``plan`` with the memory of torch's DDP: gradients are views of buckets that live through the whole step; those of the engine, which
+    were traced, come and go. Gradients of micro-batches before the last, which are not sent, are beside the buckets.
+    """
+
+    def whole(trace: StepTrace) -> StepTrace:
+        state = trace.state
+        sent = trace.communication + (state.gradients if plan.batch.accumulation > 1 else 0)
+        kept = {"parameters": state.parameters, GRADIENTS: state.gradients, "optimizer": state.optimizer}
+        beside = {"buffers": trace.at_peak.get("buffers", 0), COMMUNICATION: sent, ACTIVATIONS: trace.activations}
+        return replace(trace, at_peak=kept | beside, communication=sent)
+
+    return replace(plan, groups=tuple(replace(group, trace=whole(group.trace)) for group in plan.groups))
 
 
 def dense_config(config: Config, groups: int, stage: int) -> Config:

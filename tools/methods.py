@@ -45,7 +45,7 @@ REPLICAS = 2  # of HSDP's shards
 OUTER_EVERY = 50  # steps of a replica of its own between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105)
 _BUCKET = 25 * 2**20  # bytes of a DDP bucket; of DeepSpeed's too, whose default of 5e8 elements is larger than many models
 _OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the paper's
-_SDP = re.compile(r"sdp-(block|neuron)-(forward|backward)-(0?\.\d+|1|1\.0+)")
+_SDP = re.compile(r"sdp-(block|neuron)-(forward|backward)-(0?\.\d+|1|1\.0+|\d(?:\.\d+)?e-\d+)")
 # Methods that make the same steps as DDP, but for rounding.
 SAME_STEPS = {DDP, "ddp-recompute", "fsdp2", "hsdp", "zero2", "zero3"}
 
@@ -57,6 +57,7 @@ class Runner:
     """A method, ready to run. ``parameters``: elements that a rank computes with, wherever they are kept. ``step``: one optimizer step on
     this rank's micro-batches, which returns their mean loss. ``settle`` waits for what a step has left under way. ``outer``: what is done
     once in ``OUTER_EVERY`` steps. ``counted``: of SDP, bytes of state, and sent between groups in one more step, real and planned.
+    ``kept``: tensors that live through every step, besides parameters and the optimizer's.
     """
 
     parameters: int
@@ -66,14 +67,18 @@ class Runner:
     settle: Callable[[], None] = lambda: None
     outer: Callable[[], None] | None = None
     counted: Callable[[Sequence[Batch]], dict[str, int]] | None = None
+    kept: Callable[[], Sequence[Tensor]] = tuple
 
 
 def default_methods(config: Config) -> list[str]:
-    """All dense ones, and SDP by blocks and by neurons under both maskings at the configuration's capacity."""
-    capacity = config.sdp.capacity
-    if isinstance(capacity, list):
+    """All dense ones, and SDP by blocks and by neurons under both maskings at the configuration's capacity; where holders are listed unit
+    by unit or capacities group by group, SDP as configured.
+    """
+    section = config.sdp
+    if isinstance(section.capacity, list) or isinstance(section.profile, list) or isinstance(section.placement, dict):
         return [*DENSE, "sdp"]
-    return [*DENSE, *(f"sdp-{by}-{masking}-{capacity:g}" for by in ("block", "neuron") for masking in ("forward", "backward"))]
+    # All digits: a name says exactly what is run.
+    return [*DENSE, *(f"sdp-{by}-{masking}-{section.capacity!r}" for by in ("block", "neuron") for masking in ("forward", "backward"))]
 
 
 def is_sdp(name: str) -> bool:
@@ -89,6 +94,10 @@ def variant(name: str, config: Config, layers: int | None = None) -> Config:
         if found is None:
             raise ConfigError(
                 f"--methods {name}: write sdp (as CONFIG says) or sdp-block-forward-0.5: block or neuron, forward or backward, C"
+            )
+        if isinstance(config.sdp.placement, dict):
+            raise ConfigError(
+                f"--methods {name}: sdp.placement lists the holders of every unit, whatever C; write sdp, for CONFIG as it is"
             )
         changed = {"granularity": found[1], "masking": found[2], "capacity": float(found[3])}
         return config.model_copy(update={"sdp": config.sdp.model_copy(update=changed)})
@@ -193,9 +202,17 @@ class _Dense:
 
     def ddp(self, hook: Callable[..., Any]) -> Runner:
         parallel = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        parallel.register_comm_hook(None, hook)
+        buckets: list[Tensor] = []
+
+        def noting(state, bucket):  # without annotations, see above
+            if bucket.index() == 0:  # the first step's are replaced
+                buckets.clear()
+            buckets.append(bucket.buffer())
+            return hook(state, bucket)
+
+        parallel.register_comm_hook(None, noting)
         optimizer = self._optimizer()
-        return Runner(self.parameters, parallel, optimizer, self._loop(parallel, optimizer, parallel.no_sync))
+        return Runner(self.parameters, parallel, optimizer, self._loop(parallel, optimizer, parallel.no_sync), kept=lambda: buckets)
 
     def fsdp2(self, replicas: int) -> Runner:
         """Blocks one by one, and what the model wants on its own; ``replicas`` of each shard (HSDP)."""
@@ -264,7 +281,11 @@ class _Dense:
                 mine.copy_(ours)
                 ours.grad = None
 
-        return Runner(self.parameters, self.model, optimizer, self._loop(self.model, optimizer, nullcontext), outer=outer)
+        def kept() -> list[Tensor]:
+            return [*common, *(momentum["momentum_buffer"] for momentum in outer_optimizer.state.values())]
+
+        loop = self._loop(self.model, optimizer, nullcontext)
+        return Runner(self.parameters, self.model, optimizer, loop, outer=outer, kept=kept)
 
     def _optimizer(self) -> Optimizer:
         section = self.config.optimizer or NamedParams(type="AdamW")

@@ -231,5 +231,8 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
         peaks = ", ".join(f"rank {group.trace.rank} {_decimal(group.trace.peak)}" for group in plan.groups)
         notes.append(f"Groups differ; peaks: {peaks}.")
     if any(other.name == "DDP" for other in others):
-        notes.append("DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view); without, it needs them twice.")
+        notes.append(
+            "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view), which live through the whole step; "
+            "without that, and with accumulation, it needs them twice."
+        )
     return notes

@@ -6,8 +6,9 @@ seconds of a turn are those of its slowest rank.
 
 *Exposed communication* is the time of a step minus that of the same step with collectives that return at once (``wire.absent``): on
 ranks that share cores it has the processor time of the communication too. *Not overlapped* is the same of a step that waits for every
-reduction where it starts (``wire.awaited``). *Bytes sent* are counted by the kernel on the rank's TCP connections. *Peak memory* is
-that of the method's live tensors in one step (``memory_probe.py``). A DiLoCo step has a fiftieth of its outer step, timed alone.
+reduction where it starts (``wire.awaited``). *Bytes sent* are counted by the kernel on the rank's TCP connections, where collectives use
+these. *Peak memory* is that of the method's live tensors in one step (``memory_probe.py``). A DiLoCo step has a fiftieth of its outer
+step, timed alone.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ from ..engine.batch_size import BatchSize
 from ..engine.clock import clock
 from ..engine.config import Config, load_config
 from ..engine.environment import detect
-from ..engine.errors import ConfigError
+from ..engine.errors import ConfigError, DivergedError
 from ..engine.initialize import join, mesh_of
 from ..engine.memory_probe import peak_tensor_bytes
+from ..engine.sync import local_tensor
 from .forecast import model_and_batch
-from .methods import OUTER_EVERY, SAME_STEPS, Runner, build, default_methods, is_sdp, variant, why_not
+from .methods import DENSE, OUTER_EVERY, SAME_STEPS, Runner, build, default_methods, is_sdp, variant, why_not
 from .networks import Link, enter, hosts, shape
 from .side_plan import plan_methods
 from .side_report import Race, Report, write_report
 from .train import with_initial_model
-from .wire import absent, awaited, sent_by_this_process
+from .wire import absent, awaited, sent_by_this_process, why_not_counted
 
 WARM_UP = 3  # steps: the first allocates, in the second DDP rebuilds its buckets
 LOSS_TOLERANCE = 1e-4  # relative, of the first two steps, between methods that make the same ones
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     _links(args)
     place = detect()
     world = place.world_size if place is not None else args.nproc or config.sdp.groups
-    names = _names(args, config, world)
+    names = _names(args, config, world, speaks=place is None or place.rank == 0)
     if place is None:
         from ..launcher.layout import visible_devices
         from ..launcher.local import start_local
@@ -80,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
         if 0 < devices < world:
             raise ConfigError(f"--nproc {world}: {devices} devices are visible; use fewer ranks, or CUDA_VISIBLE_DEVICES= for the CPU")
         argv = [*args.argv, "--nproc", str(world), "--methods", ",".join(names)]
-        with hosts(world) if args.network else nullcontext() as made:
+        with hosts(world) if args.network is not None else nullcontext() as made:
             return start_local(argv + (["--hosts", made] if made else []), world, _out(args) / "logs", on_cpu=False)
-    if args.network and not args.hosts:
+    if args.network is not None and not args.hosts:
         raise ConfigError("--network: makes hosts and starts ranks on them itself; start it without a launcher")
     logging.getLogger("sdp").setLevel(logging.ERROR)  # what a run would say of each method's configuration
     warnings.simplefilter("ignore", FutureWarning)  # torch's deprecated names, called by torch and DeepSpeed
@@ -117,23 +119,25 @@ def _config(args: argparse.Namespace) -> Config:
     return config.model_copy(update={"scheduler": None})
 
 
-def _names(args: argparse.Namespace, config: Config, world: int) -> list[str]:
-    """Of the methods, in order; those that cannot be run are left out with a line, unless they were asked for."""
-    asked = list(dict.fromkeys(args.methods.split(","))) if args.methods else None
+def _names(args: argparse.Namespace, config: Config, world: int, *, speaks: bool) -> list[str]:
+    """Of the methods, in order; those that cannot be run are left out unless they were asked for, and a rank that ``speaks`` says so."""
+    asked = None if args.methods is None else list(dict.fromkeys(args.methods.split(",")))
+    if asked is not None and "" in asked:
+        raise ConfigError(f'--methods "{args.methods}": a name is empty; write some of {", ".join(DENSE)}, sdp, or leave the option out')
     names = []
-    for name in asked or default_methods(config):
+    for name in default_methods(config) if asked is None else asked:
         reason = why_not(name, config, world)
         if reason is None:
             names.append(name)
-        elif asked:
+        elif asked is not None:
             raise ConfigError(f"--methods {name}: {reason}")
-        else:
+        elif speaks:
             print(f"sdp bench: {name} is left out: {reason}", file=sys.stderr)
     return names
 
 
 def _links(args: argparse.Namespace) -> list[Link]:
-    return [Link.parse(rate) for rate in args.network.split(",")] if args.network else []
+    return [] if args.network is None else [Link.parse(rate) for rate in args.network.split(",")]
 
 
 def _out(args: argparse.Namespace) -> Path:
@@ -181,6 +185,9 @@ def measure(
         _say(f"building {name}")
         runners[name], facts[name] = _built(name, own, batches, device)
     _require_same_losses(facts)
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, why_not_counted(device))
+    uncounted = next(filter(None, reasons), None)
     races = []
     for link in _links(args) or [None]:
         if link is not None:
@@ -188,19 +195,25 @@ def measure(
             if dist.get_rank() == 0:
                 shape(args.hosts, dist.get_world_size(), link)
         turns = _race(runners, batches, args, device)
-        races.append(Race(link and link.rate, link and link.bytes_per_second, turns))
+        if uncounted is not None:
+            turns = {name: own | {"sent_bytes": None} for name, own in turns.items()}
+        races.append(Race(link and link.rate, link and link.bytes_per_second, turns, uncounted))
     return facts, races
 
 
 def _race(runners: Mapping[str, Runner], batches: list[Any], args: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
-    """By method: seconds of a step in every round, by ``_MODES``, and bytes sent in one. Collective."""
+    """By method: seconds of a step in every round, by ``_MODES``, and bytes sent in one. Collective.
+
+    Raises :class:`DivergedError` on every rank where a method's loss or weights are no numbers.
+    """
     turns: dict[str, dict[str, list[float]]] = {name: {} for name in runners}
     for turn in range(args.rounds):
         _say(f"round {turn + 1} of {args.rounds}")
         for name in list(runners)[:: 1 if turn % 2 == 0 else -1]:
             for mode, around in _MODES.items():
                 if mode != "not_overlapped_seconds" or is_sdp(name):
-                    seconds, sent = _turn(runners[name], batches, args.steps, device, around)
+                    seconds, sent, finite = _turn(runners[name], batches, args.steps, device, around)
+                    _require_finite(name, finite)
                     turns[name].setdefault(mode, []).append(seconds)
                     if mode == "seconds":
                         turns[name].setdefault("sent_bytes", []).append(sent)
@@ -219,16 +232,16 @@ _MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 def _turn(
     runner: Runner, batches: list[Any], steps: int, device: torch.device, around: Callable[[], AbstractContextManager[None]]
-) -> tuple[float, float]:
-    """Seconds and sent bytes of one step of this rank."""
+) -> tuple[float, float, bool]:
+    """Seconds and sent bytes of one step of this rank, and whether its loss and weights are numbers afterwards."""
     dist.barrier()
     before = sent_by_this_process()
     with around():
-        runner.step(batches)
+        loss = runner.step(batches)
         now = clock(device, waits=True)
         started = now()
         for _ in range(steps):
-            runner.step(batches)
+            loss = runner.step(batches)
         seconds = (now() - started) / steps
         runner.settle()
         between = sent_by_this_process()
@@ -239,9 +252,21 @@ def _turn(
             seconds += (now() - started) / OUTER_EVERY
     dist.barrier()
     after = sent_by_this_process()
+    weights = [local_tensor(weight.detach()) for group in runner.optimizer.param_groups for weight in group["params"]]
+    finite = all(bool(torch.isfinite(tensor).all()) for tensor in (loss, *weights))
     if before is None or between is None or after is None:
-        return seconds, float("nan")
-    return seconds, (between - before) / (steps + 1) + (after - between) / OUTER_EVERY if runner.outer else (after - before) / (steps + 1)
+        return seconds, 0.0, finite  # nobody's: see ``why_not_counted``
+    sent = (between - before) / (steps + 1) + (after - between) / OUTER_EVERY if runner.outer else (after - before) / (steps + 1)
+    return seconds, sent, finite
+
+
+def _require_finite(name: str, finite: bool) -> None:
+    """Collective, so that no rank waits for one that has ended."""
+    if _largest([float(not finite)]) != [0.0]:
+        raise DivergedError(
+            f"{name}: loss or weights are no numbers after a turn, so its seconds compare nothing; in steps that send nothing each rank "
+            "goes its own way: lower optimizer.params.lr, or set gradient_clipping"
+        )
 
 
 def _batches(config: Config, device: torch.device) -> list[Any]:
@@ -279,7 +304,7 @@ def _built(name: str, config: Config, batches: list[Any], device: torch.device) 
 
     if runner.outer is not None:
         runner.outer()  # allocates
-    peak = peak_tensor_bytes(step, runner.module, runner.optimizer, device) - others
+    peak = peak_tensor_bytes(step, runner.module, runner.optimizer, device, kept=runner.kept()) - others
     facts: dict[str, Any] = {"losses": losses, "parameters": runner.parameters, "peak_bytes": peak}
     if runner.counted is not None:
         facts |= runner.counted(batches)

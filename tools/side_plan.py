@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from ..engine.config import Config
 from ..engine.errors import ConfigError
-from .forecast import Forecast, forecast
+from .forecast import Forecast, forecast, with_buckets
 from .machine import Machine, step_time
 from .methods import DDP, OUTER_EVERY, SMALLER, is_sdp, variant
 
+_IN_BUCKETS = {DDP, "ddp-recompute", "ddp-bf16-gradients", SMALLER}
 _SENT = {"ddp-bf16-gradients": 0.5, "diloco": 1 / OUTER_EVERY}  # of what DDP sends
 
 
@@ -65,6 +66,8 @@ class _Planner:
 
     def plan(self, name: str, config: Config) -> Plan:
         plan, factor = self.forecast(config), _SENT.get(name, 1.0)
+        if name in _IN_BUCKETS:
+            plan = with_buckets(plan)
         if factor != 1.0:
             groups = [
                 replace(group, collectives=tuple(replace(one, nbytes=round(one.nbytes * factor)) for one in group.collectives))
@@ -76,7 +79,7 @@ class _Planner:
         flops = sum(group.trace.flops * len(group.groups) for group in model.groups) / sum(len(group.groups) for group in model.groups)
         return Plan(
             config=config,
-            peak=None if name.startswith("zero") or factor != 1.0 else _peak(name, plan),
+            peak=None if name.startswith("zero") or factor != 1.0 else plan.worst.trace.peak,
             sent=max(sum(one.sent for one in group.collectives) for group in plan.groups),
             flops=flops,
             forecast=plan,
@@ -87,18 +90,10 @@ class _Planner:
         fits, too_many = 0, int(config.model["num_hidden_layers"]) + 1
         while too_many - fits > 1:
             layers = (fits + too_many) // 2
-            if _peak(SMALLER, self.forecast(variant(SMALLER, config, layers))) <= peak:
+            if with_buckets(self.forecast(variant(SMALLER, config, layers))).worst.trace.peak <= peak:
                 fits = layers
             else:
                 too_many = layers
         if fits == 0:
             raise ConfigError(f"{SMALLER}: no model of this width fits {peak:,} bytes, what SDP needs; leave it out of --methods")
         return fits
-
-
-def _peak(name: str, plan: Forecast) -> int:
-    """Bytes at most. DDP's buckets, of which gradients are views, live through the whole step; it is traced with gradients that come and
-    go.
-    """
-    trace = plan.worst.trace
-    return trace.state.total + trace.activations if name in (DDP, "ddp-recompute", SMALLER) else trace.peak

@@ -21,12 +21,14 @@ _LARGE = 1e9  # bytes: below, a peak is not judged
 class Race:
     """All methods over one ``link`` (None: this machine's own), of so many bytes a second in either direction of a rank.
 
-    ``turns``: by method, seconds of a step in every round by how it was taken, and ``sent_bytes`` of one rank's step.
+    ``turns``: by method, seconds of a step in every round by how it was taken, and ``sent_bytes`` of one rank's step, None where these are
+    not measured; ``uncounted`` says why.
     """
 
     link: str | None
     speed: float | None
     turns: Mapping[str, Mapping[str, Any]]
+    uncounted: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,10 @@ class Report:
         return rows
 
     def to_json(self) -> dict[str, Any]:
-        races = [{"link": race.link, "bytes_per_second": race.speed, "methods": self.rows(race)} for race in self.races]
+        races = [
+            {"link": race.link, "bytes_per_second": race.speed, "sent_bytes_not_measured": race.uncounted, "methods": self.rows(race)}
+            for race in self.races
+        ]
         return {"settings": dict(self.settings), "losses": {name: facts["losses"] for name, facts in self.facts.items()}, "races": races}
 
 
@@ -139,6 +144,8 @@ def _markdown(report: Report, content: Mapping[str, Any]) -> str:
     for race in content["races"]:
         title = _title(race)
         lines += ["", f"## {title[0].upper()}{title[1:]}", "", *_table(race, _unit(report))]
+        if race["sent_bytes_not_measured"]:
+            lines += ["", f"Sent bytes are not measured: {race['sent_bytes_not_measured']}. In parentheses what is planned."]
         lines += ["", *_aims(race)] if _aims(race) else []
     return "\n".join(lines) + "\n"
 
@@ -168,7 +175,7 @@ def _table(race: Mapping[str, Any], unit: str) -> list[str]:
             f"{row['tokens_per_second']:,.0f}",
             f"{row['compute_seconds']:.3f}",
             f"{row['exposed_seconds']:.3f}",
-            _beside(row["sent_bytes"] / 1e6, row["planned_sent_bytes"] / 1e6, ",.2f"),
+            _beside(row["sent_bytes"] and row["sent_bytes"] / 1e6, row["planned_sent_bytes"] / 1e6, ",.2f"),
             f"{row['model_flops_per_second'] / 1e9:.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -176,9 +183,9 @@ def _table(race: Mapping[str, Any], unit: str) -> list[str]:
 
 
 def _beside(measured: float | None, planned: float | None, spec: str) -> str:
-    if measured is None:
+    if measured is None and planned is None:
         return "–"
-    return format(measured, spec) + (f" ({format(planned, spec)})" if planned is not None else "")
+    return ("–" if measured is None else format(measured, spec)) + (f" ({format(planned, spec)})" if planned is not None else "")
 
 
 def _aims(race: Mapping[str, Any]) -> list[str]:

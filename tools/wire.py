@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,15 +18,26 @@ from torch.distributed import distributed_c10d
 
 # Offsets of tcpi_bytes_sent and tcpi_bytes_retrans, 8 bytes each, in Linux's struct tcp_info (since 4.19).
 _SENT, _AGAIN, _LENGTH = 200, 208, 216
+_SOCKETS = Path("/proc/self/fd")
+
+
+def why_not_counted(device: torch.device) -> str | None:
+    """Why :func:`sent_by_this_process` does not say what collectives on ``device`` send, or None where it does."""
+    if device.type == "cuda":
+        return "what NCCL sends over NVLink, shared memory or InfiniBand is on no TCP connection"
+    if sent_by_this_process() is None:
+        return f"this {sys.platform} kernel does not tell what a TCP connection sent; Linux does, from 4.19 on"
+    return None
 
 
 def sent_by_this_process() -> int | None:
     """Bytes that this process's open TCP connections have sent, once each, with what gloo adds to tensors; None where the kernel does not
-    tell. Collectives over NCCL use no such connections.
+    tell. It has one at least: to the store of its process group.
     """
+    if not _SOCKETS.is_dir() or not hasattr(socket, "TCP_INFO"):
+        return None
     total = 0
-    folder = Path("/proc/self/fd")
-    for entry in folder.iterdir() if folder.exists() else []:
+    for entry in _SOCKETS.iterdir():
         try:
             if not str(entry.readlink()).startswith("socket:"):
                 continue
