@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -119,7 +118,7 @@ def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def tensors_of(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
     optimizer: Optimizer,
     placed: Callable[[str, torch.Tensor], tuple[str, Any]],

@@ -38,7 +38,11 @@ class SavedState:
         known = backend.layout.buffers
         named = ((name, buffer) for name, buffer in backend.module.named_buffers() if name in known)
         buffers = {name: buffer for name, buffer in named if to_load or self._gives(known[name])}
-        return checkpoint.tensors_of(backend.parameters, buffers, self._optimizer, self._placed)
+        return checkpoint.tensors_of(self._stepped(), buffers, self._optimizer, self._placed)
+
+    def _stepped(self) -> Mapping[str, torch.Tensor]:
+        """The parameters as the optimizer has them."""
+        return self._backend.parameters
 
     def _gives(self, buffer: TensorInfo) -> bool:
         layout = self._backend.layout
@@ -54,8 +58,9 @@ class SavedState:
 
     def loaded(self) -> None:
         """To be called once :meth:`tensors` were filled: what the first slice of a parameter has for all (a step count) the others get."""
+        stepped = self._stepped()
         for slices in self._backend.layout.wholes.values():
-            here = [self._backend.parameters[info.name] for info in slices if info.name in self._backend.parameters]
+            here = [stepped[info.name] for info in slices if info.name in stepped]
             for parameter in here[1:]:
                 for key, value in self._optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor) and value.shape != parameter.shape:

@@ -37,6 +37,29 @@ class Enabled(Section):
     enabled: bool = False
 
 
+class FP16Section(Section):
+    """DeepSpeed's ``fp16``: float16, its gradients kept from underflow by a loss that is multiplied by ``loss_scale``.
+
+    0: by a scale that starts at 2 to the power ``initial_scale_power``. A step that overflows is skipped, and halves it once ``hysteresis``
+    of them have (a good step forgives them where ``consecutive_hysteresis``), down to ``min_loss_scale``; after ``loss_scale_window``
+    steps without one it is doubled.
+    """
+
+    enabled: bool = False
+    loss_scale: Annotated[float, Field(ge=0)] = 0.0
+    initial_scale_power: Annotated[int, Field(ge=0, le=64)] = 16
+    loss_scale_window: PositiveInt = 1000
+    hysteresis: PositiveInt = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _begins_above_the_minimum(self) -> Self:
+        if self.loss_scale == 0 and self.min_loss_scale > 2**self.initial_scale_power:
+            raise ValueError(f"min_loss_scale {self.min_loss_scale} is more than the scale at the start, 2^{self.initial_scale_power}")
+        return self
+
+
 class ZeroSection(Section):
     """How state is sharded inside an SDP group (0 replicas, 1 optimizer, 2 + gradients, 3 + parameters)."""
 
@@ -221,6 +244,7 @@ class Config(Section):
     optimizer: NamedParams | None = None
     scheduler: NamedParams | None = None
     bf16: Enabled = Enabled()
+    fp16: FP16Section = FP16Section()
     zero_optimization: ZeroSection = ZeroSection()
     tensor_parallel: TensorParallelSection = TensorParallelSection()
     activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
@@ -235,6 +259,16 @@ class Config(Section):
 
     _hints: tuple[str, ...] = PrivateAttr(default=())
     _deepspeed: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16", "float16"]:
+        """torch's name of the type that the model computes in."""
+        return "bfloat16" if self.bf16.enabled else "float16" if self.fp16.enabled else "float32"
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of one element of it."""
+        return 4 if self.precision == "float32" else 2
 
     @property
     def deepspeed(self) -> dict[str, Any]:
@@ -345,18 +379,23 @@ def _refuse_beside_neurons(config: Config) -> None:
 
 
 def _refuse_beside_deepspeed(config: Config) -> None:
-    stage = config.zero_optimization.stage
     unavailable = {
         "tensor_parallel.autotp_size": (config.tensor_parallel.autotp_size > 1, config.tensor_parallel.autotp_size, 'use 1, or "fsdp2"'),
         "training.compile": (config.training.compile, True, 'use false, or sdp.engine "fsdp2"'),
         "sdp.branch_scale": (config.sdp.branch_scale != "none", config.sdp.branch_scale, 'use "none", or sdp.engine "fsdp2"'),
-        # DeepSpeed takes a step while it builds the optimizer, which decays the weights.
-        "bf16.enabled": (config.bf16.enabled and stage == 0, True, "set zero_optimization.stage to 1, 2 or 3"),
     }
     for path, (refused, value, remedy) in unavailable.items():
         if refused:
-            beside = f'sdp.engine "deepspeed" and zero_optimization.stage {stage}' if path == "bf16.enabled" else 'sdp.engine "deepspeed"'
-            raise ConfigError(f"{path}: {json.dumps(value)} is not available in this version beside {beside}; {remedy}")
+            raise ConfigError(f'{path}: {json.dumps(value)} is not available in this version beside sdp.engine "deepspeed"; {remedy}')
+
+
+def _refuse_fp16(config: Config) -> None:
+    if not config.fp16.enabled:
+        return
+    if config.sdp.engine != "deepspeed":
+        raise ConfigError(f'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "{config.sdp.engine}" use bf16')
+    if config.bf16.enabled:
+        raise ConfigError("fp16.enabled: true beside bf16.enabled; a model computes in one of them, leave one out")
 
 
 def _refuse_group_sizes(config: Config) -> None:
@@ -375,6 +414,7 @@ def _refuse_unavailable(config: Config) -> None:
     """A setting that this version cannot honour is an error, never ignored."""
     sdp = config.sdp
     _refuse_group_sizes(config)
+    _refuse_fp16(config)
     if sdp.granularity == "neuron":
         _refuse_beside_neurons(config)
     if sdp.engine == "deepspeed":

@@ -32,7 +32,8 @@ HINTS = frozenset(
 
 # Semantics that we cannot honour: an error unless at DeepSpeed's neutral value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "fp16.enabled": (False,),
+    "fp16.auto_cast": (False,),
+    "fp16.fp16_master_weights_and_grads": (False,),
     "amp.enabled": (False,),
     "flops_profiler.enabled": (False,),
     "comms_logger.enabled": (False,),
@@ -102,8 +103,9 @@ WHY_NOT_DEEPSPEED: dict[str, str] = {
     "progressive_layer_drop.enabled": _NOT_BUILT,
     "eigenvalue.enabled": _NOT_BUILT,
     "sparse_attention": _NOT_BUILT,
-    "fp16.enabled": "its loss scale is each group's own; use bf16",
-    "amp.enabled": "its loss scale is each group's own; use bf16",
+    "fp16.auto_cast": "inputs would be cast in training alone; cast them in the model",
+    "fp16.fp16_master_weights_and_grads": _ROUNDED,
+    "amp.enabled": "DeepSpeed has it no more; use bf16, or fp16",
 }
 
 # Sections with a switch: their other keys do not matter while it is off.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
     return total
 
 
-def check_holders(layout: Layout, parameters: dict[str, torch.nn.Parameter], optimizer: Optimizer, rank: int, *, sharded: bool) -> None:
+def check_holders(layout: Layout, parameters: Mapping[str, torch.Tensor], optimizer: Optimizer, rank: int, *, sharded: bool) -> None:
     """Compare every unit's weights and optimizer state bitwise across its holders. Collective.
 
     Raises :class:`DivergenceError` on every rank, naming the unit and the groups that disagree.
@@ -71,6 +71,15 @@ def check_agreement(facts: str, keys: str, device: torch.device) -> None:
         raise ConfigError(f"{keys}: ranks have different values; start all with the same configuration")
 
 
+def check_loss_scale(scale: str, device: torch.device) -> None:
+    """Raise :class:`DivergenceError` on every rank unless all have the same loss scale and counts of overflows. Collective."""
+    if _differs(scale, device):
+        raise DivergenceError(
+            "fp16: ranks have different loss scales, or counts of steps without an overflow; ranks that skip alike cannot: check the "
+            "hardware, and resume from the last checkpoint"
+        )
+
+
 def _differs(facts: str, device: torch.device) -> bool:
     digest = int(hashlib.sha256(facts.encode()).hexdigest()[:15], 16)
     extremes = torch.tensor([digest, -digest], device=device)
@@ -78,7 +87,7 @@ def _differs(facts: str, device: torch.device) -> bool:
     return bool(extremes[0] != -extremes[1])
 
 
-def _state_of(optimizer: Optimizer, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+def _state_of(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
     state = optimizer.state.get(parameter, {})
     return [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor) and value.dim()]
 

@@ -38,7 +38,7 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     """
     plan = values_to_give(model, config, layout)
     if config.sdp.in_one_process:
-        compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
+        compute_dtype = getattr(torch, config.precision)
         give_values(model, layout, plan, device, Shard())
         kind = VectorizedBackend if config.sdp.engine == "vectorized" else ReferenceBackend
         backend = kind(model, layout, device, compute_dtype=compute_dtype)
@@ -63,7 +63,7 @@ def build_native(
     """
     at = layout.mesh.coordinates(dist.get_rank())
     traffic = Traffic()
-    compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
+    compute_dtype = getattr(torch, config.precision)
     tensor_ranks = _tensor_ranks(layout, at, traffic)
     sliced = config.sdp.granularity == "neuron"
     # Tensor parallelism cuts slices, but blocks that are skipped must be its before they are put aside.

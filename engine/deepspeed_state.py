@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from .backends.deepspeed import DeepSpeedBackend
 from .backends.deepspeed_private import local_part
 from .backends.deepspeed_shards import partition_numel
+from .backends.deepspeed_whole import untrained_part
 from .checkpoint_part import Part
 from .checkpoint_state import SavedState
 from .consistency import CHUNK, compare_sums
@@ -55,6 +56,9 @@ class DeepSpeedState(SavedState):
 
     _backend: DeepSpeedBackend
 
+    def _stepped(self) -> Mapping[str, torch.Tensor]:
+        return self._backend.stepped
+
     def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
         backend = self._backend
         if backend.zero is None:
@@ -98,13 +102,15 @@ class DeepSpeedState(SavedState):
         for name in backend.parameters:
             info = backend.layout.parameters[name]
             if name not in trained and (to_load or self._saves(info)):
-                for start, values in backend.untrained_part(name):
+                for start, values in untrained_part(backend, name):
                     tensors[f"model/{info.canonical}"] = part_of(info, start, values)
         return tensors
 
     def loaded(self) -> None:
         if self._backend.zero is None:
             super().loaded()
+            if self._backend.copies is not None:
+                self._backend.copies.spread_masters()
             return
         self._spread_counts()
         self._backend.zero.spread_masters()
@@ -165,10 +171,9 @@ def check_holders(backend: DeepSpeedBackend) -> None:
 
 def measured_bytes(backend: DeepSpeedBackend, gradient_bytes: int) -> StateBytes:
     """Bytes of the local tensors that exist: the model's and, where they are others, float32 masters; gradients as at the last step."""
-    assert backend.zero is not None
     held = sum(local_part(p).nbytes for p in backend.parameters.values())
     copies = sum(local_part(p).nbytes for p in backend.frozen.values())
-    masters = sum(master.nbytes for master in backend.zero.masters)
+    masters = sum(master.nbytes for master in backend.masters)
     states = backend.deepspeed.basic_optimizer.state.values()
     moments = sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
     return StateBytes(held + masters, gradient_bytes, moments, copies)
@@ -176,7 +181,7 @@ def measured_bytes(backend: DeepSpeedBackend, gradient_bytes: int) -> StateBytes
 
 def predicted_bytes(backend: DeepSpeedBackend) -> StateBytes:
     """The same by the placement and DeepSpeed's padding."""
-    ranks, compute = backend.ranks_inside, 2 if backend.compute_dtype == torch.bfloat16 else 4
+    ranks, compute = backend.ranks_inside, backend.compute_dtype.itemsize
     infos = backend.layout.parameters
 
     def numel(name: str) -> int:
@@ -184,5 +189,8 @@ def predicted_bytes(backend: DeepSpeedBackend) -> StateBytes:
 
     held = compute * sum(numel(name) for name in backend.parameters)
     copies = compute * sum(numel(name) for name in backend.frozen)
-    partitions = 4 * sum(partition_numel(bundle, backend.stage, ranks) for bundle in backend.bundles)
-    return StateBytes(held + partitions, partitions, partitions * state_tensors(backend.deepspeed.basic_optimizer), copies)
+    stepped = sum(partition_numel(bundle, backend.stage, ranks) for bundle in backend.bundles)
+    masters = 4 * stepped if backend.stage or compute == 2 else 0
+    # Averages of groups are float32; with one group they stay as DeepSpeed has them.
+    averaged = 4 if backend.installed or (backend.zero is not None and backend.zero.offloaded) else compute
+    return StateBytes(held + masters, averaged * stepped, 4 * stepped * state_tensors(backend.deepspeed.basic_optimizer), copies)

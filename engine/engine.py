@@ -47,6 +47,7 @@ class SDPEngine(EngineFacts):
         self.global_samples = 0
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
+        self._excused_in_a_row = 0  # of these, at a loss scale that could be lowered
         self._grad_norm: float | None = None
         self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
         self._loss: float | None = None
@@ -87,7 +88,8 @@ class SDPEngine(EngineFacts):
         """At the accumulation boundary: clip by the global norm, update the weights, advance the schedule; else only count.
 
         A step whose gradient is no number, in whichever group, is skipped by all: weights, optimizer and schedule stay, and
-        ``skipped_steps`` counts it. Raises DivergedError after more than ``training.max_skips`` of them in a row.
+        ``skipped_steps`` counts it. Raises DivergedError after more than ``training.max_skips`` of them in a row, of which those at a
+        dynamic loss scale above its minimum do not count.
         """
         if not self._syncing:
             raise RuntimeError("step() inside no_sync(): gradients are not averaged there; leave the block first")
@@ -105,12 +107,22 @@ class SDPEngine(EngineFacts):
         self._grad_norm, self._losses = math.sqrt(squared_norm), []
         if math.isfinite(self._grad_norm):  # the norm is of all groups' gradients, so all ranks decide alike
             self._apply(gradients, self._grad_norm)
-            self._skipped_in_a_row = 0
+            self._note_skip(False)
         else:
+            excused = self._may_lower_scale
             self._skip()
             self.skipped_steps += 1
-            self._skipped_in_a_row += 1
+            self._note_skip(True, excused=excused)
         self._count_step()
+
+    def _note_skip(self, skipped: bool, *, excused: bool = False) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._excused_in_a_row = self._excused_in_a_row + excused if skipped else 0
+
+    @property
+    def _may_lower_scale(self) -> bool:
+        """Whether an overflow may say no more than that a loss scale is too high."""
+        return False
 
     def _count_step(self) -> None:
         """A step was taken, or skipped by all."""
@@ -143,15 +155,17 @@ class SDPEngine(EngineFacts):
             self.lr_scheduler.step()
 
     def _tell_of_skip(self, norm: float | None) -> None:
-        allowed = self.config.training.max_skips
-        if self._skipped_in_a_row > allowed:
+        allowed, counted = self.config.training.max_skips, self._skipped_in_a_row - self._excused_in_a_row
+        scale = self.get_loss_scale()
+        at_scale = "" if scale is None else f" (the loss scale is now {scale:g})"
+        if counted > allowed:
             raise DivergedError(
-                f"the gradient's norm is {norm} at step {self.global_steps}, for the {self._skipped_in_a_row}. time in a row "
+                f"the gradient's norm is {norm}{at_scale} at step {self.global_steps}, for the {counted}. time in a row "
                 f"(training.max_skips {allowed}); the weights are those after step {self.global_steps - self._skipped_in_a_row}: lower the "
                 "learning rate, or resume from an earlier checkpoint"
             )
-        log.warning("step %d was skipped by all groups: the gradient's norm is %s (%d in a row, training.max_skips %d)",
-                    self.global_steps, norm, self._skipped_in_a_row, allowed)  # fmt: skip
+        log.warning("step %d was skipped by all groups: the gradient's norm is %s%s (%d in a row, training.max_skips %d)",
+                    self.global_steps, norm, at_scale, counted, allowed)  # fmt: skip
 
     def zero_grad(self) -> None:
         """Drop all gradients, those of earlier micro-batches too."""
@@ -180,6 +194,10 @@ class SDPEngine(EngineFacts):
     def get_global_grad_norm(self) -> float | None:
         """Norm of the full model's averaged gradient before clipping, at the last step; None before the first."""
         return self._grad_norm
+
+    def get_loss_scale(self) -> float | None:
+        """What losses are multiplied by in the step to come (``fp16``); None where they are not."""
+        return None
 
     def get_loss(self) -> float | None:
         """Mean loss of the last step, over its micro-batches and all ranks; None before the first."""
@@ -267,6 +285,7 @@ class SDPEngine(EngineFacts):
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
             "skipped_steps": self.skipped_steps,
+            "loss_scale": self._scale_state(),
             "has_optimizer_state": bool(self.optimizer.state),  # not before the first step that was no skip
             "mesh": self._saved.mesh_shape(),
             "placement": self.layout.placement.to_json(),
@@ -327,7 +346,9 @@ class SDPEngine(EngineFacts):
         set_random_state(random)
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
-        self.skipped_steps, self._skipped_in_a_row = state.get("skipped_steps", 0), 0
+        self.skipped_steps = state.get("skipped_steps", 0)
+        self._note_skip(False)
+        self._set_scale_state(state.get("loss_scale"))
         if self.lr_scheduler is not None and state["scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["scheduler"])
         self._set_lr(state.get("learning_rates", ()))  # torch's schedulers do not set it when they are loaded
@@ -337,6 +358,13 @@ class SDPEngine(EngineFacts):
 
     def _materialise_state(self) -> None:
         checkpoint.materialise_state(self.optimizer)
+
+    def _scale_state(self) -> dict[str, float] | None:
+        """A dynamic loss scale and its counts."""
+        return None
+
+    def _set_scale_state(self, state: Mapping[str, float] | None) -> None:
+        """Go on from a dynamic loss scale of a checkpoint, where there is one in both."""
 
     def _set_lr(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
@@ -354,4 +382,8 @@ class SDPEngine(EngineFacts):
     def check_holders(self) -> None:
         """Compare weights and optimizer state bitwise across holders; raises DivergenceError naming the unit. Collective."""
         if self.world_size > 1:
-            check_holders(self.layout, self._backend.parameters, self.optimizer, self.global_rank, sharded=self._shards > 1)
+            check_holders(self.layout, self._stepped(), self.optimizer, self.global_rank, sharded=self._shards > 1)
+
+    def _stepped(self) -> Mapping[str, torch.Tensor]:
+        """This rank's parameters as the optimizer has them."""
+        return self._backend.parameters

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from . import checkpoint
 from .backends.deepspeed import DeepSpeedBackend
 from .clip import clip_
+from .consistency import check_loss_scale
 from .deepspeed_state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
 from .engine import SDPEngine
 from .memory import StateBytes
@@ -42,19 +44,28 @@ class DeepSpeedSDPEngine(SDPEngine):
 
     def _step_of_deepspeed(self) -> None:
         """With one group the step is DeepSpeed's alone, its norm and its clipping; a gradient that is not finite is skipped."""
-        backend, skipped = self._backend, self.deepspeed.skipped_steps
+        backend, skipped, scale = self._backend, self.deepspeed.skipped_steps, self._backend.scale.value
+        excused = self._may_lower_scale
         self._gradient_bytes = sum(gradient.nbytes for gradient in backend.gradients())
         totals = backend.squared_grad_norm_and_loss(torch.stack(self._losses).double().mean()).tolist()
         self._grad_norm, self._loss, self._losses = math.sqrt(totals[0]), totals[1], []
         if math.isfinite(self._grad_norm):
             self.deepspeed.step()
             norm = self.deepspeed.get_global_grad_norm()
-            self._grad_norm = self._grad_norm if norm is None else float(norm)
+            if norm is not None:  # at stage 0 it is that of the scaled gradients
+                self._grad_norm = float(norm) / (scale if backend.zero is None else 1.0)
         else:
             backend.skip_step()
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.deepspeed.skipped_steps > skipped else 0
+        self._note_skip(self.deepspeed.skipped_steps > skipped, excused=excused)
         self.skipped_steps = self.deepspeed.skipped_steps
         self._count_step()
+
+    @property
+    def _may_lower_scale(self) -> bool:
+        return self._backend.scale.can_be_lowered
+
+    def get_loss_scale(self) -> float | None:
+        return self._backend.scale.value if self.config.fp16.enabled else None
 
     def _gradients(self) -> list[torch.Tensor]:
         return self._backend.gradients()
@@ -79,9 +90,20 @@ class DeepSpeedSDPEngine(SDPEngine):
     def _state_to_save(self) -> DeepSpeedState:
         return DeepSpeedState(self._backend, self.optimizer, self.global_rank)
 
+    def _scale_state(self) -> dict[str, float] | None:
+        return self._backend.scale.state()
+
+    def _set_scale_state(self, state: Mapping[str, float] | None) -> None:
+        self._backend.scale.load(state)
+        self._check_loss_scale()
+
+    def _check_loss_scale(self) -> None:
+        if self.config.fp16.enabled:
+            check_loss_scale(f"{self._backend.scale.value} {self._backend.scale.state()}", self.device)
+
     def _materialise_state(self) -> None:
         if self._backend.zero is None:
-            super()._materialise_state()
+            checkpoint.materialise_state(self.deepspeed.basic_optimizer)
         else:
             materialise_state(self._backend)
 
@@ -105,20 +127,22 @@ class DeepSpeedSDPEngine(SDPEngine):
                 group["lr"] = rates[options]
 
     def check_holders(self) -> None:
+        self._check_loss_scale()
         if self._backend.zero is None:
             super().check_holders()
         elif self._backend.installed:
             check_holders(self._backend)
 
+    def _stepped(self) -> Mapping[str, torch.Tensor]:
+        return self._backend.stepped
+
     # -- facts -----------------------------------------------------------------------------------------------------------------
 
     def measured_state_bytes(self) -> StateBytes:
-        if self._backend.zero is None:
-            return super().measured_state_bytes()
         return measured_bytes(self._backend, self._gradient_bytes)
 
     def predicted_state_bytes(self) -> StateBytes:
-        return super().predicted_state_bytes() if self._backend.zero is None else predicted_bytes(self._backend)
+        return predicted_bytes(self._backend)
 
     def planned_traffic(self) -> Traffic:
         """Bytes that this rank sends in a step but for DeepSpeed's messages inside its group, which ``comms_logger`` counts."""

@@ -87,7 +87,7 @@ class EngineFacts:
         return self.config.bf16.enabled
 
     def fp16_enabled(self) -> bool:
-        return False
+        return self.config.fp16.enabled
 
     def zero_optimization_stage(self) -> int:
         return self.config.zero_optimization.stage
@@ -140,7 +140,7 @@ class EngineFacts:
 
     @property
     def _compute_bytes(self) -> int:
-        return 2 if self.config.bf16.enabled else 4
+        return self.config.compute_bytes
 
     @property
     def _shards(self) -> int:

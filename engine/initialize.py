@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from . import environment
 from .batch_size import BatchSize
-from .config import Config, SDPSection, load_config
+from .config import Config, FP16Section, SDPSection, load_config
 from .consistency import check_placement
 from .construct import build_backend
 from .engine import SDPEngine
@@ -262,5 +262,9 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
     if config.training.init_from is not None:
         log.info("weights: start from those in %s", config.training.init_from)
     log.info("%s", optimizer_note)
+    if config.fp16.enabled and config.zero_optimization.stage == 0:
+        for key in ("hysteresis", "consecutive_hysteresis"):
+            if getattr(config.fp16, key) != FP16Section.model_fields[key].default:
+                log.warning("fp16.%s has no effect at zero_optimization.stage 0, where DeepSpeed halves the scale at every overflow", key)
     if config.hints:
         log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(config.hints))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from . import environment
 from .activations import checkpoint_activations
 from .backends import deepspeed_private
 from .backends.deepspeed import DeepSpeedBackend, GroupsOfRanks
+from .backends.deepspeed_optimizers import unstepped
 from .backends.deepspeed_shards import Bundle, partition_numel
 from .batch_size import BatchSize
 from .clock import clock
@@ -48,11 +50,13 @@ def initialize_deepspeed(
     ``groups``: the user's parameter groups by canonical names. With one group all is DeepSpeed's as the file and the arguments say.
     """
     package = deepspeed_private.load()
+    if config.fp16.enabled:
+        deepspeed_private.require_float16()
     deepspeed_private.forget_process_groups()
     deepspeed_private.set_verbosity(config.deepspeed)
     installed, stage = layout.mesh.sdp > 1, config.zero_optimization.stage
-    check_agreement(f"zero_optimization.stage {stage}, bf16 {config.bf16.enabled}", "zero_optimization.stage and bf16.enabled", device)
-    compute_dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
+    check_agreement(f"{stage}, {config.precision}, {config.fp16}", "zero_optimization.stage, bf16 and fp16", device)
+    compute_dtype = getattr(torch, config.precision)
     plan = values_to_give(model, config, layout)
     if plan is None:
         take_values_of_rank_0(model, device)
@@ -72,6 +76,7 @@ def initialize_deepspeed(
     note = "optimizer: DeepSpeed's, as the configuration or the script says"
     scheduler: Any = lr_scheduler
     given: Any = optimizer
+    building: AbstractContextManager[None] = nullcontext()
     if installed or (optimizer is None and config.optimizer is None):
         ours = [
             {**_options(groups[bundle.options]), "params": [parameters[name] for name in bundle.names]} for bundle in held
@@ -83,6 +88,7 @@ def initialize_deepspeed(
         if installed:
             scheduler = _scheduler(config, lr_scheduler, given, [bundle.options for bundle in held])
             _hand_over(settings, config)
+            building = unstepped(given)
     process_groups = GroupsOfRanks(layout, bundles, stage)
     if stage == 3:
         # DeepSpeed's default cuts a large unit into several groups.
@@ -93,7 +99,7 @@ def initialize_deepspeed(
             deepspeed_private.let_groups_differ()
     unbuilt = given is None or not isinstance(given, Optimizer)
     try:
-        with environment.alone_if_unlaunched():  # DeepSpeed asks for a launcher's variables
+        with environment.alone_if_unlaunched(), building:  # DeepSpeed asks for a launcher's variables
             _, _, _, scheduler = made = package.initialize(
                 model=model,
                 optimizer=given,
@@ -102,11 +108,11 @@ def initialize_deepspeed(
                 mpu=process_groups.mpu,
                 config=settings,
             )
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ValueError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(f'sdp.engine "deepspeed": DeepSpeed refuses its configuration ({reason}); change what it names') from error
     engine = made[0]
-    deepspeed_private.check_engine(package, engine, stage)
+    deepspeed_private.check_engine(package, engine, stage, config.precision)
     backend = DeepSpeedBackend(
         engine, layout, bundles, process_groups, stand_ins, device, stage=stage, compute_dtype=compute_dtype, traffic=Traffic()
     )
@@ -202,6 +208,7 @@ def _refuse_small_sub_groups(config: Config, bundles: Sequence[Bundle], layout: 
 def _check_partitions(backend: DeepSpeedBackend, parameters: Mapping[str, nn.Parameter]) -> None:
     """DeepSpeed has cut what we think it has: the same parameters in the same order, partitions of the same sizes."""
     if backend.zero is None:
+        _check_copies(backend)
         return
     members = [[id(p) for p in group] for group in backend.zero.members]
     expected = [[id(parameters[name]) for name in bundle.names] for bundle in backend.bundles]
@@ -211,3 +218,9 @@ def _check_partitions(backend: DeepSpeedBackend, parameters: Mapping[str, nn.Par
             "DeepSpeed has partitioned the parameters in another way than is known of it, so that shards of holders would not align; "
             'remove settings of zero_optimization that change partitions, or use sdp.engine "fsdp2"'
         )
+
+
+def _check_copies(backend: DeepSpeedBackend) -> None:
+    """At stage 0 in half precision DeepSpeed has a float32 copy of every parameter that is trained, and of no other."""
+    if backend.copies is not None and set(backend.copies.masters) != {name for bundle in backend.bundles for name in bundle.names}:
+        raise ModelError("DeepSpeed has float32 copies of other parameters than are trained; use zero_optimization.stage 1")

@@ -185,7 +185,7 @@ class GradientSync:
         left = self._pending[self._next :]
         for parameter in chain(self._alone, *(pending.parameters for pending in left)):
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         for pending in left:
             pending.missing = 0
         self._launch_ready()

@@ -178,7 +178,7 @@ def _run(
             ledger = watched_step(engine, layout.blocks, middles, batch)
     shards = layout.mesh.shards(config.zero_optimization.stage)
     return _Run(
-        state=predict_state_bytes(full, rank, optimizer, shards=shards, compute_bytes=2 if config.bf16.enabled else 4),
+        state=predict_state_bytes(full, rank, optimizer, shards=shards, compute_bytes=config.compute_bytes),
         windows=ledger.windows,
         flops=ledger.flops,
         tensor_parallel=native.traffic.buffers("tensor parallel"),

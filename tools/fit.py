@@ -141,6 +141,6 @@ def _most_state(config: Config, world: int) -> int:
     optimizer, _ = make_optimizer(config.optimizer, None, stand_in, torch.device("cpu"), grouped=True)
     options: dict[str, Any] = {
         "shards": mesh.shards(config.zero_optimization.stage),
-        "compute_bytes": 2 if config.bf16.enabled else 4,
+        "compute_bytes": config.compute_bytes,
     }
     return max(predict_state_bytes(layout, mesh.rank(group), optimizer, **options).total for group in range(mesh.sdp))

@@ -163,7 +163,7 @@ def _group(
 ) -> GroupForecast:
     trace = trace_step(build, config, layout, batch, groups[0])
     mesh, at = layout.mesh, layout.mesh.coordinates(trace.rank)
-    stage, compute = config.zero_optimization.stage, 2 if config.bf16.enabled else 4
+    stage, compute = config.zero_optimization.stage, config.compute_bytes
     collectives = plan_collectives(layout, trace.rank, stage=stage, accumulation=size.accumulation, compute_bytes=compute)
     neighbours = tuple(mesh.grid[at.sdp, at.fsdp].tolist())
     refreshed = {refresh.members for refresh in layout.refreshes if at.sdp in refresh.members}

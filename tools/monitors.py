@@ -19,6 +19,7 @@ from ..engine.errors import ConfigError
 TRAIN_TAGS = {
     "loss": "Train/Samples/train_loss",
     "lr": "Train/Samples/lr",
+    "loss_scale": "Train/Samples/loss_scale",
     "grad_norm": "Train/grad_norm",
     "tokens_per_second": "Train/tokens_per_second",
     "samples_per_second": "Train/samples_per_second",

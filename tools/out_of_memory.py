@@ -43,7 +43,7 @@ def remedies(config: Config) -> list[str]:
         found.append(f"an sdp.capacity below {_capacity(config):g} (down to {_lowest(config):g} with {config.sdp.groups} groups)")
     if config.sdp.groups == 1:
         found.append("several sdp.groups with a capacity below 1")
-    if not config.bf16.enabled:
+    if config.compute_bytes == 4:
         found.append("bf16.enabled (halves activations)")
     if config.data.name is None:
         found.append("a shorter data.sequence_length")

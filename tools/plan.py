@@ -137,8 +137,7 @@ def _print(plan: Forecast, others: list[Forecast], notes: list[str], world: str)
     machine = plan.machine
     nodes = f"{len(machine.slots)} node{'s' * (len(machine.slots) > 1)} of up to {max(machine.slots)}"
     parameters = sum(info.numel for info in layout.parameters.values()) / 1e6
-    precision = "bfloat16" if config.bf16.enabled else "float32"
-    print(f"{config.model['name']}, {parameters:,.2f} M parameters, {precision}; {world} on {nodes}")
+    print(f"{config.model['name']}, {parameters:,.2f} M parameters, {config.precision}; {world} on {nodes}")
     print(f"{plan.batch.train:,} samples a step = micro-batch {plan.batch.micro} × accumulation {plan.batch.accumulation} × "
           f"{layout.mesh.data_ranks} data ranks; activation checkpointing: {config.activation_checkpointing.mode}")  # fmt: skip
     if layout.units and layout.mesh.sdp > 1:

@@ -227,6 +227,8 @@ class Trainer:
             "comm_bytes_by_kind": busiest,
             "skipped_steps": self.engine.skipped_steps,
         }
+        if self.engine.get_loss_scale() is not None:
+            line["loss_scale"] = self.engine.get_loss_scale()
         self.files.step(line | facts.seconds if self._times_parts else line)
         self.monitors.write(step, train_scalars(line))
         bar.update(step, facts.loss, line["tokens_per_second"], {"grad_norm": line["grad_norm"], "lr": line["lr"]})

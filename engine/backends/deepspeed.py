@@ -25,8 +25,10 @@ from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough
 from ..sync import GradientSync, WeightRefresh
 from ..traffic import Traffic
-from .deepspeed_private import GroupAsWorld, ZeroState, local_part, logged_all_reduce, logged_broadcast
+from .deepspeed_optimizers import LossScale, MasterCopies, ZeroState
+from .deepspeed_private import GroupAsWorld, local_part, logged_all_reduce, logged_broadcast
 from .deepspeed_shards import Bundle, EarlyLaunch, Piece, Route, RoutedRefresh, ShardSync, pieces_of, rank_sets, routes_of
+from .deepspeed_whole import Gathered
 
 
 class GroupsOfRanks:
@@ -90,6 +92,8 @@ class DeepSpeedBackend:
         self.parameters = {name: p for name, p in everything.items() if self.at.sdp in layout.parameters[name].holders}
         self._frozen = {name: p for name, p in everything.items() if name not in self.parameters}
         self.zero = ZeroState(engine, stage) if stage else None
+        self.copies = MasterCopies(engine, self.parameters) if not stage and compute_dtype != torch.float32 else None
+        self.scale = LossScale(engine.optimizer)
         self.bundles = [bundle for bundle in bundles if self.at.sdp in bundle.holders]
         self._exposed = 0.0
         self.options = [bundle.options for bundle in self.bundles]  # by DeepSpeed's parameter group: which of the user's it is of
@@ -116,6 +120,9 @@ class DeepSpeedBackend:
             return
         if self.zero is None:  # gradients of whole parameters: reduced as they become ready, inside and between groups at once
             self.deepspeed.enable_backward_allreduce = False
+            for parameter in self.parameters.values():
+                if parameter.requires_grad:
+                    parameter.grad_dtype = torch.float32  # sums over micro-batches and ranks, and clipping, round to no less
             buckets = self.layout.buckets(lambda _: False)
             self._hooked = GradientSync(
                 buckets, self.parameters, self.communicators.holders, self.traffic, clock=self.clock, all_reduce=logged_all_reduce
@@ -129,6 +136,18 @@ class DeepSpeedBackend:
         if self.stage == 3 and not self.zero.offloaded:  # partitions are final as they are reduced; on the host, at the end of backward
             self._early = EarlyLaunch(self._sync, self.zero.members, [master.numel() for master in self.zero.masters], self.device)
             self.zero.on_reduced(self._early.ready)
+
+    @property
+    def stepped(self) -> dict[str, torch.Tensor]:
+        """What the optimizer steps on at stage 0, whole, by canonical name: float32 copies where the model computes in half precision."""
+        return {**self.parameters, **(self.copies.masters if self.copies is not None else {})}
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """Float32 weights that the optimizer steps on beside the model's own: this rank's partitions, or copies of whole parameters."""
+        if self.zero is not None:
+            return self.zero.masters
+        return list(self.copies.masters.values()) if self.copies is not None else []
 
     @property
     def ranks_inside(self) -> int:
@@ -184,12 +203,19 @@ class DeepSpeedBackend:
         if self._early is not None and boundary:
             self._early.arm()
         try:
-            self.deepspeed.backward(loss, scale_wrt_gas=False)
+            self.deepspeed.backward(self._scaled(loss), scale_wrt_gas=False)
         except BaseException:
             self._abandon()
             raise
         if self._hooked is not None and boundary:
             self._hooked.finish()
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """DeepSpeed's step divides by the loss scale at every stage, but its backward multiplies by it under ZeRO alone."""
+        if self.compute_dtype != torch.float16:
+            return loss
+        loss = loss.float()  # a scaled one may be more than float16 has
+        return loss if self.zero is not None else loss * self.scale.value
 
     def _abandon(self) -> None:
         if self._hooked is not None:
@@ -199,7 +225,7 @@ class DeepSpeedBackend:
             self._sync.abandon()
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients by which DeepSpeed is going to step, g_u once this returns."""
+        """The gradients by which DeepSpeed is going to step, g_u times the loss scale once this returns."""
         if self.zero is None:
             return [p.grad for p in self.parameters.values() if p.grad is not None]
         if self._sync is None:  # one group: they stay as DeepSpeed has them
@@ -226,20 +252,23 @@ class DeepSpeedBackend:
             infos = self.layout.parameters
             first = self.at.fsdp == 0
             counted = [p.grad for n, p in self.parameters.items() if p.grad is not None and first and infos[n].holders[0] == self.at.sdp]
-        totals = torch.stack([squared_norm(counted, self.device), (loss / self.layout.mesh.world_size).to(self.device)])
+        squared = squared_norm(counted, self.device) / self.scale.value**2
+        totals = torch.stack([squared, (loss / self.layout.mesh.world_size).to(self.device)])
         self.all_reduce_control(totals)
         return totals
 
     def take_step(self, norm: float) -> None:
         """DeepSpeed's step: optimizer, gathers, schedule, its own counters and monitors."""
-        self.deepspeed.step()
+        with self.scale.raised_afterwards():
+            self.deepspeed.step()
         self.deepspeed._global_grad_norm = norm
         self.refresh(after_step=True)
 
     def skip_step(self) -> None:
-        """All groups skip the step: weights, optimizer and schedule stay."""
-        if self.zero is not None:
-            with self.zero.skipping():
+        """All groups skip the step: weights, optimizer and schedule stay, a dynamic loss scale is lowered."""
+        state = self.zero or self.copies
+        if state is not None:
+            with state.skipping():
                 self.deepspeed.step()
             return
         engine = self.deepspeed
@@ -265,6 +294,12 @@ class DeepSpeedBackend:
             self.traffic.record("control", "all_reduce", values.nbytes, self.layout.mesh.world_size)
             dist.all_reduce(values, op=op)
 
+    def all_reduce_inside(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over the ranks of the group in place."""
+        if self.ranks_inside > 1:
+            self.traffic.record("inside groups", "all_reduce", tensor.nbytes, self.ranks_inside)
+            dist.all_reduce(tensor, group=self._groups.inside)
+
     def planned_traffic(self) -> Traffic:
         """What this rank sends in a step, without DeepSpeed's own messages inside its group, which its communication logger counts."""
         mesh, infos, planned = self.layout.mesh, self.layout.parameters, Traffic()
@@ -289,39 +324,8 @@ class DeepSpeedBackend:
 
     # -- the full model --------------------------------------------------------------------------------------------------------
 
-    def whole(self, name: str, flats: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole of a parameter's tensor that lies in partitions; collective inside the group.
-
-        A sum of pieces, each of which one rank has: exact, whatever the cuts.
-        """
-        pieces = [(index, piece) for index, piece in self.pieces() if piece.name == name]
-        return self._joined(name, [(piece.start, flats[index].detach()[piece.at : piece.at + piece.length]) for index, piece in pieces])
-
-    def untrained_part(self, name: str) -> list[tuple[int, torch.Tensor]]:
-        """What this rank has of a parameter that no group of the optimizer has, flat, and where that begins: ZeRO 3 cuts these too."""
-        info, local = self.layout.parameters[name], local_part(self.parameters[name]).detach().view(-1)
-        alone = Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
-        ranks, rank = (self.ranks_inside, self.rank_inside) if self.stage == 3 else (1, 0)
-        return [(piece.start, local[: piece.length]) for piece in pieces_of(alone, 3, ranks, rank)]
-
-    def whole_untrained(self, name: str) -> torch.Tensor:
-        """The whole of such a parameter, float32; under ZeRO 3 collective inside the group."""
-        if self.stage < 3:
-            return self.parameters[name].detach().float()
-        return self._joined(name, self.untrained_part(name))
-
-    def _joined(self, name: str, parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        info = self.layout.parameters[name]
-        whole = torch.zeros(info.numel, dtype=torch.float32, device=self.device)
-        for start, part in parts:
-            whole[start : start + part.numel()] = part.to(self.device)
-        if self.ranks_inside > 1:
-            self.traffic.record("inside groups", "all_reduce", whole.nbytes, self.ranks_inside)
-            dist.all_reduce(whole, group=self._groups.inside)
-        return whole.view(info.shape)
-
     def _gathered(self) -> Any:
-        return _Gathered(self)
+        return Gathered(self)
 
     def evaluate(self, batches: Sequence[Any]) -> float:
         self.agree_on_buffers()
@@ -370,46 +374,3 @@ class _Called(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._hidden[0](*args, **kwargs)
-
-
-class _WholeParameters(Mapping[str, nn.Parameter]):
-    """Whole float32 parameters, gathered inside the group when one is asked for; all of its ranks must ask."""
-
-    def __init__(self, backend: DeepSpeedBackend):
-        self._backend = backend
-
-    def __getitem__(self, name: str) -> Any:
-        backend = self._backend
-        if name not in backend.parameters:
-            raise KeyError(name)
-        parameter = backend.parameters[name]
-        if backend.zero is None:
-            return parameter
-        if not parameter.requires_grad:
-            return backend.whole_untrained(name)
-        return backend.whole(name, backend.zero.masters)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._backend.parameters)
-
-    def __len__(self) -> int:
-        return len(self._backend.parameters)
-
-
-class _Gathered:
-    """The backend as one without shards: what evaluation and the whole state need to know of it."""
-
-    shards = 1
-    tensor_ranks = None
-
-    def __init__(self, backend: DeepSpeedBackend):
-        self._backend = backend
-        self.parameters = _WholeParameters(backend)
-        everyone = backend.layout.everyone
-        self.communicators = Communicators(backend.layout.mesh, backend.rank, True, holders={everyone: dist.group.WORLD})  # type: ignore[dict-item]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def gather_root(self) -> None:
-        """DeepSpeed gathers by hooks of its own."""

@@ -1,6 +1,6 @@
-"""Everything that touches DeepSpeed's private names: the versions it was tested with, and a check that the names are there.
+"""DeepSpeed's private names: the versions that they were tested with, and a check that they are there.
 
-Nothing else in the package imports ``deepspeed``.
+Nothing else in the package imports ``deepspeed``; ``deepspeed_optimizers.py`` uses what its optimizers have.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import io
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,25 +30,29 @@ _BETWEEN_GROUPS = "sdp_between_groups"  # in the tables of DeepSpeed's communica
 # Module → names in it that are used, or replaced, here.
 _NAMES = {
     "deepspeed.ops": ("__compatible_ops__",),
-    "deepspeed.comm.comm": ("cdb", "all_reduce"),
+    "deepspeed.accelerator": ("get_accelerator",),
+    "deepspeed.comm.comm": ("cdb", "all_reduce", "broadcast"),
     "deepspeed.utils.groups": ("_WORLD_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu"),
     "deepspeed.runtime.zero.partitioned_param_coordinator": ("assert_ints_same_as_other_ranks",),
     "deepspeed.runtime.zero.partition_parameters": (
         "assert_ints_same_as_other_ranks",
         "Init",
         "InsertPostInitMethodToModuleSubClasses",
+        "zero3_linear_wrap",
     ),
     "deepspeed.runtime.zero.stage3": ("assert_ints_same_as_other_ranks",),
     "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
 }
-# Attributes of the optimizer that DeepSpeed makes, by ZeRO stage.
+# Attributes of the optimizer that DeepSpeed makes, by ZeRO stage. At stage 0 it is torch's, but for what computes in half precision.
+_COPIES = "fp16_groups fp32_groups overflow_checker loss_scale_config _update_scale"
 _FLAT = """
     averaged_gradients all_grad_tensors micro_step_id reset_cpu_buffers single_partition_of_fp32_groups bit16_groups partition_size
-    cpu_offload update_lp_params check_grad_overflow check_overflow _wait_for_offload_copies
+    cpu_offload update_lp_params check_grad_overflow check_overflow _wait_for_offload_copies loss_scaler _update_scale
 """
 _PARTITIONED = """
     averaged_gradients fp32_partitioned_groups_flat fp16_groups sub_group_to_group_id offload_optimizer persistent_parameters
-    _overflow_check_and_loss_scale_update _reassign_or_swap_out_partitioned_parameters partition_grads _get_param_partition_rank
+    _overflow_check_and_loss_scale_update _loss_scale_update_and_overflow_cleanup loss_scaler _update_scale
+    _reassign_or_swap_out_partitioned_parameters partition_grads _get_param_partition_rank
 """
 _OF_OPTIMIZER = {0: "", 1: _FLAT, 2: _FLAT, 3: _PARTITIONED}
 _OF_ENGINE = "enable_backward_allreduce basic_optimizer micro_steps global_steps global_samples skipped_steps _global_grad_norm"
@@ -81,10 +85,24 @@ def set_verbosity(file: Mapping[str, Any]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.INFO if asked else logging.WARNING)
 
 
-def check_engine(deepspeed: Any, engine: Any, stage: int) -> None:
+def check_engine(deepspeed: Any, engine: Any, stage: int, precision: str) -> None:
     """Raise :class:`ConfigError` where an object that DeepSpeed made lacks a name that is needed."""
     _require(deepspeed, engine, _OF_ENGINE.split(), type(engine).__name__)
-    _require(deepspeed, engine.optimizer, _OF_OPTIMIZER[stage].split(), type(engine.optimizer).__name__)
+    if hasattr(engine.optimizer, "fp32_groups_flat"):
+        raise ConfigError(
+            f"{precision} at zero_optimization.stage 0: DeepSpeed lays the weights of its FusedAdam side by side, so that they are not "
+            "found again; set optimizer.params.torch_adam to true, or use stage 1"
+        )
+    names = _COPIES if stage == 0 and precision != "float32" else _OF_OPTIMIZER[stage]
+    _require(deepspeed, engine.optimizer, names.split(), type(engine.optimizer).__name__)
+
+
+def require_float16() -> None:
+    """Raise :class:`ConfigError` where DeepSpeed does not compute in float16 on this device."""
+    accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    if not accelerator.is_fp16_supported():
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
+        raise ConfigError(f"fp16.enabled: true is not supported on {name}, as DeepSpeed finds; use bf16")
 
 
 def _require(deepspeed: Any, owner: Any, names: Sequence[str], where: str) -> None:
@@ -111,8 +129,9 @@ def forget_process_groups() -> None:
     groups = importlib.import_module("deepspeed.utils.groups")
     for name in _NAMES["deepspeed.utils.groups"]:
         setattr(groups, name, None)
-    patched = importlib.import_module("deepspeed.runtime.zero.partition_parameters").InsertPostInitMethodToModuleSubClasses
-    torch.nn.functional.linear = getattr(patched, "linear_bk", torch.nn.functional.linear)
+    patches: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    if torch.nn.functional.linear is patches.zero3_linear_wrap:  # and not what somebody else has put there since
+        torch.nn.functional.linear = patches.InsertPostInitMethodToModuleSubClasses.linear_bk
 
 
 def let_groups_differ() -> None:
@@ -151,137 +170,16 @@ class GroupAsWorld:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
 
-class ZeroState:
-    """The flat tensors of one rank under ZeRO 1–3, by the index of DeepSpeed's parameter group."""
-
-    def __init__(self, engine: Any, stage: int):
-        self._engine, self._optimizer, self._stage = engine, engine.optimizer, stage
-
-    @property
-    def offloaded(self) -> bool:
-        return bool(self._optimizer.offload_optimizer if self._stage == 3 else self._optimizer.cpu_offload)
-
-    @property
-    def masters(self) -> list[torch.Tensor]:
-        """Float32 weights: this rank's partition of every group, padding included."""
-        optimizer = self._optimizer
-        return optimizer.fp32_partitioned_groups_flat if self._stage == 3 else optimizer.single_partition_of_fp32_groups
-
-    @property
-    def members(self) -> list[list[torch.nn.Parameter]]:
-        """The model's parameters of every group, in the order in which they are partitioned."""
-        return self._optimizer.fp16_groups if self._stage == 3 else self._optimizer.bit16_groups
-
-    def take_gradient(self, index: int) -> torch.Tensor:
-        """The reduced gradient of this rank's partition of a group, flat float32. It is the optimizer's from now on: it steps by what
-        becomes of it.
-        """
-        master = self.masters[index]
-        if self._stage < 3:
-            self._optimizer._wait_for_offload_copies()
-        if self.offloaded:
-            return master.grad  # type: ignore[return-value]
-        flat = torch.zeros(master.numel(), dtype=torch.float32, device=master.device)
-        at = 0
-        for piece in self._optimizer.averaged_gradients[index]:
-            flat[at : at + piece.numel()].copy_(piece.reshape(-1))
-            at += piece.numel()
-        self.put_gradient(index, flat)
-        return flat
-
-    def put_gradient(self, index: int, flat: torch.Tensor) -> None:
-        """Make ``flat`` the gradient of this rank's partition of a group."""
-        self._optimizer.averaged_gradients[index] = [flat]
-
-    def on_reduced(self, call: Callable[[torch.Tensor, torch.Tensor | None], None]) -> None:
-        """ZeRO 3: from now on ``call`` gets each parameter whose gradient was reduced, with what this rank keeps of it.
-
-        None where that is padding alone. On CUDA it is called on DeepSpeed's stream of reductions.
-        """
-        optimizer = self._optimizer
-        partition_grads = optimizer.partition_grads
-
-        def and_tell(parameters: Sequence[torch.Tensor], partitions: Sequence[torch.Tensor]) -> Any:
-            told, kept = list(parameters), partition_grads(parameters, partitions)
-            left = iter(kept)
-            for parameter in told:
-                rank = optimizer._get_param_partition_rank(parameter)
-                is_padding = parameter.partition_numel() * rank >= parameter.ds_numel  # type: ignore[attr-defined]
-                call(parameter, None if is_padding else next(left))
-            return kept
-
-        optimizer.partition_grads = and_tell
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Reduced gradients of this rank's partitions, each in as many pieces as DeepSpeed has it in."""
-        if self._stage < 3:
-            self._optimizer._wait_for_offload_copies()
-        if self.offloaded:
-            return [master.grad for master in self.masters if master.grad is not None]
-        return [piece for index in range(len(self.masters)) for piece in self._optimizer.averaged_gradients.get(index) or ()]
-
-    def drop_gradients(self) -> None:
-        """Forget the gradients of all micro-batches; DeepSpeed's ``zero_grad`` leaves what ZeRO 1 and 2 have reduced already."""
-        optimizer = self._optimizer
-        optimizer.zero_grad()
-        if self._stage == 3:
-            return
-        for reduced in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-            for index in reduced:
-                reduced[index] = None
-        if self.offloaded:
-            optimizer.reset_cpu_buffers()
-        optimizer.micro_step_id = -1  # what is accumulated in host memory is overwritten by the next micro-batch
-
-    @contextmanager
-    def skipping(self) -> Iterator[None]:
-        """While inside, a step of DeepSpeed's takes the gradient for an overflow: it cleans up and leaves the weights."""
-        optimizer = self._optimizer
-
-        def overflow(*_: Any, **__: Any) -> None:
-            optimizer.overflow = True
-
-        replaced = "_overflow_check_and_loss_scale_update" if self._stage == 3 else "check_overflow"
-        checks = getattr(optimizer, "check_grad_overflow", None)
-        setattr(optimizer, replaced, overflow)
-        optimizer.check_grad_overflow = True
-        try:
-            yield
-        finally:
-            delattr(optimizer, replaced)
-            optimizer.check_grad_overflow = checks
-
-    def spread_masters(self) -> None:
-        """The float32 weights were changed from outside: bring the model's up to date. Collective inside the group."""
-        optimizer = self._optimizer
-        if self._stage < 3:
-            optimizer.update_lp_params()
-            return
-        for index in range(len(self.masters)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        self.gather_persistent()
-
-    def gather_persistent(self) -> None:
-        """ZeRO 3 keeps small parameters whole beside their partitions: make them from these anew. Collective inside the group."""
-        persistent = self._optimizer.persistent_parameters
-        for parameter in persistent:
-            parameter.partition()
-        if persistent:
-            persistent[0].all_gather(persistent)
-
-    def basic_groups(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
-        """Every parameter group of torch's optimizer with its partition."""
-        groups = self._engine.basic_optimizer.param_groups
-        indices = self._optimizer.sub_group_to_group_id if self._stage == 3 else range(len(groups))
-        return [(groups[indices[index]], master) for index, master in enumerate(self.masters)]
-
-
 # What the optimizer part of a checkpoint holds beside tensors: DeepSpeed's own, and data alone.
 _IN_CHECKPOINTS = {
     "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
     "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
 }
+
+
+# What a conversion may fail with that finds other things in a file than it looks for.
+_DAMAGED = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError)
 
 
 class _SafeTorch:
@@ -312,6 +210,8 @@ def _latest(directory: Path) -> str | None:
         return (directory / "latest").read_text(encoding="utf-8").strip()
     except OSError:
         return None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{directory / 'latest'}: is no text, but must name the checkpoint to read ({error.reason})") from None
 
 
 def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
@@ -330,7 +230,7 @@ def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()[0][:160]
         raise CheckpointError(f"{directory}: holds more than weights, which could run code and is not read ({reason})") from None
-    except (OSError, ValueError, KeyError, RuntimeError, EOFError, AssertionError) as error:
+    except _DAMAGED as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         raise CheckpointError(f"{directory}: DeepSpeed cannot read its checkpoint there ({reason})") from None
     finally:

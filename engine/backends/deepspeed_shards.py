@@ -65,7 +65,9 @@ def pieces_of(bundle: Bundle, stage: int, ranks: int, rank: int) -> list[Piece]:
 
 
 def partition_numel(bundle: Bundle, stage: int, ranks: int) -> int:
-    """Elements of a rank's flat partition, padding included."""
+    """Elements of a rank's flat partition, padding included; all at stage 0, which cuts nothing."""
+    if stage == 0:
+        return sum(bundle.numels)
     if stage == 3:
         return sum(-(-numel // ranks) for numel in bundle.numels)
     return -(-sum(bundle.numels) // (ALIGNMENT * ranks)) * ALIGNMENT

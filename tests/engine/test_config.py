@@ -40,7 +40,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false",
     ),
     # DeepSpeed's semantics that cannot be honoured.
-    ({"fp16": {"enabled": True}}, "fp16.enabled: true cannot be honoured by this engine; remove it or set it to false"),
+    ({"fp16": {"enabled": True}}, 'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "fsdp2" use bf16'),
     ({"prescale_gradients": True}, "prescale_gradients: true cannot be honoured"),
     ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor: 2.0 cannot be honoured by this engine; remove it or set it to 1"),
     ({"communication_data_type": "fp16"}, 'communication_data_type: "fp16" cannot be honoured'),

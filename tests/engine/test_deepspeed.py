@@ -490,11 +490,6 @@ REFUSED = [
         'tensor_parallel.autotp_size: 2 is not available in this version beside sdp.engine "deepspeed"',
     ),
     ({"training": {"compile": True}}, 'training.compile: true is not available in this version beside sdp.engine "deepspeed"'),
-    ({"bf16": {"enabled": True}}, "bf16.enabled: true is not available in this version"),
-    (
-        {"fp16": {"enabled": True}},
-        'fp16.enabled: true cannot be honoured by sdp.engine "deepspeed": its loss scale is each group\'s own; use bf16',
-    ),
     ({"communication_data_type": "bf16"}, 'communication_data_type: "bf16" cannot be honoured'),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: "bf16" cannot be honoured'),
     ({"prescale_gradients": True}, "prescale_gradients: true cannot be honoured"),
@@ -539,7 +534,7 @@ def _mismatched_stages() -> str:
 
 
 def test_stages_that_differ_between_ranks_are_found(ranks: RankPool) -> None:
-    message = "zero_optimization.stage and bf16.enabled: ranks have different values; start all with the same configuration"
+    message = "zero_optimization.stage, bf16 and fp16: ranks have different values; start all with the same configuration"
     assert ranks.run(_mismatched_stages, world=2) == [message] * 2
 
 
@@ -652,7 +647,7 @@ def test_the_full_model_is_evaluated(ranks: RankPool, case: Case) -> None:
         assert norm == pytest.approx(expected[2], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full_table)])
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(3, marks=pytest.mark.full_table)])
 def test_bf16_is_near_the_reference(ranks: RankPool, stage: int) -> None:
     case = Case(2, 2, stage=stage, optimizer="adamw", bf16=True, model="llama-tied-meta")
     theirs = reference(case)

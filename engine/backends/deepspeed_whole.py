@@ -1,0 +1,81 @@
+"""The full model's float32 parameters from what a rank under DeepSpeed has of them: partitions, or float32 copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..mesh import Communicators
+from .deepspeed_private import local_part
+from .deepspeed_shards import Bundle, pieces_of
+
+if TYPE_CHECKING:
+    from .deepspeed import DeepSpeedBackend
+
+
+def untrained_part(backend: DeepSpeedBackend, name: str) -> list[tuple[int, torch.Tensor]]:
+    """What this rank has of a parameter that no group of the optimizer has, flat, and where that begins: ZeRO 3 cuts these too."""
+    info, local = backend.layout.parameters[name], local_part(backend.parameters[name]).detach().view(-1)
+    alone = Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
+    ranks, rank = (backend.ranks_inside, backend.rank_inside) if backend.stage == 3 else (1, 0)
+    return [(piece.start, local[: piece.length]) for piece in pieces_of(alone, 3, ranks, rank)]
+
+
+class _WholeParameters(Mapping[str, nn.Parameter]):
+    """Whole float32 parameters, gathered inside the group when one is asked for; all of its ranks must ask."""
+
+    def __init__(self, backend: DeepSpeedBackend):
+        self._backend = backend
+
+    def __getitem__(self, name: str) -> Any:
+        backend = self._backend
+        if name not in backend.parameters:
+            raise KeyError(name)
+        if backend.zero is not None and backend.parameters[name].requires_grad:
+            return self._joined(name, self._partitions(name, backend.zero.masters))
+        if backend.stage == 3:
+            return self._joined(name, untrained_part(backend, name))
+        return backend.stepped[name].detach().float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._backend.parameters)
+
+    def __len__(self) -> int:
+        return len(self._backend.parameters)
+
+    def _partitions(self, name: str, flats: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+        """What this rank has of a parameter that lies in partitions, flat, and where that begins."""
+        pieces = [(index, piece) for index, piece in self._backend.pieces() if piece.name == name]
+        return [(piece.start, flats[index].detach()[piece.at : piece.at + piece.length]) for index, piece in pieces]
+
+    def _joined(self, name: str, parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """A sum of pieces, each of which one rank has: exact, whatever the cuts."""
+        backend, info = self._backend, self._backend.layout.parameters[name]
+        whole = torch.zeros(info.numel, dtype=torch.float32, device=backend.device)
+        for start, part in parts:
+            whole[start : start + part.numel()] = part.to(backend.device)
+        backend.all_reduce_inside(whole)
+        return whole.view(info.shape)
+
+
+class Gathered:
+    """The backend as one without shards: what evaluation and the whole state need to know of it."""
+
+    shards = 1
+    tensor_ranks = None
+
+    def __init__(self, backend: DeepSpeedBackend):
+        self._backend = backend
+        self.parameters = _WholeParameters(backend)
+        everyone = backend.layout.everyone
+        self.communicators = Communicators(backend.layout.mesh, backend.rank, True, holders={everyone: dist.group.WORLD})  # type: ignore[dict-item]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def gather_root(self) -> None:
+        """DeepSpeed gathers by hooks of its own."""
