@@ -1,4 +1,8 @@
-"""Where a rank is in its run: written down for whoever watches it, and watched by a thread of its own for a rank that hangs."""
+"""Where a rank is in its run: written down for whoever watches it, and watched by a thread of its own for a rank that hangs.
+
+A process that is stopped, or stuck in a call that holds the interpreter's lock, has no thread that could watch it: where no launcher of
+ours is above it, a small process beside it does.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import faulthandler
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +21,28 @@ from pathlib import Path
 
 _LOOK_SECONDS = 0.5
 _TELL_SECONDS = 10.0
+_SILENT_SECONDS = _TELL_SECONDS + 5.0  # beyond what a phase may take, until the guard ends a rank whose own thread does not
 _RECORD_BYTES = 256  # every record overwrites the one before, so all have one size
+
+
+# Reads "SECONDS PLACE" lines: the rank lives, and may be silent for so long (0: for ever). Ends with the rank, and no signal is for it.
+_GUARD = """
+import os, select, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+rank, seconds, place = int(sys.argv[1]), 0.0, "starting"
+while os.getppid() == rank:
+    if select.select([0], [], [], seconds or None)[0]:
+        lines = os.read(0, 65536).decode().splitlines()
+        if not lines:
+            break
+        allowed, _, place = lines[-1].partition(" ")
+        seconds = float(allowed)
+    elif os.getppid() == rank:
+        print(f"sdp: error: {place}: its process does not run, for it is stopped or stuck: killed", file=sys.stderr, flush=True)
+        os.kill(rank, signal.SIGKILL)
+        break
+"""
 
 
 @dataclass(frozen=True)
@@ -45,15 +72,17 @@ class Heartbeat:
 
     ``file``: where the place is written, None for nowhere. Once a phase takes longer than it may, the stacks of all threads are
     appended to ``log``, ``on_stall`` is called with a message, and the process ends, also where the file system itself hangs.
+    ``guarded``: a process beside this one kills it where it cannot end itself.
     """
 
-    def __init__(self, rank: int, file: Path | None, log: Path, on_stall: Callable[[str], None]):
+    def __init__(self, rank: int, file: Path | None, log: Path, on_stall: Callable[[str], None], *, guarded: bool = False):
         self._rank, self._host, self._on_stall = rank, socket.gethostname(), on_stall
         self._log = log.open("a", encoding="utf-8")
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) if file is not None else None
         self._place = Place(rank, self._host, 0, "starting", time.time())
         self._seconds: float | None = None
         self._started = time.monotonic()
+        self._guard = _start_guard() if guarded else None
         threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
     @property
@@ -72,6 +101,7 @@ class Heartbeat:
         while True:
             time.sleep(_LOOK_SECONDS)
             place, started, seconds = self._place, self._started, self._seconds
+            self._tell_guard(place, seconds)
             if seconds is not None and place is self._place and time.monotonic() - started > seconds:
                 message = f"{place}: no progress for {seconds:g} s"
                 telling = threading.Thread(target=self._tell, args=(message,), daemon=True)
@@ -79,7 +109,22 @@ class Heartbeat:
                 telling.join(_TELL_SECONDS)
                 os._exit(1)
 
+    def _tell_guard(self, place: Place, seconds: float | None) -> None:
+        if self._guard is not None and self._guard.stdin is not None:
+            allowed = 0.0 if seconds is None else seconds + _SILENT_SECONDS
+            with contextlib.suppress(OSError):  # somebody ended or stopped it
+                os.write(self._guard.stdin.fileno(), f"{allowed} {place}\n".encode())
+
     def _tell(self, message: str) -> None:
         with contextlib.suppress(OSError):
             faulthandler.dump_traceback(file=self._log)
         self._on_stall(message)
+
+
+def _start_guard() -> subprocess.Popen[bytes]:
+    """Start the process that watches this one, and that ends with it."""
+    words = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
+    guard = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    assert guard.stdin is not None
+    os.set_blocking(guard.stdin.fileno(), False)
+    return guard

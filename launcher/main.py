@@ -152,7 +152,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(args: argparse.Namespace) -> int:
     """Train in this process where a launcher started it, or where one process is enough; else start the processes.
 
-    Adds to ``args``, for ``tools.train``: ``overrides``, all that changes CONFIG in the form of ``--set``, and ``on_stall``.
+    Adds to ``args``, for ``tools.train``: ``overrides``, all that changes CONFIG in the form of ``--set``, ``on_stall`` and ``guarded``.
     """
     from ..engine.config import load_config
     from .layout import Degrees, visible_devices
@@ -161,7 +161,7 @@ def _train(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     export({name: str(value) for name, value in config.env.items()})  # before torch is imported, and for the processes started here
     degrees = Degrees.of(config, args.fsdp)
-    args.on_stall = _end_stalled
+    args.on_stall, args.guarded = _end_stalled, _above is None
     place = detect()
     if place is not None:
         if args.nproc not in (None, place.world_size):

@@ -158,5 +158,4 @@ def meet_the_rest(life: Life) -> None:
     life.has_no_room()
     first = _FIRST_SIGNAL.get(life.launcher[0], signal.SIGTERM)
     life.is_stopped_by(signal.SIGINT if first == signal.SIGTERM else signal.SIGTERM, [])
-    if life.launcher != ["torchrun"]:  # whose agents, one a host, do not hear of each other's failures
-        life.hangs()
+    life.hangs()

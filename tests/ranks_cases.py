@@ -16,7 +16,7 @@ from sdp.engine.units import find_neuron_units
 from torch.distributed.tensor import DTensor
 
 ROWS = 2  # per micro-batch
-STEPS = 4
+STEPS = 3
 
 
 @dataclass(frozen=True)

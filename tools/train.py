@@ -41,7 +41,8 @@ _GONE = re.compile(rf"({_ADDRESS}: )?(Connection (reset|closed) by (remote )?pee
 def run(args: argparse.Namespace) -> int:
     """``sdp train``: this rank's part of a run. ``args`` as made by the command line; returns the exit code.
 
-    ``args.on_stall`` is called with a message, from another thread, when the rank makes no progress. ``args.profile``: steps to
+    ``args.on_stall`` is called with a message, from another thread, when the rank makes no progress; ``args.guarded``: no launcher of ours
+    would end one that is stopped. ``args.profile``: steps to
     profile, as text, or None.
     """
     profiled = parse_steps(args.profile) if args.profile is not None else None
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), args.dump_dir / "logs")
     if config.env:
         log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
-    beat = Heartbeat(rank, place_file(), args.dump_dir / "logs" / f"rank-{rank}.log", args.on_stall)
+    log_file = args.dump_dir / "logs" / f"rank-{rank}.log"
+    beat = Heartbeat(rank, place_file(), log_file, args.on_stall, guarded=args.guarded and world_size > 1)
     beat.at(0, "starting", config.training.start_timeout)
     if not config.sdp.in_one_process:
         training = config.training

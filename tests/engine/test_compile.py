@@ -51,7 +51,7 @@ CASES = [
     pytest.param(Case(2, 2, 3, model="llama", masking="backward"), marks=pytest.mark.slow),
     pytest.param(Case(2, 1, model="even-llama", neurons=2, placement="cyclic"), marks=pytest.mark.slow),
     pytest.param(Case(2, 2, 3, model="even-llama-tied", neurons=5, placement="cyclic", masking="backward"), marks=pytest.mark.slow),
-    Case(2, 2, 3, model="even-llama", neurons=2, placement="cyclic", checkpointing="full"),
+    pytest.param(Case(2, 2, 3, model="even-llama", neurons=2, placement="cyclic", checkpointing="full"), marks=pytest.mark.slow),
 ]
 
 

@@ -81,7 +81,7 @@ capacity_lists = st.lists(st.floats(0.2, 1.0), min_size=2, max_size=8)
 cost_lists = st.lists(st.integers(1, 1000), min_size=2, max_size=20)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     capacity=capacity_lists,
     costs=cost_lists,

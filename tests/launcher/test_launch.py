@@ -407,11 +407,11 @@ def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr
     assert "environment of every rank: GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=a b" in launched.stderr
-    trained = subprocess.run([*head, "train", "small.json", "--dump-dir", "two"], env=environ, capture_output=True, text=True, timeout=240)
-    assert trained.returncode == 0, trained.stderr
+    trained = [*head, "train", "small.json", "--set", "sdp.engine=reference", "--dump-dir", "two"]  # in one process
+    assert subprocess.run(trained, env=environ, capture_output=True, timeout=240).returncode == 0
     losses = [[json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()] for run in ("one run", "two")]
     assert len(losses[0]) == 2
-    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 # What each network needs said beside the address that gloo and NCCL's rendezvous use.

@@ -238,7 +238,11 @@ print(memory.read() - before)
 """
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("many tensors a file", torch.float32), ("one tensor a file", torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("many tensors a file", torch.float32), pytest.param("one tensor a file", torch.bfloat16, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_the_memory_is_that_of_two_shards_not_of_the_model(trained_run, tmp_path, model, dtype):
     config = json.loads((trained_run / "config.json").read_text())
     state = read_state(trained_run / "checkpoints" / "step-4")

@@ -119,7 +119,10 @@ def imagenet(path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "make", "changes"),
-    [("resnet18_cifar10", cifar_10, ["train_micro_batch_size_per_gpu=2"]), ("swin_t_imagenet", imagenet, ["data.image_size=64"])],
+    [
+        ("resnet18_cifar10", cifar_10, ["train_micro_batch_size_per_gpu=2"]),
+        ("swin_t_imagenet", imagenet, ["data.image_size=64", "model.embed_dim=24"]),
+    ],
 )
 def test_configurations_for_large_data_train(name, make, changes, tmp_path):
     """All that they state but sizes, the length of the run and the number of groups, in one process, on data of the official format."""
