@@ -16,6 +16,7 @@ from ranks import RankPool
 from ranks_cases import (
     CLIP,
     RELATIVE,
+    STEPS,
     Case,
     Result,
     assert_bytes_as_planned,
@@ -100,7 +101,7 @@ SHARDED_COPIES = [  # of backward masking: what the cover has of it at few stage
 def test_clipping_acts_above_its_value_only() -> None:
     plain = reference(Case(2, 2, model="llama-tied"))
     engine = engine_of(Case(2, 2, model="llama-tied"), "reference", gradient_clipping=2 * max(plain.norms))
-    for step in range(4):
+    for step in range(STEPS):
         one_step(engine, Case(2, 2, model="llama-tied"), step, data_rank=None)
         engine.step()
     state = engine.full_state_dict()
