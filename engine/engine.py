@@ -157,15 +157,15 @@ class SDPEngine(EngineFacts):
     def _tell_of_skip(self, norm: float | None) -> None:
         allowed, counted = self.config.training.max_skips, self._skipped_in_a_row - self._excused_in_a_row
         scale = self.get_loss_scale()
-        at_scale = "" if scale is None else f" (the loss scale is now {scale:g})"
         if counted > allowed:
+            at_scale = "" if scale is None else f" and loss scale {scale:g}"
             raise DivergedError(
-                f"the gradient's norm is {norm}{at_scale} at step {self.global_steps}, for the {counted}. time in a row "
+                f"the gradient's norm is {norm} at step {self.global_steps}{at_scale}, for the {counted}. time in a row "
                 f"(training.max_skips {allowed}); the weights are those after step {self.global_steps - self._skipped_in_a_row}: lower the "
                 "learning rate, or resume from an earlier checkpoint"
             )
         log.warning("step %d was skipped by all groups: the gradient's norm is %s%s (%d in a row, training.max_skips %d)",
-                    self.global_steps, norm, at_scale, counted, allowed)  # fmt: skip
+                    self.global_steps, norm, "" if scale is None else f", the loss scale is now {scale:g}", counted, allowed)  # fmt: skip
 
     def zero_grad(self) -> None:
         """Drop all gradients, those of earlier micro-batches too."""

@@ -82,13 +82,13 @@ def _in_float32(case: Case) -> Life:
 
 
 def _two_lives(case: Case, folder: str) -> tuple[Life, Life]:
-    """A whole run, and one that goes on from where it had just skipped a step."""
+    """A whole run, and one that goes on from where a good step has followed one that was skipped: it counts towards a higher scale."""
     rank = dist.get_rank()
     with float16_here():
         engine = engine_of(case, "deepspeed", **_sections(case))
-        life = _steps(engine, case, range(BAD + 1), Life([engine.full_state_dict()]), rank)
+        life = _steps(engine, case, range(STEPS - 1), Life([engine.full_state_dict()]), rank)
         engine.save_checkpoint(folder)
-        _steps(engine, case, range(BAD + 1, STEPS), life, rank)
+        _steps(engine, case, range(STEPS - 1, STEPS), life, rank)
         assert engine.measured_state_bytes() == engine.predicted_state_bytes()
         assert engine.deepspeed.skipped_steps == engine.skipped_steps == 1
         engine.check_holders()
@@ -96,7 +96,7 @@ def _two_lives(case: Case, folder: str) -> tuple[Life, Life]:
         engine = engine_of(case, "deepspeed", **_sections(case))
         engine.load_checkpoint(folder)
         again = Life([engine.full_state_dict()], scales=[engine.get_loss_scale()])
-        return life, _steps(engine, case, range(BAD + 1, STEPS), again, rank)
+        return life, _steps(engine, case, range(STEPS - 1, STEPS), again, rank)
 
 
 def _assert_near(ours: Life, theirs: Life, epsilon: float) -> None:
@@ -137,8 +137,8 @@ def test_all_groups_skip_an_overflow_and_go_on_alike(ranks: RankPool, tmp_path: 
     theirs = _in_float32(case)
     for life, again in everyone:
         assert life.skipped == [0, 1, 1, 1]
-        assert life.scales == [None] * 4 if case.bf16 else [1024, 512, 512, 1024]
-        assert [life.scales[1:], life.norms[2:], life.loss] == [again.scales, again.norms, again.loss]
+        assert life.scales == ([None] * 4 if case.bf16 else [1024, 512, 512, 1024])
+        assert [life.scales[2:], life.norms[3:], life.loss] == [again.scales, again.norms, again.loss]
         assert life.norms[0] == pytest.approx(theirs.norms[0], rel=0.02)
         assert life.norms[2:] == pytest.approx(theirs.norms[2:], rel=0.02)
         assert life.loss == pytest.approx(theirs.loss, rel=0.02)
@@ -146,7 +146,7 @@ def test_all_groups_skip_an_overflow_and_go_on_alike(ranks: RankPool, tmp_path: 
     dtype = torch.bfloat16 if case.bf16 else torch.float16
     assert all(torch.equal(value, value.to(dtype).float()) for value in life.states[0].values()), "a step was taken before the first"
     _assert_near(life, theirs, 2 * torch.finfo(dtype).eps)
-    for one, other in zip(life.states[2:], again.states, strict=True):
+    for one, other in zip(life.states[3:], again.states, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -217,11 +217,10 @@ def _until_the_end(case: Case) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.full_table) for stage in (0, 3))])
 def test_skips_count_from_the_lowest_scale_on(ranks: RankPool, stage: int) -> None:
     for error, warnings in ranks.run(_until_the_end, Case(2, 1, stage=stage, model="llama"), world=2):
-        assert [line.partition(": ")[2] for line in warnings] == [
-            f"the gradient's norm is {norm} (the loss scale is now 2) ({count} in a row, training.max_skips 1)"
-            for norm, count in zip((line.split("norm is ")[1].split(" ")[0] for line in warnings), (0, 1), strict=True)
+        assert [line.partition(", ")[2] for line in warnings] == [
+            f"the loss scale is now 2 ({count} in a row, training.max_skips 1)" for count in (0, 1)
         ]
-        assert "(the loss scale is now 2) at step 3, for the 2. time in a row (training.max_skips 1)" in error
+        assert "at step 3 and loss scale 2, for the 2. time in a row (training.max_skips 1)" in error
         assert "the weights are those after step 0" in error
 
 
