@@ -32,6 +32,7 @@ from .saved_run import SavedRun
 # The reference engine holds the whole model in one process, whatever the layout that trained it, and however fast.
 _IN_ONE_PROCESS = (
     "sdp.engine=reference",
+    "fp16.enabled=false",
     "tensor_parallel.autotp_size=1",
     "training.init_from=null",
     "training.compile=false",

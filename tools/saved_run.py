@@ -54,14 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find(args: argparse.Namespace, overrides: Sequence[str] = ()) -> SavedRun:
-    """The checkpoint that ``args`` name; ``overrides`` go before the user's own.
+    """The checkpoint that ``args`` name; ``overrides`` go before the user's own, and in place of what DeepSpeed alone acts on.
 
     Raises ConfigError where ``DIR`` is no run, CheckpointError where the run has no such checkpoint or it is damaged.
     """
     tag = args.checkpoint if args.step is None else f"step-{args.step}"
     dump_dir, checkpoint = _locate(args.run, tag)
     state = read_state(checkpoint)
-    saved = SavedRun(dump_dir, load_config(dump_dir / CONFIG, [*overrides, *args.set]), checkpoint, state)
+    config = load_config(dump_dir / CONFIG, args.set)
+    if overrides:
+        config = load_config(config.model_dump(mode="json"), [*overrides, *args.set])
+    saved = SavedRun(dump_dir, config, checkpoint, state)
     check_data(checkpoint, state, saved.data)
     return saved
 

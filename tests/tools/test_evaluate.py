@@ -47,6 +47,16 @@ def test_the_table_and_another_number_of_batches(trained_run, capsys):
     assert fewer["loss"] != pytest.approx(own_losses(trained_run)[4], rel=1e-6)
 
 
+def test_what_deepspeed_alone_acts_on_is_not_needed(trained_run, tmp_path, capsys):
+    copy = shutil.copytree(trained_run, tmp_path / "run")
+    config = json.loads((copy / "config.json").read_text())
+    config["sdp"]["engine"] = "deepspeed"
+    config |= {"fp16": {"enabled": True}, "comms_logger": {"enabled": True}}
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    (copy / "config.json").write_text(json.dumps(config))
+    assert evaluated(capsys, copy)["loss"] == pytest.approx(own_losses(trained_run)[4], rel=1e-5)
+
+
 def test_optimizer_state_is_not_read(trained_run, tmp_path, capsys):
     copy = shutil.copytree(trained_run, tmp_path / "run")
     checkpoint = copy / "checkpoints" / "step-4"
