@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from . import environment
 from .activations import checkpoint_activations
 from .backends import deepspeed_private
-from .backends.deepspeed import DeepSpeedBackend, GroupsOfRanks
-from .backends.deepspeed_optimizers import unstepped
+from .backends.deepspeed import DeepSpeedBackend
+from .backends.deepspeed_groups import GroupsOfRanks
 from .backends.deepspeed_shards import Bundle, partition_numel
 from .batch_size import BatchSize
 from .clock import clock
@@ -88,7 +88,7 @@ def initialize_deepspeed(
         if installed:
             scheduler = _scheduler(config, lr_scheduler, given, [bundle.options for bundle in held])
             _hand_over(settings, config)
-            building = unstepped(given)
+            building = deepspeed_private.unstepped(given)
     process_groups = GroupsOfRanks(layout, bundles, stage)
     if stage == 3:
         # DeepSpeed's default cuts a large unit into several groups.

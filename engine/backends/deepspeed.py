@@ -20,48 +20,23 @@ from ..clip import squared_norm
 from ..evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
 from ..layout import Layout, Shard
-from ..mesh import Communicators, Coordinates
+from ..mesh import Coordinates
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough
 from ..sync import GradientSync, WeightRefresh
 from ..traffic import Traffic
-from .deepspeed_optimizers import LossScale, MasterCopies, ZeroState
-from .deepspeed_private import GroupAsWorld, local_part, logged_all_reduce, logged_broadcast
-from .deepspeed_shards import Bundle, EarlyLaunch, Piece, Route, RoutedRefresh, ShardSync, pieces_of, rank_sets, routes_of
+from .deepspeed_groups import GroupsOfRanks
+from .deepspeed_private import (
+    LossScale,
+    MasterCopies,
+    ZeroState,
+    local_part,
+    logged_all_reduce,
+    logged_broadcast,
+    set_gradient_norm,
+)
+from .deepspeed_shards import Bundle, EarlyLaunch, Piece, RoutedRefresh, ShardSync, pieces_of
 from .deepspeed_whole import Gathered
-
-
-class GroupsOfRanks:
-    """The process groups of one rank. Every rank must make them, with the same arguments."""
-
-    def __init__(self, layout: Layout, bundles: Sequence[Bundle], stage: int):
-        mesh, rank = layout.mesh, dist.get_rank()
-        self.communicators = Communicators.build(
-            mesh,
-            {info.holders for info in layout.parameters.values()} if stage == 0 else (),
-            replicate_inside=True,
-            refresh_sets={refresh.members for refresh in layout.refreshes} if not mesh.sizes else (),
-        )
-        self.mpu: GroupAsWorld | None = None
-        self.between: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self.inside: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-        self.routes: dict[str, list[Route]] = {}  # of frozen copies, between groups of unequal size
-        if mesh.sdp == 1:
-            return
-        for group in range(mesh.sdp):
-            made = dist.new_group(mesh.ranks_of(group))
-            if rank in mesh.ranks_of(group):
-                self.inside = made  # type: ignore[assignment]
-        alone = dist.new_group([rank], use_local_synchronization=True)
-        self.mpu = GroupAsWorld(self.inside, alone)  # type: ignore[arg-type]
-        for refresh in layout.refreshes if mesh.sizes else ():
-            for name in refresh.names:
-                self.routes[name] = routes_of(name, layout.parameters[name].numel, refresh, stage, mesh)
-        reduced = rank_sets(bundles, stage, mesh) if stage else []
-        for ranks in sorted({*reduced, *(route.shared.ranks for routes in self.routes.values() for route in routes)}):
-            made = dist.new_group(list(ranks))
-            if rank in ranks:
-                self.between[ranks] = made  # type: ignore[assignment]
 
 
 class DeepSpeedBackend:
@@ -261,7 +236,7 @@ class DeepSpeedBackend:
         """DeepSpeed's step: optimizer, gathers, schedule, its own counters and monitors."""
         with self.scale.raised_afterwards():
             self.deepspeed.step()
-        self.deepspeed._global_grad_norm = norm
+        set_gradient_norm(self.deepspeed, norm)
         self.refresh(after_step=True)
 
     def skip_step(self) -> None:

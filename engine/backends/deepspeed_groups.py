@@ -1,0 +1,73 @@
+"""The process groups of one rank under DeepSpeed: the SDP group, which is DeepSpeed's world, and those between groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from ..layout import Layout
+from ..mesh import Communicators
+from .deepspeed_shards import Bundle, Route, rank_sets, routes_of
+
+
+class GroupsOfRanks:
+    """The process groups of one rank. Every rank must make them, with the same arguments."""
+
+    def __init__(self, layout: Layout, bundles: Sequence[Bundle], stage: int):
+        mesh, rank = layout.mesh, dist.get_rank()
+        self.communicators = Communicators.build(
+            mesh,
+            {info.holders for info in layout.parameters.values()} if stage == 0 else (),
+            replicate_inside=True,
+            refresh_sets={refresh.members for refresh in layout.refreshes} if not mesh.sizes else (),
+        )
+        self.mpu: GroupAsWorld | None = None
+        self.between: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.inside: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        self.routes: dict[str, list[Route]] = {}  # of frozen copies, between groups of unequal size
+        if mesh.sdp == 1:
+            return
+        for group in range(mesh.sdp):
+            made = dist.new_group(mesh.ranks_of(group))
+            if rank in mesh.ranks_of(group):
+                self.inside = made  # type: ignore[assignment]
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        self.mpu = GroupAsWorld(self.inside, alone)  # type: ignore[arg-type]
+        for refresh in layout.refreshes if mesh.sizes else ():
+            for name in refresh.names:
+                self.routes[name] = routes_of(name, layout.parameters[name].numel, refresh, stage, mesh)
+        reduced = rank_sets(bundles, stage, mesh) if stage else []
+        for ranks in sorted({*reduced, *(route.shared.ranks for routes in self.routes.values() for route in routes)}):
+            made = dist.new_group(list(ranks))
+            if rank in ranks:
+                self.between[ranks] = made  # type: ignore[assignment]
+
+
+class GroupAsWorld:
+    """DeepSpeed's ``mpu``: data parallelism is one SDP group. Model parallelism is this rank alone wherever something is summed."""
+
+    def __init__(self, data: dist.ProcessGroup, alone: dist.ProcessGroup):
+        self._data, self._alone = data, alone
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._data)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._alone
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
