@@ -16,7 +16,7 @@ import ranks_models as models
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from ranks_cases import Case, assert_bytes_as_planned, engine_of, one_step, reference, train
+from ranks_cases import Case, assert_bytes_as_planned, engine_of, one_step, reference, train, zero_of
 from sdp.engine.config import load_config
 from sdp.engine.errors import CheckpointError, ConfigError, DivergedError, DivergenceError
 
@@ -50,8 +50,9 @@ class Life:
     loss: float = 0.0  # of the full model, at the end
 
 
-def _sections(case: Case) -> dict[str, Any]:
-    return {} if case.bf16 else {"fp16": FP16}
+def _sections(case: Case, offload: bool) -> dict[str, Any]:
+    zero = {"zero_optimization": {**zero_of(case.stage), "offload_optimizer": {"device": "cpu"}}} if offload else {}
+    return zero if case.bf16 else {"fp16": FP16, **zero}
 
 
 def _steps(engine: Any, case: Case, steps: range, life: Life, rank: int | None) -> Life:
@@ -81,11 +82,11 @@ def _in_float32(case: Case) -> Life:
     return _steps(engine, case, range(STEPS), Life([engine.full_state_dict()]), None)
 
 
-def _two_lives(case: Case, folder: str) -> tuple[Life, Life]:
+def _two_lives(case: Case, offload: bool, folder: str) -> tuple[Life, Life]:
     """A whole run, and one that goes on from where a good step has followed one that was skipped: it counts towards a higher scale."""
     rank = dist.get_rank()
     with float16_here():
-        engine = engine_of(case, "deepspeed", **_sections(case))
+        engine = engine_of(case, "deepspeed", **_sections(case, offload))
         life = _steps(engine, case, range(STEPS - 1), Life([engine.full_state_dict()]), rank)
         engine.save_checkpoint(folder)
         _steps(engine, case, range(STEPS - 1, STEPS), life, rank)
@@ -93,7 +94,7 @@ def _two_lives(case: Case, folder: str) -> tuple[Life, Life]:
         assert engine.deepspeed.skipped_steps == engine.skipped_steps == 1
         engine.check_holders()
 
-        engine = engine_of(case, "deepspeed", **_sections(case))
+        engine = engine_of(case, "deepspeed", **_sections(case, offload))
         engine.load_checkpoint(folder)
         again = Life([engine.full_state_dict()], scales=[engine.get_loss_scale()])
         return life, _steps(engine, case, range(STEPS - 1, STEPS), again, rank)
@@ -114,26 +115,29 @@ def _assert_near(ours: Life, theirs: Life, epsilon: float) -> None:
 
 
 MORE = [
-    Case(2, 2, stage=1, optimizer="momentum", model="llama"),
-    Case(2, 2, stage=0, optimizer="momentum", model="even-llama", neurons=2, masking="backward"),
-    Case(2, 2, stage=0, optimizer="adamw", model="even-llama", neurons=2, bf16=True),
+    (Case(2, 2, stage=1, optimizer="momentum", model="llama"), False),
+    (Case(2, 2, stage=0, optimizer="momentum", model="even-llama", neurons=2, masking="backward"), False),
+    (Case(2, 2, stage=0, optimizer="adamw", model="even-llama", neurons=2, bf16=True), False),
+    (Case(2, 2, stage=2, optimizer="momentum", model="llama", clip=True), True),
+    (Case(2, 2, stage=3, optimizer="momentum", model="llama", clip=True), True),
+    (Case(2, 2, stage=3, optimizer="momentum", model="llama-tied-meta", masking="backward"), False),
 ]
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "offload"),
     [
-        Case(2, 2, stage=0, optimizer="adamw", model="llama-tied", masking="backward", bf16=True),
-        Case(2, 1, stage=0, optimizer="momentum", model="llama", clip=True),
-        Case(2, 2, stage=2, optimizer="momentum", model="llama-tied", masking="backward"),
-        Case(2, stage=3, optimizer="momentum", model="llama", clip=True, sizes=(2, 1)),
-        *(pytest.param(case, marks=pytest.mark.full_table) for case in MORE),
+        (Case(2, 2, stage=0, optimizer="adamw", model="llama-tied", masking="backward", bf16=True), False),
+        (Case(2, 1, stage=0, optimizer="momentum", model="llama", clip=True), False),
+        (Case(2, 2, stage=2, optimizer="momentum", model="llama-tied", masking="backward"), False),
+        (Case(2, stage=3, optimizer="momentum", model="llama", clip=True, sizes=(2, 1)), False),
+        *(pytest.param(*case, marks=pytest.mark.full_table) for case in MORE),
     ],
     ids=str,
 )
-def test_all_groups_skip_an_overflow_and_go_on_alike(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+def test_all_groups_skip_an_overflow_and_go_on_alike(ranks: RankPool, tmp_path: Path, case: Case, offload: bool) -> None:
     """Near the reference before, then and after, also in the step after which a scale is raised; a resumed run is the same, bit for bit."""
-    everyone = ranks.run(_two_lives, case, str(tmp_path), world=case.world)
+    everyone = ranks.run(_two_lives, case, offload, str(tmp_path), world=case.world)
     theirs = _in_float32(case)
     for life, again in everyone:
         assert life.skipped == [0, 1, 1, 1]
