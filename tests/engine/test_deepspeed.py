@@ -306,14 +306,15 @@ def _beside_plain_deepspeed(stage: int, settings: dict[str, Any]) -> tuple[list[
         "zero_optimization": {"stage": stage},
         **settings,
     }
-    model = models.build("mlp")
+    kind = "llama" if "bf16" in settings else "mlp"  # whose inputs are no numbers to be cast
+    model = models.build(kind)
     plain = package.initialize(model=model, model_parameters=model.parameters(), config=file)[0]
-    ours = sdp.initialize(model=models.build("mlp"), config={**file, "sdp": {"engine": "deepspeed"}})[0]
+    ours = sdp.initialize(model=models.build(kind), config={**file, "sdp": {"engine": "deepspeed"}})[0]
     losses: list[list[float]] = []
     for engine in (plain, ours):
         losses.append([])
         for step in range(8):
-            loss = engine(**models.micro_batch("mlp", step, 0, dist.get_rank()))
+            loss = engine(**models.micro_batch(kind, step, 0, dist.get_rank()))
             engine.backward(loss)
             engine.step()
             losses[-1].append(loss.item())
@@ -325,6 +326,7 @@ def _beside_plain_deepspeed(stage: int, settings: dict[str, Any]) -> tuple[list[
     ("stage", "settings"),
     [
         (0, {"gradient_clipping": 0.25}),
+        (0, {"gradient_clipping": 0.25, "bf16": {"enabled": True}}),
         pytest.param(1, {}, marks=pytest.mark.full_table),
         pytest.param(2, {"gradient_clipping": 0.25}, marks=pytest.mark.full_table),
         (3, {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 2}}}),
