@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -283,6 +284,16 @@ def test_a_device_without_float16_is_told() -> None:
         require_float16()
     with float16_here():
         require_float16()
+
+
+def test_weights_laid_side_by_side_are_refused() -> None:
+    """DeepSpeed does so for its FusedAdam, which runs on GPUs alone: of the optimizer that it makes only what tells them apart is here."""
+    from sdp.engine.backends import deepspeed_private
+
+    package = deepspeed_private.load()
+    engine = SimpleNamespace(**dict.fromkeys(deepspeed_private._OF_ENGINE.split()), optimizer=SimpleNamespace(fp32_groups_flat=[]))
+    with pytest.raises(ConfigError, match=r"^bfloat16 at zero_optimization.stage 0: DeepSpeed lays .*; set optimizer.params.torch_adam"):
+        deepspeed_private.check_engine(package, engine, 0, "bfloat16")
 
 
 # -- what is there before ------------------------------------------------------------------------------------------------------------------
