@@ -44,7 +44,7 @@ class DeepSpeedSDPEngine(SDPEngine):
 
     def _step_of_deepspeed(self) -> None:
         """With one group the step is DeepSpeed's alone, its norm and its clipping; a gradient that is not finite is skipped."""
-        backend, skipped, scale = self._backend, self.deepspeed.skipped_steps, self._backend.scale.value
+        backend, skipped = self._backend, self.deepspeed.skipped_steps
         excused = self._may_lower_scale
         self._gradient_bytes = sum(gradient.nbytes for gradient in backend.gradients())
         totals = backend.squared_grad_norm_and_loss(torch.stack(self._losses).double().mean()).tolist()
@@ -52,8 +52,9 @@ class DeepSpeedSDPEngine(SDPEngine):
         if math.isfinite(self._grad_norm):
             self.deepspeed.step()
             norm = self.deepspeed.get_global_grad_norm()
-            if norm is not None:  # at stage 0 it is that of the scaled gradients
-                self._grad_norm = float(norm) / (scale if backend.zero is None else 1.0)
+            # In float16 DeepSpeed's is that of scaled gradients at stage 0, and by the scale of the next step at stage 3.
+            if norm is not None and backend.compute_dtype != torch.float16:
+                self._grad_norm = float(norm)
         else:
             backend.skip_step()
         self._note_skip(self.deepspeed.skipped_steps > skipped, excused=excused)

@@ -27,18 +27,18 @@ _RECORD_BYTES = 256  # every record overwrites the one before, so all have one s
 
 # Reads "SECONDS PLACE" lines: the rank lives, and may be silent for so long (0: for ever). Ends with the rank, and no signal is for it.
 _GUARD = """
-import os, select, signal, sys
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_IGN)
-rank, seconds, place = int(sys.argv[1]), 0.0, "starting"
+import os, select, signal, sys, time
+for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
+    signal.signal(getattr(signal, "SIG" + name), signal.SIG_IGN)
+rank, end, place = int(sys.argv[1]), float("inf"), "starting"
 while os.getppid() == rank:
-    if select.select([0], [], [], seconds or None)[0]:
+    if select.select([0], [], [], max(0.0, min(5.0, end - time.monotonic())))[0]:
         lines = os.read(0, 65536).decode().splitlines()
         if not lines:
             break
         allowed, _, place = lines[-1].partition(" ")
-        seconds = float(allowed)
-    elif os.getppid() == rank:
+        end = time.monotonic() + (float(allowed) or float("inf"))
+    elif time.monotonic() >= end and os.getppid() == rank:
         print(f"sdp: error: {place}: its process does not run, for it is stopped or stuck: killed", file=sys.stderr, flush=True)
         os.kill(rank, signal.SIGKILL)
         break
@@ -94,6 +94,7 @@ class Heartbeat:
         """The rank begins ``phase`` of ``step``, which may take ``seconds`` (None: any time)."""
         self._place = Place(self._rank, self._host, step, phase, time.time())
         self._started, self._seconds = time.monotonic(), seconds
+        self._tell_guard(self._place, seconds)
         if self._file is not None:
             os.pwrite(self._file, json.dumps(asdict(self._place)).ljust(_RECORD_BYTES).encode(), 0)
 
@@ -124,7 +125,8 @@ class Heartbeat:
 def _start_guard() -> subprocess.Popen[bytes]:
     """Start the process that watches this one, and that ends with it."""
     words = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
-    guard = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    # In a group of its own: what a terminal or a launcher sends to the rank's is not for it.
+    guard = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
     assert guard.stdin is not None
     os.set_blocking(guard.stdin.fileno(), False)
     return guard

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine_id() -> str:
+    """What no two running machines have in common, as names may be; the host's name where there is nothing better."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def split_tensor_group(hosts: Sequence[str], tp: int) -> str | None:

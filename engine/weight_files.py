@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from .checkpoint import Ranks
 from .errors import CheckpointError, ModelError
 from .initialisation import Filler, ModuleInit
 from .layout import Layout, TensorInfo
+from .nodes import machine_id
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _FILE_BYTES = 2**30
@@ -89,11 +91,12 @@ def converted(directory: Path, ranks: Ranks) -> WeightFiles:
     with contextlib.ExitStack() as undo:
         scratch = tempfile.TemporaryDirectory  # of every rank, by which it is seen who is on one host: names of hosts may be equal
         own = _together(directory, ranks, lambda: undo.enter_context(scratch(prefix="sdp-weights-", ignore_cleanup_errors=True)))
-        folders = [Path(folder) for folder in ranks.gather(own)]
-        first = next(rank for rank, folder in enumerate(folders) if folder.is_dir())
+        # Hosts may share such a folder too, where one of them removing its files would take them from the others.
+        places: list[tuple[str, str]] = ranks.gather((own, machine := machine_id()))
+        first = next(rank for rank, (folder, other) in enumerate(places) if other == machine and os.path.isdir(folder))  # noqa: PTH112
         converts = ranks.rank in ranks.gather(first)
         _together(directory, ranks, lambda: _write(weights_of_zero_checkpoint(directory), Path(own)) if converts else None)
-        return _together(directory, ranks, lambda: WeightFiles(folders[first]))
+        return _together(directory, ranks, lambda: WeightFiles(Path(places[first][0])))
 
 
 def _together(directory: Path, ranks: Ranks, action: Callable[[], T]) -> T:

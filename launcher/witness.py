@@ -72,9 +72,13 @@ def _run(command: Sequence[str], environ: Mapping[str, str], passed_on: list[int
     try:
         # Without the variables by which ranks are found (stop.py).
         with subprocess.Popen(_GUARD, env={}, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, process_group=0) as guard:
-            # Not in this process's group, so that a signal to that one comes once. Open descriptors stay: one leads to MPI's daemon.
-            process = subprocess.Popen(command, env=environ, process_group=guard.pid, close_fds=False)
-            pass_on()
-            return process.wait()
+            try:
+                # Not in this process's group, so that a signal to that one comes once. Open descriptors stay: one leads to MPI's daemon.
+                process = subprocess.Popen(command, env=environ, process_group=guard.pid, close_fds=False)
+                pass_on()
+                return process.wait()
+            finally:  # also where somebody has stopped or killed the guard, whose id nobody else has before it is waited for
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(guard.pid, signal.SIGKILL)
     except OSError as error:
         raise LaunchError(f"{error.filename or command[0]} cannot be started: {error.strerror}") from None

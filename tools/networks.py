@@ -1,7 +1,7 @@
 """Hosts on this machine for ``sdp bench CONFIG --network``: network namespaces on a virtual switch, with shaped links.
 
 Every rank is a host of its own, at 10.78.0.RANK+1 on ``eth0``; what it sends and what it is sent pass a token bucket (tc tbf) of the
-link's rate. Only namespaces made here are touched, and they are removed at the end, also after a signal other than SIGKILL. Needs root,
+link's rate. Only namespaces made here are touched, and they are removed at the end, also after SIGINT, SIGTERM or SIGHUP. Needs root,
 iproute2 and a kernel with tbf.
 """
 
@@ -66,6 +66,7 @@ def hosts(count: int) -> Iterator[str]:
                 _quiet("ip", "netns", "del", namespace)
     if received:
         signal.raise_signal(received[0])
+        raise SystemExit(128 + received[0])  # somebody's handler has returned
 
 
 def _make(name: str, count: int, made: list[str], received: Sequence[int]) -> None:

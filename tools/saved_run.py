@@ -61,8 +61,8 @@ def find(args: argparse.Namespace, overrides: Sequence[str] = ()) -> SavedRun:
     tag = args.checkpoint if args.step is None else f"step-{args.step}"
     dump_dir, checkpoint = _locate(args.run, tag)
     state = read_state(checkpoint)
-    config = load_config(dump_dir / CONFIG, args.set)
-    if overrides:
+    config = load_config(dump_dir / CONFIG, [] if overrides else args.set)
+    if overrides:  # which may allow what the run's own engine does not
         config = load_config(config.model_dump(mode="json"), [*overrides, *args.set])
     saved = SavedRun(dump_dir, config, checkpoint, state)
     check_data(checkpoint, state, saved.data)

@@ -11,6 +11,7 @@ import ranks_models as models
 import sdp
 import torch
 from ranks_cases import RELATIVE, Case, assert_same_run, train
+from sdp.engine.backends.vectorized import _close
 from sdp.engine.errors import ConfigError, ModelError
 from sdp.models.registry import build_model
 
@@ -130,3 +131,12 @@ def test_shares_of_unequal_weight_are_refused() -> None:
 def test_settings_without_a_meaning_in_one_pass_are_refused(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f'sdp.{key}: "{value}" is not available with sdp.engine "vectorized"'):
         sdp.initialize(model=models.build("llama"), config=_config(**{key: value}))
+
+
+def test_outputs_that_are_no_finite_numbers_compare_too() -> None:
+    masked = torch.tensor([1.0, -torch.inf, torch.nan])
+    assert _close(masked, masked * 1.00001, 1e-4)
+    assert not _close(masked, torch.tensor([1.0, 2.0, torch.nan]), 1e-4)
+    assert not _close(masked, masked * 1.001, 1e-4)
+    assert _close(torch.empty(0), torch.empty(0), 1e-4) and _close(torch.tensor([True]), torch.tensor([True]), 1e-4)
+    assert not _close(torch.tensor([1]), torch.tensor([2]), 1e-4)

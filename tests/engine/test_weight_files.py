@@ -236,3 +236,14 @@ def test_hosts_of_one_name_convert_each_for_itself(ranks: RankPool, tmp_path: Pa
     if sys.platform != "linux" or os.geteuid():
         pytest.skip("NOT TESTED: a host with files of its own is a mount namespace here, which needs root on Linux")
     assert ranks.run(_converted_on_two_hosts, str(tmp_path), world=2, timeout=60) == [([0.0, 0.0], []), ([1.0, 1.0], [])]
+
+
+def _converted_on_two_machines(scratch: str) -> tuple[list[float], list[str]]:
+    """Both see the folder for temporary files, over the network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_files, "machine_id", lambda: str(dist.get_rank()))
+        return _converted(scratch)
+
+
+def test_machines_that_share_their_temporary_files_convert_each_for_itself(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_converted_on_two_machines, str(tmp_path), world=2) == [([0.0, 0.0], []), ([1.0, 1.0], [])]

@@ -1,6 +1,7 @@
 """A rank that is killed under a launcher that is not ours: what is told of it, and what is left of it."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -80,3 +81,15 @@ def test_nothing_outlives_a_witness_that_is_killed() -> None:
     process.communicate(timeout=30)
     for pid in pids:
         until(lambda pid=pid: not alive(pid))
+
+
+def test_a_guard_that_is_stopped_keeps_nobody_waiting() -> None:
+    """As its group is where a process in the background reads from the terminal."""
+    process = _start("import os, signal, time; print(os.getpid(), flush=True); os.killpg(0, signal.SIGSTOP)")
+    assert process.stdout is not None
+    rank = int(process.stdout.readline())
+    until(lambda: Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    os.kill(rank, signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "was killed by SIGKILL" in err
