@@ -3,7 +3,7 @@
 Three comparisons, each with a process group of its own. *One rank*: engine and loop train a model that has only the held layers.
 *One of N ranks*: the engine carves one rank's share out of the full model, in a world whose other ranks exist in name only (torch's
 fake process group: collectives return at once), so that all it does but the wire is timed; once by layers, and once by groups of neurons,
-where the loop's model has plain narrower layers.
+where the loop's model has plain narrower layers. With ``--deepspeed`` also one group under DeepSpeed against DeepSpeed alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..engine import environment
+from ..engine.backends import deepspeed_private
 from ..engine.config import SDPSection
 from ..engine.engine import SDPEngine
 from ..engine.environment import detect
@@ -34,8 +36,9 @@ from ..models.registry import build_model
 from . import side_by_side
 from .race import Batch, Contestant, Timing, race
 
-PLAIN = "hand-written loop"
-AIM = 1.10  # the engine's seconds over the loop's, at most
+PLAIN, DEEPSPEED = "hand-written loop", "DeepSpeed alone"
+AIM, DEEPSPEED_AIM = 1.10, 1.03  # the engine's seconds over the loop's, and over DeepSpeed's, at most
+DEEPSPEED_STAGES = (0, 2)
 MAX_NORM = 0.1  # so small that every step is clipped: both sides then scale every gradient
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 # Same arithmetic but for the rounding of the clipping factor (the engine's is in float64), which AdamW carries on from step to step.
@@ -59,7 +62,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """Contestants timed in one run; ``weight_difference``: ‖engine − loop‖ / ‖loop‖ over all weights after all steps."""
+    """Contestants timed in one run; ``weight_difference``: ‖engine − first‖ / ‖first‖ over all weights after all steps."""
 
     name: str
     timings: list[Timing]
@@ -77,6 +80,7 @@ def add_plain_arguments(parser: argparse._ActionsContainer) -> None:
     for name, (default, text) in _NUMBERS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--compile", action="store_true", help="time the engine with compiled units (training.compile) too")
+    parser.add_argument("--deepspeed", action="store_true", help="time one group under DeepSpeed against DeepSpeed alone too")
     parser.add_argument("--capacity", type=float, default=0.5, metavar="C", help="held fraction of the layers, or neurons (default: 0.5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write settings and every timing there")
 
@@ -104,6 +108,10 @@ def run(args: argparse.Namespace) -> int:
         for world, compare in ((1, _one_rank), (args.groups, _one_of_many), (args.groups, _one_of_many_by_neurons)):
             with _world(world):
                 comparisons.append(compare(args, placement))
+            _print_comparison(comparisons[-1])
+        for stage in DEEPSPEED_STAGES if args.deepspeed else ():
+            with _world(1):
+                comparisons.append(_under_deepspeed(args, stage))
             _print_comparison(comparisons[-1])
     if args.json:
         report = {"settings": settings, "comparisons": [asdict(comparison) for comparison in comparisons]}
@@ -153,7 +161,9 @@ def _one_rank(args: argparse.Namespace, placement: Placement) -> Comparison:
     if args.compile:
         contestants.append(_driven("engine, compiled units", _engine(args, layers=held, groups=1, capacity=1.0, compiled=True)))
     timings = race(contestants, _batches(args, engine.device), args.warmup, engine.device)
-    return Comparison(f"one rank, {held} of {args.layers} layers", timings, _weight_difference(engine, _weights(engine, plain)))
+    return Comparison(
+        f"one rank, {held} of {args.layers} layers", timings, _weight_difference(engine.parameters_here, _weights(engine, plain))
+    )
 
 
 def _one_of_many(args: argparse.Namespace, placement: Placement) -> Comparison:
@@ -165,7 +175,7 @@ def _one_of_many(args: argparse.Namespace, placement: Placement) -> Comparison:
     contestants = [_hand_written(PLAIN, plain, holders), _driven(f"engine, rank 0 of {args.groups}", engine)]
     timings = race(contestants, _batches(args, engine.device), args.warmup, engine.device)
     name = f"one of {args.groups} ranks, {_held_layers(placement)} of {args.layers} layers at capacity {args.capacity:g}, without a wire"
-    return Comparison(name, timings, _weight_difference(engine, _weights(engine, plain)))
+    return Comparison(name, timings, _weight_difference(engine.parameters_here, _weights(engine, plain)))
 
 
 def _one_of_many_by_neurons(args: argparse.Namespace, _: Placement) -> Comparison:
@@ -175,7 +185,39 @@ def _one_of_many_by_neurons(args: argparse.Namespace, _: Placement) -> Compariso
     timings = race(contestants, _batches(args, engine.device), args.warmup, engine.device)
     fraction = engine.layout.placement.held_fraction(0)
     name = f"one of {args.groups} ranks, {fraction:.0%} of the branches' neurons, without a wire; the loop's layers are plain and narrower"
-    return Comparison(name, timings, _weight_difference(engine, weights))
+    return Comparison(name, timings, _weight_difference(engine.parameters_here, weights))
+
+
+def _under_deepspeed(args: argparse.Namespace, stage: int) -> Comparison:
+    """With one group nothing is installed: DeepSpeed's own engine, by its own call and through ours."""
+    package = deepspeed_private.load()
+    deepspeed_private.forget_process_groups()
+    config = {
+        "train_micro_batch_size_per_gpu": args.micro_batch,
+        "gradient_clipping": MAX_NORM,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},  # else it compiles one
+        "zero_optimization": {"stage": stage},
+    }
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    models = [_random_model(args, device) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    with environment.alone_if_unlaunched():
+        plain = package.initialize(model=models[0], model_parameters=models[0].parameters(), config=config)[0]
+    section = {"engine": "deepspeed", "check_interval": 0}
+    ours = initialize(model=models[1], config={**config, "sdp": section}, model_parameters=models[1].parameters())[0]
+
+    def contestant(name: str, engine: Any) -> Contestant:
+        def step(batch: Batch) -> None:
+            engine.backward(engine(**batch))
+            engine.step()
+
+        return Contestant(name, sum(parameter.numel() for parameter in engine.module.parameters()), step)
+
+    contestants = [contestant(DEEPSPEED, plain), contestant("sdp, one group", ours)]
+    timings = race(contestants, _batches(args, device), args.warmup, device)
+    weights = {name: value.detach() for name, value in plain.module.named_parameters()}
+    name = f"one group under DeepSpeed, ZeRO stage {stage}; the aim is at most {DEEPSPEED_AIM:.2f}"
+    return Comparison(name, timings, _weight_difference(dict(ours.module.named_parameters()), weights))
 
 
 @contextmanager
@@ -333,15 +375,17 @@ def _weights(engine: SDPEngine, plain: nn.Module) -> dict[str, torch.Tensor]:
     return {name: theirs[_name_in_copy(name, engine.layout.placement)] for name in engine.parameters_here}
 
 
-def _weight_difference(engine: SDPEngine, weights: Mapping[str, torch.Tensor]) -> float:
-    """‖engine − loop‖ / ‖loop‖ over all ``weights``, the loop's by the engine's names; raises RuntimeError if it is more than rounding."""
-    pairs = [(value, weights[name]) for name, value in engine.parameters_here.items()]
+def _weight_difference(ours: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> float:
+    """‖ours − others‖ / ‖others‖ over all ``weights``, the others' by the engine's names; RuntimeError if it is more than rounding."""
+    pairs = [(value, weights[name]) for name, value in ours.items()]
     with torch.no_grad():
         apart = sum(float((mine - other).double().square().sum()) for mine, other in pairs)
         whole = sum(float(other.double().square().sum()) for _, other in pairs)
     difference = math.sqrt(apart / whole)
     if not difference <= WEIGHT_TOLERANCE:
-        raise RuntimeError(f"engine and hand-written loop ended with weights {difference:.1e} apart: they did not do the same work")
+        raise RuntimeError(
+            f"the engine and what it is compared with ended with weights {difference:.1e} apart: they did not do the same work"
+        )
     return difference
 
 
@@ -376,4 +420,4 @@ def _print_comparison(comparison: Comparison) -> None:
     for timing in comparison.timings:
         ratio = f"{timing.median_ratio:.3f} ({min(timing.ratios):.3f} … {max(timing.ratios):.3f})"
         print(f"  {timing.name:<36}{timing.parameters / 1e6:7.2f} M parameters{timing.median_seconds * 1e3:10.2f} ms  {ratio}")
-    print(f"  engine and loop end with the same weights (relative difference {comparison.weight_difference:.1e})", flush=True)
+    print(f"  the first two end with the same weights (relative difference {comparison.weight_difference:.1e})", flush=True)

@@ -7,11 +7,9 @@ import importlib.util
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -734,7 +732,6 @@ def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
     return whole, handed_over[0], held, units
 
 
-@pytest.mark.slow
 def test_a_huggingface_model_is_built_of_what_a_rank_holds_alone(ranks: RankPool) -> None:
     pytest.importorskip("transformers")
     everyone = ranks.run(_built_from_huggingface, world=4)
@@ -743,44 +740,3 @@ def test_a_huggingface_model_is_built_of_what_a_rank_holds_alone(ranks: RankPool
         assert held < 0.35 * whole
         assert held <= peak < 1.5 * held < 0.55 * whole  # and the numbers that are being drawn
     assert len({name for *_, units in everyone for name in units}) == 16
-
-
-def _seconds(stage: int) -> tuple[list[float], list[float]]:
-    """Processor seconds of the steps of DeepSpeed alone and of one group under sdp, in turns."""
-    import sdp
-    from sdp.engine.backends import deepspeed_private
-    from sdp.models.llama import Llama, LlamaConfig
-
-    def model() -> Llama:
-        torch.manual_seed(0)
-        shape = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4}
-        return Llama(LlamaConfig(**shape, max_position_embeddings=128))
-
-    package = deepspeed_private.load()
-    deepspeed_private.forget_process_groups()
-    file = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-    }
-    own = model()
-    plain = package.initialize(model=own, model_parameters=own.parameters(), config=file)[0]
-    ours = sdp.initialize(model=model(), config={**file, "sdp": {"engine": "deepspeed", "check_interval": 0}})[0]
-    tokens = torch.randint(512, (4, 128), generator=torch.Generator().manual_seed(dist.get_rank()))
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(24):
-        for engine, spent in zip((plain, ours), seconds, strict=True):
-            started = time.process_time()
-            engine.backward(engine(input_ids=tokens, labels=tokens))
-            engine.step()
-            spent.append(time.process_time() - started)
-    return seconds[0][4:], seconds[1][4:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2])
-def test_with_one_group_a_step_takes_deepspeeds_time(ranks: RankPool, stage: int) -> None:
-    ((plain, ours),) = ranks.run(_seconds, stage, world=1)
-    ratio = statistics.median(ours) / statistics.median(plain)
-    print(f"stage {stage}: {statistics.median(ours):.4f} s / {statistics.median(plain):.4f} s = {ratio:.3f}")
-    assert ratio <= 1.03

@@ -1,5 +1,6 @@
 """``sdp bench`` runs, compares the same work, and its report is complete. What it measures is never asserted."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import sdp
 from sdp.launcher import main as command_line
 
 TINY = "--layers 4 --hidden 16 --intermediate 32 --heads 2 --vocab-size 64 --sequence 8 --micro-batch 2 --repeats 3 --warmup 1".split()
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -27,7 +29,7 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """What a run prints, and its report."""
     file = tmp_path_factory.mktemp("bench") / "new" / "bench.json"
-    done = bench("--json", str(file))
+    done = bench("--json", str(file), *["--deepspeed"] * HAS_DEEPSPEED)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(file.read_text())
 
@@ -40,7 +42,7 @@ def test_report_names_model_batch_and_software(outcome: tuple[str, dict[str, Any
 
 
 def test_every_timing_is_complete_and_compared_with_the_loop(outcome: tuple[str, dict[str, Any]]) -> None:
-    one, many, neurons = outcome[1]["comparisons"]
+    one, many, neurons, *under_deepspeed = outcome[1]["comparisons"]
     assert len(one["timings"]) == 4
     assert len(many["timings"]) == len(neurons["timings"]) == 2
     for comparison in (one, many, neurons):
@@ -52,6 +54,9 @@ def test_every_timing_is_complete_and_compared_with_the_loop(outcome: tuple[str,
             assert timing["ratios"] == pytest.approx([a / b for a, b in zip(timing["seconds"], base["seconds"], strict=True)])
             assert timing["median_seconds"] == sorted(timing["seconds"])[1]
             assert timing["median_ratio"] == sorted(timing["ratios"])[1]
+    assert [[timing["name"] for timing in comparison["timings"]] for comparison in under_deepspeed] == [
+        ["DeepSpeed alone", "sdp, one group"]
+    ] * 2 * HAS_DEEPSPEED
 
 
 def test_both_sides_train_the_same_smaller_model(outcome: tuple[str, dict[str, Any]]) -> None:
