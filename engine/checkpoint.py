@@ -47,6 +47,7 @@ from .checkpoint_part import Part
 from .checkpoint_pieces import PiecewisePlanner
 from .checkpoint_reader import SafeReader
 from .errors import CheckpointError
+from .optimizer_state import OptimizerState
 
 T = TypeVar("T")
 
@@ -120,7 +121,7 @@ def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 def tensors_of(
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
-    optimizer: Optimizer,
+    states: OptimizerState,
     placed: Callable[[str, torch.Tensor], tuple[str, Any]],
 ) -> dict[str, Any]:
     """Everything that is a tensor, by key: ``model/NAME`` and ``optimizer/NAME/KEY``; shards stay shards.
@@ -132,8 +133,7 @@ def tensors_of(
     tensors = weights_of(buffers)
     for name, parameter in parameters.items():
         here = {"model/{}": parameter.detach()}
-        state = optimizer.state.get(parameter, {})
-        here |= {f"optimizer/{{}}/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        here |= {f"optimizer/{{}}/{key}": value for key, value in states.of(parameter, placed(name, here["model/{}"])[0]).items()}
         for pattern, value in here.items():
             canonical, part = placed(name, value)
             key = pattern.format(canonical)

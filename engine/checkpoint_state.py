@@ -12,6 +12,7 @@ from . import checkpoint
 from .backends.base import Backend
 from .checkpoint_part import Part
 from .layout import TensorInfo
+from .optimizer_state import OptimizerState
 from .sync import local_tensor
 
 
@@ -20,6 +21,7 @@ class SavedState:
 
     def __init__(self, backend: Backend, optimizer: Optimizer, rank: int):
         self._backend, self._optimizer, self._rank = backend, optimizer, rank
+        self._state = OptimizerState(optimizer)
 
     def mesh_shape(self) -> list[Any]:
         """Sizes of the mesh: sdp, fsdp, tp; of groups of unequal size their numbers of data ranks too."""
@@ -38,7 +40,8 @@ class SavedState:
         known = backend.layout.buffers
         named = ((name, buffer) for name, buffer in backend.module.named_buffers() if name in known)
         buffers = {name: buffer for name, buffer in named if to_load or self._gives(known[name])}
-        return checkpoint.tensors_of(self._stepped(), buffers, self._optimizer, self._placed)
+        self._state = OptimizerState(self._optimizer)
+        return checkpoint.tensors_of(self._stepped(), buffers, self._state, self._placed)
 
     def _stepped(self) -> Mapping[str, torch.Tensor]:
         """The parameters as the optimizer has them."""
@@ -58,6 +61,7 @@ class SavedState:
 
     def loaded(self) -> None:
         """To be called once :meth:`tensors` were filled: what the first slice of a parameter has for all (a step count) the others get."""
+        self._state.write_back()
         stepped = self._stepped()
         for slices in self._backend.layout.wholes.values():
             here = [stepped[info.name] for info in slices if info.name in stepped]

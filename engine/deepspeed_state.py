@@ -17,6 +17,7 @@ from .checkpoint_state import SavedState
 from .consistency import CHUNK, compare_sums
 from .layout import TensorInfo
 from .memory import StateBytes, state_tensors
+from .optimizer_state import OptimizerState
 from .units import SHARED
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -71,16 +72,16 @@ class DeepSpeedState(SavedState):
             for name, buffer in backend.module.named_buffers()
             if name in known and (to_load or self._gives(known[name]))
         }
-        for index, master in enumerate(backend.zero.masters):
-            values = {"model/{}": master.detach()}
-            state = backend.deepspeed.basic_optimizer.state.get(master, {})
-            values |= {f"optimizer/{{}}/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        self._state = OptimizerState(backend.deepspeed.basic_optimizer)
+        for index, (group, master) in enumerate(backend.zero.basic_groups()):
             for at, piece in backend.pieces():
                 if at != index:
                     continue
                 info = backend.layout.parameters[piece.name]
                 if not to_load and not self._saves(info):
                     continue
+                values = {"model/{}": master.detach()}
+                values |= {f"optimizer/{{}}/{key}": value for key, value in self._state.of(master, info.canonical, group).items()}
                 for pattern, value in values.items():
                     key = pattern.format(info.canonical)
                     if value.shape != master.shape:
@@ -112,6 +113,7 @@ class DeepSpeedState(SavedState):
             if self._backend.copies is not None:
                 self._backend.copies.spread_masters()
             return
+        self._state.write_back()
         self._spread_counts()
         self._backend.zero.spread_masters()
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from . import checkpoint
+from . import checkpoint, optimizer_state
 from .backends.base import Backend
 from .batch import call_model, loss_of
 from .batch_size import BatchSize
@@ -330,7 +330,7 @@ class SDPEngine(EngineFacts):
             return None, {}
         path, state = found
         if not state["has_optimizer_state"]:
-            self.optimizer.state.clear()
+            optimizer_state.clear(self.optimizer)
         elif not self.optimizer.state:
             self._materialise_state()
         # Random numbers are a rank's own: they go on where the same ranks go on.
