@@ -38,12 +38,12 @@ _NEEDED = {
     "MPICH": ("mpiexec.mpich", "apt-get install mpich"),
     "Intel MPI": (INTEL_MPIRUN, f"pip install --no-deps --target {Path(sys.prefix) / 'intel-mpi'} impi-rt"),
 }
-_NAMES = "abcdefghi"
+_NAMES = "abcdefghijkl"  # SLURM has a to d, lives e to i, and what stands in test_hosts.py a and j to l
 PAUSE = 0.25  # between two looks at what takes seconds: the cores have more to do
 
 
 class Hosts:
-    """host-a to host-i; ``folder`` holds their keys and is the working directory of what runs on them."""
+    """host-a to host-l; ``folder`` holds their keys and is the working directory of what runs on them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -101,7 +101,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def made_hosts() -> Iterator[Hosts]:
-    """Nine hosts that see each other at 10.77.0.1 to 10.77.0.9, and a small run's corpus and configuration; gone afterwards."""
+    """Twelve hosts that see each other at 10.77.0.1 to 10.77.0.12, and a small run's corpus and configuration; gone afterwards."""
     if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
         pytest.skip(f"NOT TESTED, no {', '.join(missing)}: apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin")
     folder = Path(tempfile.mkdtemp(prefix="sdp"))
@@ -142,8 +142,8 @@ def is_rank(pid: int) -> bool:
 
 
 def _prepare(folder: Path) -> None:
-    (folder / "two").write_text("host-a slots=2\nhost-b slots=2\n")
-    (folder / "four").write_text("".join(f"host-{name} slots=1\n" for name in "abcd"))
+    (folder / "two").write_text("host-a slots=2\nhost-j slots=2\n")
+    (folder / "four").write_text("".join(f"host-{name} slots=1\n" for name in "ajkl"))
     for name in _NAMES[1:]:
         (folder / f"with-{name}").write_text(f"host-a slots=1\nhost-{name} slots=1\n")
     texts = folder / "texts.jsonl"

@@ -20,8 +20,9 @@ OPEN_MPI = ["mpirun", "--mpirun", "mpirun.openmpi", "--launcher-args=--allow-run
 MPICH = ["mpirun", "--mpirun", "mpiexec.mpich"]
 INTEL_MPI = ["mpirun", "--mpirun", INTEL_MPIRUN]
 LAUNCHERS = {"deepspeed": ["deepspeed"], "Open MPI": OPEN_MPI, "MPICH": MPICH, "torchrun": ["torchrun"], "Intel MPI": INTEL_MPI}
+SLOW = ("MPICH", "Intel MPI")  # whose lives are as Open MPI's, but for what is said of a rank's end
 _FIRST_SIGNAL = {"deepspeed": signal.SIGINT}  # the others': SIGTERM
-_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static", "--master-addr", "host-a"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static", "--master-addr", "host-a"]
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Life:
         started = []
         for node, host in enumerate(["a", self.host]):
             place = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-port", str(self.port)]
-            command = [*_TORCHRUN, *place, "-m", "sdp.launcher.main", "train", *train, "--set", "env.GLOO_SOCKET_IFNAME=eth0"]
+            command = [*TORCHRUN, *place, "-m", "sdp.launcher.main", "train", *train, "--set", "env.GLOO_SOCKET_IFNAME=eth0"]
             started.append(self.hosts.start(*command, log=self.log(phase) + "-b" * node, host=host))
         return started
 

@@ -6,11 +6,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from hosts import LAUNCH, QUICKSTART, SDP, Hosts, made_hosts, what_installs
 from lives import LAUNCHERS, Life, live
+from stories import STORIES, slurm_over, what_is_missing
 
 
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[Hosts]:
-    """host-a to host-i; see tests/hosts.py."""
+    """host-a to host-l; see tests/hosts.py."""
     with made_hosts() as made:
         yield made
 
@@ -28,11 +29,26 @@ def quickstart(hosts: Hosts) -> list[float]:
 
 
 @pytest.fixture(scope="session")
-def lives(hosts: Hosts, expected: list[float]) -> Iterator[dict[str, Future[str]]]:
-    """Two at a time beside the other tests: they wait for time-outs. Each has a host of its own for its rank 1."""
+def lives(hosts: Hosts, expected: list[float], request: pytest.FixtureRequest) -> Iterator[dict[str, Future[str]]]:
+    """Of the launchers asked for, two at a time beside other tests: they wait for time-outs. Each rank 1 has its own host."""
+    wanted = {
+        item.callspec.params.get("torn")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    }
     with ThreadPoolExecutor(2) as pool:
         begun = {}
         for place, (name, launcher) in enumerate(LAUNCHERS.items()):
-            if what_installs(name) is None:
+            if name in wanted and what_installs(name) is None:
                 begun[name] = pool.submit(live, Life(hosts, f"life-{place}", launcher, "efghi"[place], 29600 + place), expected)
         yield begun
+
+
+@pytest.fixture(scope="session")
+def stories(hosts: Hosts, quickstart: list[float], expected: list[float]) -> Iterator[dict[str, Future[None]]]:
+    """SLURM's, some at a time: they wait for it more than for the cores. None where it is not installed."""
+    if what_is_missing():
+        yield {}
+        return
+    with slurm_over(hosts) as slurm, ThreadPoolExecutor(2) as pool:
+        yield {story.__name__: pool.submit(story, slurm, quickstart, expected) for story in STORIES}

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Nine hosts on one machine: network namespaces on a virtual switch (eth0 in each), with host names of their own and an sshd each.
-# hosts_up.sh DIR makes them, with keys and settings in DIR; on.sh DIR a|b|c|d|e|f|g|h|i COMMAND… runs a command there; hosts_down.sh DIR removes them.
+# Twelve hosts on one machine: network namespaces on a virtual switch (eth0 in each), with host names of their own and an sshd each.
+# hosts_up.sh DIR makes them, with keys and settings in DIR; on.sh DIR a|…|l COMMAND… runs a command there; hosts_down.sh DIR removes them.
 # Names of namespaces begin with DIR's last part, so that several sets can stand side by side. Needs root, iproute2, openssh.
 set -eu
 folder=$1 name=$(basename "$1")
@@ -26,7 +26,7 @@ ip netns add "$name-switch"
 ip -n "$name-switch" link add switch type bridge
 ip -n "$name-switch" link set switch up
 address=1
-for host in a b c d e f g h i; do
+for host in a b c d e f g h i j k l; do
     echo "10.77.0.$address host-$host" >> "$folder/hosts"
     ip netns add "$name-$host"
     ip link add eth0 netns "$name-$host" type veth peer name "$host" netns "$name-switch"

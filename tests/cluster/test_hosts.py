@@ -6,10 +6,10 @@ Skipped, loudly, where a machine cannot make such hosts.
 from __future__ import annotations
 
 import pytest
-from hosts import LAUNCH, QUICKSTART, SDP, Hosts, needs
-from lives import MPICH, OPEN_MPI
+from hosts import LAUNCH, QUICKSTART, SDP, Hosts, finish, needs
+from lives import MPICH, OPEN_MPI, TORCHRUN
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("lives")]  # which begin now, beside these
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("lives", "stories")]  # which begin now, beside these
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("lives")]  # which be
     [
         ("deepspeed", ["deepspeed", "--hostfile", "two", *QUICKSTART, "out; $(touch pwned) 'x' %h"]),
         ("Open MPI", [*OPEN_MPI, "--hostfile", "four", *QUICKSTART, "a & b"]),
-        ("MPICH", [*MPICH, "--hostfile", "two", *QUICKSTART, "mpich"]),
+        pytest.param("MPICH", [*MPICH, "--hostfile", "two", *QUICKSTART, "mpich"], marks=pytest.mark.slow),
     ],
     ids=["deepspeed", "Open MPI on four", "MPICH"],
 )
@@ -27,11 +27,25 @@ def test_the_quickstart_has_the_losses_of_a_local_start(hosts: Hosts, quickstart
     assert not list(hosts.folder.rglob("pwned"))
 
 
+def test_the_quickstart_by_torchrun(hosts: Hosts, quickstart: list[float]) -> None:
+    words = ["--nnodes", "2", "--nproc-per-node", "2", "--master-port", "29590", "-m", "sdp.launcher.main", "train", *QUICKSTART[:-1]]
+    words += ["env.GLOO_SOCKET_IFNAME=eth0", "--dump-dir", "torchrun"]
+    other = hosts.start(*TORCHRUN, "--node-rank", "1", *words, log="torchrun-j.log", host="j")
+    assert hosts.run(*TORCHRUN, "--node-rank", "0", *words) == pytest.approx(quickstart, rel=1e-6)
+    assert finish(other, 60) == 0
+
+
+def test_mpich_has_the_losses_of_a_local_start(hosts: Hosts, expected: list[float]) -> None:
+    needs("MPICH")
+    run = [*LAUNCH, "--launcher", *MPICH, "--hostfile", "with-j", "small.json", "--set", "training.steps=2", "--dump-dir", "mpich-small"]
+    assert hosts.run(*run) == pytest.approx(expected[:2], rel=1e-6)
+
+
 def test_the_users_own_mpirun_names_no_master(hosts: Hosts, expected: list[float]) -> None:
     """The ranks agree on one through mpi4py."""
     needs("Open MPI")
     pytest.importorskip("mpi4py", reason="NOT TESTED, no mpi4py: pip install mpi4py")
-    mpirun = ["mpirun.openmpi", "--allow-run-as-root", "-np", "2", "--host", "host-a:1,host-b:1", "-x", "PYTHONPATH"]
+    mpirun = ["mpirun.openmpi", "--allow-run-as-root", "-np", "2", "--host", "host-a:1,host-j:1", "-x", "PYTHONPATH"]
     mpirun += ["--wdir", str(hosts.folder), "--mca", "btl_tcp_if_include", "eth0"]
     settings = ["training.steps=2", "env.GLOO_SOCKET_IFNAME=eth0"]
     assert hosts.run(*mpirun, *SDP, "train", "small.json", "--set", *settings, "--dump-dir", "mpi4py") == pytest.approx(

@@ -4,16 +4,16 @@ from concurrent.futures import Future
 
 import pytest
 from hosts import Hosts, needs
-from lives import LAUNCHERS, Life, meet_the_rest
+from lives import LAUNCHERS, SLOW, Life, meet_the_rest
 
 pytestmark = pytest.mark.cluster
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_run_that_is_torn_again_and_again_ends_as_if_undisturbed(lives: dict[str, Future[str]], launcher: str) -> None:
-    needs(launcher)
-    said = lives[launcher].result()
-    if launcher == "Open MPI":
+@pytest.mark.parametrize("torn", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAUNCHERS])
+def test_a_run_that_is_torn_again_and_again_ends_as_if_undisturbed(lives: dict[str, Future[str]], torn: str) -> None:
+    needs(torn)
+    said = lives[torn].result()
+    if torn == "Open MPI":
         assert "mpirun.openmpi still waits for a host 30 s after the job's end: killed" in said
 
 
