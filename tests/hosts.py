@@ -20,16 +20,11 @@ SCRIPTS = Path(__file__).parent / "cluster"
 SDP = [sys.executable, "-P", "-m", "sdp.launcher.main"]
 ON_ETH0 = ["--env", "GLOO_SOCKET_IFNAME=eth0"]
 LAUNCH = [*SDP, "launch", *ON_ETH0]
-# Three steps of it on the hosts' own shards; --dump-dir's value stands last.
-QUICKSTART = [
-    str(Path(sdp.__path__[0]) / "configs/quickstart.json"),
-    "--set",
-    "data.path=shards",
-    "data.tokenizer=bytes",
-    "data.vocab_size=257",
-]
-QUICKSTART += ["training.steps=3", "training.evaluate_batches=1", "--dump-dir"]
-STEPS = 80  # of the undisturbed run that others are compared with: long enough to be disturbed again and again
+# Three short steps of it on the hosts' own shards, and nothing that a step does not need; --dump-dir's value stands last.
+QUICKSTART = [str(Path(sdp.__path__[0]) / "configs/quickstart.json"), "--set"]
+QUICKSTART += ["data.path=shards", "data.tokenizer=bytes", "data.vocab_size=257", "data.sequence_length=64", "training.steps=3"]
+QUICKSTART += ["training.evaluate_batches=1", "training.evaluate_every=0", "training.save_every=0", "--dump-dir"]
+STEPS = 60  # of the undisturbed run that others are compared with: long enough to be disturbed again and again
 _PROGRAMS = ("ip", "ss", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
 INTEL_MPIRUN = str(Path(sys.prefix) / "intel-mpi/bin/mpiexec.hydra")
 _NEEDED = {
@@ -79,7 +74,7 @@ class Hosts:
         """The steps of the run's finished checkpoints, in their order."""
         return sorted(int(path.parent.name.removeprefix("step-")) for path in self.folder.glob(f"{run}/checkpoints/step-*/state.json"))
 
-    def processes(self, word: str, hosts: str = _NAMES) -> list[int]:
+    def processes(self, word: str, hosts: str) -> list[int]:
         """What runs on the hosts with ``word`` in its command line."""
         found = []
         for host in hosts:
@@ -89,9 +84,9 @@ class Hosts:
                     found += [pid] if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() else []
         return found
 
-    def nothing_left(self, run: str, port: int, seconds: float) -> None:
-        """Return when no process of the run is left on any host, and nothing listens on its port any more."""
-        until(lambda: not self.processes(run), seconds, PAUSE)
+    def nothing_left(self, run: str, hosts: str, port: int, seconds: float) -> None:
+        """Return when no process of the run is left on its hosts, and nothing listens on its port any more."""
+        until(lambda: not self.processes(run, hosts), seconds, PAUSE)
         assert not self.said("ss", "--no-header", "--listening", "--tcp", f"sport = :{port}")
 
     def plug(self, host: str, state: str) -> None:

@@ -70,7 +70,7 @@ class Life:
         code = finish(started[0], seconds)
         for other in started[1:]:
             assert finish(other, 120) != 0, self.said(phase)
-        self.hosts.nothing_left(self.name, self.port, 120)
+        self.hosts.nothing_left(self.name, f"a{self.host}", self.port, 120)
         return code
 
     def has_no_room(self) -> None:

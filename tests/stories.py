@@ -21,6 +21,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 SECONDS = 240.0  # for what takes some seconds on idle cores
 ENDLESS = "training.steps=1000000"
 PATIENT = "training.step_timeout=600"
+ALONE = ("sdp.groups=1", "sdp.capacity=1.0")  # where it does not matter how many ranks there are
 
 
 class Slurm:
@@ -33,8 +34,9 @@ class Slurm:
         return self.hosts.said(*command)
 
     def submit(self, run: str, *options: str, settings: tuple[str, ...] = (), nodes: int = 1, partition: str = "side") -> str:
-        """``sdp launch`` for two ranks, with dump directory ``run``; the job's id."""
-        launch = [*LAUNCH, "--launcher", "slurm", "--cpu", "--nodes", str(nodes), "--gpus-per-node", str(2 // nodes)]
+        """``sdp launch`` for two ranks, or one if ``ALONE``, with dump directory ``run``; the job's id."""
+        ranks = 1 if ALONE[0] in settings else 2
+        launch = [*LAUNCH, "--launcher", "slurm", "--cpu", "--nodes", str(nodes), "--gpus-per-node", str(ranks // nodes)]
         words = ["--set", *settings] if settings else []
         return self(*launch, "--partition", partition, *options, "small.json", *words, "--dump-dir", run).split()[1].rstrip(";")
 
@@ -46,8 +48,8 @@ class Slurm:
         return self("sh", "-c", 'PATH= exec "$@"', "sh", *SDP, "launch", "--launcher", "slurm", "--status", run).partition(": ")[2]
 
     def wait(self, run: str, *states: str) -> str:
-        """The status once it begins with one of ``states``, which last."""
-        return until(lambda: now if (now := self.status(run)).startswith(states) else None, SECONDS, 1.0)
+        """The status once it begins with one of ``states``, which last; each look is a process."""
+        return until(lambda: now if (now := self.status(run)).startswith(states) else None, SECONDS, 3.0)
 
     def steps(self, run: str, count: int) -> None:
         """Return when the run has noted that many steps."""
@@ -133,7 +135,7 @@ def a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that
 
 def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, quickstart: list[float], expected: list[float]) -> None:
     """SLURM sends the signal by itself; it looks twice a minute."""
-    job = slurm.submit("limited", "--time", "2", "--signal-seconds", "50", settings=(ENDLESS, PATIENT))
+    job = slurm.submit("limited", "--time", "2", "--signal-seconds", "50", settings=(*ALONE, ENDLESS, PATIENT))
     slurm.steps("limited", 2)
     slurm.rest("limited")
     events = slurm.hosts.folder / "limited/slurm/events"
@@ -150,14 +152,16 @@ def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, q
 def jobs_that_do_not_end_well(slurm: Slurm, quickstart: list[float], expected: list[float]) -> None:
     """At once, for the limit of time is looked at twice a minute."""
     # A step that outlasts what SLURM waits for a job that is told to end.
-    late = slurm.submit("late", "--time", "10", "--signal-seconds", "1", settings=(ENDLESS, PATIENT, "gradient_accumulation_steps=100000"))
+    late = slurm.submit(
+        "late", "--time", "10", "--signal-seconds", "1", settings=(*ALONE, ENDLESS, PATIENT, "gradient_accumulation_steps=100000")
+    )
     until(lambda: "step 0: " in slurm.said("late"), SECONDS, PAUSE)
     slurm.rest("late")
     slurm("scontrol", "update", f"JobId={late}", "EndTime=now+1")
 
     cancelled = slurm.submit("cancelled", settings=(ENDLESS,))
-    slurm.submit("wrong", settings=("data.path=nowhere",))
-    slurm.submit("fat", "--launcher-args=--mem=100M", settings=(ENDLESS,))
+    slurm.submit("wrong", settings=(*ALONE, "data.path=nowhere"))
+    slurm.submit("fat", "--launcher-args=--mem=100M", settings=(*ALONE, ENDLESS))
     held = slurm.submit("held", "--launcher-args=--hold")
     assert slurm.status("held") == slurm.status_without_slurm("held") == "pending"
     slurm("scancel", held)
