@@ -25,7 +25,7 @@ QUICKSTART = [str(Path(sdp.__path__[0]) / "configs/quickstart.json"), "--set"]
 QUICKSTART += ["data.path=shards", "data.tokenizer=bytes", "data.vocab_size=257", "data.sequence_length=64", "training.steps=3"]
 QUICKSTART += ["training.evaluate_batches=1", "training.evaluate_every=0", "training.save_every=0", "--dump-dir"]
 STEPS = 60  # of the undisturbed run that others are compared with: long enough to be disturbed again and again
-_PROGRAMS = ("ip", "ss", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
+_PROGRAMS = ("ip", "tc", "ss", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
 INTEL_MPIRUN = str(Path(sys.prefix) / "intel-mpi/bin/mpiexec.hydra")
 _NEEDED = {
     "deepspeed": ("pdsh", "apt-get install pdsh"),
@@ -149,7 +149,6 @@ def _prepare(folder: Path) -> None:
     model = {"name": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
         "zero_optimization": {"stage": 3},
         "sdp": {"groups": 2, "capacity": 0.5},
