@@ -17,19 +17,18 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture(scope="session")
-def expected(hosts: Hosts) -> list[float]:
-    """The losses of the small run, local, on two ranks."""
-    return hosts.run(*LAUNCH, "--launcher", "local", "--gpus-per-node", "2", "small.json", "--dump-dir", "local")
+def local(hosts: Hosts) -> Iterator[dict[str, Future[list[float]]]]:
+    """The losses of the small run on two ranks and of the quickstart on four, of local starts, once they are there."""
+    with ThreadPoolExecutor(1) as pool:
+        small = [*LAUNCH, "--launcher", "local", "--gpus-per-node", "2", "small.json", "--dump-dir", "local"]
+        yield {
+            "small": pool.submit(hosts.run, *small),
+            "quickstart": pool.submit(hosts.run, *SDP, "train", *QUICKSTART, "local quickstart"),
+        }
 
 
 @pytest.fixture(scope="session")
-def quickstart(hosts: Hosts) -> list[float]:
-    """The losses of some steps of the quickstart, local, on four ranks."""
-    return hosts.run(*SDP, "train", *QUICKSTART, "local quickstart")
-
-
-@pytest.fixture(scope="session")
-def lives(hosts: Hosts, expected: list[float], request: pytest.FixtureRequest) -> Iterator[dict[str, Future[str]]]:
+def lives(hosts: Hosts, local: dict[str, Future[list[float]]], request: pytest.FixtureRequest) -> Iterator[dict[str, Future[str]]]:
     """Of the launchers asked for, two at a time beside other tests: they wait for time-outs. Each rank 1 has its own host."""
     wanted = {
         item.callspec.params.get("torn")
@@ -40,15 +39,15 @@ def lives(hosts: Hosts, expected: list[float], request: pytest.FixtureRequest) -
         begun = {}
         for place, (name, launcher) in enumerate(LAUNCHERS.items()):
             if name in wanted and what_installs(name) is None:
-                begun[name] = pool.submit(live, Life(hosts, f"life-{place}", launcher, "efghi"[place], 29600 + place), expected)
+                begun[name] = pool.submit(live, Life(hosts, f"life-{place}", launcher, "efghi"[place], 29600 + place), local["small"])
         yield begun
 
 
 @pytest.fixture(scope="session")
-def stories(hosts: Hosts, quickstart: list[float], expected: list[float]) -> Iterator[dict[str, Future[None]]]:
+def stories(hosts: Hosts, local: dict[str, Future[list[float]]]) -> Iterator[dict[str, Future[None]]]:
     """SLURM's, some at a time: they wait for it more than for the cores. None where it is not installed."""
     if what_is_missing():
         yield {}
         return
     with slurm_over(hosts) as slurm, ThreadPoolExecutor(2) as pool:
-        yield {story.__name__: pool.submit(story, slurm, quickstart, expected) for story in STORIES}
+        yield {story.__name__: pool.submit(story, slurm, local["small"]) for story in STORIES}
