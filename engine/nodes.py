@@ -17,6 +17,15 @@ def machine_id() -> str:
         return socket.gethostname()
 
 
+def told_apart(hosts: Sequence[tuple[str, str]]) -> list[str]:
+    """Names for (name, :func:`machine_id`) by rank that are equal only where both are: machines may share a name."""
+    machines: dict[str, list[str]] = {}
+    for name, machine in hosts:
+        known = machines.setdefault(name, [])
+        known += [machine] if machine not in known else []
+    return [name if len(machines[name]) == 1 else f"{name} ({machines[name].index(machine) + 1})" for name, machine in hosts]
+
+
 def split_tensor_group(hosts: Sequence[str], tp: int) -> str | None:
     """What is wrong with the first tensor-parallel group that is on several hosts, and why, in one line; None where every group is on one.
 

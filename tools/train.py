@@ -21,7 +21,7 @@ from ..engine.errors import PeerLostError
 from ..engine.heartbeat import Heartbeat
 from ..engine.initialize import initialize, join, mesh_of
 from ..engine.memory import PeakMemory
-from ..engine.nodes import split_tensor_group
+from ..engine.nodes import machine_id, split_tensor_group, told_apart
 from ..models.registry import build_model, section_from_huggingface
 from . import preflight
 from .corpus import open_corpus
@@ -91,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
 def _warn_of_split_groups(engine: SDPEngine) -> None:
     """Say on rank 0 if tensor-parallel ranks are on several hosts. Collective."""
     degree = engine.layout.mesh.tp
-    problem = split_tensor_group(engine.gather_facts(socket.gethostname()), degree) if degree > 1 else None
+    hosts = told_apart(engine.gather_facts((socket.gethostname(), machine_id()))) if degree > 1 else []
+    problem = split_tensor_group(hosts, degree)
     if problem is not None and engine.global_rank == 0:
         log.warning("WARNING: %s", problem)
 

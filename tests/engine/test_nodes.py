@@ -1,7 +1,7 @@
 """What a layout makes of the hosts that its ranks are on."""
 
 import pytest
-from sdp.engine.nodes import split_tensor_group
+from sdp.engine.nodes import split_tensor_group, told_apart
 
 
 @pytest.mark.parametrize(("slots", "tp"), [([2, 2], 1), ([2, 2], 2), ([4, 4], 2), ([2, 4], 2), ([8], 8), ([8, 8], 8)])
@@ -23,3 +23,12 @@ def test_a_group_on_several_hosts(slots: list[int], tp: int, said: str) -> None:
     assert problem is not None
     assert said in problem
     assert "activations in every layer" in problem
+
+
+def test_machines_of_one_name_are_several_hosts() -> None:
+    hosts = told_apart([("node", "x"), ("node", "x"), ("node", "y"), ("other", "x")])
+    assert hosts == ["node (1)", "node (1)", "node (2)", "other"]
+    problem = split_tensor_group(hosts, 4)
+    assert problem is not None
+    assert "ranks 0 to 3 are on node (1) and node (2) and other" in problem
+    assert told_apart([("a", "x"), ("b", "y")]) == ["a", "b"]
