@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from .config_deepspeed import for_deepspeed, known_keys, split_foreign_keys
+from .config_deepspeed import DEEPSPEED_CLIPS_AT, for_deepspeed, known_keys, split_foreign_keys
 from .errors import ConfigError
 from .section import Section, parse_section
 
@@ -303,6 +303,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         _apply_override(raw, override)
     section = raw.get("sdp")
     to_deepspeed = isinstance(section, dict) and section.get("engine") == "deepspeed"
+    if to_deepspeed:
+        raw.setdefault("gradient_clipping", DEEPSPEED_CLIPS_AT)  # with one group as with several
     ours, hints = split_foreign_keys(raw, deepspeed=to_deepspeed)
     config = parse_section(Config, ours, known_keys=partial(known_keys, root=Config))
     config._hints, config._deepspeed = hints, for_deepspeed(raw) if to_deepspeed else {}

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from .errors import ConfigError, suggestion
 
+DEEPSPEED_CLIPS_AT = 1.0  # its gradient_clipping where the file names none
 # Performance hints without effect here: accepted, and listed once at start.
 HINTS = frozenset(
     """

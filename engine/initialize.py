@@ -181,7 +181,9 @@ def _named_groups(model_parameters: Iterable[Any] | None, optimizer: Any, names:
     """Parameter groups with canonical names in place of the uncut model's parameters, and whether the user gave groups."""
     if isinstance(optimizer, Optimizer):
         if optimizer.state:
-            raise ConfigError("sdp.initialize: the optimizer has stepped before; give one without state")
+            raise ConfigError(
+                "sdp.initialize: the optimizer has stepped before, or makes state as it is made, as Adagrad does; give one without state"
+            )
         given: list[Any] = optimizer.param_groups
     elif model_parameters is not None:
         given = list(model_parameters)

@@ -93,10 +93,9 @@ def initialize_deepspeed(
     if stage == 3:
         # DeepSpeed's default cuts a large unit into several groups.
         settings["zero_optimization"] = {"sub_group_size": 10**12, **settings.get("zero_optimization", {})}
-    if installed:
-        _refuse_small_sub_groups(config, bundles, layout)
-        if stage == 3:
-            deepspeed_private.let_groups_differ()
+    _refuse_small_sub_groups(config, bundles, layout)
+    if stage == 3 and (installed or dist.get_world_size() == 1):  # which asks for a launcher's variables, to compare a rank with itself
+        deepspeed_private.let_groups_differ()
     unbuilt = given is None or not isinstance(given, Optimizer)
     try:
         with environment.alone_if_unlaunched(), building:  # DeepSpeed asks for a launcher's variables
@@ -200,8 +199,9 @@ def _refuse_small_sub_groups(config: Config, bundles: Sequence[Bundle], layout: 
         numel = max(partition_numel(bundle, 3, len(layout.mesh.ranks_of(group))) for group in bundle.holders)
         if numel > limit:
             raise ConfigError(
-                f"zero_optimization.sub_group_size: {limit} is less than the {numel} elements of {bundle.unit!r} on a rank: parts would be "
-                "cut differently from group to group; raise it, or remove it"
+                f"zero_optimization.sub_group_size: {limit} is less than the {numel} elements that a rank steps at once"
+                + (f" of {bundle.unit!r}" if layout.mesh.sdp > 1 else "")
+                + ": DeepSpeed would cut them into parts, which no other group, and no checkpoint, knows; raise it, or remove it"
             )
 
 

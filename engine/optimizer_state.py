@@ -18,7 +18,10 @@ COUNT = "step"
 
 
 class OptimizerState:
-    """The state of ``optimizer`` as tensors; what a checkpoint filled into those of numbers is put back by :meth:`write_back`."""
+    """The state of ``optimizer`` as tensors; what a checkpoint filled into those of numbers is put back by :meth:`write_back`.
+
+    Of a parameter group the count alone: its other numbers are settings, which come from the configuration.
+    """
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
@@ -54,7 +57,8 @@ class OptimizerState:
         return max([value, *others]) if key == COUNT else value
 
     def _number(self, holder: dict[str, Any], key: str, canonical: str, value: float) -> torch.Tensor:
-        tensor = self._tensors.setdefault((canonical, key), torch.tensor(float(value)))
+        kind = torch.float32 if key == COUNT else torch.float64  # counts as torch's
+        tensor = self._tensors.setdefault((canonical, key), torch.tensor(float(value), dtype=kind, device="cpu"))
         self._numbers.append((holder, key, tensor))
         return tensor
 
@@ -69,3 +73,5 @@ def clear(optimizer: Optimizer) -> None:
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group.pop(COUNT, None)
+        if COUNT in optimizer.defaults:
+            group[COUNT] = optimizer.defaults[COUNT]

@@ -96,6 +96,11 @@ def check_engine(deepspeed: Any, engine: Any, stage: int, precision: str) -> Non
             f"{precision} at zero_optimization.stage 0: DeepSpeed lays the weights of its FusedAdam side by side, so that they are not "
             "found again; set optimizer.params.torch_adam to true, or use stage 1"
         )
+    if stage and engine.optimizer.optimizer is not engine.basic_optimizer:  # its Adagrad, which it then has in one group for all
+        raise ConfigError(
+            f"optimizer: under ZeRO DeepSpeed makes another {type(engine.basic_optimizer).__name__} than the one that it was given, whose "
+            "state a checkpoint would lack; use another optimizer, or zero_optimization.stage 0"
+        )
     names = _COPIES if stage == 0 and precision != "float32" else _OF_OPTIMIZER[stage]
     _require(deepspeed, engine.optimizer, names.split(), type(engine.optimizer).__name__)
 

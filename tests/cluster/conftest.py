@@ -27,14 +27,16 @@ def local(hosts: Hosts) -> Iterator[dict[str, Future[list[float]]]]:
         }
 
 
+def asked_for(request: pytest.FixtureRequest, parameter: str) -> set[object]:
+    """The values that tests of this session have for a parameter."""
+    calls = (item.callspec for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec"))
+    return {call.params.get(parameter) for call in calls}
+
+
 @pytest.fixture(scope="session")
 def lives(hosts: Hosts, local: dict[str, Future[list[float]]], request: pytest.FixtureRequest) -> Iterator[dict[str, Future[str]]]:
     """Of the launchers asked for, two at a time beside other tests: they wait for time-outs. Each rank 1 has its own host."""
-    wanted = {
-        item.callspec.params.get("torn")
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    }
+    wanted = asked_for(request, "torn")
     with ThreadPoolExecutor(2) as pool:
         begun = {}
         for place, (name, launcher) in enumerate(LAUNCHERS.items()):
@@ -44,10 +46,11 @@ def lives(hosts: Hosts, local: dict[str, Future[list[float]]], request: pytest.F
 
 
 @pytest.fixture(scope="session")
-def stories(hosts: Hosts, local: dict[str, Future[list[float]]]) -> Iterator[dict[str, Future[None]]]:
-    """SLURM's, some at a time: they wait for it more than for the cores. None where it is not installed."""
-    if what_is_missing():
+def stories(hosts: Hosts, local: dict[str, Future[list[float]]], request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
+    """SLURM's that are asked for, some at a time: they wait for it more than for the cores. None where it is not installed."""
+    wanted = [story for story in STORIES if story.__name__ in asked_for(request, "story")]
+    if not wanted or what_is_missing():
         yield {}
         return
     with slurm_over(hosts) as slurm, ThreadPoolExecutor(2) as pool:
-        yield {story.__name__: pool.submit(story, slurm, local["small"]) for story in STORIES}
+        yield {story.__name__: pool.submit(story, slurm, local["small"]) for story in wanted}

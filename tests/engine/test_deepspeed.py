@@ -518,6 +518,17 @@ def test_what_deepspeed_acts_on_goes_to_it() -> None:
     assert config.hints == ()
 
 
+def test_a_file_without_clipping_is_clipped_as_deepspeed_does() -> None:
+    """With several groups too, and by the file that a run keeps; by the other engines it is not."""
+    constants = importlib.import_module("deepspeed.runtime.constants")
+    file: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "sdp": {"engine": "deepspeed", "groups": 2}}
+    config = load_config(file)
+    assert config.gradient_clipping == config.deepspeed["gradient_clipping"] == constants.GRADIENT_CLIPPING_DEFAULT
+    assert config.resolved()["gradient_clipping"] == constants.GRADIENT_CLIPPING_DEFAULT
+    assert load_config({**file, "gradient_clipping": 0.0}).gradient_clipping == 0
+    assert load_config({**file, "sdp": {"groups": 2}}).gradient_clipping == 0
+
+
 def test_a_resolved_configuration_trains_the_same() -> None:
     file = {"zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
             "comms_logger": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}  # fmt: skip
@@ -540,19 +551,20 @@ def test_stages_that_differ_between_ranks_are_found(ranks: RankPool) -> None:
     assert ranks.run(_mismatched_stages, world=2) == [message] * 2
 
 
-def _sub_groups() -> str:
+def _sub_groups(groups: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        engine_of(Case(2, 1, stage=3), "deepspeed", zero_optimization={"stage": 3, "sub_group_size": 100})
+        engine_of(Case(groups, 2 // groups, stage=3), "deepspeed", zero_optimization={"stage": 3, "sub_group_size": 100})
     return str(caught.value)
 
 
-def test_sub_groups_below_a_unit_are_refused(ranks: RankPool) -> None:
-    for message in ranks.run(_sub_groups, world=2):
+@pytest.mark.parametrize("groups", [1, 2])
+def test_sub_groups_below_a_unit_are_refused(ranks: RankPool, groups: int) -> None:
+    for message in ranks.run(_sub_groups, groups, world=2):
         assert message.startswith("zero_optimization.sub_group_size: 100 is less than the ")
 
 
-def _refusals() -> tuple[str, str]:
-    """A scheduler over the user's groups of an optimizer; what DeepSpeed refuses itself."""
+def _refusals() -> tuple[str, str, str]:
+    """A scheduler over the user's groups of an optimizer; what DeepSpeed refuses itself; an optimizer that it replaces."""
     import sdp
 
     model = models.build("mlp")
@@ -562,20 +574,27 @@ def _refusals() -> tuple[str, str]:
         sdp.initialize(model=model, optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, float), config=config)
     with pytest.raises(ConfigError) as refused:
         engine_of(Case(1, 2, stage=1), "deepspeed", optimizer={"type": "Unheard", "params": {"lr": 0.1}})
-    return str(scheduler.value), str(refused.value)
+    with pytest.raises(ConfigError) as replaced:
+        engine_of(Case(1, 2, stage=2), "deepspeed", optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
+    return str(scheduler.value), str(refused.value), str(replaced.value)
 
 
 def test_what_deepspeed_would_refuse_is_told_in_one_line(ranks: RankPool) -> None:
-    for scheduler, refused in ranks.run(_refusals, world=2):
+    for scheduler, refused, replaced in ranks.run(_refusals, world=2):
+        assert replaced.startswith("optimizer: under ZeRO DeepSpeed makes another Adagrad than the one that it was given")
         assert scheduler.startswith("lr_scheduler: the LambdaLR given has rates for 1 parameter groups, and DeepSpeed has ")
         assert "Unheard" in refused and "\n" not in refused
 
 
 def _plain_script() -> float:
-    engine = engine_of(Case(1, 1, stage=1), "deepspeed")  # SGD, which DeepSpeed has not tested with ZeRO
-    one_step(engine, Case(1, 1), 0, data_rank=0)
-    engine.step()
-    return engine.get_global_grad_norm()
+    norms = []
+    for stage in (1, 3):
+        engine = engine_of(Case(1, 1, stage=stage), "deepspeed")  # SGD, which DeepSpeed has not tested with ZeRO
+        one_step(engine, Case(1, 1), 0, data_rank=0)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    return norms[1]
 
 
 def test_a_script_without_a_launcher_and_any_optimizer_work() -> None:

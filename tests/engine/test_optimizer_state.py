@@ -79,8 +79,8 @@ RUNS = [
     ("deepspeed", Case(1, 2, stage=0), "last"),
     pytest.param("deepspeed", Case(1, 2, stage=2), "last", marks=pytest.mark.full_table),
     ("deepspeed", Case(1, 2, stage=3), "state"),
-    ("deepspeed", replace(SLICES, stage=1), "state"),
-    ("deepspeed", replace(TWO, stage=3), "group"),
+    pytest.param("deepspeed", replace(SLICES, stage=1), "state", marks=pytest.mark.full_table),
+    pytest.param("deepspeed", replace(TWO, stage=3), "group", marks=pytest.mark.full_table),
 ]
 
 
