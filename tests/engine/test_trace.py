@@ -117,8 +117,8 @@ def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("layers", "options"),
     [
-        (14, {"stage": 3, "bf16": True, "accumulation": 2, "checkpointing": "full"}),
-        (14, {"masking": "backward"}),  # blocks of two kinds take turns
+        (20, {"stage": 3, "bf16": True, "accumulation": 2, "checkpointing": "full"}),
+        (20, {"masking": "backward"}),  # blocks of two kinds take turns
         (10, {"granularity": "neuron", "neuron_groups": 2}),
         (10, {"granularity": "neuron", "neuron_groups": 2, "tp": 2}),
     ],
