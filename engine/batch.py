@@ -164,6 +164,9 @@ def merge_outputs(outputs: list[Any]) -> Any:
             if _hides_tensors(leaves[0]):
                 raise ModelError(f"the model returned a {type(leaves[0]).__name__}, which cannot be joined over workers; {_TREES}")
             return leaves[0]
-        return torch.stack(leaves).mean(0) if leaves[0].dim() == 0 else torch.cat(leaves)
+        if leaves[0].dim():
+            return torch.cat(leaves)
+        stacked = torch.stack(leaves)
+        return (stacked if stacked.is_floating_point() or stacked.is_complex() else stacked.float()).mean(0)  # a count's mean is no integer
 
     return map_leaves(merge, *outputs) if len(outputs) > 1 else outputs[0]

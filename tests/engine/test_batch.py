@@ -59,6 +59,7 @@ def test_outputs_are_joined_field_by_field() -> None:
     with pytest.raises(ModelError, match="the model returned a Opaque, which cannot be joined over workers; use tensors, tuples"):
         merge_outputs([{"loss": one, "cache": Opaque([X])}] * 2)
     assert merge_outputs([("text", Opaque(3))] * 2)[0] == "text"
+    assert merge_outputs([(torch.tensor(2),), (torch.tensor(5),)])[0] == 3.5
 
 
 class ReturnsDataclass(models.Mlp):
