@@ -21,7 +21,7 @@ from processes import until
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 SECONDS = 240.0  # for what takes some seconds on idle cores
 ENDLESS = "training.steps=1000000"
-PATIENT = "training.step_timeout=600"
+PATIENT = ("training.step_timeout=600", "training.save_timeout=600")  # for ranks that are stopped for a while, at a step or in a save
 ALONE = ("sdp.groups=1", "sdp.capacity=1.0")  # where it does not matter how many ranks there are
 
 
@@ -136,7 +136,7 @@ def a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that
 
 def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, expected: Future[list[float]]) -> None:
     """SLURM sends the signal by itself; it looks twice a minute."""
-    job = slurm.submit("limited", "--time", "2", "--signal-seconds", "50", settings=(*ALONE, ENDLESS, PATIENT))
+    job = slurm.submit("limited", "--time", "2", "--signal-seconds", "50", settings=(*ALONE, ENDLESS, *PATIENT))
     slurm.steps("limited", 2)
     slurm.rest("limited")
     events = slurm.hosts.folder / "limited/slurm/events"
@@ -154,7 +154,7 @@ def jobs_that_do_not_end_well(slurm: Slurm, expected: Future[list[float]]) -> No
     """At once, for the limit of time is looked at twice a minute."""
     # A step that outlasts what SLURM waits for a job that is told to end.
     late = slurm.submit(
-        "late", "--time", "10", "--signal-seconds", "1", settings=(*ALONE, ENDLESS, PATIENT, "gradient_accumulation_steps=100000")
+        "late", "--time", "10", "--signal-seconds", "1", settings=(*ALONE, ENDLESS, *PATIENT, "gradient_accumulation_steps=100000")
     )
     until(lambda: "step 0: " in slurm.said("late"), SECONDS, PAUSE)
     slurm.rest("late")
