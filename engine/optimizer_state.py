@@ -20,7 +20,8 @@ COUNT = "step"
 class OptimizerState:
     """The state of ``optimizer`` as tensors; what a checkpoint filled into those of numbers is put back by :meth:`write_back`.
 
-    Of a parameter group the count alone: its other numbers are settings, which come from the configuration.
+    Of a parameter group the count alone: most other numbers there are settings, which the configuration gives. What an optimizer counts
+    there under another name is not kept.
     """
 
     def __init__(self, optimizer: Optimizer):

@@ -21,7 +21,7 @@ OPEN_MPI = ["mpirun", "--mpirun", "mpirun.openmpi", "--launcher-args=--allow-run
 MPICH = ["mpirun", "--mpirun", "mpiexec.mpich"]
 INTEL_MPI = ["mpirun", "--mpirun", INTEL_MPIRUN]
 LAUNCHERS = {"deepspeed": ["deepspeed"], "Open MPI": OPEN_MPI, "MPICH": MPICH, "torchrun": ["torchrun"], "Intel MPI": INTEL_MPI}
-SLOW = ("MPICH", "Intel MPI")  # whose lives are as Open MPI's, but for what is said of a rank's end
+SLOW = ("MPICH", "Intel MPI")  # other flavours of mpirun than the one whose life is always tested
 _FIRST_SIGNAL = {"deepspeed": signal.SIGINT}  # the others': SIGTERM
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static", "--master-addr", "host-a"]
 
