@@ -44,9 +44,10 @@ PROFILES = ("uniform", "linear", "depth")
 class Task:
     """A model small enough to be trained to where its size matters, and what is learned.
 
-    ``engine``: "vectorized" where the model allows, else "reference". ``size``: the key of its section that a smaller dense model lowers.
+    ``engine``: "vectorized" where the model allows, else "reference". ``size``: the key of its section that a smaller dense model lowers,
+    from ``full``. ``rows``: sequences or images of a step, over all groups.
     ``equal_units``: so many that each costs the same, by granularity; placed within every group's memory and with lists of holders; else
-    by the mean of the groups. ``measure``: of the full model.
+    by the mean of the groups.
     """
 
     config: dict[str, Any]
@@ -55,7 +56,7 @@ class Task:
     full: int
     profiles: tuple[str, ...]
     equal_units: Mapping[str, int]
-    measure: str
+    rows: int
 
 
 _LLAMA = {
@@ -73,13 +74,13 @@ _RESNET = {
     "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.05}},
     "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 20, "total_num_steps": 300, "decay_num_steps": 200}},
-    "model": {"name": "resnet18", "stem": "cifar", "width": 16},
+    "model": {"name": "resnet18", "stem": "cifar", "width": 8},
     "data": {"name": "digits"},
-    "training": {"steps": 300, "evaluate_batches": 12},
+    "training": {"steps": 300, "evaluate_batches": 12, "recalibrate_batches": 20},
 }
 TASKS = {
-    "llama": Task(_LLAMA, "vectorized", "num_hidden_layers", 8, PROFILES, {"block": 8, "neuron": 8 * 2 * NEURON_GROUPS}, "loss"),
-    "resnet18": Task(_RESNET, "reference", "width", 16, ("uniform", "depth"), {}, "accuracy"),
+    "llama": Task(_LLAMA, "vectorized", "num_hidden_layers", 8, PROFILES, {"block": 8, "neuron": 8 * 2 * NEURON_GROUPS}, 16),
+    "resnet18": Task(_RESNET, "reference", "width", 8, ("uniform", "depth"), {}, 32),
 }
 
 
@@ -100,15 +101,15 @@ class Cell:
             filter(None, [self.task, self.granularity, f"{self.capacity:g}", self.profile.replace(" ", "_"), f"seed{self.seed}"])
         )
 
-    def config(self, data: Path | None, rows: int) -> dict[str, Any]:
-        """As a user would write it. ``rows``: of a step's batch, over all groups."""
+    def config(self, data: Path | None) -> dict[str, Any]:
+        """As a user would write it."""
         task = TASKS[self.task]
         config = json.loads(json.dumps(task.config))
         dense = self.granularity == ""
         if self.profile == SMALLER:
             config["model"][task.size] = smaller_size(self.task, self.capacity)
         groups = 1 if dense else GROUPS
-        config["train_micro_batch_size_per_gpu"] = rows // groups
+        config["train_micro_batch_size_per_gpu"] = task.rows // groups
         config["steps_per_print"] = 10**6
         config["sdp"] = {"groups": groups, "engine": task.engine, "capacity": 1.0}
         if not dense:
@@ -167,13 +168,13 @@ def result_of(cell: Cell, out: Path) -> dict[str, float] | None:
     return None
 
 
-def run_cell(cell: Cell, out: Path, data: Path | None, rows: int) -> str | None:
+def run_cell(cell: Cell, out: Path, data: Path | None) -> str | None:
     """Train ``cell`` in a process of its own, unless it is done; its last words where it failed.
 
     One that was cut off, or was made by another configuration, begins anew.
     """
     path, folder = out / f"{cell.name}.json", out / cell.name
-    config = json.dumps(cell.config(data, rows), indent=1) + "\n"
+    config = json.dumps(cell.config(data), indent=1) + "\n"
     made = path.read_text(encoding="utf-8") if path.exists() else None
     if made == config and result_of(cell, out) is not None:
         return None
@@ -196,13 +197,13 @@ def _last_words(ended: subprocess.CompletedProcess[str]) -> str:
 
 def table(task: str, granularity: str, capacities: Sequence[float], seeds: int, out: Path) -> tuple[str, list[dict[str, Any]]]:
     """Markdown of one granularity, and its figures: mean and sample deviation over the seeds that are done."""
-    measure, profiles = TASKS[task].measure, TASKS[task].profiles
+    profiles = TASKS[task].profiles
     rows: list[dict[str, Any]] = []
     for capacity in capacities:
         for profile in (DENSE, SMALLER, *profiles):
             key = (task, "" if profile in (DENSE, SMALLER) else granularity, 1.0 if profile == DENSE else capacity, profile)
             found = [result_of(Cell(*key, seed), out) for seed in range(seeds)]
-            values = [result[measure] for result in found if result is not None]
+            values = [result["loss"] for result in found if result is not None]
             if values:
                 spread = statistics.stdev(values) if len(values) > 1 else None
                 rows.append(
@@ -212,7 +213,7 @@ def table(task: str, granularity: str, capacities: Sequence[float], seeds: int, 
     lines = [f"| C | {' | '.join((DENSE, SMALLER, *profiles))} | depth pays |", "|---" * (len(profiles) + 4) + "|"]
     for capacity in capacities:
         found = [by_place.get((capacity, profile)) for profile in (DENSE, SMALLER, *profiles)]
-        lines.append(f"| {capacity:g} | {' | '.join(map(_figure, found))} | {_pays(found[0], found[1], larger=measure == 'accuracy')} |")
+        lines.append(f"| {capacity:g} | {' | '.join(map(_figure, found))} | {_pays(found[0], found[1])} |")
     return "\n".join(lines), rows
 
 
@@ -222,12 +223,11 @@ def _figure(row: Mapping[str, Any] | None) -> str:
     return f"{row['mean']:.4f}" + (f" ± {row['spread']:.4f}" if row["spread"] is not None else "")
 
 
-def _pays(dense: Mapping[str, Any] | None, smaller: Mapping[str, Any] | None, *, larger: bool) -> str:
+def _pays(dense: Mapping[str, Any] | None, smaller: Mapping[str, Any] | None) -> str:
     """Whether the dense model is better than the smaller one by more than twice the seeds' deviation."""
     if dense is None or smaller is None or dense["spread"] is None or smaller["spread"] is None:
         return "?"
-    gain = (dense["mean"] - smaller["mean"]) * (1 if larger else -1)
-    return "yes" if gain > 2 * max(dense["spread"], smaller["spread"]) else "no"
+    return "yes" if smaller["mean"] - dense["mean"] > 2 * max(dense["spread"], smaller["spread"]) else "no"
 
 
 def report(task: str, granularities: Sequence[str], capacities: Sequence[float], seeds: int, out: Path) -> str:
@@ -235,15 +235,15 @@ def report(task: str, granularities: Sequence[str], capacities: Sequence[float],
     text, figures = [], {}
     for granularity in granularities:
         markdown, figures[granularity] = table(task, granularity, capacities, seeds, out)
-        title = f"{task}, {granularity} level: held-out {TASKS[task].measure} of the full model, mean ± deviation of {seeds} seeds"
+        title = f"{task}, {granularity} level: held-out loss of the full model, mean ± deviation of {seeds} seeds"
         text.append(f"{title}\n\n{markdown}")
     (out / f"{task}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     (out / f"{task}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
-    plot_sweep(figures, TASKS[task].measure, out / f"{task}.png")
+    plot_sweep(figures, "loss", out / f"{task}.png")
     return "\n\n".join(text)
 
 
-def prepared_data(task: str, out: Path, rows: int) -> Path | None:
+def prepared_data(task: str, out: Path) -> Path | None:
     """The corpus that all runs share: made by a first run of no length. None where a set is made anew in a second by each."""
     if "tokenizer" not in TASKS[task].config["data"]:
         return None
@@ -251,7 +251,7 @@ def prepared_data(task: str, out: Path, rows: int) -> Path | None:
     data = out / "corpus"
     if not data.exists():
         path, folder = out / "first.json", out / "first"
-        config = first.config(None, rows)
+        config = first.config(None)
         config["training"] |= {"steps": 1, "evaluate_every": 0}
         shutil.rmtree(folder, ignore_errors=True)
         path.write_text(json.dumps(config), encoding="utf-8")
@@ -270,24 +270,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--granularity", nargs="+", choices=["block", "neuron"], default=["block"])
     parser.add_argument("--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=16, help="sequences or images of a step, over all groups")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
     args = parser.parse_args(argv)
-    if args.rows % GROUPS:
-        parser.error(f"--rows: {args.rows} is no multiple of {GROUPS} groups")
     args.out.mkdir(parents=True, exist_ok=True)
     try:
-        data = prepared_data(args.task, args.out, args.rows)
+        data = prepared_data(args.task, args.out)
     except ConfigError as error:
         parser.error(str(error))
-    failed = list(_run_all(cells(args.task, args.granularity, args.capacity, args.seeds), args.out, data, args.rows, args.jobs))
+    failed = list(_run_all(cells(args.task, args.granularity, args.capacity, args.seeds), args.out, data, args.jobs))
     print(report(args.task, args.granularity, args.capacity, args.seeds, args.out))
     return 1 if failed else 0
 
 
-def _run_all(wanted: Sequence[Cell], out: Path, data: Path | None, rows: int, jobs: int) -> Iterator[str]:
+def _run_all(wanted: Sequence[Cell], out: Path, data: Path | None, jobs: int) -> Iterator[str]:
     with ThreadPoolExecutor(jobs) as pool:
-        for number, (cell, error) in enumerate(zip(wanted, pool.map(lambda cell: run_cell(cell, out, data, rows), wanted), strict=True), 1):
+        for number, (cell, error) in enumerate(zip(wanted, pool.map(lambda cell: run_cell(cell, out, data), wanted), strict=True), 1):
             print(f"{number}/{len(wanted)} {error or cell.name}", file=sys.stderr, flush=True)
             if error is not None:
                 yield error

@@ -39,7 +39,7 @@ def test_the_smaller_model_is_the_largest_that_a_group_has_memory_for(task: str)
 @pytest.mark.parametrize("cell", sweep.cells("llama", ["block", "neuron"], sweep.CAPACITIES, 1), ids=lambda cell: cell.name)
 def test_every_configuration_is_one_and_every_group_has_room(tmp_path: Path, cell: sweep.Cell) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(cell.config(None, 16)))
+    path.write_text(json.dumps(cell.config(None)))
     config = load_config(path)
     assert config.train_batch_size in (None, 16)
     if cell.granularity:
@@ -88,9 +88,9 @@ def test_a_finished_run_is_not_repeated_and_one_that_was_cut_off_is(tmp_path: Pa
 
     monkeypatch.setattr(sweep, "_train", train)
     cell = sweep.Cell("llama", "", 1.0, sweep.DENSE, 0)
-    assert sweep.run_cell(cell, tmp_path, None, 16) == f"{cell.name}: exit code 1"
-    assert sweep.run_cell(cell, tmp_path, None, 16) is None
+    assert sweep.run_cell(cell, tmp_path, None) == f"{cell.name}: exit code 1"
+    assert sweep.run_cell(cell, tmp_path, None) is None
     (tmp_path / cell.name / "summary.json").unlink()
-    assert sweep.run_cell(cell, tmp_path, None, 16) == f"{cell.name}: last"
-    assert sweep.run_cell(cell, tmp_path, None, 32) is not None
+    assert sweep.run_cell(cell, tmp_path, None) == f"{cell.name}: last"
+    assert sweep.run_cell(cell, tmp_path, tmp_path) is not None  # by other data
     assert len(trained) == 3
