@@ -22,6 +22,7 @@ from .layout import Layout
 from .lockstep import Lockstep
 from .neurons import Slices
 from .subnetwork import PassThrough
+from .traffic import passes_on
 from .units import Unit
 
 CHUNK = 8  # batches that share one pass of units over the network
@@ -170,8 +171,9 @@ class StreamedEvaluation:
         rank = self._rank
         everyone = rank.communicators.holders[rank.layout.everyone]
         from_rank = rank.layout.mesh.rank(source, rank.at.fsdp if rank.shards > 1 else 0, rank.at.tp)
-        if rank.rank == from_rank:
-            rank.traffic.record("between groups", "broadcast", tensor.nbytes, dist.get_world_size(everyone))
+        ranks = dist.get_world_size(everyone)
+        if passes_on(dist.get_rank(everyone), dist.get_group_rank(everyone, from_rank), ranks):
+            rank.traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
         dist.broadcast(tensor, src=from_rank, group=everyone)
         return tensor
 

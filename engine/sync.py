@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from .mesh import Holders
 from .tensor_collectives import TensorRanks
-from .traffic import Traffic
+from .traffic import Traffic, passes_on
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -73,6 +73,10 @@ class Refresh:
     names: tuple[str, ...]
     source: int
     members: Holders
+
+    def sent_by(self, group: int) -> bool:
+        """Whether ``group`` is the source or passes on what it receives."""
+        return group in self.members and passes_on(self.members.index(group), self.members.index(self.source), len(self.members))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -254,9 +258,11 @@ class WeightRefresh:
                 for tensor, group, source in self._parts(refresh, name) if name in names else ():
                     if tensor.numel() == 0:  # a shard may be empty, in all groups then
                         continue
-                    if dist.get_rank(group) == source:
+                    here, ranks = dist.get_rank(group), dist.get_world_size(group)
+                    if here == source:
                         tensor = tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-                        self._traffic.record("between groups", "broadcast", tensor.nbytes, dist.get_world_size(group))
+                    if passes_on(here, source, ranks):
+                        self._traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
                     work = self._broadcast(tensor, source, group)
                     assert work is not None
                     pending.append((work, tensor))  # the tensor must live until it is sent

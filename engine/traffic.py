@@ -1,7 +1,8 @@
 """Bytes sent, counted where they are sent.
 
 A rank's share of a collective over n ranks is that of the ring algorithms (as in nccl-tests' "bus bandwidth"): all-reduce
-2(n − 1)/n of the buffer, reduce-scatter and all-gather (n − 1)/n of the whole buffer. A broadcast counts once, at its source.
+2(n − 1)/n of the buffer, reduce-scatter and all-gather (n − 1)/n of the whole buffer. A broadcast goes round the ring from its source:
+every rank but the last sends the buffer once, so that n − 1 copies are sent in all, as many as any algorithm must send.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ def sent_bytes(kind: Kind, nbytes: int, ranks: int) -> float:
     if kind == "broadcast":
         return float(nbytes)
     return (2 if kind == "all_reduce" else 1) * nbytes * (ranks - 1) / ranks
+
+
+def passes_on(member: int, source: int, ranks: int) -> bool:
+    """Whether the rank at the place ``member`` of a ring of ``ranks`` sends anything in a broadcast from the place ``source``."""
+    return (member - source) % ranks != ranks - 1
 
 
 class Traffic:

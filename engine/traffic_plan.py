@@ -24,7 +24,7 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that this rank sends; of a broadcast those of its source, which the rank is."""
+        """Bytes that this rank sends; of a broadcast the buffer, which it has or passes on."""
         return sent_bytes(self.kind, self.nbytes, len(self.ranks))
 
 
@@ -37,7 +37,7 @@ def plan_collectives(layout: Layout, rank: int, *, stage: int, accumulation: int
     at stage 1, every micro-batch at stages 2 and 3; (F − 1)/F of the padded parameter each time. One scalar for the norm.
 
     Frozen copies (backward masking) are gathered as parameters are; the holder that refreshes a unit broadcasts its local shard in compute
-    precision once a step.
+    precision once a step, and all but one of the groups that receive it pass it on.
 
     Under tensor parallelism all of this is of a rank's part of the matrices, and gradients of what is not cut (norms) are gathered once
     a step. What its ranks send of activations ("tensor parallel") depends on the batch, not on the placement: ``trace.py`` knows it.
@@ -68,7 +68,7 @@ def plan_collectives(layout: Layout, rank: int, *, stage: int, accumulation: int
     for info in layout.frozen(at.sdp):
         totals["inside groups", "all_gather", inside] += gathers * info.padded_shard_numel(shards) * shards * compute_bytes
     for refresh in layout.refreshes:
-        if refresh.source == at.sdp:
+        if refresh.sent_by(at.sdp):
             members = tuple(grid[list(refresh.members), at.fsdp, at.tp].tolist())
             totals["between groups", "broadcast", members] += _numel(layout, refresh.names, shards, index) * compute_bytes
     totals["control", "all_reduce", tuple(range(mesh.world_size))] += CONTROL_BYTES
@@ -92,8 +92,8 @@ def data_parallel_traffic(layout: Layout) -> Traffic:
 
 
 def _refreshed(layout: Layout, group: int, shards: int, index: int) -> int:
-    """Elements that a rank of ``group`` sends after a step, as the source of frozen copies."""
-    return sum(_numel(layout, refresh.names, shards, index) for refresh in layout.refreshes if refresh.source == group)
+    """Elements that a rank of ``group`` sends after a step, as the source of frozen copies or passing them on."""
+    return sum(_numel(layout, refresh.names, shards, index) for refresh in layout.refreshes if refresh.sent_by(group))
 
 
 def _numel(layout: Layout, names: Sequence[str], shards: int, index: int) -> int:

@@ -91,7 +91,7 @@ def collectives() -> dict[str, float]:
     """Bytes on the wire of all ranks over those of the formula, for each kind of collective on 4 MiB of float32."""
     import torch
     import torch.distributed as dist
-    from sdp.engine.traffic import sent_bytes
+    from sdp.engine.traffic import passes_on, sent_bytes
 
     world, whole = dist.get_world_size(), torch.zeros(1 << 20)
     part = torch.zeros(whole.numel() // world)
@@ -108,7 +108,7 @@ def collectives() -> dict[str, float]:
             before = settled()
             collective()
             tries.append(settled() - before)
-        senders = 1 if kind == "broadcast" else world
+        senders = sum(passes_on(rank, 0, world) for rank in range(world)) if kind == "broadcast" else world
         ratios[kind] = min(tries) / (senders * sent_bytes(kind, whole.nbytes, world))  # type: ignore[arg-type]
     return ratios
 

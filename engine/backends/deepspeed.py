@@ -286,11 +286,11 @@ class DeepSpeedBackend:
                 planned.record("between groups", "all_reduce", 4 * sum(infos[name].numel for name in bucket.names), ranks)
         for name, routes in self._groups.routes.items():
             for route in routes:
-                if route.source == self.rank and infos[name].trainable:
+                if route.sent_by(self.rank) and infos[name].trainable:
                     nbytes = route.shared.length * self.compute_dtype.itemsize
                     planned.record("between groups", "broadcast", nbytes, len(route.shared.ranks))
         for refresh in self.layout.refreshes if not mesh.sizes else ():
-            if refresh.source == self.at.sdp:
+            if refresh.sent_by(self.at.sdp):
                 numels = (infos[name].numel for name in refresh.names if infos[name].trainable)
                 sent = sum(-(-numel // self.ranks_inside) if self.stage == 3 else numel for numel in numels)
                 planned.record("between groups", "broadcast", sent * self.compute_dtype.itemsize, len(refresh.members))

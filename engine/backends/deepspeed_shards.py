@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..mesh import Holders, Mesh
 from ..sync import Refresh, WeightRefresh
-from ..traffic import Traffic
+from ..traffic import Traffic, passes_on
 
 ALIGNMENT = 2  # ZeRO 1 and 2 pad a group to this many times the ranks
 
@@ -116,6 +116,11 @@ class Route:
 
     source: int
     shared: Shared
+
+    def sent_by(self, rank: int) -> bool:
+        """Whether ``rank`` is the source or passes on what it receives."""
+        ranks = self.shared.ranks
+        return rank in ranks and passes_on(ranks.index(rank), ranks.index(self.source), len(ranks))
 
 
 def routes_of(name: str, numel: int, refresh: Refresh, stage: int, mesh: Mesh) -> list[Route]:

@@ -51,7 +51,7 @@ def _moments(case: Case, folder: str) -> list[Moment]:
         engine.traffic.reset()
         engine.step()
         assert engine.was_step_skipped == (step == 2)
-        sends = any(refresh.source == engine.layout.mesh.coordinates(dist.get_rank()).sdp for refresh in engine.layout.refreshes)
+        sends = any(refresh.sent_by(engine.layout.mesh.coordinates(dist.get_rank()).sdp) for refresh in engine.layout.refreshes)
         assert ("between groups/broadcast" in engine.traffic.by_kind()) == (sends and step != 2)
         if step:
             seen.append(_weights(engine))

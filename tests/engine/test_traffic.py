@@ -12,6 +12,7 @@ from ranks_cases import Case, engine_of, native, one_step
 from sdp.engine.config import load_config
 from sdp.engine.layout import Layout
 from sdp.engine.mesh import Mesh
+from sdp.engine.sync import Refresh
 from sdp.engine.traffic import Traffic, sent_bytes
 from sdp.engine.traffic_plan import describe_formula, plan_traffic
 
@@ -103,6 +104,22 @@ def test_the_work_of_sending_is_spread_among_holders() -> None:
         ("layers.3", 3, (1, 2, 3)),
         ("layers.4", 0, (0, 2, 3)),
     ]
+
+
+@pytest.mark.parametrize("groups", [2, 3, 4])
+def test_as_many_copies_are_sent_as_groups_receive(groups: int) -> None:
+    """A group receives what it does not hold, so somebody sends it; of a ring the last sends nothing."""
+    config = Case(groups, 1, placement="cyclic", masking="backward").config()
+    config["sdp"]["capacity"] = 1 / groups
+    layout = Layout.of(models.mlp(blocks=6), load_config(config), Mesh(groups))
+    plans = [plan_traffic(layout, rank, stage=0, accumulation=1, compute_bytes=4).by_kind() for rank in range(groups)]
+    received = sum(4 * info.numel for group in range(groups) for info in layout.frozen(group))
+    assert sum(plan["between groups/broadcast"] for plan in plans) == received == (groups - 1) * 4 * _numel(("layers",)) * 6 // 4
+
+
+def test_a_ring_passes_on_to_all_but_the_last() -> None:
+    refresh = Refresh("layers.0", ("layers.0.weight",), 3, (0, 1, 3))
+    assert [refresh.sent_by(group) for group in range(4)] == [True, False, False, True]  # 3 to 0 to 1
 
 
 def test_plan_by_hand_inside_groups() -> None:
