@@ -117,7 +117,7 @@ class SDPSection(Section):
     granularity: Literal["block", "neuron"] = "block"
     masking: Literal["forward", "backward"] = "forward"
     placement: Literal["cyclic", "balanced", "random"] | Annotated[dict[str, list[NonNegativeInt]], Field(min_length=1)] = "cyclic"
-    profile: Literal["uniform", "depth", "auto"] | list[PositiveInt] = "uniform"
+    profile: Literal["depth", "uniform", "auto"] | list[PositiveInt] = "depth"
     units: Literal["auto"] | list[str] = "auto"
     protect: list[str] = Field(default_factory=list)
     branch_scale: Literal["none", "train", "eval"] = "none"

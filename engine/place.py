@@ -84,15 +84,22 @@ def _protected(protect: Sequence[str], names: Sequence[str]) -> set[int]:
 
 
 def _cyclic(section: SDPSection, costs: Sequence[int], work: Sequence[int], protected: set[int]) -> tuple[Holders, ...]:
-    """Unit i is held by the groups i, i + 1, …, i + k_i − 1 (mod N), with exchanges where that would not connect them."""
+    """k_i neighbours in the ring of groups hold unit i, with exchanges where that would not connect them.
+
+    Those from group i on, under the uniform rule and a list. Where k falls with depth, from the group after the last holder of the unit
+    before: dealt like this, groups hold equally many units, give or take one.
+    """
     if isinstance(section.capacity, list) and len(set(section.capacity)) > 1:
         raise ConfigError(
             'sdp.capacity: a cyclic placement treats all groups alike; give one number, or use sdp.placement "balanced" or "random"'
         )
     groups, counts = section.groups, holder_counts(section, costs, protected)
     held = np.zeros((groups, len(counts)), dtype=bool)
+    dealt = section.profile in ("depth", "auto")
+    start = 0
     for unit, k in enumerate(counts):
-        held[np.arange(unit, unit + k) % groups, unit] = True
+        held[np.arange(start, start + k) % groups, unit] = True
+        start += k if dealt else 1
     everything = np.full(groups, sum(costs), dtype=np.int64)
     packing = Packing(everything, np.array(costs, dtype=np.int64), np.array(work, dtype=np.int64), np.array(counts, dtype=np.int64))
     return _holders(connect(packing, held) if len(counts) else held)

@@ -110,7 +110,7 @@ class Case:
         if self.placement == "full" or self.groups == 1:
             return {"capacity": 1.0}
         if self.placement == "cyclic":
-            return {"capacity": 0.5}
+            return {"capacity": 0.5, "profile": "uniform"}
         if self.placement == "profile":
             return {"profile": [4, 2, 1, 1] if self.groups == 4 else [2, 2, 1, 1]}
         if self.placement == "balanced":

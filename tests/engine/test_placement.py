@@ -48,7 +48,7 @@ def test_every_unit_is_held_and_the_mean_holds(groups: int, capacity: float, cos
 @given(groups=st.integers(2, 8), count=st.integers(2, 24), holders=st.integers(1, 8))
 def test_equal_units_are_shared_evenly(groups: int, count: int, holders: int) -> None:
     assume(holders <= groups)
-    placement = place(section(groups=groups, capacity=holders / groups), units(*[7] * count))
+    placement = place(section(groups=groups, capacity=holders / groups, profile="uniform"), units(*[7] * count))
     assert all(len(held) == holders for held in placement.holders)
     loads = placement.matrix.sum(axis=1)
     assert loads.max() - loads.min() <= holders
@@ -87,13 +87,26 @@ def test_connectivity_and_gap_against_definitions(data: st.DataObject, groups: i
 
 
 def test_cyclic_and_profile_by_hand() -> None:
-    cyclic = place(section(groups=4, capacity=0.5), units(1, 1, 1, 1))
+    cyclic = place(section(groups=4, capacity=0.5, profile="uniform"), units(1, 1, 1, 1))
     assert cyclic.holders == ((0, 1), (1, 2), (2, 3), (0, 3))
     assert cyclic.connected
     profile = place(section(groups=4, profile=[4, 2, 1, 1]), units(1, 1, 1, 1))
     assert profile.holders == ((0, 1, 2, 3), (1, 2), (2,), (3,))
     assert profile.holder_sets == [(0, 1, 2, 3), (1, 2), (2,), (3,)]
     assert "k = 4,2,1,1 (mean 2.00)" in profile.describe()
+    dealt = place(section(groups=4, capacity=0.5), units(1, 1, 1, 1))
+    assert dealt.holders == ((0, 1, 2, 3), (0, 1), (2,), (3,))
+
+
+@given(groups=st.integers(1, 16), count=st.integers(1, 40), capacity=st.floats(0.01, 1.0), profile=st.sampled_from(["depth", "auto"]))
+def test_where_holders_fall_with_depth_groups_of_a_cyclic_placement_have_equally_many(
+    groups: int, count: int, capacity: float, profile: str
+) -> None:
+    assume(groups * capacity >= 1)
+    placement = place(section(groups=groups, capacity=capacity, profile=profile), units(*[1] * count))
+    numbers = [sum(group in held for held in placement.holders) for group in range(groups)]
+    assert max(numbers) - min(numbers) <= 1
+    assert sum(numbers) == sum(map(len, placement.holders))
 
 
 def test_protected_units() -> None:
