@@ -112,7 +112,9 @@ def run(args: argparse.Namespace) -> int:
     found = detect()
     if found is not None and found.world_size > 1:
         raise LaunchError(f"sdp bench times one rank, but {found.source} started {found.world_size}; start it without a launcher")
-    placement = place(SDPSection(groups=args.groups, capacity=args.capacity), find_units(llama_of(args, args.layers), "auto"))
+    placement = place(
+        SDPSection(groups=args.groups, capacity=args.capacity, profile="uniform"), find_units(llama_of(args, args.layers), "auto")
+    )
     _require_neurons(args)
     settings, comparisons = _settings(args), []
     _print_settings(settings)
@@ -148,7 +150,7 @@ def _require_effect(args: argparse.Namespace) -> None:
 def _require_neurons(args: argparse.Namespace) -> None:
     """A hand-written narrower model has something of every branch."""
     units = find_neuron_units(llama_of(args, args.layers), args.neuron_groups)
-    placed = place(SDPSection(groups=args.groups, capacity=args.capacity), units)
+    placed = place(SDPSection(groups=args.groups, capacity=args.capacity, profile="uniform"), units)
     branches = {unit.name.rpartition(".neurons.")[0]: False for unit in units}
     for unit in units:
         branches[unit.name.rpartition(".neurons.")[0]] |= placed.holds(0, unit.index)

@@ -109,7 +109,7 @@ def engine_of(
         "gradient_clipping": MAX_NORM,
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "bf16": {"enabled": bf16},
-        "sdp": {"groups": groups, "capacity": capacity, "check_interval": 0, **units},
+        "sdp": {"groups": groups, "capacity": capacity, "profile": "uniform", "check_interval": 0, **units},
         "training": {"compile": compiled},
     }
     return initialize(model=llama_of(args, layers), config=config)[0]

@@ -93,7 +93,7 @@ def variants(capacities: Sequence[float], granularities: Sequence[str], maskings
 
 def config_of(task: Task, variant: Variant, placement: str) -> dict[str, Any]:
     """As a user would write it: bfloat16, AdamW, master weights whole on every rank."""
-    section: dict[str, Any] = {"groups": GROUPS, "capacity": variant.capacity, "placement": placement}
+    section: dict[str, Any] = {"groups": GROUPS, "capacity": variant.capacity, "profile": "uniform", "placement": placement}
     if variant.granularity:
         section |= {"granularity": variant.granularity, "masking": variant.masking}
     if variant.granularity == "neuron":
