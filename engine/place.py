@@ -31,13 +31,38 @@ def place(section: SDPSection, units: Sequence[Unit]) -> Placement:
     names = tuple(unit.name for unit in units)
     costs = tuple(unit.numel for unit in units)
     flops = tuple(unit.flops for unit in units) if all(unit.flops for unit in units) else ()
+    bound = 0
     if isinstance(section.placement, dict):
-        return Placement(section.groups, names, _explicit_holders(section, names), costs, flops)
-    protected = _protected(section.protect, names)
-    if section.placement == "cyclic":
-        return Placement(section.groups, names, _cyclic(section, costs, flops or costs, protected), costs, flops)
-    holders, bound = _packed(section, names, costs, flops or costs, protected)
-    return Placement(section.groups, names, holders, costs, flops, bound)
+        holders = _explicit_holders(section, names)
+    else:
+        protected = _protected(section.protect, names)
+        if section.placement == "cyclic":
+            holders = _cyclic(section, costs, flops or costs, protected)
+        else:
+            holders, bound = _packed(section, names, costs, flops or costs, protected)
+    placement = Placement(section.groups, names, holders, costs, flops, bound)
+    _require_connected(section, placement)
+    return placement
+
+
+def _require_connected(section: SDPSection, placement: Placement) -> None:
+    """Raise :class:`PlacementError` unless the groups are connected through units, where there are holders enough for that."""
+    if placement.connected or not placement.can_be_connected:
+        return
+    parts = placement.parts()
+    links, needed = sum(map(len, placement.holders)), placement.groups + len(placement.units) - 1
+    relation = f"though Σk = {links} ≥ groups + units − 1 = {needed} holders suffice to connect them"
+    apart = f"groups {_shown(parts[0])} share no unit with groups {_shown(parts[1])}, {relation}"
+    if isinstance(section.placement, dict):
+        raise PlacementError(f"sdp.placement: {apart}; give a unit holders among both")
+    raise PlacementError(
+        f"sdp.capacity: {apart}, but no exchange of units that it has room for does; raise it, cut the model into smaller units "
+        f'(sdp.granularity "neuron"), or let all groups hold one unit (sdp.protect)'
+    )
+
+
+def _shown(groups: Sequence[int]) -> str:
+    return str(list(groups)) if len(groups) <= 8 else f"[{', '.join(map(str, groups[:8]))}, …]"
 
 
 def warnings_of(section: SDPSection, placement: Placement) -> list[str]:

@@ -110,6 +110,12 @@ class Placement:
         graph = sparse.block_array([[None, self._members], [self._members.T, None]])
         return csgraph.connected_components(graph, directed=False, return_labels=False) == 1
 
+    def parts(self) -> list[list[int]]:
+        """The groups by part of the group–unit graph, the part of group 0 first; one part if it is connected."""
+        graph = sparse.block_array([[None, self._members], [self._members.T, None]])
+        of_group = csgraph.connected_components(graph, directed=False)[1][: self.groups]
+        return [np.flatnonzero(of_group == part).tolist() for part in dict.fromkeys(of_group.tolist())]
+
     @property
     def can_be_connected(self) -> bool:
         """Whether so many holders suffice: Σk ≥ groups + units − 1, the edges of a tree."""

@@ -27,6 +27,8 @@ RESNET_FLOPS = [2 * side**2 * (9 * i * o + 9 * o * o + i * o * (i != o)) for i, 
 
 
 GOLDEN_RANDOM = ((0, 3), (0, 1), (0, 2), (1, 2), (2, 3), (1, 3))
+GOLDEN_RANDOM_FALLING = ((0, 1, 2, 3), (1, 2, 3), (0, 1), (0,), (3,), (2,))
+GOLDEN_CYCLIC_FALLING = ((0, 1, 2, 3), (0, 1, 2), (0, 3), (1,), (2,), (3,))
 GOLDEN_BALANCED = ((0, 2), (0, 1), (0, 3), (1, 2, 3), (0, 2), (0, 1))
 
 
@@ -44,26 +46,34 @@ def test_resnet_costs_are_those_of_the_paper() -> None:
 
 
 def test_resnet_blocks_are_balanced_within_their_memory() -> None:
-    placement = placed(units(RESNET_PARAMETERS, RESNET_FLOPS), groups=4, capacity=0.5, placement="balanced")
+    these = units(RESNET_PARAMETERS, RESNET_FLOPS)
+    placement = placed(these, groups=4, capacity=0.5, placement="balanced", profile="uniform")
     assert placement.imbalance <= 1.05
     assert placement.loads.max() == placement.bound
     assert "(proved the least)" in placement.describe()
     assert all(placement.held_fraction(group) <= 0.5 for group in range(4))
     assert [len(holders) for holders in placement.holders].count(2) >= 7
     assert placement.connected
+    # Where holders fall with depth, eight blocks do not allow it, which is proved.
+    falling = placed(these, groups=4, capacity=0.5, placement="balanced", profile="depth")
+    assert 1.05 < falling.imbalance < 1.07
+    assert falling.loads.max() == falling.bound
+    assert all(falling.held_fraction(group) <= 0.5 for group in range(4))
     # What it is for: the same number of blocks for all does not fit, by far.
-    cyclic = placed(units(RESNET_PARAMETERS, RESNET_FLOPS), groups=4, capacity=0.5)
+    cyclic = placed(these, groups=4, capacity=0.5, profile="uniform")
     assert max(cyclic.held_fraction(group) for group in range(4)) > 0.75
 
 
 RESNET = {"name": "resnet18", "stem": "cifar", "num_classes": 10, "image_size": 32}
 
 
-def test_resnet_of_the_registry_is_balanced_by_channels() -> None:
-    placement = placed(find_neuron_units(build_model(RESNET), 8), groups=4, capacity=0.5, placement="balanced")
+@pytest.mark.parametrize(("profile", "proved"), [("uniform", "proved the least"), ("depth", "proved within 3.45% of the least")])
+def test_resnet_of_the_registry_is_balanced_by_channels(profile: Any, proved: str) -> None:
+    these = find_neuron_units(build_model(RESNET), 8)
+    placement = placed(these, groups=4, capacity=0.5, placement="balanced", profile=profile)
     assert placement.imbalance <= 1.05
-    assert placement.loads.max() == placement.bound
-    assert "FLOPs (proved the least)" in placement.describe()
+    assert placement.loads.max() <= 1.035 * placement.bound
+    assert f"FLOPs ({proved})" in placement.describe()
     assert placement.connected
 
 
@@ -71,7 +81,7 @@ def test_resnet_blocks_that_cannot_be_balanced() -> None:
     these = find_units(build_model(RESNET), "auto")
     with pytest.raises(PlacementError, match=r"no room to hold 'layer4.1' at all .*74.4%.* 0.755 would do.*\"neuron\".*sdp.protect"):
         placed(these, groups=4, capacity=0.5, placement="balanced")
-    section = SDPSection(groups=4, capacity=0.5)
+    section = SDPSection(groups=4, capacity=0.5, profile="uniform")
     (note,) = warnings_of(section, place(section, these))
     assert note.startswith("units differ in size: a group holds 6% to 94% of their parameters, and the slowest has 1.20 × the mean work")
     assert warnings_of(section, place(section, units([7] * 5))) == []
@@ -96,8 +106,11 @@ def test_capacities_coverage_and_determinism(capacity: list[float], costs: list[
     try:
         placement = placed(these, **values)
     except PlacementError as error:
-        assert "the groups have no room" in str(error)
         assert "\n" not in str(error)
+        if "share no unit" in str(error):
+            assert len(set(costs)) > 1, "units of equal size can always be exchanged"
+            return
+        assert "the groups have no room" in str(error)
         suggested = str(error).split("units' parameters); ")[1].split(" would do")[0]
         larger = [float(part) for part in suggested.strip("[]").split(", ")]
         placed(these, **{**values, "capacity": larger * (len(capacity) // len(larger))})
@@ -105,6 +118,7 @@ def test_capacities_coverage_and_determinism(capacity: list[float], costs: list[
     for group, limit in enumerate(capacity):
         assert placement.held_fraction(group) <= limit + 1e-8
     assert all(placement.holders)
+    assert placement.connected == placement.can_be_connected
     assert placement.loads.max() >= placement.bound > 0
     assert placed(these, **values) == placement
 
@@ -113,7 +127,7 @@ def test_capacities_coverage_and_determinism(capacity: list[float], costs: list[
 @given(groups=st.integers(2, 8), count=st.integers(2, 24), held=st.integers(1, 24), kind=st.sampled_from(["random", "balanced"]))
 def test_equal_units_are_connected_and_fill_every_group(groups: int, count: int, held: int, kind: Any) -> None:
     assume(held <= count <= held * groups)
-    placement = placed(units([7] * count), groups=groups, capacity=held / count, placement=kind)
+    placement = placed(units([7] * count), groups=groups, capacity=held / count, placement=kind, profile="uniform")
     if held > COMMUNICATORS and groups > 5:  # units are bundled, and bundles may not fill every group
         assert placement.matrix.sum(axis=1).max() <= held
         assert placement.guarantees()["communicators_per_rank"] <= COMMUNICATORS + 1
@@ -170,7 +184,11 @@ def test_few_units_are_placed_as_well_as_they_can_be(data: st.DataObject, capaci
         with pytest.raises(PlacementError, match="no room"):
             placed(units(costs, flops), **values, placement="balanced")
         return
-    placement = placed(units(costs, flops), **values, placement="balanced")
+    try:
+        placement = placed(units(costs, flops), **values, placement="balanced")
+    except PlacementError as error:
+        assert "share no unit" in str(error) and -best[0] >= 3 + 4 - 1
+        return
     links = sum(map(len, placement.holders))
     assert -links == best[0]
     assert placement.bound <= best[1]
@@ -217,8 +235,11 @@ def test_random_follows_the_seed_and_balanced_has_the_larger_gap() -> None:
 
 def test_placements_that_must_never_change() -> None:
     """A rank on another machine, with another Python, must come to the same."""
-    assert placed(units([7] * 6), groups=4, capacity=0.5, placement="random", seed=5).holders == GOLDEN_RANDOM
-    assert placed(units([7] * 6), groups=4, capacity=[0.84, 0.5, 0.5, 0.34], placement="balanced").holders == GOLDEN_BALANCED
+    uniform: dict[str, Any] = {"groups": 4, "profile": "uniform"}
+    assert placed(units([7] * 6), **uniform, capacity=0.5, placement="random", seed=5).holders == GOLDEN_RANDOM
+    assert placed(units([7] * 6), **uniform, capacity=[0.84, 0.5, 0.5, 0.34], placement="balanced").holders == GOLDEN_BALANCED
+    assert placed(units([7] * 6), groups=4, capacity=0.5, placement="random", seed=5).holders == GOLDEN_RANDOM_FALLING
+    assert placed(units([7] * 6), groups=4, capacity=0.5).holders == GOLDEN_CYCLIC_FALLING
 
 
 def test_capacity_per_group() -> None:
@@ -252,6 +273,16 @@ def test_profile_auto_is_the_best_rule_known() -> None:
         ({"capacity": [0.2] * 4}, ConfigError, "sdp.capacity: the values add up to 0.8 holders a unit, .* add up to at least 1"),
         ({"capacity": [0.5, 1.0, 1.0, 1.0], "placement": "cyclic"}, ConfigError, 'treats all groups alike; .* sdp.placement "balanced"'),
         ({"capacity": 0.3}, PlacementError, r"no room to hold 'layers.0' at all .* \(76.9% of the units' parameters\); 0.78\d would do"),
+        (
+            {"capacity": [1e-9, 1.0, 1.0, 1.0], "profile": "uniform"},
+            PlacementError,
+            r"sdp.capacity: groups \[0\] share no unit with groups \[1, 2, 3\], though Σk = \d+ ≥ groups .* = 8 .*; raise it, cut",
+        ),
+        (
+            {"placement": {"layers.0": [0, 1], "layers.1": [1, 0], "layers.2": [2, 3], "layers.3": [3, 2]}},
+            PlacementError,
+            r"sdp.placement: groups \[0, 1\] share no unit with groups \[2, 3\], though Σk = 8 ≥ .* = 7 .*; give a unit holders among both",
+        ),
         ({"capacity": 0.6, "profile": [4, 2, 1, 1, 4], "placement": "random"}, PlacementError, "no room for all 4 holders of 'layers.0'"),
     ],
 )
@@ -261,16 +292,19 @@ def test_refused(values: dict[str, Any], error: type[Exception], message: str) -
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["cyclic", "random", "balanced"])
-def test_a_thousand_groups_in_ten_seconds(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "profile"), [("cyclic", "depth"), ("random", "depth"), ("balanced", "depth"), ("cyclic", "uniform"), ("balanced", "uniform")]
+)
+def test_a_thousand_groups_in_ten_seconds(kind: Any, profile: Any) -> None:
     started = time.process_time()
     costs = [1000 + index % 7 for index in range(10_000)]
-    placement = placed(units(costs), groups=1024, capacity=0.02, placement=kind)
+    placement = placed(units(costs), groups=1024, capacity=0.02, placement=kind, profile=profile)
     guarantees = placement.guarantees()
     assert len(placement.describe()) < 600
     assert time.process_time() - started < 10
     assert guarantees["connected_through_units"]
-    assert guarantees["fewest_holders"] >= 19
+    assert guarantees["fewest_holders"] >= (19 if profile == "uniform" else 1)
+    assert 0.95 * 20.48 < sum(map(len, placement.holders)) / len(costs) < 1.01 * 20.48
     assert guarantees["slowest_over_mean"] < 1.05
     if kind != "cyclic":
         assert guarantees["communicators_per_rank"] <= 1.25 * COMMUNICATORS
