@@ -157,7 +157,7 @@ def test_reference_engine_trains_the_same_run_and_resumes_bit_for_bit(config, tm
 
 
 def test_backward_masking_trains_and_resumes_as_the_reference_does(config, tmp_path):
-    command = ["train", write(config, tmp_path), "--set", "sdp.masking=backward", "training.evaluate_every=0"]
+    command = ["train", write(config, tmp_path), "--set", "sdp.masking=backward", "sdp.profile=uniform", "training.evaluate_every=0"]
     native = ["--dump-dir", tmp_path / "native"]
     first = sdp(*command, "training.steps=3", *native)
     assert first.returncode == 0, first.stderr
