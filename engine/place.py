@@ -31,33 +31,29 @@ def place(section: SDPSection, units: Sequence[Unit]) -> Placement:
     names = tuple(unit.name for unit in units)
     costs = tuple(unit.numel for unit in units)
     flops = tuple(unit.flops for unit in units) if all(unit.flops for unit in units) else ()
-    bound = 0
     if isinstance(section.placement, dict):
-        holders = _explicit_holders(section, names)
-    else:
-        protected = _protected(section.protect, names)
-        if section.placement == "cyclic":
-            holders = _cyclic(section, costs, flops or costs, protected)
-        else:
-            holders, bound = _packed(section, names, costs, flops or costs, protected)
-    placement = Placement(section.groups, names, holders, costs, flops, bound)
-    _require_connected(section, placement)
-    return placement
+        named = Placement(section.groups, names, _explicit_holders(section, names), costs, flops)
+        _require_connected(named)
+        return named
+    protected = _protected(section.protect, names)
+    if section.placement == "cyclic":
+        return Placement(section.groups, names, _cyclic(section, costs, flops or costs, protected), costs, flops)
+    holders, bound = _packed(section, names, costs, flops or costs, protected)
+    return Placement(section.groups, names, holders, costs, flops, bound)
 
 
-def _require_connected(section: SDPSection, placement: Placement) -> None:
-    """Raise :class:`PlacementError` unless the groups are connected through units, where there are holders enough for that."""
-    if placement.connected or not placement.can_be_connected:
+def _require_connected(named: Placement) -> None:
+    """Raise :class:`PlacementError` where named holders leave groups apart that as many others would connect.
+
+    Of placements that are made here no exchange connects such groups, for want of room: then it is not possible, and announced.
+    """
+    if named.connected or not named.can_be_connected:
         return
-    parts = placement.parts()
-    links, needed = sum(map(len, placement.holders)), placement.groups + len(placement.units) - 1
-    relation = f"though Σk = {links} ≥ groups + units − 1 = {needed} holders suffice to connect them"
-    apart = f"groups {_shown(parts[0])} share no unit with groups {_shown(parts[1])}, {relation}"
-    if isinstance(section.placement, dict):
-        raise PlacementError(f"sdp.placement: {apart}; give a unit holders among both")
+    one, other = (_shown(part) for part in named.parts()[:2])
+    links, needed = sum(map(len, named.holders)), named.groups + len(named.units) - 1
     raise PlacementError(
-        f"sdp.capacity: {apart}, but no exchange of units that it has room for does; raise it, cut the model into smaller units "
-        f'(sdp.granularity "neuron"), or let all groups hold one unit (sdp.protect)'
+        f"sdp.placement: groups {one} share no unit with groups {other}, though Σk = {links} ≥ groups + units − 1 = {needed} holders "
+        "suffice to connect them; give a unit holders among both"
     )
 
 
@@ -145,7 +141,7 @@ def _packed(
     free = [unit for unit in range(len(costs)) if unit not in protected]
     holders: list[Holders] = [tuple(range(section.groups))] * len(costs)
     if isinstance(section.profile, list):
-        listed = explicit_profile(section, section.profile, sum(room_for), len(costs))
+        listed = explicit_profile(section, section.profile, sum(room_for), len(costs), protected)
     else:
         listed = None
     if not free:

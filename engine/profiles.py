@@ -36,15 +36,12 @@ def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int]
     of an explicit profile.
     """
     mean = sum(capacities(section))
-    counts = [section.groups] * len(costs)
     if isinstance(section.profile, list):
-        free_counts = explicit_profile(section, section.profile, mean, len(costs))
-        free = list(range(len(costs)))
-    else:
-        free = [unit for unit in range(len(costs)) if unit not in protected]
-        free_counts = shaped_counts(section, mean, [costs[unit] for unit in free])
-    for unit, k in zip(free, free_counts, strict=True):
-        counts[unit] = section.groups if unit in protected else k
+        return explicit_profile(section, section.profile, mean, len(costs), protected)
+    counts = [section.groups] * len(costs)
+    free = [unit for unit in range(len(costs)) if unit not in protected]
+    for unit, k in zip(free, shaped_counts(section, mean, [costs[unit] for unit in free]), strict=True):
+        counts[unit] = k
     return counts
 
 
@@ -55,17 +52,26 @@ def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> lis
     return _round_to_mean(ideal, costs, section.groups)
 
 
-def explicit_profile(section: SDPSection, profile: list[int], mean: float, units: int) -> list[int]:
-    """The holders that the configuration lists, checked against the number of units and the mean that the capacity asks for."""
+def explicit_profile(section: SDPSection, profile: list[int], mean: float, units: int, protected: Set[int] = frozenset()) -> list[int]:
+    """The holders that the configuration lists, checked against the number of units, those that all groups hold, and the mean of the
+    others that the capacity asks for.
+    """
     if len(profile) != units:
         raise ConfigError(f"sdp.profile: {len(profile)} values are given for {units} units; give one number of holders a unit")
     if max(profile) > section.groups:
         raise ConfigError(f"sdp.profile: {max(profile)} holders are asked for, but sdp.groups is {section.groups}")
+    for unit in sorted(protected):
+        if profile[unit] != section.groups:
+            raise ConfigError(
+                f"sdp.profile: {profile[unit]} holders are listed for unit {unit} (from 0), which sdp.protect gives to all groups; "
+                f"list {section.groups} there"
+            )
+    free = [k for unit, k in enumerate(profile) if unit not in protected]
     asked = "capacity" in section.model_fields_set
-    if asked and abs(sum(profile) - mean * units) >= 1:
-        right = sum(profile) / units
+    if free and asked and abs(sum(free) - mean * len(free)) >= 1:
+        right = sum(free) / len(free)
         raise ConfigError(
-            f"sdp.profile: its mean is {right:.3g} holders a unit, but sdp.capacity "
+            f"sdp.profile: its mean is {right:.3g} holders a unit{' that is not protected' * bool(protected)}, but sdp.capacity "
             + (
                 f"adds up to {mean:.3g}"
                 if isinstance(section.capacity, list)

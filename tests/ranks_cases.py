@@ -100,6 +100,8 @@ class Case:
         section: dict[str, Any] = {"granularity": "neuron", "neuron_groups": self.neurons}
         if self.placement == "profile" and self.groups > 1:
             section |= {"profile": "depth", "capacity": 0.75}
+        if self.placement == "random":
+            section |= {"profile": "depth", "capacity": 0.5}
         if self.placement == "mixed" and self.groups > 1:  # the first branch has nothing of the last group's
             units = [unit.name for unit in find_neuron_units(models.build(self.model), self.neurons)]
             holders = {2: [[0], [0], [0, 1], [1], [0, 1]], 4: [[0, 1, 2], [0, 2], [3, 1, 0], [3], [1, 2, 3, 0]]}[self.groups]

@@ -107,9 +107,6 @@ def test_capacities_coverage_and_determinism(capacity: list[float], costs: list[
         placement = placed(these, **values)
     except PlacementError as error:
         assert "\n" not in str(error)
-        if "share no unit" in str(error):
-            assert len(set(costs)) > 1, "units of equal size can always be exchanged"
-            return
         assert "the groups have no room" in str(error)
         suggested = str(error).split("units' parameters); ")[1].split(" would do")[0]
         larger = [float(part) for part in suggested.strip("[]").split(", ")]
@@ -118,7 +115,6 @@ def test_capacities_coverage_and_determinism(capacity: list[float], costs: list[
     for group, limit in enumerate(capacity):
         assert placement.held_fraction(group) <= limit + 1e-8
     assert all(placement.holders)
-    assert placement.connected == placement.can_be_connected
     assert placement.loads.max() >= placement.bound > 0
     assert placed(these, **values) == placement
 
@@ -184,11 +180,7 @@ def test_few_units_are_placed_as_well_as_they_can_be(data: st.DataObject, capaci
         with pytest.raises(PlacementError, match="no room"):
             placed(units(costs, flops), **values, placement="balanced")
         return
-    try:
-        placement = placed(units(costs, flops), **values, placement="balanced")
-    except PlacementError as error:
-        assert "share no unit" in str(error) and -best[0] >= 3 + 4 - 1
-        return
+    placement = placed(units(costs, flops), **values, placement="balanced")
     links = sum(map(len, placement.holders))
     assert -links == best[0]
     assert placement.bound <= best[1]
@@ -273,11 +265,6 @@ def test_profile_auto_is_the_best_rule_known() -> None:
         ({"capacity": [0.2] * 4}, ConfigError, "sdp.capacity: the values add up to 0.8 holders a unit, .* add up to at least 1"),
         ({"capacity": [0.5, 1.0, 1.0, 1.0], "placement": "cyclic"}, ConfigError, 'treats all groups alike; .* sdp.placement "balanced"'),
         ({"capacity": 0.3}, PlacementError, r"no room to hold 'layers.0' at all .* \(76.9% of the units' parameters\); 0.78\d would do"),
-        (
-            {"capacity": [1e-9, 1.0, 1.0, 1.0], "profile": "uniform"},
-            PlacementError,
-            r"sdp.capacity: groups \[0\] share no unit with groups \[1, 2, 3\], though Σk = \d+ ≥ groups .* = 8 .*; raise it, cut",
-        ),
         (
             {"placement": {"layers.0": [0, 1], "layers.1": [1, 0], "layers.2": [2, 3], "layers.3": [3, 2]}},
             PlacementError,

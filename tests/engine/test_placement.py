@@ -115,6 +115,17 @@ def test_protected_units() -> None:
     assert [len(held) for held in placement.holders] == [4, 1, 1, 4]
     everything = place(section(groups=4, capacity=0.25, protect=[unit.name for unit in layers]), layers)
     assert [len(held) for held in everything.holders] == [4, 4, 4, 4]
+    five = units(10, 10, 10, 10, 10)
+    for kind in ("cyclic", "balanced"):
+        listed = {"groups": 4, "protect": ["layers.0"], "placement": kind}
+        placement = place(section(**listed, profile=[4, 1, 2, 3, 2], capacity=0.5), five)
+        assert [len(held) for held in placement.holders] == [4, 1, 2, 3, 2]
+        with pytest.raises(ConfigError, match=r"2 holders are listed for unit 0 \(from 0\), which sdp.protect gives .*; list 4 there"):
+            place(section(**listed, profile=[2] * 5, capacity=0.5), five)
+        with pytest.raises(
+            ConfigError, match=r"its mean is 3 holders a unit that is not protected, but .* 0.5 × 4 groups = 2; set .* 0.75"
+        ):
+            place(section(**listed, profile=[4, 3, 3, 3, 3], capacity=0.5), five)
     with pytest.raises(ConfigError, match=r"sdp.protect: 'layers.9' is no unit; units are 'model.layers.0' … 'model.layers.3'"):
         place(section(groups=4, protect=["layers.9"]), layers)
     with pytest.raises(PlacementError, match=r"'model.layers.0' is protected, but sdp.placement gives it to groups"):
