@@ -72,7 +72,7 @@ def test_resnet_of_the_registry_is_balanced_by_channels(profile: Any, proved: st
     these = find_neuron_units(build_model(RESNET), 8)
     placement = placed(these, groups=4, capacity=0.5, placement="balanced", profile=profile)
     assert placement.imbalance <= 1.05
-    assert placement.loads.max() <= 1.035 * placement.bound
+    assert placement.loads.max() <= placement.bound * (1 if profile == "uniform" else 1.035)
     assert f"FLOPs ({proved})" in placement.describe()
     assert placement.connected
 
