@@ -123,7 +123,9 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", ["backward", "checkpoint", *(pytest.param(name, marks=pytest.mark.slow) for name in ("start", "evaluation"))]
+)
 def test_a_killed_rank_ends_the_run_and_a_resume_loses_nothing(config: Path, tmp_path: Path, undisturbed: list[float], moment: str) -> None:
     rank, reached = MOMENTS[moment]
     job = Job(config, tmp_path / "run")

@@ -27,7 +27,7 @@ TINY = {
 @pytest.mark.parametrize(
     ("model", "variant"),
     [
-        ("resnet18", Variant(0.5, "neuron", "backward")),
+        pytest.param("resnet18", Variant(0.5, "neuron", "backward"), marks=pytest.mark.slow),
         ("swin_t", Variant(0.5, "neuron", "forward")),
         ("llama", Variant(0.5, "block", "backward")),
         ("llama", Variant(1.0)),
