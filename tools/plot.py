@@ -65,7 +65,9 @@ def plot_sweep(figures: Mapping[str, Sequence[Mapping[str, Any]]], measure: str,
                 marker="o", linestyle="--" if "dense" in profile else "-",
             )  # fmt: skip
         _dress(axes, title, "capacity")
-        axes.set_xlim(left=None)
+        capacities = [row["capacity"] for row in rows]
+        axes.set_xlim(min(capacities) - 0.05, max(capacities) + 0.05)
+        axes.set_ylabel("")
     panels[0].set_ylabel(f"{measure} of the full model, held out", fontsize=12)
     panels[-1].legend(frameon=False, fontsize=11)
     figure.savefig(path, format="png")

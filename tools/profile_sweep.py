@@ -210,7 +210,7 @@ def table(task: str, granularity: str, capacities: Sequence[float], seeds: int, 
                     {"capacity": capacity, "profile": profile, "mean": statistics.mean(values), "spread": spread, "seeds": len(values)}
                 )
     by_place = {(row["capacity"], row["profile"]): row for row in rows}
-    lines = [f"| C | {' | '.join((DENSE, SMALLER, *profiles))} | depth pays |", "|---" * (len(profiles) + 4) + "|"]
+    lines = [f"| C | {' | '.join((DENSE, SMALLER, *profiles))} | size pays |", "|---" * (len(profiles) + 4) + "|"]
     for capacity in capacities:
         found = [by_place.get((capacity, profile)) for profile in (DENSE, SMALLER, *profiles)]
         lines.append(f"| {capacity:g} | {' | '.join(map(_figure, found))} | {_pays(found[0], found[1])} |")

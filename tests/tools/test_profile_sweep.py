@@ -64,7 +64,7 @@ def planted(out: Path, cell: sweep.Cell, loss: float) -> None:
         (folder / name).write_text(content)
 
 
-def test_a_table_has_means_deviations_and_whether_depth_pays(tmp_path: Path) -> None:
+def test_a_table_has_means_deviations_and_whether_size_pays(tmp_path: Path) -> None:
     for seed, shift in enumerate((0.0, 0.02)):
         for profile, loss in ((sweep.DENSE, 1.6), (sweep.SMALLER, 1.7)):
             planted(tmp_path, sweep.Cell("llama", "", 1.0 if profile == sweep.DENSE else 0.5, profile, seed), loss + shift)
