@@ -144,14 +144,14 @@ def _measured(task: Task, config: dict[str, Any]) -> dict[str, int]:
     engine, optimizer, *_ = initialize(model=build_model(config["model"]), config=config)
 
     def step() -> None:
-        _fill(engine)
+        fill_frozen(engine)
         engine.backward(engine(task.batch(task.samples)))
         engine.step()
 
     step()  # afterwards the optimizer's state exists
     state = engine.measured_state_bytes().to_json()
     peak = peak_tensor_bytes(step, engine.module, optimizer, engine.device)
-    _fill(engine)
+    fill_frozen(engine)
     ledger = watched_step(engine, (), set(), task.batch)
     if engine.skipped_steps:
         raise DivergedError("a row's step was skipped, because its gradient was no number; what an update needs was not measured")
@@ -159,7 +159,7 @@ def _measured(task: Task, config: dict[str, Any]) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _fill(engine: SDPEngine) -> None:
+def fill_frozen(engine: SDPEngine) -> None:
     """Frozen copies come from holders, which do not exist here: any numbers will do in the place of uninitialised memory."""
     for copy in engine.frozen_here.values():
         local_tensor(copy.detach()).fill_(0.01)
