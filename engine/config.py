@@ -105,6 +105,8 @@ class SDPSection(Section):
     backward: it runs, in forward and for the gradients of activations, from a frozen copy in compute precision, which a holder
     refreshes after each step; only holders compute its weights' gradients, so these are those of the dense model.
 
+    ``profile``: how many groups hold a unit, at the mean that ``capacity`` says: falling with depth, uniform, or listed by unit.
+
     ``branch_scale``: what a unit with k of N groups as holders adds to its input is multiplied (forward masking) by N / k in training
     ("train"), or by k / N in evaluations of the full model ("eval").
 

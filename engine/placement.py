@@ -105,13 +105,12 @@ class Placement:
     @cached_property
     def connected(self) -> bool:
         """Whether the group–unit graph is connected through units alone, without the shared part."""
-        if not self.holders:
-            return self.groups == 1
-        graph = sparse.block_array([[None, self._members], [self._members.T, None]])
-        return csgraph.connected_components(graph, directed=False, return_labels=False) == 1
+        return len(self.parts()) == 1
 
     def parts(self) -> list[list[int]]:
         """The groups by part of the group–unit graph, the part of group 0 first; one part if it is connected."""
+        if not self.holders:
+            return [[group] for group in range(self.groups)]
         graph = sparse.block_array([[None, self._members], [self._members.T, None]])
         of_group = csgraph.connected_components(graph, directed=False)[1][: self.groups]
         return [np.flatnonzero(of_group == part).tolist() for part in dict.fromkeys(of_group.tolist())]

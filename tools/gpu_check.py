@@ -174,7 +174,7 @@ def _measured(name: str, variant: Variant, device: torch.device, rate: float, *,
     planned = _planned(config, sequence)
     try:
         with fake_world(0, GROUPS):
-            share = _share(config, sequence, device, tiny=tiny)
+            share = _share(name, variant, config, sequence, device, tiny=tiny)
     except torch.OutOfMemoryError as error:
         return Share(name, variant, planned=planned, error=str(error).partition(".")[0])
     finally:
@@ -183,10 +183,10 @@ def _measured(name: str, variant: Variant, device: torch.device, rate: float, *,
         if device.type == "cuda":
             torch.cuda.empty_cache()
     mfu = None if share.flops_per_step is None else share.flops_per_step / share.step_seconds / rate
-    return replace(share, config=name, variant=variant, planned=planned, mfu=mfu)
+    return replace(share, planned=planned, mfu=mfu)
 
 
-def _share(config: Mapping[str, Any], sequence: int, device: torch.device, *, tiny: bool) -> Share:
+def _share(name: str, variant: Variant, config: Mapping[str, Any], sequence: int, device: torch.device, *, tiny: bool) -> Share:
     memory = PeakMemory(device)
     memory.reset()
     engine = initialize(model=build_model(config["model"]), config=dict(config))[0]
@@ -197,8 +197,8 @@ def _share(config: Mapping[str, Any], sequence: int, device: torch.device, *, ti
     seconds = _timed_steps(step, clock(device, waits=True), TINY_STEPS if tiny else STEPS)
     tokens = engine.train_micro_batch_size_per_gpu() * sequence
     return Share(
-        config="",
-        variant=DENSE,
+        config=name,
+        variant=variant,
         parameters=sum(parameter.numel() for parameter in engine.parameters_here.values()),
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         tokens_per_step=tokens,
