@@ -49,8 +49,7 @@ from .contestants import (
 from .race import Batch, Contestant, Timing, race
 
 PLAIN, DEEPSPEED = "hand-written loop", "DeepSpeed alone"
-# The engine's seconds over the loop's, by layers and by neurons, and over DeepSpeed's, at most.
-AIM, NEURONS_AIM, DEEPSPEED_AIM = 1.05, 1.10, 1.03
+AIM, DEEPSPEED_AIM = 1.05, 1.03  # the engine's seconds over the loop's, and over DeepSpeed's, at most
 DEEPSPEED_STAGES = (0, 2)
 
 _NUMBERS = {
@@ -79,6 +78,10 @@ class Comparison:
     aim: float
     timings: list[Timing]
     weight_difference: float
+
+    @property
+    def reached(self) -> bool:
+        return self.timings[1].median_ratio <= self.aim
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
                 comparisons.append(_under_deepspeed(args, stage))
             _print_comparison(comparisons[-1])
     if args.json:
-        report = {"settings": settings, "comparisons": [asdict(comparison) for comparison in comparisons]}
+        report = {"settings": settings, "comparisons": [asdict(one) | {"reached": one.reached} for one in comparisons]}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -199,7 +202,7 @@ def _one_of_many_by_neurons(args: argparse.Namespace, _: Placement) -> Compariso
     timings = race(contestants, batches(args, engine.device), args.warmup, engine.device)
     fraction = engine.layout.placement.held_fraction(0)
     name = f"one of {args.groups} ranks, {fraction:.0%} of the branches' neurons, without a wire; the loop's layers are plain and narrower"
-    return Comparison(name, NEURONS_AIM, timings, weight_difference(engine.parameters_here, weights))
+    return Comparison(name, AIM, timings, weight_difference(engine.parameters_here, weights))
 
 
 def _under_deepspeed(args: argparse.Namespace, stage: int) -> Comparison:
@@ -287,4 +290,5 @@ def _print_comparison(comparison: Comparison) -> None:
         ratio = f"{timing.median_ratio:.3f} ({min(timing.ratios):.3f} … {max(timing.ratios):.3f})"
         print(f"  {timing.name:<36}{timing.parameters / 1e6:7.2f} M parameters{timing.median_seconds * 1e3:10.2f} ms  {ratio}")
     same = f"the first two end with the same weights (relative difference {comparison.weight_difference:.1e})"
-    print(f"  aim: at most {comparison.aim:.2f}; {same}", flush=True)
+    reached = "reached" if comparison.reached else "NOT reached"
+    print(f"  aim: at most {comparison.aim:.2f}: {reached}; {same}", flush=True)

@@ -7,8 +7,9 @@ seconds of a turn are those of its slowest rank.
 *Exposed communication* is the time of a step minus that of the same step with collectives that return at once (``wire.absent``): on
 ranks that share cores it has the processor time of the communication too. *Not overlapped* is the same of a step that waits for every
 reduction where it starts (``wire.awaited``). *Bytes sent* are counted by the kernel on the rank's TCP connections, where collectives use
-these. *Peak memory* is that of the method's live tensors in one step (``memory_probe.py``). A DiLoCo step has a fiftieth of its outer
-step, timed alone.
+these, *collectives* by the process groups. *Peak memory* is that of the method's live tensors in one step (``memory_probe.py``). A DiLoCo
+step has a fiftieth of its outer step, timed alone. *Slowest / mean* is of what ranks compute in a step: on CPUs of the processor's seconds,
+since ranks may share cores.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import math
 import platform
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,14 @@ from ..engine.errors import ConfigError, DivergedError
 from ..engine.initialize import join, mesh_of
 from ..engine.memory_probe import peak_tensor_bytes
 from ..engine.sync import local_tensor
+from . import scaling
 from .forecast import model_and_batch
 from .methods import DENSE, OUTER_EVERY, SAME_STEPS, Runner, build, default_methods, is_sdp, variant, why_not
 from .networks import Link, enter, hosts, shape
 from .side_plan import plan_methods
 from .side_report import Race, Report, write_report
 from .train import with_initial_model
-from .wire import absent, awaited, sent_by_this_process, why_not_counted
+from .wire import absent, awaited, collectives_of_this_process, sent_by_this_process, why_not_counted
 
 WARM_UP = 3  # steps: the first allocates, in the second DDP rebuilds its buckets
 LOSS_TOLERANCE = 1e-4  # relative, of the first two steps, between methods that make the same ones
@@ -56,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="compare ways to train this model, on several ranks")
     group.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="override a key of CONFIG; may be repeated")
     group.add_argument("--nproc", metavar="P", type=int, help="ranks to start here (default: sdp.groups)")
+    group.add_argument("--workers", metavar="N,…", help="compare once for each of these numbers of ranks, of as many groups, such as 2,4,8")
     group.add_argument("--methods", metavar="A,B,…", help="which, of: ddp … diloco, sdp, sdp-block-forward-0.5 … (default: all)")
     group.add_argument("--rounds", metavar="N", type=int, default=5, help="turns of every method (default: 5)")
     group.add_argument("--steps", metavar="N", type=int, default=2, help="timed steps of a turn (default: 2)")
@@ -68,9 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks where no launcher did; each measures, rank 0 reports. Raises an :class:`SDPError` for what cannot be compared."""
+    place = detect()
+    if args.workers is not None:
+        if place is not None:
+            raise ConfigError(f"{scaling.OPTION}: starts ranks itself; start it without a launcher")
+        return scaling.run(args, _out(args), run)
     config = _config(args)
     _links(args)
-    place = detect()
     world = place.world_size if place is not None else args.nproc or config.sdp.groups
     names = _names(args, config, world, speaks=place is None or place.rank == 0)
     if place is None:
@@ -202,25 +210,47 @@ def measure(
 
 
 def _race(runners: Mapping[str, Runner], batches: list[Any], args: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
-    """By method: seconds of a step in every round, by ``_MODES``, and bytes sent in one. Collective.
+    """By method: seconds of a step in every round, by ``_MODES``, how much longer its slowest rank computes than the mean one, and, of the
+    rank that has most, bytes sent and collectives in one step. Collective.
 
     Raises :class:`DivergedError` on every rank where a method's loss or weights are no numbers.
     """
-    turns: dict[str, dict[str, list[float]]] = {name: {} for name in runners}
-    for turn in range(args.rounds):
-        _say(f"round {turn + 1} of {args.rounds}")
-        for name in list(runners)[:: 1 if turn % 2 == 0 else -1]:
+    turns: dict[str, dict[str, list[_Turn]]] = {name: {} for name in runners}
+    for number in range(args.rounds):
+        _say(f"round {number + 1} of {args.rounds}")
+        for name in list(runners)[:: 1 if number % 2 == 0 else -1]:
             for mode, around in _MODES.items():
                 if mode != "not_overlapped_seconds" or is_sdp(name):
-                    seconds, sent, finite = _turn(runners[name], batches, args.steps, device, around)
-                    _require_finite(name, finite)
-                    turns[name].setdefault(mode, []).append(seconds)
-                    if mode == "seconds":
-                        turns[name].setdefault("sent_bytes", []).append(sent)
-    return {
-        name: {key: _largest(values) for key, values in kept.items()} | {"sent_bytes": statistics.median(_largest(kept["sent_bytes"]))}
-        for name, kept in turns.items()
+                    turn = _turn(runners[name], batches, args.steps, device, around)
+                    _require_finite(name, turn.finite)
+                    turns[name].setdefault(mode, []).append(turn)
+    return {name: _of_all_ranks(own) for name, own in turns.items()}
+
+
+def _of_all_ranks(turns: Mapping[str, Sequence[_Turn]]) -> dict[str, Any]:
+    """Collective."""
+    busy = [turn.busy for turn in turns["compute_seconds"]]
+    means = torch.tensor(busy, dtype=torch.float64)
+    dist.all_reduce(means)
+    means /= dist.get_world_size()
+    return {mode: _largest([turn.seconds for turn in own]) for mode, own in turns.items()} | {
+        "sent_bytes": statistics.median(_largest([turn.sent for turn in turns["seconds"]])),
+        "collectives": statistics.median(_largest([turn.collectives for turn in turns["seconds"]])),
+        "slowest_over_mean": [most / mean for most, mean in zip(_largest(busy), means.tolist(), strict=True)],
     }
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Of one step of this rank: seconds, seconds in which its processor or device worked, bytes sent, collectives; ``finite``: whether loss
+    and weights are numbers afterwards.
+    """
+
+    seconds: float
+    busy: float
+    sent: float
+    collectives: float
+    finite: bool
 
 
 _MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
@@ -232,32 +262,36 @@ _MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 def _turn(
     runner: Runner, batches: list[Any], steps: int, device: torch.device, around: Callable[[], AbstractContextManager[None]]
-) -> tuple[float, float, bool]:
-    """Seconds and sent bytes of one step of this rank, and whether its loss and weights are numbers afterwards."""
+) -> _Turn:
     dist.barrier()
-    before = sent_by_this_process()
+    before, calls = sent_by_this_process(), collectives_of_this_process()
     with around():
         loss = runner.step(batches)
         now = clock(device, waits=True)
-        started = now()
+        started, started_work = now(), time.process_time()
         for _ in range(steps):
             loss = runner.step(batches)
-        seconds = (now() - started) / steps
+        seconds, work = (now() - started) / steps, (time.process_time() - started_work) / steps
         runner.settle()
-        between = sent_by_this_process()
+        between, calls_between = sent_by_this_process(), collectives_of_this_process()
         if runner.outer is not None:
             dist.barrier()
             started = now()
             runner.outer()
             seconds += (now() - started) / OUTER_EVERY
+    calls_after = collectives_of_this_process() - (1 if runner.outer is not None else 0)  # less the barrier
     dist.barrier()
     after = sent_by_this_process()
     weights = [local_tensor(weight.detach()) for group in runner.optimizer.param_groups for weight in group["params"]]
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in (loss, *weights))
-    if before is None or between is None or after is None:
-        return seconds, 0.0, finite  # nobody's: see ``why_not_counted``
-    sent = (between - before) / (steps + 1) + (after - between) / OUTER_EVERY if runner.outer else (after - before) / (steps + 1)
-    return seconds, sent, finite
+
+    def of_a_step(first: float, inner: float, last: float) -> float:
+        return (inner - first) / (steps + 1) + (last - inner) / OUTER_EVERY if runner.outer else (last - first) / (steps + 1)
+
+    # Bytes that the kernel does not count are nobody's: see ``why_not_counted``.
+    sent = 0.0 if before is None or between is None or after is None else of_a_step(before, between, after)
+    busy = seconds if device.type == "cuda" else work
+    return _Turn(seconds, busy, sent, of_a_step(calls, calls_between, calls_after), finite)
 
 
 def _require_finite(name: str, finite: bool) -> None:

@@ -27,6 +27,13 @@ class Plan:
     flops: float
     forecast: Forecast
 
+    @property
+    def slowest_over_mean(self) -> float:
+        """Of the ranks' operations, recomputation included."""
+        groups = self.forecast.groups
+        ranks = sum(len(group.groups) for group in groups)
+        return max(group.trace.flops for group in groups) / (sum(group.trace.flops * len(group.groups) for group in groups) / ranks)
+
     def seconds(self, flops: float, link: float) -> float:
         """Of a step at so many FLOP/s of a rank, and bytes a second that each can send: of the slowest rank."""
         plan = self.forecast

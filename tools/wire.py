@@ -53,6 +53,11 @@ def sent_by_this_process() -> int | None:
     return total
 
 
+def collectives_of_this_process() -> int:
+    """Collectives that this process has taken part in, over all process groups that exist, by the groups' own count."""
+    return sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)
+
+
 @contextmanager
 def absent() -> Iterator[None]:
     """While inside, collectives of every process group that exists return at once: nothing is sent, and what would come from others is this

@@ -64,11 +64,16 @@ def test_every_method_does_its_work_and_is_reported(ranks: RankPool, tmp_path: P
         assert row["seconds"]["least"] <= row["seconds"]["median"] <= row["seconds"]["most"]
         assert row["tokens_per_second"] == 8 * 16 / row["seconds"]["median"]
         assert row["compute_seconds"] > 0
+        assert row["slowest_over_mean"] >= 1
+        # Equal blocks, and equal shares of them; branches differ.
+        assert row["planned_slowest_over_mean"] == 1 or (name == names[-1] and 1 < row["planned_slowest_over_mean"] < 1.01)
         if row["planned_peak_bytes"]:  # tiny: counters and scalars show
             assert row["peak_bytes"] == pytest.approx(row["planned_peak_bytes"], rel=0.01 if "ddp" in name else 0.1), name
     # On a ring of four, and only there, gloo sends what is planned, beside 100 bytes for each message.
     for name in ("ddp", "ddp-recompute", "ddp-bf16-gradients", "smaller-ddp", "sdp-block-forward-0.5"):
         assert rows[name]["planned_sent_bytes"] <= rows[name]["sent_bytes"] <= rows[name]["planned_sent_bytes"] * 1.05 + 20_000, name
+    assert rows["ddp"]["collectives"] == 1  # one bucket
+    assert rows["sdp-block-forward-0.5"]["collectives"] == 5  # of two blocks, of what is shared before and after them, and of the norm
     assert rows["ddp-bf16-gradients"]["sent_bytes"] < 0.7 * rows["ddp"]["sent_bytes"]
     assert rows["diloco"]["sent_bytes"] < 0.1 * rows["ddp"]["sent_bytes"]
     for name in names[-2:]:
@@ -143,7 +148,7 @@ def test_bytes_that_the_kernel_does_not_count_are_not_measured(monkeypatch: pyte
     monkeypatch.delattr("socket.TCP_INFO")
     reason = why_not_counted(torch.device("cpu"))
     assert "does not tell what a TCP connection sent" in str(reason)
-    turns = {"ddp": {"seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": None}}
+    turns = {"ddp": {"seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": None, "collectives": 2.0, "slowest_over_mean": [1.0]}}
     facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
     report = Report(SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, [Race(None, None, turns, reason)])
     (race,) = report.to_json()["races"]
@@ -188,6 +193,8 @@ def test_holders_that_are_listed_go_without_the_name_of_a_capacity(listed: dict[
         (["--methods", ""], '--methods "": a name is empty'),
         (["--methods", "ddp,"], '--methods "ddp,": a name is empty'),
         (["--methods", "hsdp", "--nproc", "2", "--set", "sdp.groups=2"], "--methods hsdp: needs an even number of ranks"),
+        (["--workers", "2,two"], "--workers 2,two: expected different numbers of ranks"),
+        (["--workers", "2,4", "--nproc", "2"], "--nproc: --workers says how many ranks to start"),
         (["--rounds", "0"], "--rounds: 0 is not a positive whole number"),
         (["--network", "fast"], "--network fast: expected rates"),
         (["--network", "0mbit"], "--network 0mbit: expected rates above zero"),

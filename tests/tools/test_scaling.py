@@ -1,0 +1,70 @@
+"""``sdp bench CONFIG --workers``: a run for each number of workers, and what they say together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.engine.errors import ConfigError
+from sdp.tools.scaling import counts, run, table
+
+
+def report(speeds: dict[str, float], over: dict[str, float]) -> dict[str, Any]:
+    methods = {
+        name: {"tokens_per_second": speed, "seconds": {"median": 1.0}, "sent_bytes": None}
+        | ({"speed_over_ddp": over[name]} if name in over else {})
+        for name, speed in speeds.items()
+    }
+    return {"settings": {"config": "a.json", "tokens_per_sample": 16}, "races": [{"link": "1gbit", "methods": methods}]}
+
+
+REPORTS = {2: report({"ddp": 100.0, "sdp": 200.0}, {"ddp": 1.0, "sdp": 2.0}), 4: report({"ddp": 150.0, "sdp": 400.0, "hsdp": 80.0}, {})}
+
+
+def test_efficiency_is_of_a_worker_beside_the_fewest() -> None:
+    rows = table(REPORTS, 0)
+    assert rows["ddp"][4]["efficiency"] == pytest.approx(0.75)
+    assert rows["sdp"][4]["efficiency"] == pytest.approx(1.0)
+    assert rows["sdp"][2]["speed_over_ddp"] == 2.0
+    assert rows["hsdp"] == {4: rows["hsdp"][4]}  # not with two ranks
+    assert rows["hsdp"][4]["efficiency"] == 1.0
+
+
+def test_each_number_is_a_run_of_as_many_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def compare(args: argparse.Namespace) -> int:
+        asked.append(args)
+        args.out.mkdir(parents=True)
+        (args.out / "report.json").write_text(json.dumps(REPORTS[args.nproc]))
+        return 0
+
+    argv = ["bench", "a.json", "--workers", "4,2", "--rounds", "3"]
+    given = argparse.Namespace(workers="4,2", nproc=None, set=["a.b=1"], argv=argv, out=tmp_path)
+    assert run(given, tmp_path, compare) == 0
+    assert [args.nproc for args in asked] == [2, 4]
+    assert asked[0].set == ["a.b=1", "sdp.groups=2"]
+    own = str(tmp_path / "workers-2")
+    assert asked[0].argv == ["bench", "a.json", "--rounds", "3", "--set", "sdp.groups=2", "--nproc", "2", "--out", own]
+    text = (tmp_path / "workers.md").read_text()
+    assert capsys.readouterr().out == text + "\n"
+    assert "| ddp | 100 (1.00 ×; 100%) | 150 (–; 75%) |" in text
+    assert "| hsdp | – | 80 (–; 100%) |" in text
+    assert json.loads((tmp_path / "workers.json").read_text())["links"][0]["link"] == "1gbit"
+    assert (tmp_path / "workers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_fails_ends_it(tmp_path: Path) -> None:
+    given = argparse.Namespace(workers="2,4", nproc=None, set=[], argv=["bench", "--workers=2,4"], out=tmp_path)
+    assert run(given, tmp_path, lambda args: 2 if "--workers=2,4" not in args.argv else 0) == 2
+    assert not (tmp_path / "workers.md").exists()
+
+
+@pytest.mark.parametrize("text", ["", "2,", "1,2", "2,2", "two", "-2"])
+def test_numbers_of_workers(text: str) -> None:
+    assert counts("8,2") == [2, 8]
+    with pytest.raises(ConfigError, match="expected different numbers of ranks from 2 on"):
+        counts(text)
