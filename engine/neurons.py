@@ -116,11 +116,7 @@ class SlicedLinear(_Sliced):
             # Nothing, as a function of ``x``: what comes before has a gradient of zeros, and FSDP2 reduces it as on other ranks.
             y = F.linear(x, x.new_zeros((0, x.shape[-1]) if slices.dim == 0 else (self.out_features, 0)))
             return y if self.bias is None else y + self.bias
-        x = slices.scaled(x, -1, weights)
-        if torch.is_grad_enabled():
-            y = _Product.apply(x, None, slices.dim, len(slices.held), *weights)
-        else:
-            y = _product(x, _joined(weights, slices.dim), None)
+        y = _over_slices(slices.scaled(x, -1, weights), None, slices, weights)
         bias = torch.cat(self.slices["bias"].tensors(self)) if "bias" in self.slices else self.bias
         y = y if bias is None else y + bias
         return slices.in_parts(y, -1) if slices.dim == 0 else y
@@ -142,7 +138,7 @@ class SlicedConv2d(_Sliced):
         weights = slices.tensors(self)
         if weights:
             x = slices.scaled(x, 1, weights) if slices.dim == 1 else x
-            return _Product.apply(x, self._settings, slices.dim, len(slices.held), *weights)
+            return _over_slices(x, self._settings, slices, weights)
         outputs, inputs, *kernel = self.weight_shape  # nothing, as a function of ``x``: see above
         if slices.dim == 0:
             return _product(x, x.new_zeros((1, inputs, *kernel)), self._settings).narrow(1, 0, 0)
@@ -221,6 +217,13 @@ Settings = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # stride, p
 def _product(x: Tensor, weight: Tensor, convolution: Settings | None) -> Tensor:
     """A matrix product, whose features are the last dimension, or a convolution, whose channels are dimension 1."""
     return F.linear(x, weight) if convolution is None else F.conv2d(x, weight, None, *convolution)
+
+
+def _over_slices(x: Tensor, convolution: Settings | None, slices: Slices, weights: Sequence[Tensor]) -> Tensor:
+    """:func:`_product` with ``weights``, the slices that are there, side by side."""
+    if len(weights) == 1 or not torch.is_grad_enabled():  # torch's own gradient of one weight keeps no more, and is no Python
+        return _product(x, _joined(weights, slices.dim), convolution)
+    return _Product.apply(x, convolution, slices.dim, len(slices.held), *weights)
 
 
 class _Product(torch.autograd.Function):
