@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from .layout import Layout
+from .mesh import Coordinates, Holders
 from .traffic import Kind, Scope, Traffic, sent_bytes
 
 FLOAT32 = 4
@@ -28,8 +30,14 @@ class Collective:
         return sent_bytes(self.kind, self.nbytes, len(self.ranks))
 
 
-def plan_collectives(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> list[Collective]:
-    """What ``rank`` sends in one training step under ZeRO ``stage``, by who takes part.
+_Whom = tuple[Literal["inside", "neighbours", "holders", "refresh", "world"], Holders]  # with whom a rank of any place takes part
+_INSIDE: _Whom = ("inside", ())
+_NEIGHBOURS: _Whom = ("neighbours", ())
+_WORLD: _Whom = ("world", ())
+
+
+class CollectivePlan:
+    """What every rank of a layout sends in one training step under ZeRO ``stage``, by who takes part.
 
     Between groups: every trainable parameter of a unit with n holder ranks is all-reduced once, 2(n − 1)/n of its local shard in
     float32. Inside a group of F ranks: parameters are gathered in compute precision (``compute_bytes`` an element) once a step at
@@ -42,37 +50,69 @@ def plan_collectives(layout: Layout, rank: int, *, stage: int, accumulation: int
     Under tensor parallelism all of this is of a rank's part of the matrices, and gradients of what is not cut (norms) are gathered once
     a step. What its ranks send of activations ("tensor parallel") depends on the batch, not on the placement: ``trace.py`` knows it.
     """
-    mesh, grid = layout.mesh, layout.mesh.grid
-    at = mesh.coordinates(rank)
-    shards = mesh.shards(stage)
-    gathers = 2 * accumulation if stage == 3 else 1
-    scatters = accumulation if stage >= 2 else 1
-    index = at.fsdp if shards > 1 else 0
-    inside = tuple(grid[at.sdp, :, at.tp].tolist()) if shards > 1 else (rank,)
-    neighbours = tuple(grid[at.sdp, at.fsdp].tolist())
 
-    def across(groups: Sequence[int]) -> tuple[int, ...]:
-        rows = grid[list(groups), :, at.tp] if shards == 1 else grid[list(groups), at.fsdp, at.tp]
+    def __init__(self, layout: Layout, *, stage: int, accumulation: int, compute_bytes: int):
+        self._layout, self._compute_bytes = layout, compute_bytes
+        self._grid, self._world = layout.mesh.grid, tuple(range(layout.mesh.world_size))
+        self._shards = layout.mesh.shards(stage)
+        self._gathers = 2 * accumulation if stage == 3 else 1
+        self._scatters = accumulation if stage >= 2 else 1
+        self._rows = {info.part[0] if info.shape else 1 for info in layout.parameters.values()}
+        self._sums: dict[tuple[int, int], Counter[tuple[Scope, Kind, _Whom]]] = {}  # thousands of ranks share few
+
+    def of(self, rank: int) -> list[Collective]:
+        """What ``rank`` sends."""
+        at = self._layout.mesh.coordinates(rank)
+        totals: Counter[tuple[Scope, Kind, tuple[int, ...]]] = Counter()
+        for (scope, kind, whom), nbytes in self._bytes(at).items():
+            totals[scope, kind, self._ranks(whom, at)] += nbytes
+        return [Collective(*key, nbytes) for key, nbytes in totals.items() if len(key[2]) > 1 and nbytes]
+
+    def _bytes(self, at: Coordinates) -> Counter[tuple[Scope, Kind, _Whom]]:
+        """Of whole buffers: the same for all ranks of a group whose shards are full."""
+        index = at.fsdp if self._shards > 1 and any((at.fsdp + 1) * -(-rows // self._shards) > rows for rows in self._rows) else 0
+        if (at.sdp, index) not in self._sums:
+            self._sums[at.sdp, index] = self._add_up(at.sdp, index)
+        return self._sums[at.sdp, index]
+
+    def _add_up(self, group: int, index: int) -> Counter[tuple[Scope, Kind, _Whom]]:
+        layout, shards = self._layout, self._shards
+        totals: Counter[tuple[Scope, Kind, _Whom]] = Counter()
+        for info in layout.held(group):
+            padded = info.padded_shard_numel(shards) * shards
+            totals["inside groups", "all_gather", _INSIDE] += self._gathers * padded * self._compute_bytes
+            if info.trainable:
+                local = info.shard_numel(shards, index)
+                totals["between groups", "all_reduce", ("holders", info.holders)] += local * FLOAT32
+                totals["inside groups", "reduce_scatter", _INSIDE] += self._scatters * padded * FLOAT32
+                if info.tp_dim is None:
+                    totals["inside groups", "all_gather", _NEIGHBOURS] += local * FLOAT32 * layout.mesh.tp
+        for info in layout.frozen(group):
+            padded = info.padded_shard_numel(shards) * shards
+            totals["inside groups", "all_gather", _INSIDE] += self._gathers * padded * self._compute_bytes
+        for refresh in layout.refreshes:
+            if refresh.sent_by(group):
+                nbytes = _numel(layout, refresh.names, shards, index) * self._compute_bytes
+                totals["between groups", "broadcast", ("refresh", refresh.members)] += nbytes
+        totals["control", "all_reduce", _WORLD] += CONTROL_BYTES
+        return totals
+
+    def _ranks(self, whom: _Whom, at: Coordinates) -> tuple[int, ...]:
+        place, groups = whom
+        if place == "world":
+            return self._world
+        if place == "inside":
+            return tuple(self._grid[at.sdp, :, at.tp].tolist()) if self._shards > 1 else (self._layout.mesh.rank(at.sdp, at.fsdp, at.tp),)
+        if place == "neighbours":
+            return tuple(self._grid[at.sdp, at.fsdp].tolist())
+        whole = place == "holders" and self._shards == 1  # nothing is sharded: the ranks of a group average among themselves too
+        rows = self._grid[list(groups), :, at.tp] if whole else self._grid[list(groups), at.fsdp, at.tp]
         return tuple(rows.flatten().tolist())
 
-    totals: Counter[tuple[Scope, Kind, tuple[int, ...]]] = Counter()
-    for info in layout.held(at.sdp):
-        padded = info.padded_shard_numel(shards) * shards
-        totals["inside groups", "all_gather", inside] += gathers * padded * compute_bytes
-        if info.trainable:
-            local = info.shard_numel(shards, index)
-            totals["between groups", "all_reduce", across(info.holders)] += local * FLOAT32
-            totals["inside groups", "reduce_scatter", inside] += scatters * padded * FLOAT32
-            if info.tp_dim is None:
-                totals["inside groups", "all_gather", neighbours] += local * FLOAT32 * mesh.tp
-    for info in layout.frozen(at.sdp):
-        totals["inside groups", "all_gather", inside] += gathers * info.padded_shard_numel(shards) * shards * compute_bytes
-    for refresh in layout.refreshes:
-        if refresh.sent_by(at.sdp):
-            members = tuple(grid[list(refresh.members), at.fsdp, at.tp].tolist())
-            totals["between groups", "broadcast", members] += _numel(layout, refresh.names, shards, index) * compute_bytes
-    totals["control", "all_reduce", tuple(range(mesh.world_size))] += CONTROL_BYTES
-    return [Collective(*key, nbytes) for key, nbytes in totals.items() if len(key[2]) > 1 and nbytes]
+
+def plan_collectives(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> list[Collective]:
+    """:class:`CollectivePlan` of one rank."""
+    return CollectivePlan(layout, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes).of(rank)
 
 
 def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> Traffic:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from ..engine.errors import ConfigError, SDPError
 from ..engine.initialize import mesh_of
 from ..engine.layout import Layout
 from ..engine.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS
+from ..engine.mesh import Coordinates, Mesh
 from ..engine.place import warnings_of
 from ..engine.trace import StepTrace, trace_step
-from ..engine.traffic import sent_bytes
-from ..engine.traffic_plan import Collective, plan_collectives
+from ..engine.traffic_plan import Collective, CollectivePlan
 from ..models.registry import MODELS, build_model
 from .corpus import open_prepared, path_of
 from .machine import LINKS, Link, Machine, StepTime, step_time
@@ -32,28 +32,50 @@ _FOLDER_IMAGE_SIZE = 224
 
 
 @dataclass(frozen=True)
-class GroupForecast:
-    """The first rank of a group, and of all ``groups`` that run as many units of the same kinds."""
+class RankForecast:
+    """What one rank sends in a step, of activations too, and how long it takes. ``communicators``: that it takes part in."""
 
-    groups: tuple[int, ...]
-    trace: StepTrace
+    rank: int
     collectives: tuple[Collective, ...]
     time: StepTime
     communicators: int
 
-    def sent(self, machine: Machine, neighbours: tuple[int, ...]) -> dict[Link, float]:
-        """Bytes that the rank sends in a step, by class of link."""
+    def sent(self, machine: Machine) -> dict[Link, float]:
+        """Bytes in a step, by class of link."""
         total = dict.fromkeys(LINKS, 0.0)
         for one in self.collectives:
             total[machine.link(one.ranks)] += one.sent
-        for (kind, ranks), nbytes in self.trace.tensor_parallel.items():
-            total[machine.link(neighbours)] += sent_bytes(kind, nbytes, ranks)
         return total
+
+    def to_json(self, machine: Machine) -> dict[str, Any]:
+        return {
+            "communicators": self.communicators,
+            "sent": self.sent(machine),
+            "collectives": [collective_json(machine, one) for one in self.collectives],
+            "seconds": asdict(self.time),
+        }
+
+
+@dataclass(frozen=True)
+class GroupForecast:
+    """All ``groups`` that run as many units of the same kinds. ``trace``: of the first rank of the first, whose memory is theirs all.
+    ``ranks``: of all their ranks, one of those that send the same over the same kinds of links, the traced one first.
+    """
+
+    groups: tuple[int, ...]
+    trace: StepTrace
+    ranks: tuple[RankForecast, ...]
+
+    @property
+    def slowest(self) -> RankForecast:
+        return max(self.ranks, key=lambda rank: rank.time.step)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One way to train the model. ``groups``: those of the placement that differ, the one with the highest peak first."""
+    """One way to train the model. ``groups``: those of the placement that differ, the one with the highest peak first. ``untraced``: groups
+    of further kinds, with fewer parameters, of which nothing is known here.
+    """
 
     name: str
     config: Config
@@ -61,26 +83,47 @@ class Forecast:
     batch: BatchSize
     machine: Machine
     groups: tuple[GroupForecast, ...]
+    untraced: tuple[int, ...] = ()
 
     @property
     def worst(self) -> GroupForecast:
+        """Of memory."""
         return self.groups[0]
+
+    @property
+    def ranks(self) -> list[RankForecast]:
+        """One of all that send the same over the same kinds of links and run the same."""
+        return [rank for group in self.groups for rank in group.ranks]
+
+    @property
+    def slowest(self) -> RankForecast:
+        """The rank for which all others wait: of equal ones the first."""
+        return max(self.ranks, key=lambda rank: (rank.time.step, -rank.rank))
 
     @property
     def seconds(self) -> float:
         """Of a step: its slowest rank's."""
-        return max(group.time.step for group in self.groups)
+        return self.slowest.time.step
 
     @property
     def samples_per_second(self) -> float:
         return self.batch.train / self.seconds
 
-    def neighbours(self, group: GroupForecast) -> tuple[int, ...]:
-        at = self.layout.mesh.coordinates(group.trace.rank)
-        return tuple(self.layout.mesh.grid[at.sdp, at.fsdp].tolist())
+    @property
+    def sent_at_most(self) -> dict[Link, float]:
+        """Bytes in a step over either kind of link, of the rank that sends most over it."""
+        everyones = [rank.sent(self.machine) for rank in self.ranks]
+        return {link: max(sent[link] for sent in everyones) for link in LINKS}
+
+    @property
+    def warnings(self) -> list[str]:
+        """What of this layout the user may not have meant."""
+        mesh, placement = self.layout.mesh, self.layout.placement
+        placed = warnings_of(self.config.sdp, placement) if placement.units and mesh.sdp > 1 else []
+        return placed + _torn_neighbours(mesh, self.machine)
 
     def to_json(self) -> dict[str, Any]:
-        mesh, placement = self.layout.mesh, self.layout.placement
+        mesh, placement, slowest = self.layout.mesh, self.layout.placement, self.slowest
         return {
             "mesh": {"sdp": mesh.sdp, "fsdp": mesh.fsdp, "tp": mesh.tp},
             "zero_stage": self.config.zero_optimization.stage,
@@ -88,8 +131,11 @@ class Forecast:
             "tokens_per_sample": self.config.data.tokens_per_sample,
             "step_seconds": self.seconds,
             "samples_per_second": self.samples_per_second,
+            "sent_at_most": self.sent_at_most,
             "placement": placement.guarantees() if placement.units else None,
-            "warnings": warnings_of(self.config.sdp, placement) if placement.units and mesh.sdp > 1 else [],
+            "warnings": self.warnings,
+            "groups_not_traced": list(self.untraced),
+            "slowest": {"rank": slowest.rank, **slowest.to_json(self.machine)},
             "ranks": [self._rank_json(group) for group in self.groups],
         }
 
@@ -106,31 +152,34 @@ class Forecast:
             "flops": trace.flops,
             "blocks": trace.blocks,
             "traced_blocks": trace.traced_blocks,
-            "communicators": group.communicators,
-            "sent": group.sent(self.machine, self.neighbours(group)),
-            "collectives": [collective_json(self, group, one) for one in all_collectives(self, group)],
-            "seconds": asdict(group.time),
+            **group.ranks[0].to_json(self.machine),
         }
 
 
-def all_collectives(forecast: Forecast, group: GroupForecast) -> list[Collective]:
-    """What the placement says, and what tensor-parallel ranks send of activations."""
-    neighbours = forecast.neighbours(group)
-    return [
-        *group.collectives,
-        *(Collective("tensor parallel", kind, neighbours, nbytes) for (kind, _), nbytes in group.trace.tensor_parallel.items()),
-    ]
-
-
-def collective_json(forecast: Forecast, group: GroupForecast, one: Collective) -> dict[str, Any]:
+def collective_json(machine: Machine, one: Collective) -> dict[str, Any]:
     return {
         "scope": one.scope,
         "kind": one.kind,
         "ranks": len(one.ranks),
-        "link": forecast.machine.link(one.ranks),
+        "link": machine.link(one.ranks),
         "buffer_bytes": one.nbytes,
         "sent_bytes": one.sent,
     }
+
+
+def _torn_neighbours(mesh: Mesh, machine: Machine) -> list[str]:
+    """What to say where tensor-parallel ranks, which exchange activations in every block, are on several nodes."""
+    if mesh.tp == 1:
+        return []
+    everyone = mesh.grid.view(-1, mesh.tp).tolist()
+    torn = [ranks for ranks in everyone if machine.link(ranks) == "between nodes"]
+    if not torn:
+        return []
+    return [
+        f"{len(torn)} of {len(everyone)} tensor-parallel groups cross nodes, the first that of ranks {torn[0][0]} to {torn[0][-1]}: "
+        "activations are sent between nodes in every block; choose a tensor_parallel.autotp_size that divides the ranks of every node, "
+        f"now {mesh.tp}"
+    ]
 
 
 def forecast(name: str, config: Config, machine: Machine, world: int) -> Forecast:
@@ -148,8 +197,11 @@ def forecast(name: str, config: Config, machine: Machine, world: int) -> Forecas
         alike.setdefault(_runs(layout, group), []).append(group)
     # Those with the most parameters first: if not all are traced, the others need less.
     kinds = sorted(alike.values(), key=lambda groups: -sum(info.numel for info in layout.held(groups[0])))
-    planned = [_group(config, layout, size, machine, build, batch, tuple(groups)) for groups in kinds[:MOST_TRACES]]
-    return Forecast(name, config, layout, size, machine, tuple(sorted(planned, key=lambda group: -group.trace.peak)))
+    stage, compute = config.zero_optimization.stage, config.compute_bytes
+    plan = CollectivePlan(layout, stage=stage, accumulation=size.accumulation, compute_bytes=compute)
+    planned = [_group(config, layout, size, machine, plan, build, batch, tuple(groups)) for groups in kinds[:MOST_TRACES]]
+    untraced = tuple(sorted(group for groups in kinds[MOST_TRACES:] for group in groups))
+    return Forecast(name, config, layout, size, machine, tuple(sorted(planned, key=lambda group: -group.trace.peak)), untraced)
 
 
 def _runs(layout: Layout, group: int) -> Any:
@@ -159,18 +211,38 @@ def _runs(layout: Layout, group: int) -> Any:
 
 
 def _group(
-    config: Config, layout: Layout, size: BatchSize, machine: Machine, build: Any, batch: Any, groups: tuple[int, ...]
+    config: Config, layout: Layout, size: BatchSize, machine: Machine, plan: CollectivePlan, build: Any, batch: Any, groups: tuple[int, ...]
 ) -> GroupForecast:
     trace = trace_step(build, config, layout, batch, groups[0])
-    mesh, at = layout.mesh, layout.mesh.coordinates(trace.rank)
-    stage, compute = config.zero_optimization.stage, config.compute_bytes
-    collectives = plan_collectives(layout, trace.rank, stage=stage, accumulation=size.accumulation, compute_bytes=compute)
-    neighbours = tuple(mesh.grid[at.sdp, at.fsdp].tolist())
+    ranks = _ranks(trace, layout, size, machine, plan, groups)
+    return GroupForecast(groups, trace, tuple(ranks))
+
+
+def _ranks(
+    trace: StepTrace, layout: Layout, size: BatchSize, machine: Machine, plan: CollectivePlan, groups: tuple[int, ...]
+) -> Iterator[RankForecast]:
+    """Who sends how much over which links follows from the placement and the nodes, for every rank; what it computes is as traced."""
+    known: set[Any] = set()
+    for group in groups:
+        for rank in layout.mesh.ranks_of(group):
+            at = layout.mesh.coordinates(rank)
+            neighbours = tuple(layout.mesh.grid[at.sdp, at.fsdp].tolist())
+            activations = [Collective("tensor parallel", kind, neighbours, nbytes) for (kind, _), nbytes in trace.tensor_parallel.items()]
+            collectives = (*plan.of(rank), *activations)
+            alike = tuple(sorted((one.scope, one.kind, len(one.ranks), one.nbytes, machine.link(one.ranks)) for one in collectives))
+            if alike not in known:
+                known.add(alike)
+                time = step_time(trace.flops, collectives, machine, size.accumulation)
+                yield RankForecast(rank, collectives, time, _communicators(layout, at, collectives))
+
+
+def _communicators(layout: Layout, at: Coordinates, collectives: Sequence[Collective]) -> int:
+    """Process groups that a rank is in: also those in which it only receives."""
+    grid = layout.mesh.grid
     refreshed = {refresh.members for refresh in layout.refreshes if at.sdp in refresh.members}
-    together = {one.ranks for one in collectives} | {tuple(mesh.grid[list(members), at.fsdp, at.tp].tolist()) for members in refreshed}
-    together |= {neighbours} if mesh.tp > 1 else set()
-    time = step_time(trace, collectives, machine, neighbours, size.accumulation)
-    return GroupForecast(groups, trace, tuple(collectives), time, len(together))
+    together = {one.ranks for one in collectives} | {tuple(grid[list(members), at.fsdp, at.tp].tolist()) for members in refreshed}
+    together |= {tuple(grid[at.sdp, at.fsdp].tolist())} if layout.mesh.tp > 1 else set()
+    return len(together)
 
 
 def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[Forecast], list[str]]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
 from ..engine.config import Config
 from ..engine.errors import ConfigError
-from ..engine.trace import StepTrace
-from ..engine.traffic import sent_bytes
+from ..engine.traffic import Scope
 from ..engine.traffic_plan import Collective
 
 Link = Literal["inside a node", "between nodes"]
@@ -42,10 +42,10 @@ class Machine:
     inside: float
     between: float
 
-    def link(self, ranks: Iterable[int]) -> Link:
-        """What a collective among ``ranks`` is as slow as."""
+    def link(self, ranks: Sequence[int]) -> Link:
+        """What a collective among ``ranks`` is as slow as. A node's ranks follow one another: the first and the last tell."""
         ends = list(accumulate(self.slots))
-        return LINKS[len({bisect_right(ends, rank) for rank in ranks}) > 1]
+        return LINKS[bisect_right(ends, min(ranks)) != bisect_right(ends, max(ranks))]
 
     def seconds(self, nbytes: float, link: Link) -> float:
         return nbytes / (self.inside if link == "inside a node" else self.between)
@@ -72,23 +72,17 @@ class StepTime:
     step: float
 
 
-def step_time(
-    trace: StepTrace, collectives: Sequence[Collective], machine: Machine, neighbours: Sequence[int], accumulation: int
-) -> StepTime:
-    """Of the rank that was traced: bytes over the speed of the link, latencies left out; operations over what a device achieves.
-
-    ``neighbours``: its tensor-parallel ranks.
+def step_time(flops: float, collectives: Sequence[Collective], machine: Machine, accumulation: int) -> StepTime:
+    """Of a rank that computes ``flops`` and takes part in ``collectives``: bytes over the speed of the link, latencies left out;
+    operations over what a device achieves.
     """
-    compute = trace.flops / (machine.flops * machine.achieved)
-    tensor = sum(sent_bytes(kind, nbytes, ranks) for (kind, ranks), nbytes in trace.tensor_parallel.items())
-    exposed = machine.seconds(tensor, machine.link(neighbours))
-    seconds = {"inside groups": 0.0, "between groups": 0.0}
+    compute = flops / (machine.flops * machine.achieved)
+    seconds: Counter[Scope] = Counter()
     for one in collectives:
-        if one.scope in seconds:
-            seconds[one.scope] += machine.seconds(one.sent, machine.link(one.ranks))
-    inside, between = seconds["inside groups"], seconds["between groups"]
-    step = compute + exposed + max(0.0, inside - compute) + max(0.0, between - _BACKWARD * compute / accumulation)
-    return StepTime(compute, exposed, inside, between, step)
+        seconds[one.scope] += machine.seconds(one.sent, machine.link(one.ranks))  # type: ignore[assignment]
+    tensor, inside, between = seconds["tensor parallel"], seconds["inside groups"], seconds["between groups"]
+    step = compute + tensor + max(0.0, inside - compute) + max(0.0, between - _BACKWARD * compute / accumulation)
+    return StepTime(compute, tensor, inside, between, step)
 
 
 def default_world(config: Config) -> tuple[int, str]:

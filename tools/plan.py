@@ -11,10 +11,9 @@ from typing import Any
 
 from ..engine.config import Config, load_config
 from ..engine.errors import ConfigError
-from ..engine.place import warnings_of
 from ..launcher.hosts import read_hostfile
 from .fit import find_fit
-from .forecast import Forecast, all_collectives, alternatives, forecast
+from .forecast import Forecast, alternatives, forecast
 from .machine import LINKS, Machine, default_world, evenly, quantity
 from .plan_page import page
 from .table import Row, Table, bytes_row, plain_row, text_row
@@ -142,8 +141,8 @@ def _print(plan: Forecast, others: list[Forecast], notes: list[str], world: str)
           f"{layout.mesh.data_ranks} data ranks; activation checkpointing: {config.activation_checkpointing.mode}")  # fmt: skip
     if layout.units and layout.mesh.sdp > 1:
         print(f"placement: {layout.placement.describe()}")
-        for warning in warnings_of(config.sdp, layout.placement):
-            print(f"warning: {warning}")
+    for warning in plan.warnings:
+        print(f"warning: {warning}")
     print()
     print(_table([plan, *others]).without_empty().text())
     print()
@@ -168,7 +167,9 @@ def _table(columns: list[Forecast]) -> Table:
     worst = [column.worst for column in columns]
     states = [group.trace.state for group in worst]
     peak = next((column.worst.trace.peak for column in columns if column.name == "DDP"), None)
-    sent = [column.worst.sent(column.machine, column.neighbours(column.worst)) for column in columns]
+    slowest = [column.slowest for column in columns]
+    sent = [column.sent_at_most for column in columns]
+    flops = [max(group.trace.flops for group in column.groups) for column in columns]
     rows = [
         text_row("sdp × fsdp × tp", [f"{c.layout.mesh.sdp} × {c.layout.mesh.fsdp} × {c.layout.mesh.tp}" for c in columns]),
         text_row("ZeRO stage", [str(column.config.zero_optimization.stage) for column in columns]),
@@ -178,15 +179,15 @@ def _table(columns: list[Forecast]) -> Table:
         bytes_row("activations, at most", [group.trace.activations for group in worst]),
         bytes_row("communication buffers, at most", [group.trace.communication or None for group in worst]),
         bytes_row("peak", [group.trace.peak for group in worst], peak),
-        Row("that rank in a step"),
-        plain_row("TFLOP, recomputation included", [group.trace.flops / 1e12 for group in worst], ",.4g"),
+        Row("a rank in a step, at most"),
+        plain_row("TFLOP, recomputation included", [each / 1e12 for each in flops], ",.4g"),
         *(bytes_row(f"sent {link}", [of[link] for of in sent], decimal=True) for link in LINKS),
-        plain_row("communicators", [group.communicators for group in worst], "d"),
+        plain_row("communicators", [max(rank.communicators for rank in column.ranks) for column in columns], "d"),
         Row("expected seconds of a step"),
-        plain_row("computation", [group.time.compute for group in worst], ".4g"),
-        plain_row("tensor parallel, never hidden", [group.time.tensor_parallel or None for group in worst], ".3g"),
-        plain_row("inside groups, before hiding", [group.time.inside or None for group in worst], ".3g"),
-        plain_row("between groups, before hiding", [group.time.between or None for group in worst], ".3g"),
+        plain_row("computation", [rank.time.compute for rank in slowest], ".4g"),
+        plain_row("tensor parallel, never hidden", [rank.time.tensor_parallel or None for rank in slowest], ".3g"),
+        plain_row("inside groups, before hiding", [rank.time.inside or None for rank in slowest], ".3g"),
+        plain_row("between groups, before hiding", [rank.time.between or None for rank in slowest], ".3g"),
         plain_row("step, slowest rank", [column.seconds for column in columns], ".4g"),
         plain_row(_speed(columns[0]), [column.samples_per_second * column.config.data.tokens_per_sample for column in columns], ",.0f"),
     ]
@@ -198,19 +199,17 @@ def _speed(plan: Forecast) -> str:
 
 
 def _collectives(plan: Forecast) -> str:
-    """What the rank sends in a step, by collective."""
-    sent, sets = Counter[Any](), Counter[Any]()
-    for one in all_collectives(plan, plan.worst):
-        key = (one.scope, one.kind, len(one.ranks), plan.machine.link(one.ranks))
-        sent[key] += one.sent  # type: ignore[assignment]
-        sets[key] += 1
+    """What the slowest rank sends in a step, by collective."""
+    sent = Counter[Any]()
+    for one in plan.slowest.collectives:
+        sent[one.scope, one.kind, len(one.ranks), plan.machine.link(one.ranks)] += one.sent  # type: ignore[assignment]
     rows = [
         Row(f"  {scope}: {kind.replace('_', '-')} of {ranks} ranks, {link}", bytes_row("", [nbytes], decimal=True).cells)
         for (scope, kind, ranks, link), nbytes in sent.items()
     ]
     if not rows:
         return "nothing is sent\n"
-    return Table([""], [Row(f"sent by rank {plan.worst.trace.rank} in a step"), *rows]).text() + "\n"
+    return Table([""], [Row(f"sent by rank {plan.slowest.rank}, the slowest, in a step"), *rows]).text() + "\n"
 
 
 def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
@@ -229,6 +228,9 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
     if len(plan.groups) > 1:
         peaks = ", ".join(f"rank {group.trace.rank} {_decimal(group.trace.peak)}" for group in plan.groups)
         notes.append(f"Groups differ; peaks: {peaks}.")
+    if plan.untraced:
+        groups = ", ".join(map(str, plan.untraced))
+        notes.append(f"Not traced, and not in these figures: groups {groups}, of further kinds with fewer parameters.")
     if any(other.name == "DDP" for other in others):
         notes.append(
             "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view), which live through the whole step; "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..engine.config import Config
 from ..engine.errors import ConfigError
-from .forecast import Forecast, forecast, with_buckets
+from .forecast import Forecast, RankForecast, forecast, with_buckets
 from .machine import Machine, step_time
 from .methods import DDP, OUTER_EVERY, SMALLER, is_sdp, variant
 
@@ -38,11 +38,16 @@ class Plan:
         """Of a step at so many FLOP/s of a rank, and bytes a second that each can send: of the slowest rank."""
         plan = self.forecast
         machine = Machine((plan.layout.mesh.world_size,), flops, 1.0, link, link)
-        times = [
-            step_time(group.trace, group.collectives, machine, plan.neighbours(group), plan.batch.accumulation).step
+        return max(
+            step_time(group.trace.flops, rank.collectives, machine, plan.batch.accumulation).step
             for group in plan.groups
-        ]
-        return max(times)
+            for rank in group.ranks
+        )
+
+
+def _sending(rank: RankForecast, factor: float) -> RankForecast:
+    """The rank, of whose bytes only the part ``factor`` is sent."""
+    return replace(rank, collectives=tuple(replace(one, nbytes=round(one.nbytes * factor)) for one in rank.collectives))
 
 
 def plan_methods(names: Sequence[str], config: Config, world: int) -> dict[str, Plan]:
@@ -76,10 +81,7 @@ class _Planner:
         if name in _IN_BUCKETS:
             plan = with_buckets(plan)
         if factor != 1.0:
-            groups = [
-                replace(group, collectives=tuple(replace(one, nbytes=round(one.nbytes * factor)) for one in group.collectives))
-                for group in plan.groups
-            ]
+            groups = [replace(group, ranks=tuple(_sending(rank, factor) for rank in group.ranks)) for group in plan.groups]
             plan = replace(plan, groups=tuple(groups))
         mode = config.activation_checkpointing.model_copy(update={"mode": "none"})
         model = self.forecast(config.model_copy(update={"activation_checkpointing": mode}))
@@ -87,7 +89,7 @@ class _Planner:
         return Plan(
             config=config,
             peak=None if name.startswith("zero") or factor != 1.0 else plan.worst.trace.peak,
-            sent=max(sum(one.sent for one in group.collectives) for group in plan.groups),
+            sent=max(sum(one.sent for one in rank.collectives) for rank in plan.ranks),
             flops=flops,
             forecast=plan,
         )

@@ -1,0 +1,83 @@
+"""What a plan says of time and traffic is of every rank, wherever it and those that it talks to are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.engine.config import load_config
+from sdp.engine.traffic_plan import plan_collectives
+from sdp.launcher.main import main
+from sdp.tools import forecast as forecasts
+from sdp.tools.forecast import Forecast, forecast
+from sdp.tools.machine import Machine
+
+LLAMA = {"name": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "sdp": {"groups": 2, "capacity": 0.5},
+    "zero_optimization": {"stage": 3},
+    "model": LLAMA,
+    "data": {"sequence_length": 16},
+}
+SLOW = 1e6  # bytes a second between nodes: what crosses them decides
+
+
+def planned(slots: tuple[int, ...], **changed: Any) -> Forecast:
+    return forecast("", load_config(CONFIG | changed), Machine(slots, 1e12, 1.0, 1e9, SLOW), sum(slots))
+
+
+def test_plans_for_mirror_images_of_nodes_are_equal() -> None:
+    """Of two groups of four ranks one lies across both nodes, the first or the second; everyone waits for it."""
+    first, second = planned((2, 6)), planned((6, 2))
+    assert first.slowest.rank == 0
+    assert second.slowest.rank == 6
+    assert first.slowest.time == second.slowest.time
+    assert first.sent_at_most == second.sent_at_most
+    across = [one for one in second.slowest.collectives if one.scope == "inside groups"]
+    assert {one.ranks for one in across} == {(4, 5, 6, 7)}
+    assert second.seconds > sum(one.sent for one in across) / SLOW
+    assert second.groups[0].trace.rank == 0  # on one node with all of its group
+
+
+def test_no_rank_is_forgotten() -> None:
+    """Shards that do not divide, units of one, two and four holders: the figures are those of all ranks, gone through one by one."""
+    capacities = {f"model.layers.{layer}": holders for layer, holders in enumerate(([0], [0, 1, 2, 3], [1, 2], [3]))}
+    section = {"groups": 4, "placement": capacities, "masking": "backward"}
+    plan = planned((5, 7), sdp=section, model=LLAMA | {"vocab_size": 65})
+    settings = {"stage": 3, "accumulation": 1, "compute_bytes": 4}
+    sent = {"inside a node": 0.0, "between nodes": 0.0}
+    for rank in range(12):
+        of_rank = dict.fromkeys(sent, 0.0)
+        for one in plan_collectives(plan.layout, rank, **settings):
+            of_rank[plan.machine.link(one.ranks)] += one.sent
+        sent = {link: max(most, of_rank[link]) for link, most in sent.items()}
+    assert plan.sent_at_most == sent
+    assert plan.seconds == max(rank.time.step for rank in plan.ranks)
+
+
+def test_tensor_parallel_ranks_on_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tp = {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 0}}
+    together, torn = planned((2, 2), **tp), planned((3, 1), **tp)
+    assert together.slowest.time.tensor_parallel == pytest.approx(torn.slowest.time.tensor_parallel * SLOW / 1e9)
+    assert torn.slowest.rank == 3  # of the two the one whose gradients cross as well
+    assert not [warning for warning in together.warnings if "cross" in warning]
+    assert torn.warnings[-1].startswith("1 of 2 tensor-parallel groups cross nodes, the first that of ranks 2 to 3: activations are sent")
+    path = tmp_path / "torn.json"
+    path.write_text(json.dumps(CONFIG | tp))
+    assert main(["plan", str(path), "--alone", "--world", "4", "--gpus-per-node", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "warning: 1 of 2 tensor-parallel groups cross nodes" in printed
+    assert "sent by rank 3, the slowest, in a step" in printed
+    assert "tensor parallel: all-gather of 2 ranks, between nodes" in printed
+
+
+def test_groups_that_are_not_traced_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecasts, "MOST_TRACES", 1)
+    held = {f"model.layers.{layer}": [1] if layer < 3 else [0, 1] for layer in range(4)}
+    plan = planned((2,), sdp={"groups": 2, "placement": held})
+    assert [group.groups for group in plan.groups] == [(1,)]
+    assert plan.untraced == (0,)
+    assert plan.to_json()["groups_not_traced"] == [0]
