@@ -114,6 +114,49 @@ def plot_lines(lines: Mapping[str, Sequence[tuple[float, float]]], title: str, a
     figure.savefig(path, format="png")
 
 
+def plot_bias(
+    by_batches: Mapping[str, Sequence[tuple[float, float]]],
+    overall: Mapping[str, tuple[float, float]],
+    by_unit: Mapping[str, Sequence[tuple[float, float]]],
+    path: Path,
+) -> Path:
+    """Draw the bias of gradients, by masking, into the PNG ``path`` and return it: apparent bias against the number of batches with the
+    ``overall`` estimate and what noise alone would make of it (at the last point), and estimate and standard error ``by_unit``.
+    """
+    figure_class, canvas = _matplotlib()
+    figure = figure_class(figsize=(SIZE_INCHES[0], 4.6), dpi=DPI, layout="constrained")
+    canvas(figure)
+    left, right = figure.subplots(1, 2)
+    for place, (colour, (name, points)) in enumerate(zip(_COLOURS, by_batches.items(), strict=False)):
+        bias, floor = overall[name]
+        if drawn := [point for point in points if point[1] > 0]:
+            left.plot(*zip(*drawn, strict=True), color=colour, marker="o", label=f"{name}: apparent")
+        if points and floor > 0:
+            last = points[-1][0]
+            noise = [(size, floor * (last / size) ** 0.5) for size, _ in points]
+            left.plot(*zip(*noise, strict=True), color=colour, linestyle=":", label=f"{name}: of noise alone, as 1/√N")
+        if bias > 0:
+            left.axhline(bias, color=colour, linestyle="--", linewidth=1.0, label=f"{name}: estimated")
+        values = list(enumerate(by_unit[name]))
+        right.errorbar(
+            [index + 0.15 * place for index, _ in values], [value for _, (value, _) in values], [error for _, (_, error) in values],
+            color=colour, marker="o", linestyle="none", capsize=3, label=name,
+        )  # fmt: skip
+    _dress(left, "Bias of the mean gradient", "batches averaged")
+    left.set(xscale="log", yscale="log", ylabel="relative to the dense gradient's norm")
+    left.autoscale()
+    ticks = sorted({size for points in by_batches.values() for size, _ in points})
+    left.set_xticks(ticks, [str(tick) for tick in ticks])
+    left.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    _dress(right, "Estimated bias of each unit", "unit, in the model's order")
+    right.set(ylabel="", xlim=(-0.6, max(map(len, by_unit.values())) - 0.4), ylim=(0, None))
+    for axes in (left, right):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, format="png")
+    return path
+
+
 def _palette(runs: int) -> Iterator[_Colours]:
     """A run alone has a colour for each kind of loss; runs side by side have one colour each."""
     if runs == 1:

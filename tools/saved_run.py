@@ -69,6 +69,12 @@ def find(args: argparse.Namespace, overrides: Sequence[str] = ()) -> SavedRun:
     return saved
 
 
+def open_run(directory: Path) -> SavedRun:
+    """The run in ``directory`` with its newest checkpoint, or the run of that one checkpoint; raises as :func:`find` does."""
+    dump_dir, checkpoint = _locate(directory, None)
+    return SavedRun(dump_dir, load_config(dump_dir / CONFIG), checkpoint, read_state(checkpoint))
+
+
 def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str | None = None) -> None:
     """Raise CheckpointError where ``data``, if it is there, is of another tokenizer or other images than the checkpoint; ``name``: the
     set of images that a run is to go on with.
