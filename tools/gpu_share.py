@@ -1,0 +1,270 @@
+"""One row of ``sdp gpu-check``: the engine's real steps of one rank's share, timed, with their peak memory and the kernels that ran."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ..engine.engine import SDPEngine
+from ..engine.errors import DivergedError
+from ..engine.initialisation import Constant, Init, Normal
+from ..engine.initialize import initialize
+from ..engine.memory import PeakMemory
+from ..engine.sync import local_tensor
+from ..engine.trace import fake_world
+from ..models.registry import build_model
+from .gpu_rows import GROUPS, Job, Planned
+
+WARM_UP = 2  # after the step that compiles: memory and the optimizer's state are then as in every later one
+LEAST_STEPS, MOST_STEPS, SECONDS = 5, 12, 2.5  # timed: the median of no fewer, then until the time is over
+TINY_STEPS = 2
+PRODUCTS, MATMUL_BATCHES = 10, 30  # of 8192 x 8192 matrices some 0.4 s of an H100: the clock has settled to what it sustains
+# By device name, TFLOP/s of dense bfloat16 products in NVIDIA's data sheets.
+NOMINAL_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4, "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA A100-SXM4-40GB": 312.0}
+
+ATTENTION, UPDATE = "aten::_scaled_dot_product_", "aten::_fused_adamw_"
+FLASH = {
+    "cuda": {f"{ATTENTION}flash_attention", f"{ATTENTION}cudnn_attention"},  # cuDNN's is a flash kernel too
+    "cpu": {f"{ATTENTION}flash_attention_for_cpu"},
+}
+
+
+class WrongKernelError(RuntimeError):
+    """A step ran without a kernel that it was meant to use."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What was measured of one rank's share.
+
+    ``peak_memory_bytes``: as ``torch.cuda.max_memory_allocated`` says, of the steps after compilation; nothing is subtracted.
+    ``requested_bytes``: what tensors asked for at the peak, above the ``before_bytes`` that were there before the row; None on a CPU, where
+    the peak is resident memory. ``flops_per_step``: the model's operations, of the units held and of what all hold, without recomputation;
+    of whole units under forward masking alone. ``kernels``: of attention and of the update, as a profile of a step has them. ``graphs``:
+    compiled for this row; a row before it may have left it some.
+    """
+
+    parameters: int
+    micro_batch: int
+    tokens_per_step: int
+    state_bytes: int
+    peak_memory_bytes: int
+    before_bytes: int
+    requested_bytes: int | None
+    step_seconds: float
+    timed_steps: int
+    flops_per_step: float | None
+    kernels: tuple[str, ...]
+    graphs: int
+    loss: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.step_seconds
+
+    def mfu(self, rate: float) -> float | None:
+        """Model operations a second over ``rate``, products' operations a second."""
+        return None if self.flops_per_step is None else self.flops_per_step / self.step_seconds / rate
+
+    def over_planned(self, planned: Planned) -> float:
+        """Peak of allocated memory over the planned one."""
+        return self.peak_memory_bytes / planned.peak_memory_bytes
+
+    def requested_over_planned(self, planned: Planned) -> float | None:
+        return None if self.requested_bytes is None else self.requested_bytes / planned.peak_memory_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+
+def matmul_rate(device: torch.device, size: int) -> float:
+    """Floating-point operations a second of bfloat16 products of two square matrices of random numbers, sustained: a median."""
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(left, right)
+
+    timed(products, device, least=MATMUL_BATCHES // 3, most=MATMUL_BATCHES // 3)  # warm-up
+    seconds = timed(products, device, least=MATMUL_BATCHES, most=MATMUL_BATCHES)
+    return PRODUCTS * 2 * size**3 / statistics.median(seconds)
+
+
+def timed(work: Callable[[], Any], device: torch.device, *, least: int, most: int, seconds: float = math.inf) -> list[float]:
+    """Seconds of each of ``most`` calls of ``work``, one after the other, or from ``least`` on of as many as begin within ``seconds``.
+
+    On CUDA they are those between events, so that the host runs ahead of the device as far as it does in training.
+    """
+    ends, stamps = time.perf_counter() + seconds, []
+    stamps.append(_stamp(device))
+    while len(stamps) <= most and (len(stamps) <= least or time.perf_counter() < ends):
+        work()
+        stamps.append(_stamp(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(stamps)]
+    return [after - before for before, after in pairwise(stamps)]
+
+
+def _stamp(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def measure(job: Job, device: torch.device, *, tiny: bool = False) -> Share:
+    """Of a row's ``job``, in a world of its own.
+
+    Raises :class:`WrongKernelError` where attention is not a flash kernel or the update not fused, :class:`DivergedError` where a step
+    was skipped or the loss is no number, and whatever the engine raises.
+    """
+    # By default torch runs further blocks uncompiled where one has too many graphs, and says so in its log alone.
+    with fake_world(0, GROUPS), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        return _measured(job, device, tiny=tiny)
+
+
+def _measured(job: Job, device: torch.device, *, tiny: bool) -> Share:
+    memory = _Memory(device)
+    compiled = _graphs()
+    engine = _engine(job.config)
+    step = _stepper(engine, job)
+    for _ in range(1 + WARM_UP if not tiny else 1):
+        loss = step().item()
+        require_training(engine.skipped_steps, loss)  # before anything else is said of such steps
+    kernels = _operators(step)
+    require_kernels(kernels, engine.optimizer.param_groups, device)
+    memory.reset()
+    most = TINY_STEPS if tiny else MOST_STEPS
+    seconds = timed(step, device, least=min(LEAST_STEPS, most), most=most, seconds=SECONDS)
+    loss = step().item()
+    require_training(engine.skipped_steps, loss)
+    micro_batch = engine.train_micro_batch_size_per_gpu()
+    tokens = micro_batch * job.sequence
+    return Share(
+        parameters=sum(parameter.numel() for parameter in engine.parameters_here.values()),
+        micro_batch=micro_batch,
+        tokens_per_step=tokens,
+        state_bytes=engine.measured_state_bytes().total,
+        peak_memory_bytes=memory.allocated(),
+        before_bytes=memory.before,
+        requested_bytes=memory.requested(),
+        step_seconds=statistics.median(seconds),
+        timed_steps=len(seconds),
+        flops_per_step=tokens * held_flops_per_token(engine, job.sequence) if _whole_units(engine) else None,
+        kernels=tuple(sorted(name for name in kernels if name == UPDATE or _is_attention(name))),
+        graphs=_graphs() - compiled,
+        loss=loss,
+    )
+
+
+class _Memory:
+    """Peaks on ``device`` since :meth:`reset`, and what was there ``before`` this was made."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._peak = device, PeakMemory(device)
+        self.before = self._requested("current") if device.type == "cuda" else 0
+
+    def _requested(self, what: str) -> int:
+        return torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{what}"]
+
+    def reset(self) -> None:
+        self._peak.reset()
+
+    def allocated(self) -> int:
+        return self._peak.read()
+
+    def requested(self) -> int | None:
+        return self._requested("peak") - self.before if self._device.type == "cuda" else None
+
+
+def _engine(config: Mapping[str, Any]) -> SDPEngine:
+    """With weights drawn on the device: the engine's own are drawn on the CPU, which takes longer than all that is measured."""
+    model = build_model(config["model"])
+    rule: Callable[[str], Init] = model.parameter_init  # type: ignore[assignment]
+    model.parameter_init = lambda name: Constant(0.0)  # type: ignore[assignment]
+    engine = initialize(model=model, config=dict(config))[0]
+    _draw_weights(engine, rule)
+    return engine
+
+
+@torch.no_grad()
+def _draw_weights(engine: SDPEngine, rule: Callable[[str], Init]) -> None:
+    """Of the distribution that the model states; of frozen copies too, whose holders do not exist here. Random numbers, because products
+    of constant ones need less power and run faster than those of training.
+    """
+    generator = torch.Generator(engine.device).manual_seed(0)
+    for name, parameter in (engine.parameters_here | engine.frozen_here).items():
+        init, local = rule(engine.layout.parameters[name].canonical), local_tensor(parameter.detach())
+        if isinstance(init, Normal):
+            local.normal_(0.0, init.std, generator=generator)
+        else:
+            assert isinstance(init, Constant)
+            local.fill_(init.value)
+
+
+def _stepper(engine: SDPEngine, job: Job) -> Callable[[], torch.Tensor]:
+    """A step on random tokens; it returns the loss."""
+    shape = (engine.train_micro_batch_size_per_gpu(), job.sequence)
+    tokens = torch.randint(job.config["model"]["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(engine.device)
+
+    def step() -> torch.Tensor:
+        loss = engine.backward(engine({"input_ids": tokens, "labels": tokens}))
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def _operators(step: Callable[[], Any]) -> set[str]:
+    """Names of the operators that ran in a step, those that compiled code calls included."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
+        step()
+    return {event.name for event in recorded.events() or ()}
+
+
+def _is_attention(name: str) -> bool:
+    return name.startswith(ATTENTION) and not name.endswith("_backward")
+
+
+def require_kernels(operators: Collection[str], groups: Collection[Mapping[str, Any]], device: torch.device) -> None:
+    """Of the operators of a step, and the optimizer's parameter groups. Raises :class:`WrongKernelError`: attention that falls back to
+    products of S x S scores is taken apart where it is compiled, and then has no operator at all.
+    """
+    attention = {name for name in operators if _is_attention(name)}
+    if not attention or attention - FLASH[device.type]:
+        ran = ", ".join(sorted(attention - FLASH[device.type])) or "no operator of its own"
+        raise WrongKernelError(f"attention ran as {ran}, where {' or '.join(sorted(FLASH[device.type]))} was meant")
+    if UPDATE not in operators or not all(group.get("fused") for group in groups):
+        raise WrongKernelError(f"the optimizer's update did not run as {UPDATE}")
+
+
+def require_training(skipped: int, loss: float) -> None:
+    """Raises :class:`DivergedError` where the update of a step was left out, or there is nothing to learn from."""
+    if skipped or not math.isfinite(loss):
+        raise DivergedError(f"{skipped} steps were skipped, and the loss is {loss}: what was timed is no training")
+
+
+def _graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _whole_units(engine: SDPEngine) -> bool:
+    return engine.config.sdp.granularity == "block" and not engine.frozen_here
+
+
+def held_flops_per_token(engine: SDPEngine, sequence: int) -> float:
+    """Of the units that rank 0 holds, and of what all ranks hold."""
+    costs: Mapping[str, float] = engine.module.flops_per_token(sequence)  # type: ignore[operator]
+    placement = engine.layout.placement
+    absent = {unit for unit, holders in zip(placement.units, placement.holders, strict=True) if 0 not in holders}
+    return sum(cost for unit, cost in costs.items() if unit not in absent)
