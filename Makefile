@@ -2,6 +2,7 @@
 # make test         the test suite          make test-all   … with the slow tests and the full equality table
 # make test-cluster launchers and SLURM over hosts (root, Linux)    make test-cluster-all   … with the slow ones
 # make lint types   ruff and basedpyright   make bench      the engine against a plain loop
+# make gpu-packages what sdp gpu-check needs beside torch, in .gpu, to take to a GPU machine without a network (docs/gpu.md)
 #
 # Each makes .venv and installs pinned packages first, torch before everything that depends on it. On a machine whose
 # torch is given, use it: make VENV=/path/to/venv TORCH=torch …
@@ -11,10 +12,15 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 RUN    ?= runs/quickstart
+# The GPU machine's Python, and its platform in the words of wheels.
+GPU_PYTHON   ?= 3.12
+GPU_PLATFORM ?= manylinux_2_17_x86_64
+# Of setup.cfg's packages; others that it may lack can be added: make gpu-packages GPU_PACKAGES="pydantic einops numpy scipy safetensors"
+GPU_PACKAGES ?= pydantic einops
 # Tests start hundreds of processes, none of which should compile the package's sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all test-cluster test-cluster-all lint types format bench clean
+.PHONY: quickstart test test-all test-cluster test-cluster-all lint types format bench gpu-packages clean
 
 quickstart: $(VENV)/.installed
 	@mkdir -p runs
@@ -52,8 +58,15 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+gpu-packages: $(VENV)/.torch
+	rm -rf .gpu
+	$(PIP) install --quiet --target .gpu --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) --platform $(GPU_PLATFORM) \
+	    $(foreach package,$(GPU_PACKAGES),$(shell sed -n 's/^ *\($(package)==.*\)/\1/p' setup.cfg | head -n 1))
+	ln -s .. .gpu/sdp
+	@du -sh .gpu
+
 clean:
-	rm -rf $(VENV) *.egg-info build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .gpu $(VENV) *.egg-info build dist .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …" >&2; exit 2; }
