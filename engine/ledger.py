@@ -23,21 +23,27 @@ _COLLECTIVES = ("c10d", "fsdp", "_c10d_functional")
 
 @dataclass
 class Window:
-    """A stretch of a step. ``at_peak``: bytes by kind at its peak; ``most``: of each kind, the most that was alive at once."""
+    """A stretch of a step. ``at_peak``: bytes by kind at its peak; ``most``: of each kind, the most that was alive at once; ``beside``:
+    of activations and communication, when they were most together.
+    """
 
     at_peak: Counter[str] = field(default_factory=Counter)
     most: Counter[str] = field(default_factory=Counter)
+    beside: Counter[str] = field(default_factory=Counter)
 
     def notice(self, live: Counter[str]) -> None:
         if live.total() > self.at_peak.total():
             self.at_peak = live.copy()
+        if live[ACTIVATIONS] + live[COMMUNICATION] > self.beside.total():
+            self.beside = Counter({kind: live[kind] for kind in (ACTIVATIONS, COMMUNICATION)})
         for kind in (ACTIVATIONS, COMMUNICATION):
             self.most[kind] = max(self.most[kind], live[kind])
 
     def plus(self, other: Window, before: Window, times: int) -> Window:
         """This one changed ``times`` times as ``other`` differs from ``before``."""
         sums = []
-        for mine, its, old in ((self.at_peak, other.at_peak, before.at_peak), (self.most, other.most, before.most)):
+        for name in ("at_peak", "most", "beside"):
+            mine, its, old = (getattr(window, name) for window in (self, other, before))
             sums.append(Counter({kind: mine[kind] + times * (its[kind] - old[kind]) for kind in KINDS}))
         return Window(*sums)
 

@@ -108,8 +108,17 @@ class _GatherVocabulary(Function):
         return gradients[0].chunk(ctx.ranks.size, dim=-1)[ctx.ranks.index], None
 
 
+def autocast_precision(tensor: Tensor) -> torch.dtype | None:
+    """To which torch's autocast casts what is on the tensor's device; None where it is off."""
+    kind = tensor.device.type
+    return None if tensor.is_meta or not torch.is_autocast_enabled(kind) else torch.get_autocast_dtype(kind)
+
+
 def gather_sequence(part: Tensor, ranks: TensorRanks) -> Tensor:
-    """(B, S/T, …) → (B, S, …)."""
+    """(B, S/T, …) → (B, S, …); under autocast in its precision, to which the linear layers that follow would cast it."""
+    precision = autocast_precision(part)
+    if precision is not None:
+        part = part.to(precision)
     return _GatherSequence.apply(part, ranks)  # type: ignore[return-value]
 
 

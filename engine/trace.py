@@ -46,9 +46,9 @@ class StepTrace:
     communication library's buffers and the allocator's rounding come on top.
 
     ``state``: as the layout has it. ``at_peak``: what is alive at the peak, by kind (:data:`~sdp.engine.ledger.KINDS`). ``activations``
-    and ``communication``: the most of either at once, which need not be at the peak. ``flops``: of the step, as executed, recomputation
-    included. ``tensor_parallel``: whole buffers by collective and number of ranks. ``traced_blocks`` of ``blocks`` were run: of a kind
-    with many, what one more adds was multiplied.
+    and ``communication``: the most of either at once, which need not be at the peak; ``beside``: both, when they are most together.
+    ``flops``: of the step, as executed, recomputation included. ``tensor_parallel``: whole buffers by collective and number of ranks.
+    ``traced_blocks`` of ``blocks`` were run: of a kind with many, what one more adds was multiplied.
     """
 
     rank: int
@@ -56,6 +56,7 @@ class StepTrace:
     at_peak: Mapping[str, int]
     activations: int
     communication: int
+    beside: Mapping[str, int]
     flops: float
     tensor_parallel: Mapping[tuple[Kind, int], int]
     blocks: int
@@ -67,13 +68,21 @@ class StepTrace:
 
 
 def trace_step(
-    build: Callable[[], nn.Module], config: Config, layout: Layout, batch: Callable[[int], Any], group: int, *, whole: bool = False
+    build: Callable[[], nn.Module],
+    config: Config,
+    layout: Layout,
+    batch: Callable[[int], Any],
+    group: int,
+    *,
+    whole: bool = False,
+    autocast: torch.dtype | None = None,
 ) -> StepTrace:
     """The step of the first rank of ``group``, whose shards are no smaller than its neighbours'.
 
     ``build``: makes the full model on the meta device, of which ``layout`` is. ``batch``: a micro-batch of so many samples on the CPU;
     it is called in fake mode. ``whole``: run every block, also where kinds have many. Compiled blocks (``training.compile``) are
-    traced as if they were not compiled. Raises :class:`LaunchError` where a process group exists already.
+    traced as if they were not compiled. ``autocast``: the forward pass runs under torch's, of this precision and by its rules for a CPU;
+    ``config`` is then in float32. Raises :class:`LaunchError` where a process group exists already.
     """
     if dist.is_initialized():
         raise LaunchError("a step is traced in a process group of its own, but this process has one; plan without a launcher")
@@ -85,7 +94,7 @@ def trace_step(
 
     def run(present: str = "") -> _Run:
         absent = [[name for name in names if name != present] for names in left_out]
-        return _run(build(), config, layout, absent + skipped, middles, batch, group)
+        return _run(build(), config, layout, absent + skipped, middles, batch, group, autocast)
 
     # One more of each kind, between the first and the last: what it adds, all that are left out add.
     base, longer = run(), [(run(names[0]), len(names)) for names in left_out]
@@ -118,6 +127,7 @@ def _extrapolated(base: _Run, longer: Sequence[tuple[_Run, int]], rank: int, blo
         at_peak=max((window.at_peak for window in windows.values()), key=lambda peak: peak.total()),
         activations=max(window.most[ACTIVATIONS] for window in windows.values()),
         communication=max(window.most[COMMUNICATION] for window in windows.values()),
+        beside=max((window.beside for window in windows.values()), key=lambda both: both.total()),
         flops=flops * base.steps,
         tensor_parallel={key: round(nbytes * base.steps) for key, nbytes in sent.items()},
         blocks=blocks,
@@ -160,6 +170,7 @@ def _run(
     middles: set[str],
     batch: Callable[[int], Any],
     group: int,
+    autocast: torch.dtype | None,
 ) -> _Run:
     """The step without the blocks ``absent``; the others of ``middles`` have one window together, which is nobody's."""
     size = BatchSize.resolve(config, full.mesh)
@@ -175,7 +186,7 @@ def _run(
             optimizer, _ = make_optimizer(config.optimizer, None, [{"params": trained}], CPU, grouped=True)
             materialise_state(optimizer)
             engine = SDPEngine(native, config, replace(size, accumulation=accumulation), optimizer, None)
-            ledger = watched_step(engine, layout.blocks, middles, batch)
+            ledger = watched_step(engine, layout.blocks, middles, batch, autocast)
     shards = layout.mesh.shards(config.zero_optimization.stage)
     return _Run(
         state=predict_state_bytes(full, rank, optimizer, shards=shards, compute_bytes=config.compute_bytes),
@@ -201,8 +212,11 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def watched_step(engine: SDPEngine, blocks: Sequence[str], middles: set[str], batch: Callable[[int], Any]) -> Ledger:
+def watched_step(
+    engine: SDPEngine, blocks: Sequence[str], middles: set[str], batch: Callable[[int], Any], autocast: torch.dtype | None = None
+) -> Ledger:
     """Forward, backward and update; every stretch between the ends of ``blocks`` is a window of the ledger, those of ``middles`` are one.
+    ``autocast``: of forward.
 
     The tensors may be fake or real, on the CPU.
     """
@@ -225,7 +239,9 @@ def watched_step(engine: SDPEngine, blocks: Sequence[str], middles: set[str], ba
     with ledger:
         for _ in range(engine.gradient_accumulation_steps()):
             ledger.enter_window("forward")
-            loss = loss_of(engine(batch(engine.train_micro_batch_size_per_gpu())))
+            samples = batch(engine.train_micro_batch_size_per_gpu())
+            with torch.autocast(CPU.type, autocast, enabled=autocast is not None):
+                loss = loss_of(engine(samples))
             engine.backward(loss)
             sharded = [module for module in engine.module.modules() if isinstance(module, FSDPModule)]
             ledger.know((kept for module in sharded for kept in unreduced_gradients(module)), GRADIENTS)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..engine.tensor_collectives import TensorRanks, gather_vocabulary, log_softmax, own_ids
+from ..engine.tensor_collectives import TensorRanks, autocast_precision, gather_vocabulary, log_softmax, own_ids
 
 IGNORE_INDEX = -100
 """Label of a token that does not count in the loss (Hugging Face's convention)."""
@@ -51,8 +51,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_
     """``F.cross_entropy(F.linear(hidden, weight).float(), targets)`` for ``hidden`` (N, D), ``weight`` (V, D) and ``targets`` (N).
 
     Targets of -100 do not count. Gradients are made in forward, so backward works once. Raises RuntimeError if it is asked for twice.
-    With ``ranks``, ``weight`` is this one's part of the rows, and so is what ``hidden`` gets as its gradient.
+    Under autocast both are cast to its precision. With ``ranks``, ``weight`` is this one's part of the rows, and so is what ``hidden``
+    gets as its gradient.
     """
+    precision = autocast_precision(hidden)
+    if precision is not None:  # autocast casts a linear layer's operands, but not those of a product that is written into a given tensor
+        with torch.autocast(hidden.device.type, enabled=False):
+            return linear_cross_entropy(hidden.to(precision), weight.to(precision), targets, chunk_tokens, ranks)
     own = _own_targets(targets, len(weight), ranks)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, own, chunk_tokens, ranks)  # type: ignore[return-value]

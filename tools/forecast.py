@@ -182,8 +182,10 @@ def _torn_neighbours(mesh: Mesh, machine: Machine) -> list[str]:
     ]
 
 
-def forecast(name: str, config: Config, machine: Machine, world: int) -> Forecast:
-    """Plan ``config`` on ``world`` ranks. Raises an :class:`SDPError` for what a run under it would end with."""
+def forecast(name: str, config: Config, machine: Machine, world: int, *, autocast: torch.dtype | None = None) -> Forecast:
+    """Plan ``config`` on ``world`` ranks; ``autocast``: with forward passes under torch's, of this precision. Raises an :class:`SDPError`
+    for what a run under it would end with.
+    """
     if config.sdp.engine != "fsdp2":
         why = "runs all groups in one process" if config.sdp.in_one_process else "has buffers of DeepSpeed's own"
         equal = " --set sdp.group_sizes=null" if config.sdp.group_sizes else ""
@@ -199,7 +201,10 @@ def forecast(name: str, config: Config, machine: Machine, world: int) -> Forecas
     kinds = sorted(alike.values(), key=lambda groups: -sum(info.numel for info in layout.held(groups[0])))
     stage, compute = config.zero_optimization.stage, config.compute_bytes
     plan = CollectivePlan(layout, stage=stage, accumulation=size.accumulation, compute_bytes=compute)
-    planned = [_group(config, layout, size, machine, plan, build, batch, tuple(groups)) for groups in kinds[:MOST_TRACES]]
+    planned = []
+    for groups in kinds[:MOST_TRACES]:
+        trace = trace_step(build, config, layout, batch, groups[0], autocast=autocast)
+        planned.append(GroupForecast(tuple(groups), trace, tuple(_ranks(trace, layout, size, machine, plan, groups))))
     untraced = tuple(sorted(group for groups in kinds[MOST_TRACES:] for group in groups))
     return Forecast(name, config, layout, size, machine, tuple(sorted(planned, key=lambda group: -group.trace.peak)), untraced)
 
@@ -210,16 +215,8 @@ def _runs(layout: Layout, group: int) -> Any:
     return frozenset(units.items()), sum(refresh.sent_by(group) for refresh in layout.refreshes)
 
 
-def _group(
-    config: Config, layout: Layout, size: BatchSize, machine: Machine, plan: CollectivePlan, build: Any, batch: Any, groups: tuple[int, ...]
-) -> GroupForecast:
-    trace = trace_step(build, config, layout, batch, groups[0])
-    ranks = _ranks(trace, layout, size, machine, plan, groups)
-    return GroupForecast(groups, trace, tuple(ranks))
-
-
 def _ranks(
-    trace: StepTrace, layout: Layout, size: BatchSize, machine: Machine, plan: CollectivePlan, groups: tuple[int, ...]
+    trace: StepTrace, layout: Layout, size: BatchSize, machine: Machine, plan: CollectivePlan, groups: Sequence[int]
 ) -> Iterator[RankForecast]:
     """Who sends how much over which links follows from the placement and the nodes, for every rank; what it computes is as traced."""
     known: set[Any] = set()
@@ -257,11 +254,25 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
         del dense["HSDP"]
     for name, (groups, stage) in dense.items():
         try:
-            plan = forecast(name, dense_config(config, groups, stage), machine, world)
-            planned.append(with_buckets(plan) if name == "DDP" else plan)
+            settings = dense_config(config, groups, stage)
+            planned.append(
+                distributed_data_parallel(settings, machine, world) if name == "DDP" else forecast(name, settings, machine, world)
+            )
         except SDPError as error:
             notes.append(f"{name}: {error}")
     return planned, notes
+
+
+def distributed_data_parallel(config: Config, machine: Machine, world: int) -> Forecast:
+    """torch's DDP of a dense ``config`` without sharding. In half precision as torch's documentation has it: weights, gradients and
+    optimizer state in float32, the forward pass under autocast, which keeps cast copies of weights until it ends, and backward as long as
+    it needs them.
+    """
+    precision = getattr(torch, config.precision)
+    if precision != torch.float32:
+        off = {"bf16": config.bf16.model_copy(update={"enabled": False}), "fp16": config.fp16.model_copy(update={"enabled": False})}
+        config = config.model_copy(update=off)
+    return with_buckets(forecast("DDP", config, machine, world, autocast=None if precision == torch.float32 else precision))
 
 
 def with_buckets(plan: Forecast) -> Forecast:
@@ -271,10 +282,11 @@ def with_buckets(plan: Forecast) -> Forecast:
 
     def whole(trace: StepTrace) -> StepTrace:
         state = trace.state
-        sent = trace.communication + (state.gradients if plan.batch.accumulation > 1 else 0)
+        earlier = state.gradients if plan.batch.accumulation > 1 else 0
         kept = {"parameters": state.parameters, GRADIENTS: state.gradients, "optimizer": state.optimizer}
-        beside = {"buffers": trace.at_peak.get("buffers", 0), COMMUNICATION: sent, ACTIVATIONS: trace.activations}
-        return replace(trace, at_peak=kept | beside, communication=sent)
+        beside = {COMMUNICATION: trace.beside[COMMUNICATION] + earlier, ACTIVATIONS: trace.beside[ACTIVATIONS]}
+        at_peak = kept | {"buffers": trace.at_peak.get("buffers", 0)} | beside
+        return replace(trace, at_peak=at_peak, activations=beside[ACTIVATIONS], communication=beside[COMMUNICATION])
 
     return replace(plan, groups=tuple(replace(group, trace=whole(group.trace)) for group in plan.groups))
 

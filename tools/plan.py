@@ -236,4 +236,9 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
             "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view), which live through the whole step; "
             "without that, and with accumulation, it needs them twice."
         )
+        if plan.config.precision != "float32":
+            notes.append(
+                "DDP's weights, gradients and optimizer state are float32, and its forward passes run under torch.autocast in "
+                f"{plan.config.precision}, which keeps cast copies of the weights: these are among its activations."
+            )
     return notes

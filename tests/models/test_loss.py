@@ -56,6 +56,23 @@ def test_in_bfloat16_it_is_no_further_from_the_exact_gradients_than_all_logits_a
         assert (one - truth).norm() <= 1.1 * (other - truth).norm()
 
 
+def test_under_autocast_it_is_the_loss_of_operands_in_its_precision() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, table = torch.randn(12, 8, generator=generator), torch.randn(20, 8, generator=generator)
+    targets = torch.randint(20, (12,), generator=generator)
+    found = []
+    for autocast in (True, False):
+        hidden, weight = rows.clone().requires_grad_(), table.clone().requires_grad_()
+        operands = (hidden, weight) if autocast else (hidden.bfloat16(), weight.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = linear_cross_entropy(*operands, targets, 5)
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, weight.grad))
+    for under, plain in zip(*found, strict=True):
+        assert under.dtype == torch.float32
+        assert torch.equal(under, plain)
+
+
 def test_nothing_to_predict_is_no_number_with_a_zero_gradient() -> None:
     hidden, weight, targets = inputs()
     targets.fill_(IGNORE_INDEX)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from ranks import RankPool
+from sdp.engine.activations import checkpoint_activations
 from sdp.engine.config import load_config
+from sdp.engine.memory_probe import peak_tensor_bytes
+from sdp.engine.trace import StepTrace
 from sdp.engine.traffic_plan import plan_collectives
 from sdp.launcher.main import main
+from sdp.models.registry import build_model
 from sdp.tools import forecast as forecasts
-from sdp.tools.forecast import Forecast, forecast
+from sdp.tools.forecast import Forecast, alternatives, distributed_data_parallel, forecast
 from sdp.tools.machine import Machine
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 LLAMA = {"name": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 CONFIG: dict[str, Any] = {
@@ -47,11 +57,10 @@ def test_no_rank_is_forgotten() -> None:
     capacities = {f"model.layers.{layer}": holders for layer, holders in enumerate(([0], [0, 1, 2, 3], [1, 2], [3]))}
     section = {"groups": 4, "placement": capacities, "masking": "backward"}
     plan = planned((5, 7), sdp=section, model=LLAMA | {"vocab_size": 65})
-    settings = {"stage": 3, "accumulation": 1, "compute_bytes": 4}
     sent = {"inside a node": 0.0, "between nodes": 0.0}
     for rank in range(12):
         of_rank = dict.fromkeys(sent, 0.0)
-        for one in plan_collectives(plan.layout, rank, **settings):
+        for one in plan_collectives(plan.layout, rank, stage=3, accumulation=1, compute_bytes=4):
             of_rank[plan.machine.link(one.ranks)] += one.sent
         sent = {link: max(most, of_rank[link]) for link, most in sent.items()}
     assert plan.sent_at_most == sent
@@ -81,3 +90,88 @@ def test_groups_that_are_not_traced_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert [group.groups for group in plan.groups] == [(1,)]
     assert plan.untraced == (0,)
     assert plan.to_json()["groups_not_traced"] == [0]
+
+
+# -- DDP in half precision -------------------------------------------------------------------------------------------------------
+
+WIDER = LLAMA | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+ONE = Machine((1,), 1.0, 1.0, 1.0, 1.0)
+
+
+def half(mode: str = "none", accumulation: int = 2) -> dict[str, Any]:
+    return CONFIG | {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+        "activation_checkpointing": {"mode": mode},
+        "sdp": {"groups": 1},
+        "zero_optimization": {"stage": 0},
+        "model": WIDER,
+        "data": {"sequence_length": 64},
+    }
+
+
+def ddp_peak(mode: str, accumulation: int) -> int:
+    """Of live tensors in the step that torch's documentation shows: float32 weights, forward under autocast, gradients in buckets."""
+    model = build_model(WIDER).to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    checkpoint_activations(model, [f"model.layers.{layer}" for layer in range(3)], mode)  # type: ignore[arg-type]
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    buckets: list[torch.Tensor] = []
+
+    def noting(state, bucket):  # without annotations, which DDP would compare with classes
+        if bucket.index() == 0:  # the first step's are replaced
+            buckets.clear()
+        buckets.append(bucket.buffer())
+        return allreduce_hook(state, bucket)
+
+    parallel.register_comm_hook(None, noting)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.zeros(4, 64, dtype=torch.int64)
+
+    def step() -> None:
+        for number in range(1, accumulation + 1):
+            with nullcontext() if number == accumulation else parallel.no_sync():
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = parallel(tokens, tokens)
+                (loss / accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    return peak_tensor_bytes(step, model, optimizer, torch.device("cpu"), kept=buckets)
+
+
+@cache
+def ddp(mode: str, accumulation: int) -> StepTrace:
+    return distributed_data_parallel(load_config(half(mode, accumulation)), ONE, 1).worst.trace
+
+
+@pytest.mark.parametrize(("mode", "accumulation"), [("none", 1), ("none", 2), ("full", 2)])
+def test_ddp_in_half_precision_needs_what_torchs_needs(ranks: RankPool, mode: str, accumulation: int) -> None:
+    assert ddp(mode, accumulation).peak == pytest.approx(ranks.run(ddp_peak, mode, accumulation, world=1)[0], rel=0.001)
+
+
+def test_gradients_of_ddp_are_not_taken_for_activations() -> None:
+    """With accumulation in bfloat16 they were, and hid what recomputation saves; nor has DDP FSDP2's gathered copies."""
+    once, twice, recomputed = ddp("none", 1), ddp("none", 2), ddp("full", 2)
+    assert recomputed.peak < 0.8 * twice.peak
+    assert recomputed.communication == twice.communication == once.state.gradients  # beside the buckets
+    assert once.communication == 0
+    assert twice.activations == pytest.approx(once.activations, rel=0.001)
+    columns = alternatives(load_config(half()), ONE, 1)[0]
+    assert columns[0].worst.trace == twice
+
+
+def test_tensor_parallel_ranks_send_half_precision_under_autocast() -> None:
+    """What is gathered is cast first: before linear layers, which would cast it."""
+    tp = {"tensor_parallel": {"autotp_size": 2}}
+    machine = Machine((2,), 1.0, 1.0, 1.0, 1.0)
+    autocast = distributed_data_parallel(load_config(half() | tp), machine, 2).worst.trace.tensor_parallel
+    same = forecast("", load_config(half() | tp), machine, 2).worst.trace.tensor_parallel
+    assert autocast.keys() == same.keys()
+    for key, nbytes in same.items():
+        assert nbytes <= autocast[key] < 1.1 * nbytes  # the embeddings of float32 rows
