@@ -20,7 +20,8 @@ from .consistency import check_placement
 from .construct import build_backend
 from .engine import SDPEngine
 from .errors import ConfigError
-from .layout import Layout
+from .initialisation import seed_of
+from .layout import Layout, draws_of
 from .loader import EpochLoader, ResumableLoader
 from .mesh import Mesh
 from .optim import make_optimizer
@@ -92,6 +93,8 @@ def initialize(
     groups, grouped = _named_groups(model_parameters, optimizer, names)
     _freeze_others(model, groups)
     layout = Layout.of(model, settings, mesh)
+    if draws_of(model):
+        torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else dist.get_rank()))
     if not reference:
         check_placement(layout.placement, device)
     if settings.sdp.engine == "deepspeed":

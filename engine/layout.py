@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .config import Config
-from .errors import ModelError
+from .errors import ConfigError, ModelError
 from .mesh import Coordinates, Holders, Mesh
 from .place import place
 from .placement import Placement
@@ -138,6 +138,7 @@ class Layout:
             units = find_units(model, section.units, explicit) if required else _units_if_any(model)
             blocks = tuple(unit.name for unit in units)
         placement = place(section, units)
+        _require_dense_if_random(model, placement, mesh)
         unit_of = unit_of_parameters(units)
         everyone = tuple(range(mesh.sdp))
 
@@ -276,6 +277,27 @@ def _require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:
                 f'{unit.name}: lies in none of the blocks that "auto" finds ({", ".join(blocks) or "there are none"}); branches of neurons '
                 "must lie in the model's blocks (unit_patterns())"
             )
+
+
+def _require_dense_if_random(model: nn.Module, placement: Placement, mesh: Mesh) -> None:
+    """A model that states options with random draws (``random_options()``) is trained whole in every group, by whole matrices.
+
+    Every rank draws its own numbers. Tensor-parallel ranks need the same ones for what all of them have; and groups that lack units draw
+    fewer, so that what is measured of dropout would depend on the placement.
+    """
+    options = draws_of(model)
+    if not options:
+        return
+    if any(len(holders) < mesh.sdp for holders in placement.holders):
+        raise ConfigError(f"{options[0]}: a control of dense training, where all groups hold all units; set sdp.capacity 1, or remove it")
+    if mesh.tp > 1:
+        raise ConfigError(f"{options[0]}: tensor-parallel ranks would draw different numbers; set {TP} 1, or remove it")
+
+
+def draws_of(model: nn.Module) -> list[str]:
+    """The options by which ``model`` draws random numbers in training, if it states any."""
+    stated = getattr(model, "random_options", None)
+    return stated() if stated is not None else []
 
 
 def _require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: int) -> None:

@@ -23,11 +23,17 @@ from ..engine.tensor_parallel import Column, Gather, Head, Row, Style, Vocabular
 from ..engine.units import Branch
 from .loss import LanguageModelHead
 
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
 
 class LlamaConfig(Section):
     """Shape of a LLaMA, under Hugging Face's field names; ``vocab_size`` may be left to the data.
 
     ``loss_chunk_tokens``: tokens whose logits exist at the same time while the loss is computed (None: as many as are worth it).
+
+    Controls of dense training, since what a rank draws is its own: ``attention_dropout`` of attention's weights, ``residual_dropout`` of
+    what a branch adds (arXiv 1706.03762, section 5.4), and ``stochastic_depth``: the probability with which a sequence skips the last
+    layer; earlier ones are skipped less, along a straight line to 0 before the first (arXiv 1603.09382).
     """
 
     vocab_size: PositiveInt | None = None
@@ -43,6 +49,9 @@ class LlamaConfig(Section):
     tie_word_embeddings: bool = False
     initializer_range: Annotated[float, Field(gt=0, le=1)] = 0.02
     loss_chunk_tokens: PositiveInt | None = None
+    attention_dropout: Rate = 0.0
+    residual_dropout: Rate = 0.0
+    stochastic_depth: Rate = 0.0
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -108,7 +117,7 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_size = config.head_size
+        self.head_size, self.dropout = config.head_size, config.attention_dropout
         queries, keys = config.num_attention_heads * self.head_size, config.key_value_heads * self.head_size
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
@@ -121,12 +130,12 @@ class LlamaAttention(nn.Module):
             rearrange(projection(hidden), "b s (h e) -> b h s e", e=self.head_size)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attended = causal_attention(rotate(query, cos, sin), rotate(key, cos, sin), value)
+        attended = causal_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, self.dropout if self.training else 0.0)
         return self.o_proj(rearrange(attended, "b h s e -> b s (h e)"))
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of ``query`` (B, H, S, E) over ``key`` and ``value`` (B, K, S, E); K divides H."""
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
+    """Causal attention of ``query`` (B, H, S, E) over ``key`` and ``value`` (B, K, S, E), its weights with ``dropout``; K divides H."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and query.dtype == torch.float32:
         # In float32 CUDA has only the memory-efficient kernel, which knows no groups; asking for them there would fall
@@ -134,7 +143,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         share = query.shape[1] // key.shape[1]
         key, value = (repeat(heads, "b k s e -> b (k share) s e", share=share) for heads in (key, value))
         grouped = False
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
 
 
 class LlamaMLP(nn.Module):
@@ -151,19 +160,37 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """A residual block: attention, then feed-forward, each normalised first and added to its input."""
+    """A residual block: attention, then feed-forward, each normalised first and added to its input.
 
-    def __init__(self, config: LlamaConfig) -> None:
+    ``survival``: the probability with which a sequence does not skip the layer in training.
+    """
+
+    def __init__(self, config: LlamaConfig, survival: float = 1.0) -> None:
         super().__init__()
         self.self_attn = LlamaAttention(config)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.dropout, self.survival = config.residual_dropout, survival
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``hidden`` (B, S, D) → (B, S, D), with ``cos`` and ``sin`` (S, E); skipping a layer is the identity."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        attended = hidden + self._dropped(self.self_attn(self.input_layernorm(hidden), cos, sin))
+        output = attended + self._dropped(self.mlp(self.post_attention_layernorm(attended)))
+        return skip_rows(hidden, output, self.survival) if self.training and self.survival < 1 else output
+
+    def _dropped(self, added: Tensor) -> Tensor:
+        return F.dropout(added, self.dropout) if self.training and self.dropout else added
+
+
+def skip_rows(hidden: Tensor, output: Tensor, survival: float) -> Tensor:
+    """``output`` (B, …) in the rows that survive, what it adds to ``hidden`` times 1 / survival; ``hidden`` in the others.
+
+    So the mean is that of the full layer, which evaluates as it is, where the paper (arXiv 1603.09382) scales by the survival. Every row
+    is computed: a rank that ran a layer less than others would miss its gather.
+    """
+    survives = torch.rand(len(hidden), *[1] * (hidden.dim() - 1), device=hidden.device) < survival
+    return hidden + (output - hidden) * (survives / survival).to(hidden.dtype)
 
 
 class LlamaModel(nn.Module):
@@ -173,7 +200,8 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers))
+        slope = config.stochastic_depth / config.num_hidden_layers
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, 1 - slope * layer) for layer in range(1, config.num_hidden_layers + 1))
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -218,6 +246,11 @@ class Llama(nn.Module):
     def unit_patterns(self) -> list[str]:
         """Patterns of the modules that are units: the decoder layers."""
         return ["model.layers.*"]
+
+    def random_options(self) -> list[str]:
+        """What makes its training draw random numbers, as ``"model.KEY VALUE"``."""
+        keys = ("attention_dropout", "residual_dropout", "stochastic_depth")
+        return [f"model.{key} {getattr(self.config, key):g}" for key in keys if getattr(self.config, key)]
 
     def neuron_branches(self) -> list[Branch]:
         """Attention by key/value heads, each with the query heads that share it, and the feed-forward by hidden units."""

@@ -247,7 +247,7 @@ def table(measured: Measured) -> str:
 def _cells(bias: Bias) -> Iterator[str]:
     for value in (bias.apparent, bias.floor):
         yield "–" if value is None else f"{value:.4f}"
-    error = f" ± {bias.error:.4f}" if bias.error else ""
+    error = f" ± {bias.error:.4f}" if bias.error and not bias.rounding else ""
     yield "–" if bias.bias is None else f"{bias.bias:.4f}{error}" if bias.shown or bias.rounding else "not shown"
     yield "–" if bias.cosine is None else f"{bias.cosine:.4f}"
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -21,142 +20,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from ..engine.errors import ConfigError, SDPError
-from ..engine.units import find_units
-from ..models.registry import build_model
 from .metrics import read_run
 from .plot import plot_sweep
-
-GROUPS = 8
-CAPACITIES = (0.25, 0.375, 0.5, 0.75)
-NEURON_GROUPS = 4
-DENSE, SMALLER = "dense", "smaller dense"
-PROFILES = ("uniform", "linear", "depth")
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model small enough to be trained to where its size matters, and what is learned.
-
-    ``engine``: "vectorized" where the model allows, else "reference". ``size``: the key of its section that a smaller dense model lowers,
-    from ``full``. ``rows``: sequences or images of a step, over all groups.
-    ``equal_units``: so many that each costs the same, by granularity; placed within every group's memory and with lists of holders; else
-    by the mean of the groups.
-    """
-
-    config: dict[str, Any]
-    engine: str
-    size: str
-    full: int
-    profiles: tuple[str, ...]
-    equal_units: Mapping[str, int]
-    rows: int
-
-
-_LLAMA = {
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 6e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-    "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 100, "total_num_steps": 1000, "decay_num_steps": 500}},
-    "model": {
-        "name": "llama", "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "max_position_embeddings": 64, "tie_word_embeddings": True,
-    },
-    "data": {"sequence_length": 64, "tokenizer": "bytes"},
-    "training": {"steps": 1000, "evaluate_batches": 16},
-}  # fmt: skip
-_RESNET = {
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.05}},
-    "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 20, "total_num_steps": 300, "decay_num_steps": 200}},
-    "model": {"name": "resnet18", "stem": "cifar", "width": 8},
-    "data": {"name": "digits"},
-    "training": {"steps": 300, "evaluate_batches": 12, "recalibrate_batches": 20},
-}
-TASKS = {
-    "llama": Task(_LLAMA, "vectorized", "num_hidden_layers", 8, PROFILES, {"block": 8, "neuron": 8 * 2 * NEURON_GROUPS}, 16),
-    "resnet18": Task(_RESNET, "reference", "width", 8, ("uniform", "depth"), {}, 32),
-}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run: of the ``dense`` model, a ``smaller dense`` one, or SDP by a profile."""
-
-    task: str
-    granularity: str  # "" for a dense model
-    capacity: float
-    profile: str
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """Of its directory."""
-        return "-".join(
-            filter(None, [self.task, self.granularity, f"{self.capacity:g}", self.profile.replace(" ", "_"), f"seed{self.seed}"])
-        )
-
-    def config(self, data: Path | None) -> dict[str, Any]:
-        """As a user would write it."""
-        task = TASKS[self.task]
-        config = json.loads(json.dumps(task.config))
-        dense = self.granularity == ""
-        if self.profile == SMALLER:
-            config["model"][task.size] = smaller_size(self.task, self.capacity)
-        groups = 1 if dense else GROUPS
-        config["train_micro_batch_size_per_gpu"] = task.rows // groups
-        config["steps_per_print"] = 10**6
-        config["sdp"] = {"groups": groups, "engine": task.engine, "capacity": 1.0}
-        if not dense:
-            units = task.equal_units.get(self.granularity)
-            profile = linear(units, self.capacity) if units and self.profile == "linear" else self.profile
-            config["sdp"] |= {"capacity": self.capacity, "granularity": self.granularity, "profile": profile, "check_interval": 0}
-            config["sdp"] |= {"placement": "balanced" if units else "cyclic"}
-            config["sdp"] |= {"neuron_groups": NEURON_GROUPS} if self.granularity == "neuron" else {}
-        config["training"] |= {"seed": self.seed, "evaluate_every": config["training"]["steps"], "save_every": 0}
-        if data is not None:
-            config["data"]["path"] = str(data)
-        return config
-
-
-@functools.cache
-def smaller_size(task: str, capacity: float) -> int:
-    """Layers or width of the largest dense model that has no more parameters than a group of this capacity."""
-    chosen, ids = TASKS[task], {"vocab_size": 257} if task == "llama" else {"num_classes": 10, "image_size": 8}
-
-    def built(size: int) -> nn.Module:
-        return build_model({**chosen.config["model"], chosen.size: size}, **ids)
-
-    def count(size: int) -> int:
-        return sum(parameter.numel() for parameter in built(size).parameters())
-
-    held = count(chosen.full) - (1 - capacity) * sum(unit.numel for unit in find_units(built(chosen.full), "auto"))
-    return max(size for size in range(1, chosen.full + 1) if count(size) <= held)
-
-
-def linear(units: int, capacity: float) -> list[int]:
-    """Holders that fall along a straight line to one, or from all, with the mean that ``capacity`` asks for."""
-    mean = capacity * GROUPS
-    first = min(float(GROUPS), 2 * mean - 1)
-    last = 2 * mean - first
-    ideal = [first + (last - first) * unit / (units - 1) for unit in range(units)]
-    steps = [round(sum(ideal[: unit + 1])) for unit in range(units)]
-    return [after - before for before, after in itertools.pairwise([0, *steps])]
-
-
-def cells(task: str, granularities: Sequence[str], capacities: Sequence[float], seeds: int) -> list[Cell]:
-    """Every run of a sweep, seeds outermost, so that an unfinished one has whole tables of fewer seeds."""
-    made = []
-    for seed in range(seeds):
-        made.append(Cell(task, "", 1.0, DENSE, seed))
-        made += [Cell(task, "", capacity, SMALLER, seed) for capacity in capacities]
-        made += [Cell(task, *key, seed) for key in itertools.product(granularities, capacities, TASKS[task].profiles)]
-    return made
+from .sweep_cells import CAPACITIES, DENSE, MATCHED, PROFILES, SMALLER, TASKS, Cell, Sweep
 
 
 def result_of(cell: Cell, out: Path) -> dict[str, float] | None:
@@ -195,32 +65,38 @@ def _last_words(ended: subprocess.CompletedProcess[str]) -> str:
     return next(iter(reversed(ended.stderr.strip().splitlines())), f"exit code {ended.returncode}")
 
 
-def table(task: str, granularity: str, capacities: Sequence[float], seeds: int, out: Path) -> tuple[str, list[dict[str, Any]]]:
+def table(sweep: Sweep, granularity: str, out: Path) -> tuple[str, list[dict[str, Any]]]:
     """Markdown of one granularity, and its figures: mean and sample deviation over the seeds that are done."""
-    profiles = TASKS[task].profiles
-    rows: list[dict[str, Any]] = []
-    for capacity in capacities:
-        for profile in (DENSE, SMALLER, *profiles):
-            key = (task, "" if profile in (DENSE, SMALLER) else granularity, 1.0 if profile == DENSE else capacity, profile)
-            found = [result_of(Cell(*key, seed), out) for seed in range(seeds)]
-            values = [result["loss"] for result in found if result is not None]
-            if values:
-                spread = statistics.stdev(values) if len(values) > 1 else None
-                rows.append(
-                    {"capacity": capacity, "profile": profile, "mean": statistics.mean(values), "spread": spread, "seeds": len(values)}
-                )
-    by_place = {(row["capacity"], row["profile"]): row for row in rows}
-    lines = [f"| C | {' | '.join((DENSE, SMALLER, *profiles))} | size pays |", "|---" * (len(profiles) + 4) + "|"]
-    for capacity in capacities:
-        found = [by_place.get((capacity, profile)) for profile in (DENSE, SMALLER, *profiles)]
-        lines.append(f"| {capacity:g} | {' | '.join(map(_figure, found))} | {_pays(found[0], found[1])} |")
-    return "\n".join(lines), rows
+    columns = [*sweep.whole, *sweep.parts]
+    rows: dict[tuple[float, str], dict[str, Any]] = {}
+    for capacity, matched, profile in itertools.product(sweep.capacities, sweep.lengths, columns):
+        found = [sweep.cell(granularity, capacity, profile, seed, matched=matched) for seed in range(sweep.seeds)]
+        if row := _row(found, out):
+            rows[capacity, found[0].label] = {"capacity": capacity, "profile": found[0].label, **row}
+    lines = [f"| C | {' | '.join(columns)} | size pays |", "|---" * (len(columns) + 2) + "|"]
+    for capacity, matched in itertools.product(sweep.capacities, sweep.lengths):
+        found = [rows.get((capacity, sweep.cell(granularity, capacity, profile, 0, matched=matched).label)) for profile in columns]
+        pays = _pays(rows.get((capacity, DENSE)), found[columns.index(SMALLER)])
+        name = f"{capacity:g}, {MATCHED}" if matched else f"{capacity:g}"
+        lines.append(f"| {name} | {' | '.join(_figure(row, steps=matched) for row in found)} | {pays} |")
+    return "\n".join(lines), list(rows.values())
 
 
-def _figure(row: Mapping[str, Any] | None) -> str:
+def _row(cells: Sequence[Cell], out: Path) -> dict[str, Any] | None:
+    """The figures of one run of several seeds, as far as they are done."""
+    results = [result for cell in cells if (result := result_of(cell, out)) is not None]
+    if not results:
+        return None
+    values = [result["loss"] for result in results]
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.mean(values), "spread": spread, "seeds": len(values), "steps": results[0]["step"]}
+
+
+def _figure(row: Mapping[str, Any] | None, *, steps: bool) -> str:
     if row is None:
         return "–"
-    return f"{row['mean']:.4f}" + (f" ± {row['spread']:.4f}" if row["spread"] is not None else "")
+    spread = f" ± {row['spread']:.4f}" if row["spread"] is not None else ""
+    return f"{row['mean']:.4f}{spread}" + (f" ({row['steps']:,} steps)" if steps else "")
 
 
 def _pays(dense: Mapping[str, Any] | None, smaller: Mapping[str, Any] | None) -> str:
@@ -230,16 +106,16 @@ def _pays(dense: Mapping[str, Any] | None, smaller: Mapping[str, Any] | None) ->
     return "yes" if smaller["mean"] - dense["mean"] > 2 * max(dense["spread"], smaller["spread"]) else "no"
 
 
-def report(task: str, granularities: Sequence[str], capacities: Sequence[float], seeds: int, out: Path) -> str:
+def report(sweep: Sweep, out: Path) -> str:
     """All tables of what is done, as Markdown; also written to OUT with a plot and the figures as JSON."""
     text, figures = [], {}
-    for granularity in granularities:
-        markdown, figures[granularity] = table(task, granularity, capacities, seeds, out)
-        title = f"{task}, {granularity} level: held-out loss of the full model, mean ± deviation of {seeds} seeds"
+    for granularity in sweep.granularities:
+        markdown, figures[granularity] = table(sweep, granularity, out)
+        title = f"{sweep.task}, {granularity} level: held-out loss of the full model, mean ± deviation of {sweep.seeds} seeds"
         text.append(f"{title}\n\n{markdown}")
-    (out / f"{task}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    (out / f"{task}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
-    plot_sweep(figures, "loss", out / f"{task}.png")
+    (out / f"{sweep.task}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    (out / f"{sweep.task}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    plot_sweep(figures, "loss", out / f"{sweep.task}.png")
     return "\n\n".join(text)
 
 
@@ -269,20 +145,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", choices=list(TASKS), default="llama")
     parser.add_argument("--granularity", nargs="+", choices=["block", "neuron"], default=["block"])
     parser.add_argument("--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES))
+    parser.add_argument("--profile", nargs="+", choices=PROFILES, default=[], help="which profiles (default: all that the task has)")
+    parser.add_argument("--controls", action="store_true", help="the dense model with dropout, and with stochastic depth, too")
+    parser.add_argument("--flop-matched", action="store_true", help="also runs of as many operations as the dense model's")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     try:
+        sweep = Sweep(args.task, args.granularity, args.capacity, args.seeds, args.profile, args.controls, args.flop_matched)
         data = prepared_data(args.task, args.out)
     except ConfigError as error:
         parser.error(str(error))
-    failed = list(_run_all(cells(args.task, args.granularity, args.capacity, args.seeds), args.out, data, args.jobs))
-    print(report(args.task, args.granularity, args.capacity, args.seeds, args.out))
+    failed = list(_run_all(sweep.cells(), args.out, data, args.jobs))
+    print(report(sweep, args.out))
     return 1 if failed else 0
 
 
 def _run_all(wanted: Sequence[Cell], out: Path, data: Path | None, jobs: int) -> Iterator[str]:
+    for cell in wanted:
+        cell.config(data)  # what is traced for it is traced here: threads would share the process group of that
     with ThreadPoolExecutor(jobs) as pool:
         for number, (cell, error) in enumerate(zip(wanted, pool.map(lambda cell: run_cell(cell, out, data), wanted), strict=True), 1):
             print(f"{number}/{len(wanted)} {error or cell.name}", file=sys.stderr, flush=True)

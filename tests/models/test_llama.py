@@ -4,7 +4,7 @@ import pytest
 import torch
 from sdp.engine.errors import ConfigError, ModelError
 from sdp.engine.initialisation import Constant, Normal
-from sdp.models.llama import Llama, LlamaConfig, LlamaDecoderLayer
+from sdp.models.llama import Llama, LlamaConfig, LlamaDecoderLayer, rotary_table
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -148,3 +148,47 @@ def test_sequence_beyond_the_positions_is_refused():
 def test_vocabulary_is_needed_to_build():
     with pytest.raises(ConfigError, match=r"model\.vocab_size: not set"):
         Llama(LlamaConfig(**BASE | {"vocab_size": None}))
+
+
+def small(**fields) -> Llama:
+    """With weights that are large enough for differences to show."""
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(**BASE | fields))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.2)
+    return model
+
+
+@pytest.mark.parametrize("option", ["attention_dropout", "residual_dropout", "stochastic_depth"])
+def test_what_is_drawn_at_random_is_for_training_alone(option):
+    ids = torch.randint(BASE["vocab_size"], (2, 9))
+    plain, random = small(), small(**{option: 0.5})
+    assert plain.random_options() == [] and random.random_options() == [f"model.{option} 0.5"]
+    assert torch.equal(random.eval()(ids), plain.eval()(ids))
+    random.train()
+    first, second = random(ids), random(ids)
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    third = random(ids)
+    torch.manual_seed(3)
+    assert torch.equal(random(ids), third)
+
+
+def test_stochastic_depth_skips_sequences_more_often_the_deeper_the_layer_and_keeps_the_mean():
+    model = small(num_hidden_layers=4, stochastic_depth=0.5)
+    assert [layer.survival for layer in model.model.layers] == [0.875, 0.75, 0.625, 0.5]
+    layer, one = model.model.layers[3], torch.randn(1, 6, 32)
+    hidden = one.repeat(4000, 1, 1)
+    tables = rotary_table(6, model.config, like=hidden)
+    full = layer.eval()(one, *tables)
+    skipped = layer.train()(hidden, *tables)
+    stays = (skipped == hidden).flatten(1).all(1)
+    assert 0.46 < stays.float().mean() < 0.54
+    torch.testing.assert_close(skipped[~stays], (one + 2 * (full - one)).expand_as(skipped[~stays]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("option", "value"), [("attention_dropout", 1.0), ("residual_dropout", -0.1), ("stochastic_depth", 1.0)])
+def test_rates_are_probabilities_below_one(option, value):
+    with pytest.raises(ValueError, match=option):
+        LlamaConfig(**BASE, **{option: value})

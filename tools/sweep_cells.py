@@ -1,0 +1,226 @@
+"""What a sweep of profiles trains: tasks, the cells of its tables, and how long each is trained."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..engine.config import load_config
+from ..engine.errors import ConfigError
+from ..engine.units import find_units
+from ..models.registry import build_model
+from .forecast import forecast
+from .machine import Machine
+
+GROUPS = 8
+CAPACITIES = (0.25, 0.375, 0.5, 0.75)
+NEURON_GROUPS = 4
+DENSE, SMALLER = "dense", "smaller dense"
+DROPOUT, STOCHASTIC_DEPTH = "dropout", "stochastic depth"
+MATCHED = "FLOP-matched"
+PROFILES = ("uniform", "linear", "depth")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model small enough to be trained to where its size matters, and what is learned.
+
+    ``engine``: "vectorized" where the model allows, else "reference". ``size``: the key of its section that a smaller dense model lowers,
+    from ``full``. ``rows``: sequences or images of a step, over all groups.
+    ``equal_units``: so many that each costs the same, by granularity; placed within every group's memory and with lists of holders; else
+    by the mean of the groups. ``controls``: what the model's section has beside, by the name of a dense model that is a control.
+    """
+
+    config: dict[str, Any]
+    engine: str
+    size: str
+    full: int
+    profiles: tuple[str, ...]
+    equal_units: Mapping[str, int]
+    rows: int
+    controls: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+_LLAMA = {
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 6e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 100, "total_num_steps": 1000, "decay_num_steps": 500}},
+    "model": {
+        "name": "llama", "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "max_position_embeddings": 64, "tie_word_embeddings": True,
+    },
+    "data": {"sequence_length": 64, "tokenizer": "bytes"},
+    "training": {"steps": 1000, "evaluate_batches": 16},
+}  # fmt: skip
+_RESNET = {
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.05}},
+    "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 20, "total_num_steps": 300, "decay_num_steps": 200}},
+    "model": {"name": "resnet18", "stem": "cifar", "width": 8},
+    "data": {"name": "digits"},
+    "training": {"steps": 300, "evaluate_batches": 12, "recalibrate_batches": 20},
+}
+_CONTROLS = {DROPOUT: {"attention_dropout": 0.1, "residual_dropout": 0.1}, STOCHASTIC_DEPTH: {"stochastic_depth": 0.5}}
+TASKS = {
+    "llama": Task(_LLAMA, "vectorized", "num_hidden_layers", 8, PROFILES, {"block": 8, "neuron": 8 * 2 * NEURON_GROUPS}, 16, _CONTROLS),
+    "resnet18": Task(_RESNET, "reference", "width", 8, ("uniform", "depth"), {}, 32),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: of the ``dense`` model, a control of it, a ``smaller dense`` one, or SDP by a profile. ``matched``: of as many steps as
+    take the operations that the dense model's run has, else of as many steps.
+    """
+
+    task: str
+    granularity: str  # "" for a dense model
+    capacity: float
+    profile: str
+    seed: int
+    matched: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        parts = [self.task, self.granularity, f"{self.capacity:g}", self.profile.replace(" ", "_"), f"seed{self.seed}"]
+        return "-".join(filter(None, [*parts, "matched" if self.matched else ""]))
+
+    @property
+    def label(self) -> str:
+        """Of its column, or line."""
+        return f"{self.profile}, {MATCHED}" if self.matched else self.profile
+
+    def config(self, data: Path | None) -> dict[str, Any]:
+        """As a user would write it."""
+        task = TASKS[self.task]
+        config = json.loads(json.dumps(task.config))
+        dense = self.granularity == ""
+        if self.profile == SMALLER:
+            config["model"][task.size] = smaller_size(self.task, self.capacity)
+        config["model"] |= task.controls.get(self.profile, {})
+        groups = 1 if dense else GROUPS
+        config["train_micro_batch_size_per_gpu"] = task.rows // groups
+        config["steps_per_print"] = 10**6
+        config["sdp"] = {"groups": groups, "engine": task.engine, "capacity": 1.0}
+        if not dense:
+            units = task.equal_units.get(self.granularity)
+            profile = linear(units, self.capacity) if units and self.profile == "linear" else self.profile
+            config["sdp"] |= {"capacity": self.capacity, "granularity": self.granularity, "profile": profile, "check_interval": 0}
+            config["sdp"] |= {"placement": "balanced" if units else "cyclic"}
+            config["sdp"] |= {"neuron_groups": NEURON_GROUPS} if self.granularity == "neuron" else {}
+        if data is not None:
+            config["data"]["path"] = str(data)
+        if self.matched:
+            _stretch(config, matched_steps(replace(self, seed=0, matched=False), data))
+        config["training"] |= {"seed": self.seed, "evaluate_every": config["training"]["steps"], "save_every": 0}
+        return config
+
+
+def _stretch(config: dict[str, Any], steps: int) -> None:
+    """Give the run ``steps`` steps, and its schedule the same shape over them."""
+    before, schedule = config["training"]["steps"], config["scheduler"]["params"]
+    config["training"]["steps"] = steps
+    for key in ("warmup_num_steps", "total_num_steps", "decay_num_steps"):
+        schedule[key] = round(schedule[key] * steps / before)
+
+
+@functools.cache
+def matched_steps(cell: Cell, data: Path | None) -> int:
+    """Steps in which ``cell`` does, over all groups, as many operations as the dense model in the task's own number of them."""
+    dense = Cell(cell.task, "", 1.0, DENSE, 0)
+    return round(TASKS[cell.task].config["training"]["steps"] * operations(dense, data) / operations(cell, data))
+
+
+@functools.cache
+def operations(cell: Cell, data: Path | None) -> float:
+    """Floating-point operations of one step of all groups together, by the plan: every group's step traced."""
+    config = load_config(cell.config(data), ["sdp.engine=fsdp2"])
+    groups = config.sdp.groups
+    plan = forecast(cell.name, config, Machine((groups,), 1.0, 1.0, 1.0, 1.0), groups)
+    traced = sum(len(alike.groups) for alike in plan.groups)
+    assert traced == groups, f"{traced} of {groups} groups are traced"
+    return sum(len(alike.groups) * alike.trace.flops for alike in plan.groups)
+
+
+@functools.cache
+def smaller_size(task: str, capacity: float) -> int:
+    """Layers or width of the largest dense model that has no more parameters than a group of this capacity."""
+    chosen, ids = TASKS[task], {"vocab_size": 257} if task == "llama" else {"num_classes": 10, "image_size": 8}
+
+    def built(size: int) -> nn.Module:
+        return build_model({**chosen.config["model"], chosen.size: size}, **ids)
+
+    def count(size: int) -> int:
+        return sum(parameter.numel() for parameter in built(size).parameters())
+
+    held = count(chosen.full) - (1 - capacity) * sum(unit.numel for unit in find_units(built(chosen.full), "auto"))
+    return max(size for size in range(1, chosen.full + 1) if count(size) <= held)
+
+
+def linear(units: int, capacity: float) -> list[int]:
+    """Holders that fall along a straight line to one, or from all, with the mean that ``capacity`` asks for."""
+    mean = capacity * GROUPS
+    first = min(float(GROUPS), 2 * mean - 1)
+    last = 2 * mean - first
+    ideal = [first + (last - first) * unit / (units - 1) for unit in range(units)]
+    steps = [round(sum(ideal[: unit + 1])) for unit in range(units)]
+    return [after - before for before, after in itertools.pairwise([0, *steps])]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is compared. ``controls``: the dense model with dropout and with stochastic depth too; ``matched``: runs of a part of the model,
+    and of a smaller one, also for as many operations as the dense model's. Raises :class:`ConfigError` for controls that are not there.
+    """
+
+    task: str
+    granularities: Sequence[str]
+    capacities: Sequence[float]
+    seeds: int
+    profiles: Sequence[str] = ()
+    controls: bool = False
+    matched: bool = False
+
+    def __post_init__(self) -> None:
+        if self.controls and not TASKS[self.task].controls:
+            raise ConfigError(f"--controls: the model of {self.task} has neither dropout nor stochastic depth; choose another --task")
+        if unknown := [profile for profile in self.profiles if profile not in TASKS[self.task].profiles]:
+            raise ConfigError(f"--profile {unknown[0]}: {self.task} has {', '.join(TASKS[self.task].profiles)}")
+
+    @property
+    def whole(self) -> list[str]:
+        """The columns of models of full size."""
+        return [DENSE, *(TASKS[self.task].controls if self.controls else ())]
+
+    @property
+    def parts(self) -> list[str]:
+        """The columns of what a group has memory for."""
+        return [SMALLER, *(self.profiles or TASKS[self.task].profiles)]
+
+    @property
+    def lengths(self) -> list[bool]:
+        """Of runs: of as many steps, and, where it is asked for, matched."""
+        return [False, True] if self.matched else [False]
+
+    def cell(self, granularity: str, capacity: float, profile: str, seed: int, *, matched: bool = False) -> Cell:
+        """The run of one column; a dense model's is that of every granularity, and one of full size of every capacity and length."""
+        if profile in self.whole:
+            return Cell(self.task, "", 1.0, profile, seed)
+        return Cell(self.task, "" if profile == SMALLER else granularity, capacity, profile, seed, matched)
+
+    def cells(self) -> list[Cell]:
+        """Every run once, seeds outermost, so that an unfinished sweep has whole tables of fewer seeds."""
+        keys = itertools.product(range(self.seeds), self.lengths, [*self.whole, *self.parts], self.granularities, self.capacities)
+        return list(
+            dict.fromkeys(
+                self.cell(granularity, capacity, profile, seed, matched=matched) for seed, matched, profile, granularity, capacity in keys
+            )
+        )
