@@ -1,7 +1,7 @@
 """The command line ``sdp``: parses arguments, starts processes where none were started, turns errors into exit codes.
 
-Exit codes: 0 done, 2 the user's mistake (one line, no traceback), 1 a failure of the program, 130 interrupted. Commands
-are imported only when they are used: ``sdp --help`` and ``sdp config`` do not import torch.
+Exit codes: 0 done, 2 the user's mistake (one line, no traceback), 1 a failure of the program, 130 interrupted, 141 nobody reads the output
+any more. Commands are imported only when they are used: ``sdp --help`` and ``sdp config`` do not import torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import logging
 import os
 import platform
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -77,15 +79,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     if above is not None:
         tie_to_parent(above.parent_pid)
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, where a reader that left is noticed, not while the interpreter ends
+        return code
     except KeyboardInterrupt:
         return 130
     except SDPError as error:
         report_fatal("sdp: error: " + " ".join(str(error).split()), error.exit_code, above, follows=isinstance(error, PeerLostError))
         return error.exit_code
+    except BrokenPipeError:
+        if above is None and _reader_left():
+            return 128 + signal.SIGPIPE  # as a shell reports programs that the signal ends
+        report_fatal(traceback.format_exc().rstrip(), 1, above)
+        return 1
     except Exception:
         report_fatal(traceback.format_exc().rstrip(), 1, above)
         return 1
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads standard output any more (``sdp plan … | head``); what is left of it then goes nowhere."""
+    output = select.poll()
+    try:
+        output.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # it is no file, but an object of whoever called
+        return False
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _run(argv: list[str]) -> int:

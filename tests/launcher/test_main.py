@@ -111,6 +111,22 @@ assert "torch" not in sys.modules, "torch was imported"
     assert done.returncode == 0, done.stderr
 
 
+def test_ends_quietly_where_nobody_reads_the_output_any_more() -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    environ = {**os.environ, "PYTHONPATH": str(Path(sdp.__path__[0]).parent)}
+    command = [sys.executable, "-P", "-m", "sdp.launcher.main", "config", "--schema"]
+    done = subprocess.run(command, env=environ, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_another_broken_pipe_is_a_failure(config: Path, training: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    training.outcome = BrokenPipeError("of a worker")
+    assert command_line.main(["train", str(config), "--groups", "1"]) == 1
+    assert "BrokenPipeError: of a worker" in capsys.readouterr().err
+
+
 ENDING = """
 import atexit, sys
 from sdp.launcher import main
