@@ -1,14 +1,16 @@
-"""The smallest layout of a run that fits a device's memory: as few ranks per group as will do (1, 2, 4 …), and of theirs the settings that
-cost least.
+"""The smallest layout of a run that fits a device's memory: as few ranks per group as will do (1, 2, 4 …), and of theirs the settings whose
+step takes the least time by the plan.
 
-Groups, capacity, masking and the batch of a step stay as they are: they decide what is learned. A layout is tried by its state first,
-which is known at once, then by tracing its step.
+Groups, capacity, masking and the samples of a step stay as they are: they decide what is learned. Only the degrees of sharding and of
+tensor parallelism, the ZeRO stage, recomputation and the cut of a step's samples into micro-batches change. A layout is tried by its state
+first, which is known at once, then by tracing its step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,76 +22,70 @@ from ..engine.initialize import mesh_of
 from ..engine.layout import Layout
 from ..engine.memory import predict_state_bytes
 from ..engine.optim import make_optimizer
-from .forecast import Forecast, forecast, model_and_batch
+from .fit_batch import Step, own_share, stated_step
+from .fit_reasons import Choice, Trial, closest_of, reasons_of
+from .forecast import Forecast, forecast, model_and_batch, require_planned
 from .machine import Machine
 from .out_of_memory import remedies
+from .quantities import decimal
 
 MOST_RANKS = 1024  # of a group
-_MODES = ("none", "selective", "full")
+_DEGREES = (1, 2, 4, 8)  # of tensor parallelism, beside the stated one
+_MODES = ("none", "selective", "full")  # from the fastest to the one that needs least
+_STAGES = (1, 2, 3)  # likewise
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Settings of one layout."""
+class Fit:
+    """``trials``: all that was tried, in order; ``reasons``: why it is this choice and none of them, a line each."""
 
-    ranks: int  # of a group
-    tp: int
-    stage: int
-    mode: str
-
-    def __str__(self) -> str:
-        return f"{self.ranks} ranks a group (tp {self.tp}), ZeRO stage {self.stage}, activation checkpointing {self.mode}"
-
-    def applied(self, config: Config) -> Config:
-        """The configuration with these settings; the samples of a step stay where they are stated."""
-        keep_batch = config.train_batch_size is not None and config.train_micro_batch_size_per_gpu is not None
-        return config.model_copy(
-            update={
-                "zero_optimization": config.zero_optimization.model_copy(update={"stage": self.stage}),
-                "tensor_parallel": config.tensor_parallel.model_copy(update={"autotp_size": self.tp}),
-                "activation_checkpointing": config.activation_checkpointing.model_copy(update={"mode": self.mode}),
-                **({"gradient_accumulation_steps": None} if keep_batch else {}),
-            }
-        )
-
-    def as_settings(self) -> str:
-        """What to add to the command line of ``sdp train``."""
-        keys = {"zero_optimization.stage": self.stage, "tensor_parallel.autotp_size": self.tp, "activation_checkpointing.mode": self.mode}
-        return " ".join(["--set", *(f"{key}={value}" for key, value in keys.items())])
+    choice: Choice
+    plan: Forecast
+    trials: tuple[Trial, ...]
+    reasons: tuple[str, ...]
 
 
-def find_fit(
-    config: Config, memory: float, machine_of: Callable[[int], Machine], per_node: int, most: int | None
-) -> tuple[Choice, Forecast, list[str]]:
-    """The choice, its plan and the reasons: what was tried and what it would need.
+def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine], world: int, *, bounded: bool) -> Fit:
+    """The choice for devices of ``memory`` bytes.
 
-    ``most``: ranks of the world that there are. Raises :class:`ConfigError` where nothing fits, or there are fewer of them than groups.
+    ``world``: ranks of the run as it is stated, which say how many samples a step has where ``train_batch_size`` does not; no more of them
+    are used where it is ``bounded``. Raises :class:`ConfigError` where nothing fits, or there are fewer ranks than groups, and what
+    building the model raises.
     """
-    reasons: list[str] = []
-    search = _Search(config, memory, machine_of, reasons)
+    require_planned(config)
     groups = config.sdp.groups
-    limit = (most or groups * MOST_RANKS) // groups
+    limit = world // groups if bounded else MOST_RANKS
     if limit < 1:
-        raise ConfigError(f"--fit: {most} ranks are fewer than sdp.groups {groups}, each of which needs one; lower sdp.groups")
+        raise ConfigError(f"--fit: {world} ranks are fewer than sdp.groups {groups}, each of which needs one; lower sdp.groups")
+    model = model_and_batch(config)[0]()
+    step = stated_step(config, world)
+    search = _Search(config, memory, machine_of, step)
     ranks = 1
-    while ranks <= limit:
-        for tp in _degrees(config, ranks, per_node):
-            found = search.cheapest(ranks, tp)
-            if found is not None:
-                return *found, reasons
+    while True:
+        fitting = [trial for tp in _degrees(config, ranks) for trial in search.fitting(ranks, tp)]
+        if fitting:
+            best = min(fitting, key=lambda trial: trial.cost)
+            assert best.plan is not None
+            return Fit(best.choice, best.plan, tuple(search.trials), tuple(reasons_of(best, search.trials, step, model)))
+        if 2 * ranks > limit or groups * 2 * ranks > step.samples * max(_degrees(config, 2 * ranks)):
+            break  # there are no more of them, or more data ranks than samples
         ranks *= 2
-    tried = "; ".join(reasons[-3:])
-    raise ConfigError(
-        f"--fit: no layout of up to {ranks // 2} ranks a group fits {memory / 1e9:.2f} GB ({tried}); what would need less: "
+    raise ConfigError(_nothing(config, memory, ranks, search.trials))
+
+
+def _degrees(config: Config, ranks: int) -> list[int]:
+    """Tensor-parallel degrees that divide so many ranks."""
+    return sorted(tp for tp in {*_DEGREES, config.tensor_parallel.autotp_size} if ranks % tp == 0)
+
+
+def _nothing(config: Config, memory: float, ranks: int, trials: list[Trial]) -> str:
+    refused = list({trial.why: str(trial) for trial in trials if trial.need is None}.values())
+    closest = closest_of(trials)
+    tried = "; ".join(([f"closest: {closest}"] if closest.need is not None else []) + refused[:3])
+    return (
+        f"--fit: no layout of up to {ranks} ranks a group fits {decimal(memory)} ({tried}); what would need less: "
         f"{'; '.join(remedies(config))}"
     )
-
-
-def _degrees(config: Config, ranks: int, per_node: int) -> Iterator[int]:
-    """Tensor-parallel degrees to try, the configuration's first where it can be; its ranks stay inside a node."""
-    stated = config.tensor_parallel.autotp_size
-    degrees = [tp for tp in (1, 2, 4, 8) if tp <= per_node and ranks % tp == 0 and tp >= min(stated, ranks)]
-    return iter(sorted(degrees, key=lambda tp: (tp != stated, tp)))
 
 
 @dataclass
@@ -97,40 +93,71 @@ class _Search:
     config: Config
     memory: float
     machine_of: Callable[[int], Machine]
-    reasons: list[str]
+    step: Step
+    trials: list[Trial] = field(default_factory=list)
 
-    def cheapest(self, ranks: int, tp: int) -> tuple[Choice, Forecast] | None:
-        """Of the settings with so many ranks those that cost the least time and fit; none is tried where the thriftiest does not fit."""
-        modes = _MODES[_MODES.index(self.config.activation_checkpointing.mode) :]
-        if self.config.sdp.granularity == "neuron" and tp > 1:
-            return None
-        stated = self.config.zero_optimization.stage
-        stages = [0] if ranks == tp else sorted({max(stated, 1), 3})
-        choices = [Choice(ranks, tp, stage, mode) for mode in modes for stage in stages]
-        thriftiest = self._tried(choices[-1])
-        if thriftiest is None:
-            return None
-        for choice in choices[:-1]:
-            plan = self._tried(choice)
-            if plan is not None:
-                return choice, plan
-        return choices[-1], thriftiest
+    def fitting(self, ranks: int, tp: int) -> Iterator[Trial]:
+        """Of the settings with these degrees those that fit and could be the fastest.
 
-    def _tried(self, choice: Choice) -> Forecast | None:
-        config, world = choice.applied(self.config), self.config.sdp.groups * choice.ranks
+        Less recomputation and a lower stage never take longer and never need less (where the plan has it otherwise, it is because it hides
+        traffic behind recomputation too: that is not counted). So from the thriftiest settings on recomputation is lowered while they
+        fit, then the stage; and what cannot beat the fastest so far, were all its traffic hidden, is left.
+        """
+        stages = (0,) if ranks == tp else _STAGES  # nothing is sharded over one rank
+        modes: list[Trial] = []
+        for mode in reversed(_MODES):
+            trial = self._tried(ranks, tp, stages[-1], mode)
+            if trial.plan is not None:
+                modes.append(trial)
+                yield trial
+            elif trial.need is not None or trial.of_the_degrees:
+                break
+        below = len(stages) - 1
+        for found in reversed(modes):
+            if below == 0 or found.shortest > self._fastest():
+                break
+            for index in range(below):
+                trial = self._tried(ranks, tp, stages[index], found.choice.mode)
+                if trial.plan is not None:
+                    yield trial
+                    below = index
+                    break
+
+    def _fastest(self) -> float:
+        return min((trial.plan.seconds for trial in self.trials if trial.plan is not None), default=math.inf)
+
+    def _tried(self, ranks: int, tp: int, stage: int, mode: str) -> Trial:
+        trial = self._trial(ranks, tp, stage, mode)
+        self.trials.append(trial)
+        return trial
+
+    def _trial(self, ranks: int, tp: int, stage: int, mode: str) -> Trial:
+        groups = self.config.sdp.groups
+        world = groups * ranks
+        machine = self.machine_of(world)
+        choice = Choice(ranks, tp, stage, mode, 0, 0)
         try:
+            micro, accumulation = own_share(self.step, world // tp)
+            if any(machine.link(range(first, first + tp)) == "between nodes" for first in range(0, world, tp)):
+                raise ConfigError("tensor-parallel ranks would be on two nodes")
+            choice = Choice(ranks, tp, stage, mode, micro, accumulation)
+            config = choice.applied(self.config)
             state = _most_state(config, world)
-            if state > self.memory:
-                self.reasons.append(f"{choice}: the state alone is {state / 1e9:.2f} GB")
-                return None
-            plan = forecast("this layout", config, self.machine_of(world), world)
         except SDPError as error:
-            self.reasons.append(f"{choice}: {error}")
-            return None
+            return Trial(choice, str(error), of_the_degrees=True)
+        if state > self.memory:
+            return Trial(choice, f"does not fit: the state alone is {self._beside(state)}", state, state_only=True)
+        try:
+            plan = forecast("this layout", config, machine, world)
+        except SDPError as error:
+            return Trial(choice, str(error))
         peak = plan.worst.trace.peak
-        fits = peak <= self.memory
-        self.reasons.append(f"{choice}: peak {peak / 1e9:.2f} GB, {'fits' if fits else 'does not fit'}")
-        return plan if fits else None
+        if peak > self.memory:
+            return Trial(choice, f"does not fit: the peak is {self._beside(peak)}", peak)
+        return Trial(choice, f"fits: the peak is {decimal(peak)}, a step takes {plan.seconds:.4g} s", peak, plan)
+
+    def _beside(self, need: float) -> str:
+        return f"{decimal(need)}, {decimal(need - self.memory)} too much"
 
 
 def _most_state(config: Config, world: int) -> int:

@@ -182,14 +182,19 @@ def _torn_neighbours(mesh: Mesh, machine: Machine) -> list[str]:
     ]
 
 
-def forecast(name: str, config: Config, machine: Machine, world: int, *, autocast: torch.dtype | None = None) -> Forecast:
-    """Plan ``config`` on ``world`` ranks; ``autocast``: with forward passes under torch's, of this precision. Raises an :class:`SDPError`
-    for what a run under it would end with.
-    """
+def require_planned(config: Config) -> None:
+    """Raise :class:`ConfigError` for an engine that is not planned."""
     if config.sdp.engine != "fsdp2":
         why = "runs all groups in one process" if config.sdp.in_one_process else "has buffers of DeepSpeed's own"
         equal = " --set sdp.group_sizes=null" if config.sdp.group_sizes else ""
         raise ConfigError(f'sdp.engine: "{config.sdp.engine}" {why}, which is not planned; add --set sdp.engine=fsdp2{equal}')
+
+
+def forecast(name: str, config: Config, machine: Machine, world: int, *, autocast: torch.dtype | None = None) -> Forecast:
+    """Plan ``config`` on ``world`` ranks; ``autocast``: with forward passes under torch's, of this precision. Raises an :class:`SDPError`
+    for what a run under it would end with.
+    """
+    require_planned(config)
     mesh = mesh_of(config, world)
     build, batch = model_and_batch(config)
     layout = Layout.of(build(), config, mesh)
@@ -251,6 +256,10 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
     dense = {"DDP": (1, 0), "FSDP (ZeRO-3)": (1, 3), "HSDP": (nodes, 3)}
     if nodes == 1:
         notes.append("HSDP: on one node it is FSDP")
+    elif config.tensor_parallel.autotp_size * nodes == world:
+        why = f"tensor parallelism of {config.tensor_parallel.autotp_size} fills a node" if world > nodes else "a node has one rank"
+        notes.append(f"HSDP: {why}, so it has nobody there to share its state with, and is DDP")
+    if notes:
         del dense["HSDP"]
     for name, (groups, stage) in dense.items():
         try:

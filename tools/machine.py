@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -11,23 +10,13 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from ..engine.config import Config
-from ..engine.errors import ConfigError
 from ..engine.traffic import Scope
 from ..engine.traffic_plan import Collective
 
 Link = Literal["inside a node", "between nodes"]
 LINKS: tuple[Link, Link] = ("inside a node", "between nodes")
 
-_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _BACKWARD = 2 / 3  # of a step's operations
-
-
-def quantity(text: str, unit: str, option: str) -> float:
-    """The number that ``text`` says: ``80GB``, ``900G``, ``989TFLOP/s`` with ``unit`` "B", "B/s", "FLOP/s". Raises :class:`ConfigError`."""
-    match = re.fullmatch(rf"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kMGTP]i?)?(?:{re.escape(unit)})?\s*", text)
-    if match is None or (match[2] or "") not in _UNITS or float(match[1]) <= 0:
-        raise ConfigError(f"{option} {text}: expected a number with a unit, such as 80G{unit}")
-    return float(match[1]) * _UNITS[match[2] or ""]
 
 
 @dataclass(frozen=True)

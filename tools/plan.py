@@ -6,16 +6,19 @@ import argparse
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..engine.config import Config, load_config
 from ..engine.errors import ConfigError
 from ..launcher.hosts import read_hostfile
-from .fit import find_fit
+from .fit import Fit, find_fit
 from .forecast import Forecast, alternatives, forecast
-from .machine import LINKS, Machine, default_world, evenly, quantity
+from .machine import LINKS, Machine, default_world, evenly
+from .plan_command import fit_command, plan_command, train_command
 from .plan_page import page
+from .quantities import decimal, quantity
 from .table import Row, Table, bytes_row, plain_row, text_row
 from .train import with_initial_model
 
@@ -30,14 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, metavar="N", help="ranks (default: the hostfile's, else as few as CONFIG means)")
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="nodes and their slots, in DeepSpeed's format")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help=f"ranks of a node (default: {PER_NODE})")
-    parser.add_argument("--device-memory", metavar="BYTES", help="of a device, as 80GB: say whether the run fits (exit code 2: not)")
-    parser.add_argument("--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan that")
     parser.add_argument(
-        "--peak-flops", default=PEAK_FLOPS, metavar="RATE", help=f"of a device (default: {PEAK_FLOPS}, an H100 in bfloat16)"
+        "--device-memory", metavar="BYTES", help="of a device, as 80GB or 80GiB: say whether the run fits (exit code 2: not)"
     )
-    parser.add_argument("--achieved", type=float, default=ACHIEVED, metavar="FRACTION", help=f"of that (default: {ACHIEVED})")
-    parser.add_argument("--intra-node", default=INSIDE, metavar="RATE", help=f"that a rank sends inside a node (default: {INSIDE})")
-    parser.add_argument("--inter-node", default=BETWEEN, metavar="RATE", help=f"that a rank sends between nodes (default: {BETWEEN})")
+    parser.add_argument("--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan that")
+    parser.add_argument("--peak-flops", metavar="RATE", help=f"of a device (default: {PEAK_FLOPS}, an H100 in bfloat16)")
+    parser.add_argument("--achieved", type=float, metavar="FRACTION", help=f"of that (default: {ACHIEVED})")
+    rates = "in bytes or bits a second, as 50GB/s or 400Gbit"
+    parser.add_argument("--intra-node", metavar="RATE", help=f"that a rank sends inside a node, {rates} (default: {INSIDE})")
+    parser.add_argument("--inter-node", metavar="RATE", help=f"that a rank sends between nodes (default: {BETWEEN})")
     parser.add_argument("--alone", action="store_true", help="leave out DDP, FSDP and HSDP of the dense model")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with the map of units and bars of memory")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
@@ -46,29 +50,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan the run, print the plan, and say whether it fits. Raises :class:`ConfigError` where it does not."""
     config = with_initial_model(load_config(args.config, args.set))
-    memory = quantity(args.device_memory, "B", "--device-memory") if args.device_memory else None
+    memory = quantity(args.device_memory, "B", "--device-memory") if args.device_memory is not None else None
     if args.fit and memory is None:
         raise ConfigError("--fit: needs --device-memory, for example 80GB")
     world, source = _world(args, config)
     machine = _machine(args, world)
-    name, reasons = "SDP" if config.sdp.groups > 1 else "this run", []
+    name, fit, commands = "SDP" if config.sdp.groups > 1 else "this run", None, {}
     if args.fit:
         assert memory is not None
-        most = world if args.world is not None or args.hostfile is not None else None
-        choice, plan, reasons = find_fit(config, memory, lambda ranks: _machine(args, ranks), max(machine.slots), most)
-        plan, config, machine = replace(plan, name=name), plan.config, plan.machine
-        world, source = plan.layout.mesh.world_size, f"the fewest that fit: sdp train {args.config} {choice.as_settings()}"
+        bounded = args.world is not None or args.hostfile is not None
+        fit = find_fit(config, memory, lambda ranks: _machine(args, ranks), world, bounded=bounded)
+        plan = replace(fit.plan, name=name)
+        config, machine, overrides = plan.config, plan.machine, fit.choice.overrides()
+        commands = {"train": train_command(args, plan, overrides), "plan": plan_command(args, plan, overrides)}
+        world, source = plan.layout.mesh.world_size, "the fewest that fit"
     else:
         plan = forecast(name, config, machine, world)
     others, notes = ([], []) if args.alone else alternatives(config, machine, world)
     if args.html is not None:
         _write_page(args.html, [plan, *others], _notes(plan, others) + notes, f"{world} ranks ({source})", memory)
     if args.json:
-        print(json.dumps(_report(plan, others, notes, world, memory) | ({"tried": reasons} if args.fit else {}), indent=2))
+        print(json.dumps(_report(plan, others, notes, world, memory) | _report_of_fit(fit, commands), indent=2))
     else:
-        for reason in reasons:
-            print(f"tried: {reason}")
+        if fit is not None:
+            print("\n".join([*(f"tried: {trial}" for trial in fit.trials), "", *fit.reasons, ""]))
         _print(plan, others, notes, f"{world} ranks ({source})")
+        if commands:
+            print(f"\nTo train it: {commands['train']}\nTo plan it: {commands['plan']}")
     if memory is not None:
         _require_fit(plan, memory, args)
     return 0
@@ -78,7 +86,7 @@ def _world(args: argparse.Namespace, config: Config) -> tuple[int, str]:
     for option, value in (("--world", args.world), ("--gpus-per-node", args.gpus_per_node)):
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}: not a positive whole number")
-    if not 0 < args.achieved <= 1:
+    if args.achieved is not None and not 0 < args.achieved <= 1:
         raise ConfigError(f"--achieved {args.achieved}: expected a fraction above 0, up to 1")
     if args.world is not None:
         return args.world, "--world"
@@ -95,25 +103,30 @@ def _machine(args: argparse.Namespace, world: int) -> Machine:
         slots = tuple(len(host.slots) for host in read_hostfile(args.hostfile))
         if sum(slots) < world:
             raise ConfigError(f"--world {world}: {args.hostfile} has {sum(slots)} slots")
-    flops = quantity(args.peak_flops, "FLOP/s", "--peak-flops")
-    inside, between = quantity(args.intra_node, "B/s", "--intra-node"), quantity(args.inter_node, "B/s", "--inter-node")
-    return Machine(slots, flops, args.achieved, inside, between)
+    flops = quantity(_stated(args.peak_flops, PEAK_FLOPS), "FLOP/s", "--peak-flops")
+    inside = quantity(_stated(args.intra_node, INSIDE), "B/s", "--intra-node")
+    between = quantity(_stated(args.inter_node, BETWEEN), "B/s", "--inter-node")
+    return Machine(slots, flops, ACHIEVED if args.achieved is None else args.achieved, inside, between)
+
+
+def _stated(given: str | None, default: str) -> str:
+    return default if given is None else given
 
 
 def _require_fit(plan: Forecast, memory: float, args: argparse.Namespace) -> None:
     peak = plan.worst.trace.peak
     if peak > memory:
         raise ConfigError(
-            f"{args.config}: does not fit: the peak of rank {plan.worst.trace.rank} is {_decimal(peak)}, of {_decimal(memory)} a device; "
-            f"sdp plan {args.config} --device-memory {args.device_memory} --fit looks for a layout that does"
+            f"{args.config}: does not fit: the peak of rank {plan.worst.trace.rank} is {decimal(peak)}, {decimal(peak - memory)} more than "
+            f"the {decimal(memory)} of a device; {fit_command(args)} looks for a layout that does"
         )
     if not args.json:
-        print(f"\nIt fits: of {_decimal(memory)} a device {_decimal(memory - peak)} are left for the device's own context, libraries' "
+        print(f"\nIt fits: of {decimal(memory)} a device {decimal(memory - peak)} are left for the device's own context, libraries' "
               "workspaces, the communication library's buffers and fragmentation.")  # fmt: skip
 
 
-def _decimal(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
+def _report_of_fit(fit: Fit | None, commands: dict[str, str]) -> dict[str, Any]:
+    return {} if fit is None else {"tried": list(map(str, fit.trials)), "reasons": list(fit.reasons), "commands": commands}
 
 
 def _report(plan: Forecast, others: list[Forecast], notes: list[str], world: int, memory: float | None) -> dict[str, Any]:
@@ -170,18 +183,19 @@ def _table(columns: list[Forecast]) -> Table:
     slowest = [column.slowest for column in columns]
     sent = [column.sent_at_most for column in columns]
     flops = [max(group.trace.flops for group in column.groups) for column in columns]
+    in_bytes = partial(bytes_row, decimal=True)
     rows = [
         text_row("sdp × fsdp × tp", [f"{c.layout.mesh.sdp} × {c.layout.mesh.fsdp} × {c.layout.mesh.tp}" for c in columns]),
         text_row("ZeRO stage", [str(column.config.zero_optimization.stage) for column in columns]),
         Row("memory of the rank that needs most"),
-        *(bytes_row(kind, [getattr(state, kind) for state in states]) for kind in ("parameters", "gradients", "optimizer")),
-        bytes_row("frozen copies", [state.frozen or None for state in states]),
-        bytes_row("activations, at most", [group.trace.activations for group in worst]),
-        bytes_row("communication buffers, at most", [group.trace.communication or None for group in worst]),
-        bytes_row("peak", [group.trace.peak for group in worst], peak),
+        *(in_bytes(kind, [getattr(state, kind) for state in states]) for kind in ("parameters", "gradients", "optimizer")),
+        in_bytes("frozen copies", [state.frozen or None for state in states]),
+        in_bytes("activations, at most", [group.trace.activations for group in worst]),
+        in_bytes("communication buffers, at most", [group.trace.communication or None for group in worst]),
+        in_bytes("peak", [group.trace.peak for group in worst], peak),
         Row("a rank in a step, at most"),
         plain_row("TFLOP, recomputation included", [each / 1e12 for each in flops], ",.4g"),
-        *(bytes_row(f"sent {link}", [of[link] for of in sent], decimal=True) for link in LINKS),
+        *(in_bytes(f"sent {link}", [of[link] for of in sent]) for link in LINKS),
         plain_row("communicators", [max(rank.communicators for rank in column.ranks) for column in columns], "d"),
         Row("expected seconds of a step"),
         plain_row("computation", [rank.time.compute for rank in slowest], ".4g"),
@@ -226,7 +240,7 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
     if plan.config.training.compile:
         notes.append("Blocks are traced as if they were not compiled; compiled ones need less.")
     if len(plan.groups) > 1:
-        peaks = ", ".join(f"rank {group.trace.rank} {_decimal(group.trace.peak)}" for group in plan.groups)
+        peaks = ", ".join(f"rank {group.trace.rank} {decimal(group.trace.peak)}" for group in plan.groups)
         notes.append(f"Groups differ; peaks: {peaks}.")
     if plan.untraced:
         groups = ", ".join(map(str, plan.untraced))

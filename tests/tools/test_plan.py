@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from sdp.engine.errors import ConfigError
 from sdp.launcher.main import main
-from sdp.tools.machine import Machine, evenly, quantity
+from sdp.tools.machine import Machine, evenly
+from sdp.tools.quantities import decimal, quantity
 
 LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
 CONFIG = {
@@ -80,7 +81,8 @@ def test_it_fits_or_it_does_not(config: Path, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr()
     assert "expected seconds of a step" in printed.out
     assert "does not fit: the peak of rank 0 is" in printed.err
-    assert "--device-memory 1MB --fit" in printed.err
+    assert "MB more than the 1.00 MB of a device" in printed.err
+    assert "iB" not in printed.out  # one unit everywhere: that of --device-memory
 
 
 def test_images_and_units_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +102,9 @@ def test_images_and_units_that_differ(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--world", "3"], "world size 3 is not divisible by sdp.groups 2"),
         (["--world", "0"], "--world 0: not a positive whole number"),
         (["--device-memory", "eighty"], "--device-memory eighty: expected a number with a unit, such as 80GB"),
+        (["--device-memory", "80"], "--device-memory 80: expected a number with a unit, such as 80GB"),
+        (["--device-memory", ""], "--device-memory '': expected a number with a unit, such as 80GB"),
+        (["--inter-node", "100"], "--inter-node 100: expected a number with a unit, such as 50GB/s or 400Gbit"),
         (["--achieved", "1.5"], "--achieved 1.5: expected a fraction"),
         (["--set", "sdp.engine=reference"], "which is not planned"),
         (["--set", "model={}"], "model: this section is required to plan"),
@@ -114,13 +119,22 @@ def test_mistakes(config: Path, capsys: pytest.CaptureFixture[str], words: list[
 
 
 def test_quantities() -> None:
-    assert quantity("80GB", "B", "-") == 80e9
+    assert quantity("80GB", "B", "-") == quantity("80G", "B", "-") == 80e9
     assert quantity("80GiB", "B", "-") == 80 * 2**30
     assert quantity("989TFLOP/s", "FLOP/s", "-") == 989e12
-    assert quantity("1.5e3", "B/s", "-") == 1500
-    for wrong in ("80gb", "0GB", "-1GB", "GB", "80GBB"):
-        with pytest.raises(ConfigError):
+    assert quantity("1.5e3B/s", "B/s", "-") == 1500
+    assert quantity("100Gbit", "B/s", "-") == quantity("100 gbit/s", "B/s", "-") == quantity("12.5GB/s", "B/s", "-") == 12.5e9
+    for wrong in ("80gb", "0GB", "-1GB", "GB", "80GBB", "80", "", "1.5e3", "80Gbit"):
+        with pytest.raises(ConfigError, match="expected"):
             quantity(wrong, "B", "-")
+    for wrong in ("100", "100Gb/s", "0Gbit", "Gbit"):
+        with pytest.raises(ConfigError, match="expected"):
+            quantity(wrong, "B/s", "-")
+
+
+def test_bytes_in_decimal_units() -> None:
+    assert [decimal(nbytes) for nbytes in (0, 999, 1000, 40e6, 999.99e6, 80e9, 2e12)] == [
+        "0 B", "999 B", "1.00 kB", "40.00 MB", "999.99 MB", "80.00 GB", "2.00 TB"]  # fmt: skip
 
 
 def test_links() -> None:
@@ -130,45 +144,24 @@ def test_links() -> None:
     assert machine.link((3, 4)) == machine.link((0, 9)) == "between nodes"
 
 
-def test_the_smallest_layout_that_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank alone needs more than this; of two in a group the cheapest setting that fits is taken."""
-    needed = planned(capsys, config, "--alone", "--set", "zero_optimization.stage=0")["plan"]["ranks"][0]["peak"]
-    recomputed = planned(capsys, config, "--alone", "--set", "activation_checkpointing.mode=full")["plan"]["ranks"][0]["peak"]
-    memory = min(needed, recomputed) - 1
-    report = planned(capsys, config, "--alone", "--device-memory", f"{memory}B", "--fit")
-    assert report["plan"]["mesh"] == {"sdp": 2, "fsdp": 2, "tp": 1}
-    assert report["fits"]
-    assert report["plan"]["ranks"][0]["peak"] <= memory
-    first, *_, last = report["tried"]
-    assert first.startswith("1 ranks a group (tp 1), ZeRO stage 0, activation checkpointing full: peak")
-    assert first.endswith("does not fit")
-    assert last.endswith("fits")
-
-
-def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(config), "--device-memory", "10kB", "--fit", "--world", "4"]) == 2
-    error = capsys.readouterr().err
-    assert "no layout of up to 2 ranks a group fits" in error
-    assert "the state alone is" in error
-    assert "what would need less" in error
-
-
-def test_a_hostfile_bounds_what_is_tried(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hosts = tmp_path / "hosts"
-    hosts.write_text("a slots=6\n")
-    search = ["plan", str(config), "--hostfile", str(hosts), "--device-memory", "10kB", "--fit"]
-    assert main(search) == 2
-    assert "no layout of up to 2 ranks a group fits" in capsys.readouterr().err  # of three, powers of two are tried
-    hosts.write_text("a slots=1\n")
-    assert main(search) == 2
-    assert "--fit: 1 ranks are fewer than sdp.groups 2" in capsys.readouterr().err
-
-
 def test_a_page_that_cannot_be_written(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     for path, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "plan.html", "File exists")):
         assert main(["plan", str(config), "--alone", "--html", str(path)]) == 2
         assert capsys.readouterr().err == f"sdp: error: --html {path}: the page cannot be written ({why})\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--world", 8, "--gpus-per-node", 1], "HSDP: a node has one rank"),
+        (["--world", 8, "--gpus-per-node", 4, "--set", "tensor_parallel.autotp_size=4"], "HSDP: tensor parallelism of 4 fills a node"),
+    ],
+)
+def test_hsdp_that_shards_nothing_is_left_out(config: Path, capsys: pytest.CaptureFixture[str], words: list[object], why: str) -> None:
+    report = planned(capsys, config, *words)
+    assert list(report["alternatives"]) == ["DDP", "FSDP (ZeRO-3)"]
+    assert report["notes"] == [f"{why}, so it has nobody there to share its state with, and is DDP"]
 
 
 def test_the_page_needs_nothing_else(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

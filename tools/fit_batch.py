@@ -1,0 +1,39 @@
+"""The samples of a step, which decide what is learned, and their cut into micro-batches for any number of data ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..engine.batch_size import BatchSize
+from ..engine.config import Config
+from ..engine.errors import ConfigError
+from ..engine.initialize import mesh_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """``samples`` of all ranks together; ``micro``: of one in a forward pass, as it is stated."""
+
+    samples: int
+    micro: int
+
+
+def stated_step(config: Config, world: int) -> Step:
+    """What ``config`` says of ``world`` ranks; those that do not fill the grid are left out. Raises :class:`ConfigError`."""
+    if config.train_batch_size is not None and config.train_micro_batch_size_per_gpu is not None:
+        return Step(config.train_batch_size, config.train_micro_batch_size_per_gpu)  # of any number of ranks
+    of_grid = config.sdp.groups * config.tensor_parallel.autotp_size
+    size = BatchSize.resolve(config, mesh_of(config, max(1, world // of_grid) * of_grid))
+    return Step(size.train, size.micro)
+
+
+def own_share(step: Step, data_ranks: int) -> tuple[int, int]:
+    """Micro-batch and accumulation of each of ``data_ranks``: the stated micro-batch, or the next smaller one that divides its samples.
+
+    Raises :class:`ConfigError` where the samples cannot be shared equally.
+    """
+    each, rest = divmod(step.samples, data_ranks)
+    if rest or each < 1:
+        raise ConfigError(f"the {step.samples:,} samples of a step cannot be shared equally among {data_ranks} data ranks")
+    micro = next(size for size in range(min(step.micro, each), 0, -1) if each % size == 0)
+    return micro, each // micro
