@@ -82,10 +82,8 @@ def _nothing(config: Config, memory: float, ranks: int, trials: list[Trial]) -> 
     refused = list({trial.why: str(trial) for trial in trials if trial.need is None}.values())
     closest = closest_of(trials)
     tried = "; ".join(([f"closest: {closest}"] if closest.need is not None else []) + refused[:3])
-    return (
-        f"--fit: no layout of up to {ranks} ranks a group fits {decimal(memory)} ({tried}); what would need less: "
-        f"{'; '.join(remedies(config))}"
-    )
+    less = "" if closest.need is None else f"; what would need less: {'; '.join(remedies(config))}"
+    return f"--fit: no layout of up to {ranks} ranks a group fits {decimal(memory)} ({tried}){less}"
 
 
 @dataclass

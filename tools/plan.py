@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         plan = forecast(name, config, machine, world)
     others, notes = ([], []) if args.alone else alternatives(config, machine, world)
     if args.html is not None:
-        _write_page(args.html, [plan, *others], _notes(plan, others) + notes, f"{world} ranks ({source})", memory)
+        _write_page(args.html, [plan, *others], _notes(plan, others) + notes, f"{world} ranks ({source})", memory, fit, commands)
     if args.json:
         print(json.dumps(_report(plan, others, notes, world, memory) | _report_of_fit(fit, commands), indent=2))
     else:
@@ -164,11 +164,16 @@ def _print(plan: Forecast, others: list[Forecast], notes: list[str], world: str)
         print(f"- {line}")
 
 
-def _write_page(path: Path, columns: list[Forecast], notes: list[str], world: str, memory: float | None) -> None:
+def _write_page(
+    path: Path, columns: list[Forecast], notes: list[str], world: str, memory: float | None, fit: Fit | None, commands: dict[str, str]
+) -> None:
     plan = columns[0]
+    machine = plan.machine
     parameters = sum(info.numel for info in plan.layout.parameters.values()) / 1e6
-    subtitle = f"{parameters:,.2f} M parameters, {world}, {plan.batch.train:,} samples a step"
-    text = page(columns, _table(columns).without_empty(), _collectives(plan), subtitle, notes, memory)
+    nodes = f"{len(machine.slots)} node{'s' * (len(machine.slots) > 1)} of up to {max(machine.slots)}"
+    found: dict[str, Any] = {} if fit is None else {"reasons": fit.reasons, "tried": list(map(str, fit.trials)), "commands": commands}
+    table = _table(columns).without_empty()
+    text = page(columns, table, _collectives(plan), f"{parameters:,.2f} M parameters; {world} on {nodes}", notes, memory, **found)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -12,6 +12,7 @@ from sdp.launcher.main import main
 from sdp.tools.machine import Machine, evenly
 from sdp.tools.quantities import decimal, quantity
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -144,13 +145,6 @@ def test_links() -> None:
     assert machine.link((3, 4)) == machine.link((0, 9)) == "between nodes"
 
 
-def test_a_page_that_cannot_be_written(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "plan.html", "File exists")):
-        assert main(["plan", str(config), "--alone", "--html", str(path)]) == 2
-        assert capsys.readouterr().err == f"sdp: error: --html {path}: the page cannot be written ({why})\n"
-
-
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -164,12 +158,22 @@ def test_hsdp_that_shards_nothing_is_left_out(config: Path, capsys: pytest.Captu
     assert report["notes"] == [f"{why}, so it has nobody there to share its state with, and is DDP"]
 
 
-def test_the_page_needs_nothing_else(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(config), "--world", "4", "--html", str(tmp_path / "new" / "plan.html"), "--device-memory", "1GB"]) == 0
-    text = (tmp_path / "new" / "plan.html").read_text()
-    assert not any(word in text for word in ("<script", "http", "src=", "@import"))
-    assert text.count('class="bar"') == 3  # HSDP is FSDP on one node
-    assert text.count("<rect") == 4 * 2
-    assert text.count('fill="#2f5d8a"') == 4  # a holder each
-    assert all(f"model.layers.{index}" in text for index in range(4))
-    assert "expected seconds of a step" in capsys.readouterr().out
+@pytest.mark.slow
+def test_seventy_billion_parameters_on_512_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures that follow from the sizes alone: LLaMA-3's parameters, a half of its layers in a group of 16 × 8 ranks."""
+    report = planned(capsys, CONFIGS / "llama_70b_hybrid.json", "--world", 512)
+    assert report["parameters"] == 70_553_706_496
+    assert report["plan"]["mesh"] == {"sdp": 4, "fsdp": 16, "tp": 8}
+    rank = report["plan"]["ranks"][0]
+    embeddings = 2 * 128256 * 8192 + 8192  # the head and the last norm too
+    held = embeddings + (70_553_706_496 - embeddings) / 2
+    # Matrices are cut by tensor parallelism and sharded, the norms' 161 vectors are sharded alone; 4 bytes an element.
+    assert rank["parameters"] == pytest.approx(4 * held / 128, rel=1e-3)
+    assert rank["gradients"] == rank["parameters"]
+    assert rank["optimizer"] == 2 * rank["parameters"]
+    assert 4 * rank["parameters"] < rank["peak"] < 80e9
+    # 8 FLOP a parameter and token with full recomputation (embeddings look up), attention on top.
+    tokens = 16 * 8192
+    assert 8 * (held - 128256 * 8192) * tokens / 8 < rank["flops"] < 1.5 * 8 * held * tokens / 8
+    assert list(report["alternatives"]) == ["DDP", "FSDP (ZeRO-3)"]
+    assert report["alternatives"]["DDP"]["ranks"][0]["peak"] > 80e9
