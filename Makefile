@@ -60,7 +60,7 @@ format: $(VENV)/.installed-dev
 
 gpu-packages: $(VENV)/.torch
 	rm -rf .gpu
-	$(PIP) install --quiet --target .gpu --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) --platform $(GPU_PLATFORM) \
+	$(PIP) install --quiet --no-compile --target .gpu --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) --platform $(GPU_PLATFORM) \
 	    $(foreach package,$(GPU_PACKAGES),$(shell sed -n 's/^ *\($(package)==.*\)/\1/p' setup.cfg | head -n 1))
 	ln -s .. .gpu/sdp
 	@du -sh .gpu
