@@ -55,7 +55,7 @@ def sent_by_this_process() -> int | None:
 
 def collectives_of_this_process() -> int:
     """Collectives that this process has taken part in, over all process groups that exist, by the groups' own count."""
-    return sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)  # type: ignore[attr-defined]
 
 
 @contextmanager
