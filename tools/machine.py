@@ -10,7 +10,6 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from ..engine.config import Config
-from ..engine.traffic import Scope
 from ..engine.traffic_plan import Collective
 
 Link = Literal["inside a node", "between nodes"]
@@ -50,28 +49,44 @@ def evenly(world: int, per_node: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Expected seconds of one rank's step. ``tensor_parallel``: never hidden. ``inside`` (gathers and reduce-scatters of weights): hidden
-    by computation. ``between`` (averages of gradients): hidden by the last micro-batch's backward pass. ``step`` has what is not hidden.
+    """Expected seconds of one rank's step. Of its traffic, before any of it is hidden: ``tensor_parallel``, ``inside`` groups (gathers and
+    reduce-scatters of weights, and norms' gradients among tensor-parallel ranks), ``between`` groups (averages of gradients) and
+    ``refresh`` (weights sent to frozen copies). ``step``: computation and what is not hidden behind it.
     """
 
     compute: float
     tensor_parallel: float
     inside: float
     between: float
+    refresh: float
     step: float
 
 
 def step_time(flops: float, collectives: Sequence[Collective], machine: Machine, accumulation: int) -> StepTime:
-    """Of a rank that computes ``flops`` and takes part in ``collectives``: bytes over the speed of the link, latencies left out;
-    operations over what a device achieves.
+    """Of a rank that computes ``flops`` in a step and takes part in ``collectives``.
+
+    Computation is operations over what a device achieves, a third of it forward and two thirds backward, whatever is recomputed or frozen;
+    traffic is bytes over the speed of the link, latencies left out. Tensor-parallel traffic is waited for, and hides nothing. Of all else
+    each kind of link carries one thing at a time: refreshes while the first of the step's equal micro-batches is in forward (they start
+    after the update before it), averages while the last is in backward, and what is sent inside groups in all of the computation that
+    these two leave free. What does not go into its time is exposed, and what the two kinds of link leave exposed adds up.
     """
     compute = flops / (machine.flops * machine.achieved)
-    seconds: Counter[Scope] = Counter()
+    first, last = (1 - _BACKWARD) * compute / accumulation, _BACKWARD * compute / accumulation
+    seconds: Counter[tuple[Link, str]] = Counter()
     for one in collectives:
-        seconds[one.scope] += machine.seconds(one.sent, machine.link(one.ranks))  # type: ignore[assignment]
-    tensor, inside, between = seconds["tensor parallel"], seconds["inside groups"], seconds["between groups"]
-    step = compute + tensor + max(0.0, inside - compute) + max(0.0, between - _BACKWARD * compute / accumulation)
-    return StepTime(compute, tensor, inside, between, step)
+        link, part = machine.link(one.ranks), "refresh" if one.kind == "broadcast" else one.scope
+        seconds[link, part] += machine.seconds(one.sent, link)  # type: ignore[assignment]
+
+    def total(part: str) -> float:
+        return sum(seconds[link, part] for link in LINKS)
+
+    step = compute + total("tensor parallel")
+    for link in LINKS:
+        refresh, between, inside = (seconds[link, part] for part in ("refresh", "between groups", "inside groups"))
+        free = compute - min(refresh, first) - min(between, last)
+        step += max(0.0, refresh - first) + max(0.0, between - last) + max(0.0, inside - free)
+    return StepTime(compute, total("tensor parallel"), total("inside groups"), total("between groups"), total("refresh"), step)
 
 
 def default_world(config: Config) -> tuple[int, str]:

@@ -207,6 +207,7 @@ def _table(columns: list[Forecast]) -> Table:
         plain_row("tensor parallel, never hidden", [rank.time.tensor_parallel or None for rank in slowest], ".3g"),
         plain_row("inside groups, before hiding", [rank.time.inside or None for rank in slowest], ".3g"),
         plain_row("between groups, before hiding", [rank.time.between or None for rank in slowest], ".3g"),
+        plain_row("frozen copies, before hiding", [rank.time.refresh or None for rank in slowest], ".3g"),
         plain_row("step, slowest rank", [column.seconds for column in columns], ".4g"),
         plain_row(_speed(columns[0]), [column.samples_per_second * column.config.data.tokens_per_sample for column in columns], ",.0f"),
     ]

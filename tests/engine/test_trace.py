@@ -129,6 +129,7 @@ def test_what_is_left_out_of_a_deep_model_is_exactly_what_one_more_block_adds(la
     assert part.traced_blocks < part.blocks == all_of_it.traced_blocks
     assert part.at_peak == all_of_it.at_peak
     assert (part.activations, part.communication, part.flops) == (all_of_it.activations, all_of_it.communication, all_of_it.flops)
+    assert part.beside == all_of_it.beside
 
 
 def test_tensor_parallel_ranks_send_what_was_traced(ranks: RankPool) -> None:
