@@ -239,9 +239,8 @@ def watched_step(
     with ledger:
         for _ in range(engine.gradient_accumulation_steps()):
             ledger.enter_window("forward")
-            samples = batch(engine.train_micro_batch_size_per_gpu())
             with torch.autocast(CPU.type, autocast, enabled=autocast is not None):
-                loss = loss_of(engine(samples))
+                loss = loss_of(engine(batch(engine.train_micro_batch_size_per_gpu())))
             engine.backward(loss)
             sharded = [module for module in engine.module.modules() if isinstance(module, FSDPModule)]
             ledger.know((kept for module in sharded for kept in unreduced_gradients(module)), GRADIENTS)
