@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..data.image_sets import facts_of_set
-from ..data.tokenizers import DEFAULT_VOCAB_SIZE
+from ..data.tokenizers import DEFAULT_VOCAB_SIZE, BytesTokenizer
 from ..engine.batch_size import BatchSize
 from ..engine.config import Config, SDPSection
 from ..engine.errors import ConfigError, SDPError
@@ -339,7 +339,8 @@ def _facts(config: Config) -> dict[str, int]:
         entry = MODELS.get(str(model.get("name")))
         if entry is not None and entry.reads != "tokens":
             raise ConfigError(f'data.name: {model["name"]} reads {entry.reads}; name them, for example "digits"')
-        return {"vocab_size": data.vocab_size or model.get("vocab_size") or DEFAULT_VOCAB_SIZE}
+        fixed = BytesTokenizer.vocab_size if data.tokenizer == "bytes" else None
+        return {"vocab_size": data.vocab_size or fixed or model.get("vocab_size") or DEFAULT_VOCAB_SIZE}
     if "num_classes" not in model:
         raise ConfigError(f"model.num_classes: {path} is not there to count the classes of; add it to plan")
     return {"num_classes": model["num_classes"], "image_size": data.image_size or _FOLDER_IMAGE_SIZE}

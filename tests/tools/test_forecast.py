@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankPool
+from sdp.data.tokenizers import BytesTokenizer
 from sdp.engine.activations import checkpoint_activations
 from sdp.engine.config import load_config
 from sdp.engine.memory_probe import peak_tensor_bytes
@@ -175,3 +176,9 @@ def test_tensor_parallel_ranks_send_half_precision_under_autocast() -> None:
     assert autocast.keys() == same.keys()
     for key, nbytes in same.items():
         assert nbytes <= autocast[key] < 1.1 * nbytes  # the embeddings of float32 rows
+
+
+def test_bytes_have_their_own_vocabulary_before_data_is_there() -> None:
+    build, _ = forecasts.model_and_batch(load_config(CONFIG | {"data": {"sequence_length": 16, "tokenizer": "bytes"}}))
+    with torch.device("meta"):
+        assert build().config.vocab_size == BytesTokenizer.vocab_size  # type: ignore[union-attr]
