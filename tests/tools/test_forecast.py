@@ -179,6 +179,8 @@ def test_tensor_parallel_ranks_send_half_precision_under_autocast() -> None:
 
 
 def test_bytes_have_their_own_vocabulary_before_data_is_there() -> None:
-    build, _ = forecasts.model_and_batch(load_config(CONFIG | {"data": {"sequence_length": 16, "tokenizer": "bytes"}}))
+    model = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
+    config = load_config(CONFIG | {"model": model, "data": {"sequence_length": 16, "tokenizer": "bytes"}})
+    build, _ = forecasts.model_and_batch(config)
     with torch.device("meta"):
         assert build().config.vocab_size == BytesTokenizer.vocab_size  # type: ignore[union-attr]
