@@ -109,9 +109,11 @@ class _GatherVocabulary(Function):
 
 
 def autocast_precision(tensor: Tensor) -> torch.dtype | None:
-    """To which torch's autocast casts what is on the tensor's device; None where it is off."""
+    """To which torch's autocast casts the tensor in a linear layer; None where it is off, and in float64, which it leaves alone."""
     kind = tensor.device.type
-    return None if tensor.is_meta or not torch.is_autocast_enabled(kind) else torch.get_autocast_dtype(kind)
+    if tensor.is_meta or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def gather_sequence(part: Tensor, ranks: TensorRanks) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..engine.errors import DivergedError
 from ..engine.layout import Layout
 from ..engine.units import SHARED, Slice
 
@@ -78,7 +79,14 @@ class Differences:
         self._squares = dict.fromkeys(self._parts, 0.0)
 
     def add(self, dense: Mapping[str, Tensor], others: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """One more batch: its ``dense`` gradient, and under each name of ``others`` the one that is compared with it."""
+        """One more batch: its ``dense`` gradient, and under each name of ``others`` the one that is compared with it.
+
+        Raises :class:`DivergedError` where one is no number.
+        """
+        for name, gradients in {"dense": dense, **others}.items():
+            wrong = next((key for key, gradient in gradients.items() if not torch.isfinite(gradient).all()), None)
+            if wrong is not None:
+                raise DivergedError(f"{wrong}: its gradient ({name}) is no number on a batch; these weights have diverged, take others")
         for name, gradients in others.items():
             self._differences.setdefault(name, []).append({key: gradient - dense[key] for key, gradient in gradients.items()})
         for key, gradient in dense.items():

@@ -8,6 +8,7 @@ first. The report is written after every row; rows for which no time is left are
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import json
 import os
@@ -336,7 +337,12 @@ def _write(path: Path | None, report: Mapping[str, Any]) -> None:
     """Whole or not at all."""
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(path.suffix + ".new")
-    new.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    new.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        new.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from None

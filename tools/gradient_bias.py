@@ -92,17 +92,23 @@ def run(args: argparse.Namespace) -> int:
     if config.sdp.groups == 1:
         raise ConfigError("sdp.groups 1: the one group has the dense model's gradient; give several groups and a placement")
     out = args.out or Path("runs") / f"{args.config.stem}-gradient-bias"
+    for option, path in (("--out", out), ("--json", args.json and args.json.parent)):  # before anything is measured
+        try:
+            if path is not None:
+                path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{option} {path}: cannot be made a folder ({error.strerror})") from None
+    if args.json is not None and args.json.is_dir():
+        raise ConfigError(f"--json {args.json}: is a folder; name a file")
     saved = open_run(args.checkpoint) if args.checkpoint is not None else None
     measured = measure(in_one_process(config), out, args.batches, same_data=args.same_data, saved=saved)
     text = table(measured)
     print(text)
-    out.mkdir(parents=True, exist_ok=True)
     (out / "gradient_bias.md").write_text(text + "\n", encoding="utf-8")
     picture = plot_bias(measured.by_batches, *_points(measured), out / "gradient_bias.png")
     print(f"\ntable and plot: {out}/gradient_bias.md, {picture}")
     if args.json is not None:
         try:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(to_json(measured), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {args.json}: cannot be written ({error.strerror})") from None

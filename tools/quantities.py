@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal
 
@@ -25,8 +26,8 @@ def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> flo
         if match is None or (match[2] or "") not in _UNITS or not (match[2] or match[3]):
             raise ConfigError(f"{option} {text or repr(text)}: expected a number with a unit, such as {_EXAMPLES[unit]}")
         number, factor = float(match[1]), _UNITS[match[2] or ""]
-    if number <= 0:
-        raise ConfigError(f"{option} {text}: expected more than nothing, such as {_EXAMPLES[unit]}")
+    if not 0 < number * factor < math.inf:
+        raise ConfigError(f"{option} {text}: expected more than nothing and less than everything, such as {_EXAMPLES[unit]}")
     return number * factor
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..engine.config import load_config
 from ..engine.errors import ConfigError
 from .plot import plot_lines
 
@@ -32,6 +33,10 @@ def run(args: argparse.Namespace, folder: Path, compare: Callable[[argparse.Name
     """
     if args.nproc is not None:
         raise ConfigError(f"--nproc: {OPTION} says how many ranks to start; leave it out")
+    if load_config(args.config, args.set).train_batch_size is not None:
+        raise ConfigError(
+            f"train_batch_size: with {OPTION} a rank's batch stays and that of a step grows; state train_micro_batch_size_per_gpu instead"
+        )
     reports = {}
     for count in counts(args.workers):
         own = folder / f"workers-{count}"
@@ -41,17 +46,18 @@ def run(args: argparse.Namespace, folder: Path, compare: Callable[[argparse.Name
         if code:
             return code
         reports[count] = json.loads((own / "report.json").read_text(encoding="utf-8"))
-    _write(folder, reports)
+        _write(folder, reports)  # after each: a number that cannot be run loses none of the others
+    print((folder / "workers.md").read_text(encoding="utf-8"), flush=True)
     return 0
 
 
 def _without_option(words: Sequence[str]) -> list[str]:
-    kept = list(words)
-    for at, word in enumerate(words):
+    kept, left = [], iter(words)
+    for word in left:
         if word == OPTION:
-            del kept[at : at + 2]
-        elif word.startswith(f"{OPTION}="):
-            del kept[at]
+            next(left, None)
+        elif not word.startswith(f"{OPTION}="):
+            kept.append(word)
     return kept
 
 
@@ -98,7 +104,6 @@ def _write(folder: Path, reports: Mapping[int, Mapping[str, Any]]) -> None:
     last = tables[-1]["methods"]
     points = {name: [(count, row["tokens_per_second"]) for count, row in own.items()] for name, own in last.items()}
     plot_lines(points, "speed against the number of workers", "workers", unit, folder / "workers.png")
-    print(text, flush=True)
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:

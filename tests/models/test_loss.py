@@ -149,3 +149,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> Non
     model(ids, ids).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    hidden, weight, targets = torch.randn(4, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets, 4)
+    torch.testing.assert_close(loss, linear_cross_entropy(hidden, weight, targets, 4), rtol=0, atol=0)

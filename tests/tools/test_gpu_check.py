@@ -320,3 +320,9 @@ def test_goals_that_are_missed_end_in_exit_code_1_but_not_of_tiny_models(tiny: b
         run.go(jobs, lambda row: Planned(500, 1000, 80.0), measured({}), lambda: 60.0)
         assert run.conclude() == expected
     assert ("1 of 1 goals were not reached" in capsys.readouterr().out) is not tiny
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        gpu_check._write(tmp_path, {})
+    assert list(tmp_path.parent.glob("*.new")) == []

@@ -13,11 +13,12 @@ import torch
 from sdp.data.prepare import prepare
 from sdp.engine.config import load_config
 from sdp.engine.construct import give_values, values_to_give
+from sdp.engine.errors import DivergedError
 from sdp.engine.initialize import mesh_of
 from sdp.engine.layout import Layout, Shard
 from sdp.launcher.main import main
 from sdp.models.registry import build_model
-from sdp.tools.bias_estimate import Bias, Products, apparent_by_batches, estimate
+from sdp.tools.bias_estimate import Bias, Differences, Products, apparent_by_batches, estimate
 from sdp.tools.gradient_bias import BACKWARD, FORWARD, OVERALL, compare, in_one_process
 
 GROUPS, MICRO, TOKENS, VOCABULARY = 4, 2, 12, 31
@@ -201,3 +202,20 @@ def test_what_cannot_be_measured_is_one_line(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_gradients_that_are_no_numbers_are_no_verdict() -> None:
+    model = {"name": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = load_config({"train_micro_batch_size_per_gpu": 1, "sdp": {"groups": 2, "capacity": 0.5}, "model": model})
+    differences = Differences(Layout.of(build_model(config.model), config, mesh_of(config, 2)))
+    with pytest.raises(DivergedError, match="is no number on a batch"):
+        differences.add({"w": torch.ones(2)}, {FORWARD: {"w": torch.tensor([1.0, float("nan")])}})
+
+
+def test_outputs_are_tried_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "a.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "sdp": {"groups": 2, "capacity": 0.5}}))
+    for option, path, message in (("--out", config, "cannot be made a folder"), ("--json", tmp_path, "is a folder; name a file")):
+        words = ["--out", str(tmp_path / "out")] if option == "--json" else []
+        assert main(["gradient-bias", str(config), *words, option, str(path)]) == 2
+        assert message in capsys.readouterr().err

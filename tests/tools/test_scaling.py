@@ -21,6 +21,7 @@ def report(speeds: dict[str, float], over: dict[str, float]) -> dict[str, Any]:
     return {"settings": {"config": "a.json", "tokens_per_sample": 16}, "races": [{"link": "1gbit", "methods": methods}]}
 
 
+CONFIG = {"train_micro_batch_size_per_gpu": 1}
 REPORTS = {2: report({"ddp": 100.0, "sdp": 200.0}, {"ddp": 1.0, "sdp": 2.0}), 4: report({"ddp": 150.0, "sdp": 400.0, "hsdp": 80.0}, {})}
 
 
@@ -42,11 +43,12 @@ def test_each_number_is_a_run_of_as_many_groups(tmp_path: Path, capsys: pytest.C
         (args.out / "report.json").write_text(json.dumps(REPORTS[args.nproc]))
         return 0
 
-    argv = ["bench", "a.json", "--workers", "4,2", "--rounds", "3"]
-    given = argparse.Namespace(workers="4,2", nproc=None, set=["a.b=1"], argv=argv, out=tmp_path)
+    argv = ["bench", "a.json", "--workers", "2", "--workers", "4,2", "--rounds", "3"]
+    setting = "training.seed=1"
+    given = argparse.Namespace(config=CONFIG, workers="4,2", nproc=None, set=[setting], argv=argv, out=tmp_path)
     assert run(given, tmp_path, compare) == 0
     assert [args.nproc for args in asked] == [2, 4]
-    assert asked[0].set == ["a.b=1", "sdp.groups=2"]
+    assert asked[0].set == [setting, "sdp.groups=2"]
     own = str(tmp_path / "workers-2")
     assert asked[0].argv == ["bench", "a.json", "--rounds", "3", "--set", "sdp.groups=2", "--nproc", "2", "--out", own]
     text = (tmp_path / "workers.md").read_text()
@@ -58,7 +60,7 @@ def test_each_number_is_a_run_of_as_many_groups(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_run_that_fails_ends_it(tmp_path: Path) -> None:
-    given = argparse.Namespace(workers="2,4", nproc=None, set=[], argv=["bench", "--workers=2,4"], out=tmp_path)
+    given = argparse.Namespace(config=CONFIG, workers="2,4", nproc=None, set=[], argv=["bench", "--workers=2,4"], out=tmp_path)
     assert run(given, tmp_path, lambda args: 2 if "--workers=2,4" not in args.argv else 0) == 2
     assert not (tmp_path / "workers.md").exists()
 
@@ -68,3 +70,9 @@ def test_numbers_of_workers(text: str) -> None:
     assert counts("8,2") == [2, 8]
     with pytest.raises(ConfigError, match="expected different numbers of ranks from 2 on"):
         counts(text)
+
+
+def test_a_batch_of_all_ranks_is_refused(tmp_path: Path) -> None:
+    given = argparse.Namespace(config=CONFIG, workers="2,4", nproc=None, set=["train_batch_size=16"], argv=[], out=tmp_path)
+    with pytest.raises(ConfigError, match="train_batch_size: with --workers a rank's batch stays"):
+        run(given, tmp_path, lambda _: 0)
