@@ -150,6 +150,8 @@ class SDPEngine(EngineFacts):
             clip_(gradients, norm, self.config.gradient_clipping)
         self._backend.shard_parameters()  # a forward pass since backward may have left gathered copies of the old weights
         self.optimizer.step()
+        gradients.clear()
+        self.zero_grad()  # their memory is free before casts of weights are made, to be sent
         self._backend.refresh(after_step=True)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()

@@ -252,9 +252,9 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         for warning in warnings_of(config.sdp, layout.placement) if mesh.sdp > 1 else []:
             log.warning("placement: %s", warning)
     if layout.refreshes and not config.sdp.in_one_process:
-        sets = {refresh.members for refresh in layout.refreshes}
-        most = max(sum(group in members for members in sets) for group in layout.everyone)
-        log.info("masking: units that a group does not hold run from frozen copies, which a holder refreshes after each step "
+        ways = {(refresh.source, refresh.members) for refresh in layout.refreshes}
+        most = max(sum(group in members for _, members in ways) for group in layout.everyone)
+        log.info("masking: units that a group does not hold run from frozen copies, which holders refresh after each step "
                  "(at most %d communicators a rank more)", most)  # fmt: skip
     if layout.branch_scale != "none" and all(len(holders) == mesh.sdp for holders in layout.placement.holders):
         log.warning('sdp.branch_scale "%s" has no effect: every group holds every unit', layout.branch_scale)

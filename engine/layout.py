@@ -238,10 +238,9 @@ class Layout:
         refreshes = []
         for unit, holders in zip(self.units, self.placement.holders, strict=True):
             if len(holders) < self.mesh.sdp:
-                source = self.placement.sources[holders]
-                members = tuple(group for group in self.everyone if group == source or group not in holders)
                 names = tuple(info.name for info in self.members.get(unit.name, ()))
-                refreshes.append(Refresh(self.block_of(unit), names, source, members))
+                deliveries, block = self.placement.deliveries[holders], self.block_of(unit)
+                refreshes += [Refresh(delivery.source, delivery.members, block, names) for delivery in deliveries]
         return tuple(refreshes)
 
     def buckets(self, comes_last: Callable[[str], bool]) -> list[Bucket]:

@@ -130,7 +130,8 @@ class Communicators:
     ``fsdp``: the ranks among which this group's state is sharded, or this rank alone where FSDP2 wraps what is not sharded.
     ``holders[h]``: the ranks that average a gradient held by the SDP groups ``h``; absent where that is this rank alone. With
     ``replicate_inside`` (ZeRO stage 0) nothing is sharded, and the ranks of a group average among themselves in the same all-reduce.
-    ``refresh[g]``: the ranks of the groups ``g`` at this rank's place in its own, which exchange frozen copies.
+    ``refresh[s, g]``: the ranks of the groups ``g`` at this rank's place in its own, to which that of the group ``s`` sends frozen copies:
+    for each sender another, as what a communicator is given it does one by one, and a link carries both directions at once.
     """
 
     mesh: Mesh
@@ -138,7 +139,7 @@ class Communicators:
     replicate_inside: bool
     fsdp: dist.ProcessGroup | None = None
     holders: dict[Holders, dist.ProcessGroup] = field(default_factory=dict)
-    refresh: dict[Holders, dist.ProcessGroup] = field(default_factory=dict)
+    refresh: dict[tuple[int, Holders], dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -148,11 +149,12 @@ class Communicators:
         *,
         replicate_inside: bool,
         alone: bool = False,
-        refresh_sets: Iterable[Holders] = (),
+        refreshes: Iterable[tuple[int, Holders]] = (),
     ) -> Communicators:
         """Create all groups of the world; every rank must call this with the same arguments.
 
-        Groups are created in world order (``use_local_synchronization`` hangs on cyclic overlaps), equal rank lists once.
+        Groups are created in world order (``use_local_synchronization`` hangs on cyclic overlaps), equal rank lists once but
+        for ``refreshes``.
         ``alone``: FSDP2 wraps parameters that are not sharded, on a process group of this rank alone, which overlaps no other.
         """
         self = cls(mesh, dist.get_rank(), replicate_inside)
@@ -182,11 +184,11 @@ class Communicators:
                         made_group = group_of(ranks)
                         if self.rank in ranks:
                             self.holders[holders] = made_group
-        for groups in sorted(set(refresh_sets)):
-            for ranks in map(list, zip(*map(mesh.ranks_of, groups), strict=True)):
-                made_group = group_of(ranks)
+        for source, groups in sorted(set(refreshes)):
+            for ranks in zip(*map(mesh.ranks_of, groups), strict=True):
+                own = dist.new_group(list(ranks), backend=_backend())
                 if self.rank in ranks:
-                    self.refresh[groups] = made_group
+                    self.refresh[source, groups] = own  # type: ignore[assignment]
         return self
 
     def fsdp_mesh(self, device_type: str) -> DeviceMesh:

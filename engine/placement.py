@@ -7,7 +7,8 @@ project's own choices, see docs/method.md).
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from bisect import bisect
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,9 +20,22 @@ from scipy.sparse import csgraph
 
 from .errors import PlacementError
 from .mesh import Holders
+from .traffic import passes_on
 
 COMMUNICATORS = 16  # of a rank, at most, in the placements that draw holder sets: NCCL's buffers cost tens of MB each
 _DENSE = 2048  # sides up to which all singular values at once are cheaper than the two largest by iteration
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The group ``source`` sends something to all other ``members``, which are sorted."""
+
+    source: int
+    members: Holders
+
+    def sent_by(self, group: int) -> bool:
+        """Whether ``group`` is the source or passes on what it receives."""
+        return group in self.members and passes_on(self.members.index(group), self.members.index(self.source), len(self.members))
 
 
 @dataclass(frozen=True)
@@ -127,19 +141,34 @@ class Placement:
         return spectral_gap(self._members, [copies[holders] for holders in self.holder_sets])
 
     @cached_property
-    def sources(self) -> dict[Holders, int]:
-        """Holder set that lacks a group → the holder that sends its units' weights to the groups without them (backward masking).
+    def deliveries(self) -> dict[Holders, tuple[Delivery, ...]]:
+        """Holder set that lacks a group → which holder sends its units' weights to which groups without them (backward masking).
 
-        One for all units of a set, so that they share a communicator: the one with the fewest parameters to send so far.
+        As many holders as can share the work, those with the fewest parameters to send so far, each to its part of the groups. The same
+        for all units of a set, and where it can be to groups to which the holder sends already, so that units share communicators.
         """
         sends, costs = Counter[int](), Counter[Holders]()
+        known: defaultdict[int, list[frozenset[int]]] = defaultdict(list)  # by source
         for holders, cost in zip(self.holders, self.costs, strict=True):
             costs[holders] += cost
-        sources: dict[Holders, int] = {}
+        deliveries: dict[Holders, tuple[Delivery, ...]] = {}
         for holders in sorted((h for h in costs if len(h) < self.groups), key=lambda h: (-costs[h], h)):
-            sources[holders] = min(holders, key=lambda group: sends[group])
-            sends[sources[holders]] += costs[holders]
-        return sources
+            waiting = sorted(set(range(self.groups)).difference(holders))
+            sources = sorted(holders, key=lambda group: sends[group])[: len(waiting)]
+            sources.sort(key=lambda group: all(to.intersection(holders) for to in known[group]))  # those with groups to send to first
+            found = []
+            for place, source in enumerate(sources):
+                size = -(-len(waiting) // (len(sources) - place))
+                to = next((to for to in known[source] if len(to) == size and to.issubset(waiting)), None)
+                if to is None:  # those that come next after the source: of a cyclic placement the same for many sets
+                    first = bisect(waiting, source)
+                    to = frozenset((waiting[first:] + waiting[:first])[:size])
+                    known[source].append(to)
+                waiting = [group for group in waiting if group not in to]
+                found.append(Delivery(source, tuple(sorted({source, *to}))))
+                sends.update({group: costs[holders] for group in found[-1].members if found[-1].sent_by(group)})
+            deliveries[holders] = tuple(found)
+        return deliveries
 
     def communicators_of(self, group: int) -> int:
         """Number of distinct holder sets of more than one group that ``group`` takes part in."""

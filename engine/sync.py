@@ -1,12 +1,12 @@
 """The cross-group layer: averages gradient shards among the holders of a unit, overlapped with backward; refreshes frozen copies.
 
 A bucket is a run of parameters with one holder set. When the last of its gradients is ready at the accumulation boundary, they are
-laid side by side in one buffer, which replaces them (no second copy stays), and an asynchronous all-reduce starts. Buckets are
-started in one global order, that of backward, whatever the order in which autograd happens to fire: every communicator then sees the
-same sequence on all of its ranks.
+divided by the number of ranks into one buffer, which replaces them (no second copy stays), and an asynchronous all-reduce starts.
+Buckets are started in one global order, that of backward, whatever the order in which autograd happens to fire: every communicator then
+sees the same sequence on all of its ranks.
 
-Under backward masking a holder then sends its new weights to the groups that keep frozen copies of them, while the next forward pass
-begins: it waits before each block for that block's alone.
+Under backward masking holders then send new weights to the groups that keep frozen copies of them, each to its part of these groups,
+while the next forward pass begins: it waits before each block for that block's alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .mesh import Holders
+from .placement import Delivery
 from .tensor_collectives import TensorRanks
 from .traffic import Traffic, passes_on
 
@@ -64,19 +65,11 @@ def plan_buckets(
 
 
 @dataclass(frozen=True)
-class Refresh:
-    """The parameters ``names`` of a unit in ``block``, which the group ``source``, a holder, sends to the groups without it, the other
-    ``members``.
-    """
+class Refresh(Delivery):
+    """A holder sends the parameters ``names`` of a unit in ``block`` to groups without it."""
 
     block: str
     names: tuple[str, ...]
-    source: int
-    members: Holders
-
-    def sent_by(self, group: int) -> bool:
-        """Whether ``group`` is the source or passes on what it receives."""
-        return group in self.members and passes_on(self.members.index(group), self.members.index(self.source), len(self.members))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,14 +171,14 @@ class GradientSync:
             self._next += 1
 
     def _launch(self, pending: _Pending) -> None:
-        pending.buffer = _coalesce(pending.parameters)
+        pending.buffer = _coalesce(pending.parameters, pending.ranks)
         if pending.buffer.numel() == 0:
             return  # no rank of this communicator has a row of these parameters
         self._traffic.record("between groups", "all_reduce", pending.buffer.nbytes, pending.ranks)
         pending.work = self._all_reduce(pending.buffer, pending.group)
 
     def finish(self) -> None:
-        """Start what is left (a parameter that took no part in the pass counts as a zero gradient), await all, divide by the holders."""
+        """Start what is left (a parameter that took no part in the pass counts as a zero gradient) and await all."""
         left = self._pending[self._next :]
         for parameter in chain(self._alone, *(pending.parameters for pending in left)):
             if parameter.grad is None:
@@ -196,9 +189,8 @@ class GradientSync:
         self._armed = False
         started = self._clock()
         for pending in self._pending:
-            if pending.work is not None and pending.buffer is not None:
+            if pending.work is not None:
                 pending.work.wait()
-                pending.buffer.div_(pending.ranks)
             pending.work = pending.buffer = None
         self.exposed_seconds += self._clock() - started
         self._sum_over_tensor_ranks()
@@ -223,8 +215,8 @@ class GradientSync:
 class WeightRefresh:
     """Brings one rank's frozen copies up to date with the holders' weights, and sends its own weights to others' copies.
 
-    ``parameters``: this rank's, held and frozen, by canonical name; ``groups[members]``: the communicator, absent where this rank is
-    none of them. Shards align, since FSDP2 cuts the first dimension alike in all groups, so each goes straight into its place;
+    ``parameters``: this rank's, held and frozen, by canonical name; ``groups[source, members]``: the communicator, absent where this rank
+    is none of them. Shards align, since FSDP2 cuts the first dimension alike in all groups, so each goes straight into its place;
     holders' weights are cast to ``dtype``, the copies', on the way. ``broadcast`` starts to send what the member ``source`` has.
     """
 
@@ -232,7 +224,7 @@ class WeightRefresh:
         self,
         refreshes: Sequence[Refresh],
         parameters: Mapping[str, torch.Tensor],
-        groups: Mapping[Holders, dist.ProcessGroup],
+        groups: Mapping[tuple[int, Holders], dist.ProcessGroup],
         traffic: Traffic,
         dtype: torch.dtype,
         broadcast: Callable[[torch.Tensor, int, dist.ProcessGroup], Any] = lambda tensor, source, group: dist.broadcast(
@@ -240,7 +232,7 @@ class WeightRefresh:
         ),
     ):
         self._broadcast = broadcast
-        self._refreshes = [refresh for refresh in refreshes if refresh.members in groups]
+        self._refreshes = [refresh for refresh in refreshes if (refresh.source, refresh.members) in groups]
         self._parameters, self._groups, self._traffic, self._dtype = parameters, groups, traffic, dtype
         self._pending: dict[str, list[tuple[dist.Work, torch.Tensor]]] = {}
 
@@ -269,7 +261,8 @@ class WeightRefresh:
 
     def _parts(self, refresh: Refresh, name: str) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
         """What this rank has of a parameter, by communicators, each with the place of the rank in it that sends."""
-        yield local_tensor(self._parameters[name].detach()), self._groups[refresh.members], refresh.members.index(refresh.source)
+        group = self._groups[refresh.source, refresh.members]
+        yield local_tensor(self._parameters[name].detach()), group, refresh.members.index(refresh.source)
 
     def wait(self, block: str, stream: torch.Stream | None = None) -> None:
         """Wait for one block's weights. On CUDA it is the current stream that waits, and ``stream``, which gathers them."""
@@ -285,15 +278,19 @@ class WeightRefresh:
             self.wait(block)
 
 
-def _coalesce(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The local gradients as one flat buffer, of which ``.grad`` become views; no copy where they already lie side by side."""
+def _coalesce(parameters: Sequence[nn.Parameter], ranks: int) -> torch.Tensor:
+    """The local gradients over ``ranks``, whose sum is the mean, as one flat buffer, of which ``.grad`` become views; no copy where they
+    already lie side by side.
+
+    Divided before they are summed, as DDP and FSDP2 do: in the same pass over memory as the copy.
+    """
     grads = [local_tensor(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
     if _side_by_side(grads):
-        return grads[0].as_strided((sum(grad.numel() for grad in grads),), (1,))
-    buffer = torch.cat([grad.reshape(-1) for grad in grads])
+        return grads[0].as_strided((sum(grad.numel() for grad in grads),), (1,)).div_(ranks)
+    buffer = grads[0].new_empty(sum(grad.numel() for grad in grads))
     views = buffer.split([grad.numel() for grad in grads])
     for parameter, grad, view in zip(parameters, grads, views, strict=True):
-        flat = view.view(grad.shape)
+        flat = torch.div(grad, ranks, out=view.view(grad.shape))
         if isinstance(parameter, DTensor):
             parameter.grad = DTensor.from_local(
                 flat,

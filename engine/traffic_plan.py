@@ -44,8 +44,8 @@ class CollectivePlan:
     stages 1 and 2, twice a micro-batch (forward and backward) at stage 3; gradients are reduce-scattered in float32, once a step
     at stage 1, every micro-batch at stages 2 and 3; (F − 1)/F of the padded parameter each time. One scalar for the norm.
 
-    Frozen copies (backward masking) are gathered as parameters are; the holder that refreshes a unit broadcasts its local shard in compute
-    precision once a step, and all but one of the groups that receive it pass it on.
+    Frozen copies (backward masking) are gathered as parameters are. Holders share out the groups without a unit: each broadcasts its
+    local shard in compute precision once a step to its part of them, of whom all but one pass it on.
 
     Under tensor parallelism all of this is of a rank's part of the matrices, and gradients of what is not cut (norms) are gathered once
     a step. What its ranks send of activations ("tensor parallel") depends on the batch, not on the placement: ``trace.py`` knows it.

@@ -240,11 +240,10 @@ def _ranks(
 
 def _communicators(layout: Layout, at: Coordinates, collectives: Sequence[Collective]) -> int:
     """Process groups that a rank is in: also those in which it only receives."""
-    grid = layout.mesh.grid
-    refreshed = {refresh.members for refresh in layout.refreshes if at.sdp in refresh.members}
-    together = {one.ranks for one in collectives} | {tuple(grid[list(members), at.fsdp, at.tp].tolist()) for members in refreshed}
-    together |= {tuple(grid[at.sdp, at.fsdp].tolist())} if layout.mesh.tp > 1 else set()
-    return len(together)
+    refreshed = {(refresh.source, refresh.members) for refresh in layout.refreshes if at.sdp in refresh.members}
+    together = {one.ranks for one in collectives if one.kind != "broadcast"}
+    together |= {tuple(layout.mesh.grid[at.sdp, at.fsdp].tolist())} if layout.mesh.tp > 1 else set()
+    return len(together) + len(refreshed)
 
 
 def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[Forecast], list[str]]:

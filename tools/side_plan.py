@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..engine.config import Config
 from ..engine.errors import ConfigError
 from .forecast import Forecast, RankForecast, forecast, with_buckets
-from .machine import Machine, step_time
+from .machine import Machine, StepTime, step_time
 from .methods import DDP, OUTER_EVERY, SMALLER, is_sdp, variant
 
 _IN_BUCKETS = {DDP, "ddp-recompute", "ddp-bf16-gradients", SMALLER}
@@ -34,15 +34,16 @@ class Plan:
         ranks = sum(len(group.groups) for group in groups)
         return max(group.trace.flops for group in groups) / (sum(group.trace.flops * len(group.groups) for group in groups) / ranks)
 
-    def seconds(self, flops: float, link: float) -> float:
+    def time(self, flops: float, link: float) -> StepTime:
         """Of a step at so many FLOP/s of a rank, and bytes a second that each can send: of the slowest rank."""
         plan = self.forecast
         machine = Machine((plan.layout.mesh.world_size,), flops, 1.0, link, link)
-        return max(
-            step_time(group.trace.flops, rank.collectives, machine, plan.batch.accumulation).step
+        times = [
+            step_time(group.trace.flops, rank.collectives, machine, plan.batch.accumulation)
             for group in plan.groups
             for rank in group.ranks
-        )
+        ]
+        return max(times, key=lambda time: time.step)
 
 
 def _sending(rank: RankForecast, factor: float) -> RankForecast:

@@ -74,8 +74,11 @@ class Report:
             if "fsdp2" in race.turns:
                 row["speed_over_fsdp2"] = _median_of(_over, race.turns["fsdp2"]["seconds"], seconds)
             if race.speed is not None and rate is not None:
-                row["planned_seconds"] = plan.seconds(rate, race.speed)
-                row["planned_speed_over_ddp"] = self.plans[DDP].seconds(rate, race.speed) / row["planned_seconds"]
+                time = plan.time(rate, race.speed)
+                row["planned_seconds"] = time.step
+                row["planned_speed_over_ddp"] = self.plans[DDP].time(rate, race.speed).step / time.step
+                if "not_overlapped_seconds" in turns and time.exposed_if_awaited > 0:
+                    row["planned_exposed_over_not_overlapped"] = time.exposed / time.exposed_if_awaited
             rows[name] = row
         return rows
 
@@ -221,8 +224,11 @@ def _aims(race: Mapping[str, Any]) -> list[str]:
                     _aim("speed", row["speed_over_fsdp2"], f"× FSDP2's, aim at least {OVER_FSDP2}", row["speed_over_fsdp2"] >= OVER_FSDP2)
                 )
             if row["exposed_not_overlapped_seconds"] > 0:
-                ratio = row["exposed_seconds"] / row["exposed_not_overlapped_seconds"]
-                said.append(_aim("exposed communication", ratio, f"of that without overlap, aim at most {OVERLAP}", ratio <= OVERLAP))
+                ratio, plan = row["exposed_seconds"] / row["exposed_not_overlapped_seconds"], row.get("planned_exposed_over_not_overlapped")
+                planned = "" if plan is None else f" ({plan:.3f} planned)"
+                said.append(
+                    _aim("exposed communication", ratio, f"of that without overlap{planned}, aim at most {OVERLAP}", ratio <= OVERLAP)
+                )
         lines.append(f"- {name}: {'; '.join(said)}")
     return lines
 

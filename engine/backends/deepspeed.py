@@ -284,7 +284,7 @@ class DeepSpeedBackend:
             if self.at.sdp in bucket.holders:
                 ranks = mesh.data_ranks_of(bucket.holders)
                 planned.record("between groups", "all_reduce", 4 * sum(infos[name].numel for name in bucket.names), ranks)
-        for name, routes in self._groups.routes.items():
+        for (name, _), routes in self._groups.routes.items():
             for route in routes:
                 if route.sent_by(self.rank) and infos[name].trainable:
                     nbytes = route.shared.length * self.compute_dtype.itemsize

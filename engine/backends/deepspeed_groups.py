@@ -20,12 +20,12 @@ class GroupsOfRanks:
             mesh,
             {info.holders for info in layout.parameters.values()} if stage == 0 else (),
             replicate_inside=True,
-            refresh_sets={refresh.members for refresh in layout.refreshes} if not mesh.sizes else (),
+            refreshes={(refresh.source, refresh.members) for refresh in layout.refreshes} if not mesh.sizes else (),
         )
         self.mpu: GroupAsWorld | None = None
         self.between: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.inside: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-        self.routes: dict[str, list[Route]] = {}  # of frozen copies, between groups of unequal size
+        self.routes: dict[tuple[str, int], list[Route]] = {}  # of frozen copies by source, between groups of unequal size
         if mesh.sdp == 1:
             return
         for group in range(mesh.sdp):
@@ -36,7 +36,7 @@ class GroupsOfRanks:
         self.mpu = GroupAsWorld(self.inside, alone)  # type: ignore[arg-type]
         for refresh in layout.refreshes if mesh.sizes else ():
             for name in refresh.names:
-                self.routes[name] = routes_of(name, layout.parameters[name].numel, refresh, stage, mesh)
+                self.routes[name, refresh.source] = routes_of(name, layout.parameters[name].numel, refresh, stage, mesh)
         reduced = rank_sets(bundles, stage, mesh) if stage else []
         for ranks in sorted({*reduced, *(route.shared.ranks for routes in self.routes.values() for route in routes)}):
             made = dist.new_group(list(ranks))

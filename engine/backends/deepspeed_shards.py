@@ -134,25 +134,25 @@ def routes_of(name: str, numel: int, refresh: Refresh, stage: int, mesh: Mesh) -
 
 
 class RoutedRefresh(WeightRefresh):
-    """:class:`WeightRefresh` between groups of unequal size: ``routes`` by name, ``between[ranks]``: a communicator."""
+    """:class:`WeightRefresh` between groups of unequal size: ``routes`` by name and source, ``between[ranks]``: a communicator."""
 
     def __init__(
         self,
         refreshes: Sequence[Refresh],
         parameters: Mapping[str, torch.Tensor],
-        routes: Mapping[str, Sequence[Route]],
+        routes: Mapping[tuple[str, int], Sequence[Route]],
         between: Mapping[tuple[int, ...], dist.ProcessGroup],
         rank: int,
         traffic: Traffic,
         dtype: torch.dtype,
         broadcast: Callable[[torch.Tensor, int, dist.ProcessGroup], Any],
     ):
-        here = [r for r in refreshes if any(rank in route.shared.ranks for name in r.names for route in routes[name])]
-        super().__init__(here, parameters, {refresh.members: None for refresh in here}, traffic, dtype, broadcast)  # type: ignore[arg-type]
+        here = [r for r in refreshes if any(rank in route.shared.ranks for name in r.names for route in routes[name, r.source])]
+        super().__init__(here, parameters, {(refresh.source, refresh.members): None for refresh in here}, traffic, dtype, broadcast)  # type: ignore[arg-type]
         self._routes, self._between, self._rank = routes, between, rank
 
     def _parts(self, refresh: Refresh, name: str) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
-        for route in self._routes[name]:
+        for route in self._routes[name, refresh.source]:
             if self._rank in route.shared.ranks:
                 at = route.shared.at[route.shared.ranks.index(self._rank)]
                 part = self._parameters[name].detach().view(-1).narrow(0, at, route.shared.length)

@@ -65,7 +65,7 @@ class FSDP2Backend:
             {info.holders for info in layout.parameters.values()},
             replicate_inside=stage == 0,
             alone=self.uses_fsdp and self.shards == 1,
-            refresh_sets={refresh.members for refresh in layout.refreshes},
+            refreshes={(refresh.source, refresh.members) for refresh in layout.refreshes},
         )
         if self.uses_fsdp:
             self._refuse_scalars()

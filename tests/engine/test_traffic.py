@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ranks_cases import Case, engine_of, native, one_step
 from sdp.engine.config import load_config
 from sdp.engine.layout import Layout
 from sdp.engine.mesh import Mesh
+from sdp.engine.placement import Placement
 from sdp.engine.sync import Refresh
 from sdp.engine.traffic import Traffic, sent_bytes
 from sdp.engine.traffic_plan import describe_formula, plan_traffic
@@ -91,19 +93,47 @@ def test_plan_by_hand_of_frozen_copies(ranks: RankPool, bf16: bool, nbytes: int)
 
 
 def test_the_work_of_sending_is_spread_among_holders() -> None:
-    """One source and one communicator for all units of a holder set; of four sets of equal cost, four sources."""
+    """Every holder sends to its part of the groups without a unit, the same for all units of a holder set and, here, for all sets."""
     holders = {0: [0, 1], 1: [1, 2], 2: [2, 3], 3: [0, 3], 4: [0, 1], 5: [0, 1, 2, 3]}
     config = Case(4, 1, masking="backward").config()
     config["sdp"]["placement"] = {f"layers.{index}": held for index, held in holders.items()}
     layout = Layout.of(models.mlp(blocks=6), load_config(config), Mesh(4))
     found = [(refresh.block, refresh.source, refresh.members) for refresh in layout.refreshes]
     assert found == [
-        ("layers.0", 0, (0, 2, 3)),
-        ("layers.1", 1, (0, 1, 3)),
-        ("layers.2", 2, (0, 1, 2)),
-        ("layers.3", 3, (1, 2, 3)),
-        ("layers.4", 0, (0, 2, 3)),
+        ("layers.0", 0, (0, 2)),
+        ("layers.0", 1, (1, 3)),
+        ("layers.1", 1, (1, 3)),
+        ("layers.1", 2, (0, 2)),
+        ("layers.2", 2, (0, 2)),
+        ("layers.2", 3, (1, 3)),
+        ("layers.3", 0, (0, 2)),
+        ("layers.3", 3, (1, 3)),
+        ("layers.4", 0, (0, 2)),
+        ("layers.4", 1, (1, 3)),
     ]
+
+
+@pytest.mark.parametrize("groups, holders", [(8, 2), (8, 3), (8, 6), (16, 8), (3, 1)])
+def test_every_group_without_a_unit_receives_it_once(groups: int, holders: int) -> None:
+    """As many holders as there are receivers, or all, send, none to more groups than it must, all nearly as much; of cyclic holder
+    sets of half the groups each group sends to one other and receives from one.
+    """
+    sets = [tuple(sorted((first + place) % groups for place in range(holders))) for first in range(groups)]
+    placement = Placement(groups, tuple(f"u{index}" for index in range(groups)), tuple(sets), (1,) * groups)
+    sends, partners = Counter[int](), defaultdict(set)
+    for held, deliveries in placement.deliveries.items():
+        received = [group for delivery in deliveries for group in delivery.members if group != delivery.source]
+        assert sorted(received) == [group for group in range(groups) if group not in held]
+        assert len({delivery.source for delivery in deliveries} & set(held)) == min(holders, groups - holders) == len(deliveries)
+        assert max(len(delivery.members) for delivery in deliveries) - 1 == -(-(groups - holders) // len(deliveries))
+        for delivery in deliveries:
+            sends.update(group for group in delivery.members if delivery.sent_by(group))
+            for group in delivery.members:
+                partners[group].add((delivery.source, delivery.members))
+    assert sum(sends.values()) == groups * (groups - holders)
+    assert max(sends.values()) - min(sends.values()) <= groups - holders
+    if groups == 2 * holders:
+        assert [len(ways) for ways in partners.values()] == [2] * groups
 
 
 @pytest.mark.parametrize("groups", [2, 3, 4])
@@ -118,7 +148,7 @@ def test_as_many_copies_are_sent_as_groups_receive(groups: int) -> None:
 
 
 def test_a_ring_passes_on_to_all_but_the_last() -> None:
-    refresh = Refresh("layers.0", ("layers.0.weight",), 3, (0, 1, 3))
+    refresh = Refresh(3, (0, 1, 3), "layers.0", ("layers.0.weight",))
     assert [refresh.sent_by(group) for group in range(4)] == [True, False, False, True]  # 3 to 0 to 1
 
 

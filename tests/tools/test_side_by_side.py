@@ -159,6 +159,29 @@ def test_bytes_that_the_kernel_does_not_count_are_not_measured(monkeypatch: pyte
     assert f"| – ({race['methods']['ddp']['planned_sent_bytes'] / 1e6:,.2f}) |" in text
 
 
+def test_what_sdp_must_reach_over_a_link_is_judged_beside_the_plan() -> None:
+    """Over a link that is busy for as long as a rank computes, a third of it is exposed, since backward is two thirds of computing."""
+    ours = "sdp-block-forward-0.5"
+    plans = plan_methods(["ddp", ours], load_config(CONFIG), 4)
+    worst = max(plans[ours].forecast.groups, key=lambda group: group.trace.flops)
+    seconds = worst.trace.flops / plans["ddp"].flops  # of computing, where DDP computes for a second
+    link = sum(one.sent for one in plans[ours].forecast.ranks[0].collectives if one.scope == "between groups") / seconds
+    same = {"sent_bytes": 1.0, "collectives": 2.0, "slowest_over_mean": [1.0]}
+    turns = {
+        "ddp": same | {"seconds": [4.0], "compute_seconds": [1.0]},
+        ours: same | {"seconds": [2.0], "compute_seconds": [0.5], "not_overlapped_seconds": [2.5]},
+    }
+    facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
+    state = {"state_bytes": 8, "planned_state_bytes": 8, "between_groups_bytes": 4, "planned_between_groups_bytes": 4}
+    report = Report(SETTINGS, plans, facts | {ours: facts["ddp"] | state}, [Race("1gbit", link, turns)])
+    row = report.rows(report.races[0])[ours]
+    assert row["speed_over_ddp"] == 2
+    assert row["planned_exposed_over_not_overlapped"] == pytest.approx(1 / 3)
+    text = _markdown(report, report.to_json())
+    assert "exposed communication 0.750 of that without overlap (0.333 planned), aim at most 0.6: NOT reached" in text
+    assert f"speed over DDP's {2 / row['planned_speed_over_ddp']:.3f} of planned, aim at least 0.9" in text
+
+
 def test_defaults_are_all_methods_at_the_capacity() -> None:
     config = load_config(CONFIG)
     names = default_methods(config)
