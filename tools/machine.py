@@ -47,6 +47,14 @@ def evenly(world: int, per_node: int) -> tuple[int, ...]:
     return tuple(min(per_node, world - first) for first in range(0, world, per_node))
 
 
+def filled(slots: Sequence[int], world: int) -> tuple[int, ...]:
+    """Ranks of each of the nodes that ``world`` ranks are on: a node's slots are taken before those of the next. All ``slots`` where there
+    are fewer than ``world``.
+    """
+    before = accumulate(slots, initial=0)
+    return tuple(min(slot, world - first) for slot, first in zip(slots, before, strict=False) if first < world)
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Expected seconds of one rank's step. Of its traffic, before any of it is hidden: ``tensor_parallel``, ``inside`` groups (gathers and

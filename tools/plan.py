@@ -15,7 +15,7 @@ from ..engine.errors import ConfigError
 from ..launcher.hosts import read_hostfile
 from .fit import Fit, find_fit
 from .forecast import Forecast, alternatives, forecast
-from .machine import LINKS, Machine, default_world, evenly
+from .machine import LINKS, Machine, default_world, evenly, filled
 from .plan_command import fit_command, plan_command, train_command
 from .plan_page import page
 from .quantities import decimal, quantity
@@ -103,6 +103,7 @@ def _machine(args: argparse.Namespace, world: int) -> Machine:
         slots = tuple(len(host.slots) for host in read_hostfile(args.hostfile))
         if sum(slots) < world:
             raise ConfigError(f"--world {world}: {args.hostfile} has {sum(slots)} slots")
+        slots = filled(slots, world)
     flops = quantity(_stated(args.peak_flops, PEAK_FLOPS), "FLOP/s", "--peak-flops")
     inside = quantity(_stated(args.intra_node, INSIDE), "B/s", "--intra-node")
     between = quantity(_stated(args.inter_node, BETWEEN), "B/s", "--inter-node")

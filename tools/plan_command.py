@@ -29,7 +29,8 @@ def train_command(args: argparse.Namespace, plan: Forecast, overrides: Mapping[s
     own = [str(args.config), "--fsdp", str(mesh.fsdp), *_settings(args.set, overrides)]
     if args.hostfile is not None:
         hosts = read_hostfile(args.hostfile)
-        part = [] if sum(slots) == mesh.world_size else ["--include", _first(hosts, mesh.world_size)]
+        everything = mesh.world_size == sum(len(host.slots) for host in hosts)
+        part = [] if everything else ["--include", _first(hosts, mesh.world_size)]
         return shlex.join(["sdp", "launch", "--launcher", "deepspeed", "--hostfile", str(args.hostfile), *part, *own])
     if len(slots) == 1:
         return shlex.join(["sdp", "train", *own, "--nproc", str(mesh.world_size)])

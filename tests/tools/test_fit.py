@@ -268,3 +268,6 @@ def test_a_part_of_the_hosts_is_named(config: Path, tmp_path: Path, capsys: pyte
     words = shlex.split(report["commands"]["train"])
     assert words[:8] == ["sdp", "launch", "--launcher", "deepspeed", "--hostfile", str(hosts), "--include", "a:0,1"]
     assert peak_of(planned(capsys, *shlex.split(report["commands"]["plan"])[2:])) == peak_of(report)
+    hosts.write_text("a slots=2\n")
+    report = planned(capsys, config, "--hostfile", hosts, "--alone", "--device-memory", "80GB", "--fit")
+    assert "--include" not in shlex.split(report["commands"]["train"])  # all of them

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sdp.engine.errors import ConfigError
 from sdp.launcher.main import main
-from sdp.tools.machine import Machine, evenly
+from sdp.tools.machine import Machine, evenly, filled
 from sdp.tools.quantities import decimal, quantity
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -73,6 +73,18 @@ def test_the_hostfile_says_how_many_ranks_and_which_are_together(config: Path, t
     assert report["machine"]["slots"] == [2, 6]
     links = {one["kind"]: one["link"] for one in report["plan"]["ranks"][0]["collectives"] if one["scope"] == "inside groups"}
     assert links == {"all_gather": "between nodes", "reduce_scatter": "between nodes"}
+
+
+def test_hosts_without_ranks_do_not_count(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks fill the hosts in their order: of four hosts eight ranks take two, and HSDP's groups are these; four take one."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{name} slots=4\n" for name in "abcd"))
+    report = planned(capsys, config, "--hostfile", hosts, "--world", 8)
+    assert report["machine"]["slots"] == [4, 4]
+    assert report["alternatives"]["HSDP"]["mesh"] == {"sdp": 2, "fsdp": 4, "tp": 1}
+    report = planned(capsys, config, "--hostfile", hosts, "--world", 4)
+    assert report["machine"]["slots"] == [4]
+    assert report["notes"] == ["HSDP: on one node it is FSDP"]
 
 
 def test_it_fits_or_it_does_not(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +155,13 @@ def test_links() -> None:
     assert machine.slots == (4, 4, 2)
     assert machine.link((0, 3)) == machine.link((8, 9)) == "inside a node"
     assert machine.link((3, 4)) == machine.link((0, 9)) == "between nodes"
+
+
+def test_slots_are_filled_in_their_order() -> None:
+    assert filled((3, 6, 2), 11) == (3, 6, 2)
+    assert filled((3, 6, 2), 9) == (3, 6)
+    assert filled((3, 6, 2), 5) == (3, 2)
+    assert filled((3, 6, 2), 2) == (2,)
 
 
 @pytest.mark.parametrize(
