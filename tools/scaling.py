@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.config import load_config
-from ..engine.errors import ConfigError
+from ..engine.errors import ConfigError, SDPError
 from .plot import plot_lines
 
 OPTION = "--workers"
@@ -27,9 +27,11 @@ def counts(text: str) -> list[int]:
     return sorted(map(int, words))
 
 
-def run(args: argparse.Namespace, folder: Path, compare: Callable[[argparse.Namespace], int]) -> int:
+def run(
+    args: argparse.Namespace, folder: Path, compare: Callable[[argparse.Namespace], int], check: Callable[[argparse.Namespace], object]
+) -> int:
     """``compare`` once for each number, then workers.md, workers.json and workers.png in ``folder``. Returns 0, or the exit code of the
-    first that fails.
+    first that fails. Raises :class:`ConfigError` for a number that ``check`` refuses, before the first is compared.
     """
     if args.nproc is not None:
         raise ConfigError(f"--nproc: {OPTION} says how many ranks to start; leave it out")
@@ -37,18 +39,28 @@ def run(args: argparse.Namespace, folder: Path, compare: Callable[[argparse.Name
         raise ConfigError(
             f"train_batch_size: with {OPTION} a rank's batch stays and that of a step grows; state train_micro_batch_size_per_gpu instead"
         )
+    runs = {count: _of_one(args, count, folder / f"workers-{count}") for count in counts(args.workers)}
+    for count, own in runs.items():
+        try:
+            check(own)
+        except SDPError as error:
+            raise ConfigError(f"{OPTION} {args.workers}: {count} cannot be run: {error}") from None
     reports = {}
-    for count in counts(args.workers):
-        own = folder / f"workers-{count}"
-        words = ["--set", f"sdp.groups={count}", "--nproc", str(count), "--out", str(own)]
-        changed = {"workers": None, "nproc": count, "out": own, "set": [*args.set, f"sdp.groups={count}"]}
-        code = compare(argparse.Namespace(**(vars(args) | changed | {"argv": [*_without_option(args.argv), *words]})))
+    for count, own in runs.items():
+        code = compare(own)
         if code:
             return code
-        reports[count] = json.loads((own / "report.json").read_text(encoding="utf-8"))
+        reports[count] = json.loads((own.out / "report.json").read_text(encoding="utf-8"))
         _write(folder, reports)  # after each: a number that cannot be run loses none of the others
     print((folder / "workers.md").read_text(encoding="utf-8"), flush=True)
     return 0
+
+
+def _of_one(args: argparse.Namespace, count: int, out: Path) -> argparse.Namespace:
+    """The arguments of the run with ``count`` ranks."""
+    words = ["--set", f"sdp.groups={count}", "--nproc", str(count), "--out", str(out)]
+    changed = {"workers": None, "nproc": count, "out": out, "set": [*args.set, f"sdp.groups={count}"]}
+    return argparse.Namespace(**(vars(args) | changed | {"argv": [*_without_option(args.argv), *words]}))
 
 
 def _without_option(words: Sequence[str]) -> list[str]:

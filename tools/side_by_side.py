@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from torch import Tensor
 from ..engine.batch_size import BatchSize
 from ..engine.clock import clock
 from ..engine.config import Config, load_config
-from ..engine.environment import detect
+from ..engine.environment import Environment, detect
 from ..engine.errors import ConfigError, DivergedError
 from ..engine.initialize import join, mesh_of
 from ..engine.memory_probe import peak_tensor_bytes
@@ -76,19 +77,12 @@ def run(args: argparse.Namespace) -> int:
     if args.workers is not None:
         if place is not None:
             raise ConfigError(f"{scaling.OPTION}: starts ranks itself; start it without a launcher")
-        return scaling.run(args, _out(args), run)
-    config = _config(args)
-    _links(args)
-    world = place.world_size if place is not None else args.nproc or config.sdp.groups
-    names = _names(args, config, world, speaks=place is None or place.rank == 0)
+        return scaling.run(args, _out(args), run, partial(_checked, place=None, speaks=False))
+    config, world, names = _checked(args, place, speaks=place is None or place.rank == 0)
     if place is None:
-        from ..launcher.layout import visible_devices
         from ..launcher.local import start_local
 
         # As a user's own processes: without the settings of glibc that make resident memory honest, and memory slower.
-        devices = visible_devices()
-        if 0 < devices < world:
-            raise ConfigError(f"--nproc {world}: {devices} devices are visible; use fewer ranks, or CUDA_VISIBLE_DEVICES= for the CPU")
         argv = [*args.argv, "--nproc", str(world), "--methods", ",".join(names)]
         with hosts(world) if args.network is not None else nullcontext() as made:
             return start_local(argv + (["--hosts", made] if made else []), world, _out(args) / "logs", on_cpu=False)
@@ -106,6 +100,23 @@ def run(args: argparse.Namespace) -> int:
     if place.rank == 0:
         write_report(_out(args), Report(_settings(args, config, world, device), plans, facts, races))
     return 0
+
+
+def _checked(args: argparse.Namespace, place: Environment | None, *, speaks: bool) -> tuple[Config, int, list[str]]:
+    """Of the comparison: configuration, ranks, and the methods in order. Raises an :class:`SDPError` for what cannot be compared; starts
+    nothing.
+    """
+    config = _config(args)
+    _links(args)
+    world = place.world_size if place is not None else args.nproc or config.sdp.groups
+    names = _names(args, config, world, speaks=speaks)
+    if place is None:
+        from ..launcher.layout import visible_devices
+
+        devices = visible_devices()
+        if 0 < devices < world:
+            raise ConfigError(f"--nproc {world}: {devices} devices are visible; use fewer ranks, or CUDA_VISIBLE_DEVICES= for the CPU")
+    return config, world, names
 
 
 def _config(args: argparse.Namespace) -> Config:
@@ -132,15 +143,19 @@ def _names(args: argparse.Namespace, config: Config, world: int, *, speaks: bool
     asked = None if args.methods is None else list(dict.fromkeys(args.methods.split(",")))
     if asked is not None and "" in asked:
         raise ConfigError(f'--methods "{args.methods}": a name is empty; write some of {", ".join(DENSE)}, sdp, or leave the option out')
-    names = []
+    names, reasons = [], {}
     for name in default_methods(config) if asked is None else asked:
         reason = why_not(name, config, world)
         if reason is None:
             names.append(name)
         elif asked is not None:
             raise ConfigError(f"--methods {name}: {reason}")
-        elif speaks:
-            print(f"sdp bench: {name} is left out: {reason}", file=sys.stderr)
+        else:
+            reasons[name] = reason
+    if asked is None and not any(map(is_sdp, names)):
+        raise ConfigError(f"{world} ranks leave nothing of SDP to compare: {next(why for name, why in reasons.items() if is_sdp(name))}")
+    for name, reason in reasons.items() if speaks else ():
+        print(f"sdp bench: {name} is left out: {reason}", file=sys.stderr)
     return names
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.engine.errors import ConfigError
+from sdp.engine.errors import ConfigError, PlacementError
 from sdp.tools.scaling import counts, run, table
 
 
@@ -46,7 +46,7 @@ def test_each_number_is_a_run_of_as_many_groups(tmp_path: Path, capsys: pytest.C
     argv = ["bench", "a.json", "--workers", "2", "--workers", "4,2", "--rounds", "3"]
     setting = "training.seed=1"
     given = argparse.Namespace(config=CONFIG, workers="4,2", nproc=None, set=[setting], argv=argv, out=tmp_path)
-    assert run(given, tmp_path, compare) == 0
+    assert run(given, tmp_path, compare, lambda _: None) == 0
     assert [args.nproc for args in asked] == [2, 4]
     assert asked[0].set == [setting, "sdp.groups=2"]
     own = str(tmp_path / "workers-2")
@@ -61,8 +61,22 @@ def test_each_number_is_a_run_of_as_many_groups(tmp_path: Path, capsys: pytest.C
 
 def test_a_run_that_fails_ends_it(tmp_path: Path) -> None:
     given = argparse.Namespace(config=CONFIG, workers="2,4", nproc=None, set=[], argv=["bench", "--workers=2,4"], out=tmp_path)
-    assert run(given, tmp_path, lambda args: 2 if "--workers=2,4" not in args.argv else 0) == 2
+    assert run(given, tmp_path, lambda args: 2 if "--workers=2,4" not in args.argv else 0, lambda _: None) == 2
     assert not (tmp_path / "workers.md").exists()
+
+
+def test_every_number_is_checked_before_the_first_is_run(tmp_path: Path) -> None:
+    checked = []
+
+    def check(args: argparse.Namespace) -> None:
+        checked.append((args.nproc, args.set))
+        if args.nproc == 8:
+            raise PlacementError("no such placement")
+
+    given = argparse.Namespace(config=CONFIG, workers="8,2,4", nproc=None, set=[], argv=[], out=tmp_path)
+    with pytest.raises(ConfigError, match=r"^--workers 8,2,4: 8 cannot be run: no such placement$"):
+        run(given, tmp_path, lambda _: pytest.fail("a run was started"), check)
+    assert checked == [(count, [f"sdp.groups={count}"]) for count in (2, 4, 8)]
 
 
 @pytest.mark.parametrize("text", ["", "2,", "1,2", "2,2", "two", "-2"])
@@ -75,4 +89,4 @@ def test_numbers_of_workers(text: str) -> None:
 def test_a_batch_of_all_ranks_is_refused(tmp_path: Path) -> None:
     given = argparse.Namespace(config=CONFIG, workers="2,4", nproc=None, set=["train_batch_size=16"], argv=[], out=tmp_path)
     with pytest.raises(ConfigError, match="train_batch_size: with --workers a rank's batch stays"):
-        run(given, tmp_path, lambda _: 0)
+        run(given, tmp_path, lambda _: 0, lambda _: None)

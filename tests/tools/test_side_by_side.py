@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ranks import RankPool
 from sdp.engine.config import load_config
 from sdp.engine.errors import ConfigError, DivergedError
+from sdp.launcher import layout as launcher_layout
 from sdp.launcher.main import main
 from sdp.tools.forecast import alternatives
 from sdp.tools.machine import Machine
@@ -135,10 +136,10 @@ def test_what_is_no_number_after_a_turn_ends_the_comparison_on_every_rank(ranks:
 
 
 def test_what_is_left_out_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    config, asked = load_config(CONFIG), argparse.Namespace(methods=None)
-    assert "hsdp" not in _names(asked, config, 3, speaks=True)
+    config, asked = load_config(CONFIG, ["sdp.groups=2"]), argparse.Namespace(methods=None)
+    assert "hsdp" not in _names(asked, config, 2, speaks=True)
     assert capsys.readouterr().err.count("sdp bench: hsdp is left out") == 1
-    assert "hsdp" not in _names(asked, config, 3, speaks=False)
+    assert "hsdp" not in _names(asked, config, 2, speaks=False)
     assert capsys.readouterr().err == ""
 
 
@@ -218,6 +219,8 @@ def test_holders_that_are_listed_go_without_the_name_of_a_capacity(listed: dict[
         (["--methods", "hsdp", "--nproc", "2", "--set", "sdp.groups=2"], "--methods hsdp: needs an even number of ranks"),
         (["--workers", "2,two"], "--workers 2,two: expected different numbers of ranks"),
         (["--workers", "2,4", "--nproc", "2"], "--nproc: --workers says how many ranks to start"),
+        (["--workers", "4,5", "--methods", "hsdp"], "--workers 4,5: 5 cannot be run: --methods hsdp: needs an even number of ranks"),
+        (["--set", "sdp.capacity=0.05"], "4 ranks leave nothing of SDP to compare: sdp.capacity: 0.05 × 4 groups"),
         (["--rounds", "0"], "--rounds: 0 is not a positive whole number"),
         (["--network", "fast"], "--network fast: expected rates"),
         (["--network", "0mbit"], "--network 0mbit: expected rates above zero"),
@@ -234,6 +237,15 @@ def test_mistakes_are_one_line(words: list[str], message: str, tmp_path: Path, c
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_numbers_of_workers_have_their_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_layout, "visible_devices", lambda: 2)
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    assert main(["bench", str(path), "--workers", "2,4", "--methods", "ddp", "--out", str(tmp_path / "bench")]) == 2
+    assert capsys.readouterr().err.count("--workers 2,4: 4 cannot be run: --nproc 4: 2 devices are visible") == 1
+    assert not (tmp_path / "bench").exists()
 
 
 def test_options_of_the_comparison_need_a_config(capsys: pytest.CaptureFixture[str]) -> None:
