@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +37,8 @@ MOST_WORKERS = 6
 LEAST_MFU, MOST_PEAK, LEAST_SPEED, PEAK_WITHIN, STATE_WITHIN = 0.50, 1.03, 0.94, 0.05, 0.01
 COUNTED = "2 operations for each multiplication and addition of matrix products, attention over all S x S although half is enough"
 
+T = TypeVar("T")
+
 
 class TimeIsUp(BaseException):  # no Exception, so that no library takes it for one of its own
     """No minute is left."""
@@ -44,21 +46,26 @@ class TimeIsUp(BaseException):  # no Exception, so that no library takes it for 
 
 @dataclass(frozen=True)
 class Result:
-    """A row that was begun: what was planned and measured, or the ``error`` that ended it, and how long all of it took."""
+    """A row that was begun: what was measured, in so many seconds, or the ``error`` that ended it; and what was planned, or, of a row that
+    was measured, the ``plan_error`` that says why that is missing. The wait for the plan is not in ``seconds``.
+    """
 
     row: Row
     seconds: float
     planned: Planned | None = None
     share: Share | None = None
     error: str = ""
+    plan_error: str = ""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What was aimed at, in words with the figure that was measured, and whether it was reached."""
+    """What was aimed at, in words with the figure that was measured, and whether it was reached; not, where there is no figure because
+    a plan is missing.
+    """
 
     text: str
-    value: float
+    value: float | None
     reached: bool
 
 
@@ -188,20 +195,15 @@ class Check:
 
     def _one(self, row: Row, job: Job, plan: Callable[[Row], Planned], measure: Callable[[Job], Share], seconds_left: float) -> Result:
         started = time.perf_counter()
-        planned, share, error = None, None, ""
-        try:
-            with cut_off_after(seconds_left):
-                share = measure(job)
-                planned = plan(row)
-        except TimeIsUp:
-            error = "TimeIsUp: the row was cut off, because no time was left"
-        except Exception as raised:  # whatever it is, the rows before it are kept and those after it may do
-            traceback.print_exc()
-            error = f"{type(raised).__name__}: {str(raised).strip().partition(chr(10))[0]}"
+        share, error = _tried(lambda: measure(job), seconds_left, "the row was cut off, because no time was left")
         gc.collect()  # only here: an exception's frames hold the model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return Result(row, time.perf_counter() - started, planned, None if error else share, error)
+        seconds = time.perf_counter() - started  # the plan is made beside it, and says nothing of how long rows take
+        planned, plan_error = None, ""
+        if not error:
+            planned, plan_error = _tried(lambda: plan(row), seconds_left - seconds, "it was not made before no time was left")
+        return Result(row, seconds, planned, share, error, plan_error)
 
     def conclude(self) -> int:
         """Print the goals and what was not measured, and return the exit code."""
@@ -209,15 +211,18 @@ class Check:
         for goal in goals:
             print(goal.text)
         failed = [result for result in self.results if result.error]
+        unplanned = [result for result in self.results if result.plan_error]
         missed = [] if self._tiny else [goal for goal in goals if not goal.reached]
         if self.not_run:
             print(f"no time was left for: {', '.join(_name(row) for row in self.not_run)}; --minutes gives them more")
         if failed:
             print(f"failed: {', '.join(_name(result.row) for result in failed)}")
+        if unplanned:
+            print(f"measured, but without a plan: {', '.join(_name(result.row) for result in unplanned)}")
         if missed:
             print(f"{len(missed)} of {len(goals)} goals were not reached")
         self._write(finished=True)
-        return 1 if self.not_run or failed or missed else 0
+        return 1 if self.not_run or failed or unplanned or missed else 0
 
     def _write(self, *, finished: bool) -> None:
         _write(
@@ -235,32 +240,46 @@ class Check:
         row, share, planned = result.row, result.share, result.planned
         said: dict[str, Any] = {
             "config": row.config, "name": row.name, "variant": asdict(row.variant), "compiled": row.compiled, "seconds": result.seconds,
-            "error": result.error, "planned": planned and asdict(planned),
+            "error": result.error, "plan_error": result.plan_error, "planned": planned and asdict(planned),
         }  # fmt: skip
-        if share is None or planned is None:
+        if share is None:
             return said
         return said | share.to_json() | {
             "mfu": share.mfu(self._rate),
             "mfu_of_nominal": self._nominal and share.mfu(self._nominal),
-            "peak_over_planned": share.over_planned(planned),
-            "requested_over_planned": share.requested_over_planned(planned),
+            "peak_over_planned": planned and share.over_planned(planned),
+            "requested_over_planned": planned and share.requested_over_planned(planned),
             "speed_over_bound": speed_over_bound(result, self.results),
         }  # fmt: skip
 
     def _line(self, result: Result) -> str:
         name, share, planned = f"{result.row.config:<12}{result.row.name:<30}", result.share, result.planned
-        if share is None or planned is None:
+        if share is None:
             return f"{name}{result.error}"
         mfu, nominal, bound = share.mfu(self._rate), self._nominal, speed_over_bound(result, self.results)
-        requested = share.requested_over_planned(planned)
+        requested = planned and share.requested_over_planned(planned)
+        of_planned = "" if planned is None else f" ({share.over_planned(planned):.3f} of planned"
+        of_planned += "" if planned is None else f"{'' if requested is None else f', requested {requested:.3f}'})"
         of_nominal = f" ({share.mfu(nominal):.1%} of the data sheet's)" if nominal and mfu is not None else ""
         return (
             f"{name}{share.parameters / 1e6:8.1f} M parameters  state {share.state_bytes / 2**30:6.2f} GiB  "
-            f"peak {share.peak_memory_bytes / 2**30:6.2f} GiB allocated ({share.over_planned(planned):.3f} of planned"
-            f"{'' if requested is None else f', requested {requested:.3f}'})  {share.tokens_per_second:10,.0f} tokens/s"
+            f"peak {share.peak_memory_bytes / 2**30:6.2f} GiB allocated{of_planned}  {share.tokens_per_second:10,.0f} tokens/s"
             f"{'' if mfu is None else f'  MFU {mfu:5.1%}{of_nominal}'}"
             f"{'' if bound is None else f'  {bound:.3f} of the bound'}  [{result.seconds:.0f} s]"
+            f"{result.plan_error and f'{chr(10)}{name}its plan is missing: {result.plan_error}'}"
         )
+
+
+def _tried(work: Callable[[], T], seconds: float, late: str) -> tuple[T | None, str]:
+    """What ``work`` returns, or None and why not: what it raised, or ``late`` where it did not end within so many seconds."""
+    try:
+        with cut_off_after(seconds):
+            return work(), ""
+    except TimeIsUp:
+        return None, f"TimeIsUp: {late}"
+    except Exception as raised:  # whatever it is, the rows before it are kept and those after it may do
+        traceback.print_exc()
+        return None, f"{type(raised).__name__}: {str(raised).strip().partition(chr(10))[0]}"
 
 
 def expected_seconds(row: Row, results: Sequence[Result]) -> float:
@@ -292,13 +311,19 @@ def cut_off_after(seconds: float) -> Iterator[None]:
 
 def speed_over_bound(result: Result, results: Sequence[Result]) -> float | None:
     """Tokens a second over those of the dense model times the planned ratio of operations; None where that was not measured."""
-    if result.share is None or result.planned is None or not result.row.compiled:
+    dense = _dense(result, results)
+    if result.share is None or result.planned is None or not result.row.compiled or dense is None:
         return None
-    for dense in results:
-        if (dense.row.config, dense.row.variant) == (result.row.config, DENSE) and dense.share is not None and dense.planned is not None:
-            faster = result.share.tokens_per_second / dense.share.tokens_per_second
-            return faster * (result.planned.flops / dense.planned.flops)
-    return None
+    if dense.share is None or dense.planned is None:
+        return None
+    faster = result.share.tokens_per_second / dense.share.tokens_per_second
+    return faster * (result.planned.flops / dense.planned.flops)
+
+
+def _dense(result: Result, results: Sequence[Result]) -> Result | None:
+    """The measured dense model of the same configuration."""
+    same = (found for found in results if (found.row.config, found.row.variant) == (result.row.config, DENSE))
+    return next((found for found in same if found.share is not None), None)
 
 
 def goals_of(results: Sequence[Result], rate: float) -> list[Goal]:
@@ -307,25 +332,31 @@ def goals_of(results: Sequence[Result], rate: float) -> list[Goal]:
     """
     goals: list[Goal] = []
 
-    def goal(result: Result, what: str, value: float | None, aim: str, reached: Callable[[float], bool]) -> None:
-        if value is not None:
+    def goal(result: Result, what: str, value: float | None, aim: str, reached: Callable[[float], bool], missing: str = "") -> None:
+        if missing:
+            goals.append(Goal(f"{_name(result.row)}: {what}, aim {aim}: not shown, because {missing} is missing", None, False))
+        elif value is not None:
             verdict = "reached" if reached(value) else "NOT reached"
             goals.append(Goal(f"{_name(result.row)}: {what} {value:.3f}, aim {aim}: {verdict}", value, reached(value)))
 
     for result in results:
         row, share, planned = result.row, result.share, result.planned
-        if share is None or planned is None:
+        if share is None:
             continue
+        missing = "" if planned else "its plan"
         if not row.compiled:
-            peak, state = share.requested_over_planned(planned), share.state_bytes / planned.state_bytes
-            goal(result, "requested peak over planned", peak, f"1 ± {PEAK_WITHIN:g}", lambda value: abs(value - 1) <= PEAK_WITHIN)
-            goal(result, "state over planned", state, f"1 ± {STATE_WITHIN:g}", lambda value: abs(value - 1) <= STATE_WITHIN)
+            peak, state = planned and share.requested_over_planned(planned), planned and share.state_bytes / planned.state_bytes
+            goal(result, "requested peak over planned", peak, f"1 ± {PEAK_WITHIN:g}", lambda value: abs(value - 1) <= PEAK_WITHIN, missing)
+            goal(result, "state over planned", state, f"1 ± {STATE_WITHIN:g}", lambda value: abs(value - 1) <= STATE_WITHIN, missing)
         elif row == Row(CONFIGS[0], DENSE):
             goal(result, "MFU", share.mfu(rate), f"at least {LEAST_MFU:g}", lambda value: value >= LEAST_MFU)
         elif (row.variant.granularity, row.variant.masking) == ("block", "forward"):
-            peak, speed = share.over_planned(planned), speed_over_bound(result, results)
-            goal(result, "allocated peak over planned", peak, f"at most {MOST_PEAK:g}", lambda value: value <= MOST_PEAK)
-            goal(result, "tokens/s over the bound of operations", speed, f"at least {LEAST_SPEED:g}", lambda value: value >= LEAST_SPEED)
+            peak, speed, dense = planned and share.over_planned(planned), speed_over_bound(result, results), _dense(result, results)
+            goal(result, "allocated peak over planned", peak, f"at most {MOST_PEAK:g}", lambda value: value <= MOST_PEAK, missing)
+            if dense is not None:  # without its tokens there is nothing to compare with
+                missing = missing or ("" if dense.planned else "the dense model's plan")
+                what, aim = "tokens/s over the bound of operations", f"at least {LEAST_SPEED:g}"
+                goal(result, what, speed, aim, lambda value: value >= LEAST_SPEED, missing)
     return goals
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from configparser import ConfigParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ ROOT = Path(gpu_check.__file__).parent.parent
 NEEDED = {"torch", "numpy", "scipy", "pydantic", "einops", "safetensors"}
 HALF = Variant(0.5, "block", "forward")
 ONE_B = CONFIGS[0]
+PLANNED = Planned(500, 1000, 80.0)
 
 
 def not_needed() -> list[str]:
@@ -63,7 +66,7 @@ def share(**figures: Any) -> Share:
     return Share(**usual | figures)
 
 
-def result(row: Row, planned: Planned = Planned(500, 1000, 80.0), **figures: Any) -> Result:  # noqa: B008 - frozen
+def result(row: Row, planned: Planned = PLANNED, **figures: Any) -> Result:
     return Result(row, 1.0, planned, share(**figures))
 
 
@@ -269,7 +272,7 @@ def measured(outcomes: dict[int, BaseException]) -> Callable[[Job], Share]:
 def test_a_row_that_fails_is_noted_and_the_next_one_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "check.json"
     run = Check({"device": "x"}, 100.0, None, path)
-    run.go(JOBS, lambda row: Planned(500, 1000, 80.0), measured({1: ValueError("first line\nsecond")}), lambda: 60.0)
+    run.go(JOBS, lambda row: PLANNED, measured({1: ValueError("first line\nsecond")}), lambda: 60.0)
     assert run.conclude() == 1
     report = json.loads(path.read_text())
     assert [row["error"] for row in report["shares"]] == ["", "ValueError: first line", "", ""]
@@ -279,11 +282,70 @@ def test_a_row_that_fails_is_noted_and_the_next_one_begun(tmp_path: Path, capsys
     assert list(path.parent.iterdir()) == [path]
 
 
+def late(row: Row) -> Planned:
+    signal.raise_signal(signal.SIGALRM)  # as the timer does
+    raise AssertionError
+
+
+def failing(row: Row) -> Planned:
+    raise ValueError("no placement\nsecond")
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "why"), [(late, "TimeIsUp: it was not made before no time was left"), (failing, "ValueError: no placement")]
+)
+def test_a_share_is_kept_where_its_plan_fails_or_is_late(
+    plan: Callable[[Row], Planned], why: str, tiny: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, (dense, other, *_) = tmp_path / "check.json", JOBS
+    run = Check({}, 100.0, None, path, tiny=tiny)
+    run.go({row: JOBS[row] for row in (dense, other)}, lambda row: plan(row) if row == other else PLANNED, measured({}), lambda: 60.0)
+    assert [(found.error, found.plan_error) for found in run.results] == [("", ""), ("", why)]
+    assert run.conclude() == 1
+    out = capsys.readouterr().out
+    assert f"its plan is missing: {why}\n" in out
+    assert "100 tokens/s" in out.split(other.name)[1]
+    assert "measured, but without a plan: llama_1b 0.75 block forward" in out
+    report = json.loads(path.read_text())
+    kept = report["shares"][1]
+    assert (kept["error"], kept["plan_error"], kept["planned"], kept["peak_over_planned"]) == ("", why, None, None)
+    assert (kept["peak_memory_bytes"], kept["mfu"]) == (1000, 0.6)
+    assert [(goal["value"], goal["reached"]) for goal in report["goals"]] == [(0.6, True), (None, False), (None, False)]
+    assert "aim at most 1.03: not shown, because its plan is missing" in report["goals"][1]["text"]
+
+
+def test_goals_that_need_the_dense_models_plan_are_not_shown_without_it() -> None:
+    dense = Result(Row(ONE_B, DENSE), 1.0, None, share(), plan_error="X: y")
+    mfu, peak, speed = goals_of([dense, result(Row(ONE_B, HALF))], rate=100.0)
+    assert (mfu.reached, peak.reached, speed.value, speed.reached) == (True, True, None, False)
+    assert speed.text.endswith("not shown, because the dense model's plan is missing")
+    unplanned = Result(UNCOMPILED, 1.0, None, share(), plan_error="X: y")
+    assert [(goal.value, goal.reached) for goal in goals_of([unplanned], rate=100.0)] == 2 * [(None, False)]
+
+
+def test_the_wait_for_a_plan_is_not_in_the_seconds_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(gpu_check, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def measure(job: Job) -> Share:
+        now[0] += 3.0
+        return share()
+
+    def plan(row: Row) -> Planned:
+        now[0] += 20.0
+        return PLANNED
+
+    run = Check({}, 100.0, None)
+    run.go({row: JOBS[row] for row in list(JOBS)[:1]}, plan, measure, lambda: 60.0)
+    assert [(found.planned, found.seconds) for found in run.results] == [(PLANNED, 3.0)]
+
+
 def test_an_interrupt_keeps_the_rows_before_it(tmp_path: Path) -> None:
     path = tmp_path / "check.json"
     run = Check({"device": "x"}, 100.0, None, path)
     with pytest.raises(KeyboardInterrupt):
-        run.go(JOBS, lambda row: Planned(500, 1000, 80.0), measured({2: KeyboardInterrupt()}), lambda: 60.0)
+        run.go(JOBS, lambda row: PLANNED, measured({2: KeyboardInterrupt()}), lambda: 60.0)
     report = json.loads(path.read_text())
     assert [row["name"] for row in report["shares"]] == ["1 dense", "0.75 block forward"]
     assert len(report["goals"]) == 3
@@ -293,7 +355,7 @@ def test_an_interrupt_keeps_the_rows_before_it(tmp_path: Path) -> None:
 def test_rows_for_which_no_time_is_left_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Check({}, 100.0, None, tmp_path / "check.json")
     clock = itertools.chain([1.0, 1.0], itertools.repeat(0.0))
-    run.go(JOBS, lambda row: Planned(500, 1000, 80.0), measured({}), lambda: next(clock))
+    run.go(JOBS, lambda row: PLANNED, measured({}), lambda: next(clock))
     assert [found.row for found in run.results] == list(JOBS)[:1]
     assert run.conclude() == 1
     assert "no time was left for: llama_1b 0.75 block forward, llama_1b 0.5 block forward" in capsys.readouterr().out
@@ -308,7 +370,7 @@ def test_a_row_that_is_cut_off_ends_as_an_error() -> None:
         time.sleep(5)
         raise AssertionError
 
-    run.go(JOBS, lambda row: Planned(500, 1000, 80.0), forever, lambda: next(clock))
+    run.go(JOBS, lambda row: PLANNED, forever, lambda: next(clock))
     assert [found.error for found in run.results][:1] == ["TimeIsUp: the row was cut off, because no time was left"]
 
 
@@ -317,7 +379,7 @@ def test_goals_that_are_missed_end_in_exit_code_1_but_not_of_tiny_models(tiny: b
     jobs = {row: job for row, job in JOBS.items() if row.variant == DENSE}
     for rate, expected in ((200.0, code), (100.0, 0)):
         run = Check({}, rate, None, tiny=tiny)
-        run.go(jobs, lambda row: Planned(500, 1000, 80.0), measured({}), lambda: 60.0)
+        run.go(jobs, lambda row: PLANNED, measured({}), lambda: 60.0)
         assert run.conclude() == expected
     assert ("1 of 1 goals were not reached" in capsys.readouterr().out) is not tiny
 
