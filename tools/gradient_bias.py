@@ -12,6 +12,7 @@ import argparse
 import copy
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import islice
@@ -158,10 +159,22 @@ def compare(config: Config, model: nn.Module, layout: Layout, batches: Iterable[
     workers = {name: _worker(config, model, variant, device) for name, variant in _variants(layout).items()}
     dense = workers.pop(DENSE)
     differences = Differences(layout)
-    for rows in batches:
-        differences.add(gradient(dense, rows), {name: gradient(worker, rows) for name, worker in workers.items()})
+    with _float32_convolutions():
+        for rows in batches:
+            differences.add(gradient(dense, rows), {name: gradient(worker, rows) for name, worker in workers.items()})
     found = {name: differences.products(name) for name in workers}
     return {name: {**products, OVERALL: reduce(add, products.values())} for name, products in found.items()}
+
+
+@contextmanager
+def _float32_convolutions() -> Iterator[None]:
+    """cuDNN's, which take TF32 for float32 unless told; torch's matrix products do not."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def _start(config: Config) -> str:

@@ -19,7 +19,7 @@ from sdp.engine.layout import Layout, Shard
 from sdp.launcher.main import main
 from sdp.models.registry import build_model
 from sdp.tools.bias_estimate import Bias, Differences, Products, apparent_by_batches, estimate
-from sdp.tools.gradient_bias import BACKWARD, FORWARD, OVERALL, compare, in_one_process
+from sdp.tools.gradient_bias import BACKWARD, FORWARD, OVERALL, compare, gradient, in_one_process
 
 GROUPS, MICRO, TOKENS, VOCABULARY = 4, 2, 12, 31
 MODEL = {
@@ -219,3 +219,18 @@ def test_outputs_are_tried_before_anything_is_measured(tmp_path: Path, capsys: p
         words = ["--out", str(tmp_path / "out")] if option == "--json" else []
         assert main(["gradient-bias", str(config), *words, option, str(path)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_convolutions_are_in_float32_while_gradients_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN takes TF32 for them by default, 10 bits, which masking would be blamed for."""
+    seen: list[bool] = []
+
+    def watched(*args: Any) -> dict[str, torch.Tensor]:
+        seen.append(torch.backends.cudnn.allow_tf32)
+        return gradient(*args)
+
+    monkeypatch.setattr("sdp.tools.gradient_bias.gradient", watched)
+    before = torch.backends.cudnn.allow_tf32
+    biases(2)
+    assert seen == [False] * 6
+    assert torch.backends.cudnn.allow_tf32 == before
