@@ -102,8 +102,8 @@ class SDPSection(Section):
     """Subnetwork Data Parallelism: which group of ranks holds which part of the model.
 
     ``masking``: what a group does with a unit that it does not hold. forward: it is not there, neither in forward nor in backward.
-    backward: it runs, in forward and for the gradients of activations, from a frozen copy in compute precision, which a holder
-    refreshes after each step; only holders compute its weights' gradients, so these are those of the dense model.
+    backward: it runs, in forward and for the gradients of activations, from a frozen copy in compute precision, which holders
+    refresh after each step; only holders compute its weights' gradients, so these are those of the dense model.
 
     ``profile``: how many groups hold a unit, at the mean that ``capacity`` says: falling with depth, uniform, or listed by unit.
 

@@ -23,6 +23,7 @@ from .mesh import Holders
 from .traffic import passes_on
 
 COMMUNICATORS = 16  # of a rank, at most, in the placements that draw holder sets: NCCL's buffers cost tens of MB each
+WAYS = 4  # communicators a group, at most, over which holders share out what one of them could send
 _DENSE = 2048  # sides up to which all singular values at once are cheaper than the two largest by iteration
 
 
@@ -145,7 +146,8 @@ class Placement:
         """Holder set that lacks a group → which holder sends its units' weights to which groups without them (backward masking).
 
         As many holders as can share the work, those with the fewest parameters to send so far, each to its part of the groups. The same
-        for all units of a set, and where it can be to groups to which the holder sends already, so that units share communicators.
+        for all units of a set, and where it can be to groups to which the holder sends already, so that units share communicators. There
+        are no more than ``WAYS`` of these a group; of sets that would need more, those of the fewest parameters, one holder sends to all.
         """
         sends, costs = Counter[int](), Counter[Holders]()
         known: defaultdict[int, list[frozenset[int]]] = defaultdict(list)  # by source
@@ -153,21 +155,18 @@ class Placement:
             costs[holders] += cost
         deliveries: dict[Holders, tuple[Delivery, ...]] = {}
         for holders in sorted((h for h in costs if len(h) < self.groups), key=lambda h: (-costs[h], h)):
-            waiting = sorted(set(range(self.groups)).difference(holders))
-            sources = sorted(holders, key=lambda group: sends[group])[: len(waiting)]
+            receivers = sorted(set(range(self.groups)).difference(holders))
+            sources = sorted(holders, key=lambda group: sends[group])[: len(receivers)]
             sources.sort(key=lambda group: all(to.intersection(holders) for to in known[group]))  # those with groups to send to first
-            found = []
-            for place, source in enumerate(sources):
-                size = -(-len(waiting) // (len(sources) - place))
-                to = next((to for to in known[source] if len(to) == size and to.issubset(waiting)), None)
-                if to is None:  # those that come next after the source: of a cyclic placement the same for many sets
-                    first = bisect(waiting, source)
-                    to = frozenset((waiting[first:] + waiting[:first])[:size])
-                    known[source].append(to)
-                waiting = [group for group in waiting if group not in to]
-                found.append(Delivery(source, tuple(sorted({source, *to}))))
-                sends.update({group: costs[holders] for group in found[-1].members if found[-1].sent_by(group)})
-            deliveries[holders] = tuple(found)
+            ways = _shared_out(sources, receivers, known)
+            if sum(to not in known[source] for source, to in ways) + sum(map(len, known.values())) > WAYS * self.groups:
+                ways = [(min(holders, key=lambda group: sends[group]), frozenset(receivers))]
+            for source, to in ways:
+                known[source] += [to] if to not in known[source] else []
+            found = tuple(Delivery(source, tuple(sorted({source, *to}))) for source, to in ways)
+            for delivery in found:
+                sends.update({group: costs[holders] for group in delivery.members if delivery.sent_by(group)})
+            deliveries[holders] = found
         return deliveries
 
     def communicators_of(self, group: int) -> int:
@@ -260,3 +259,21 @@ def spectral_gap(members: sparse.csr_array, copies: Sequence[int]) -> float:
         gram = rows @ rows.T
         second = np.linalg.eigvalsh(gram.toarray() if sparse.issparse(gram) else gram)[-2]
     return float(min(1.0, max(0.0, 1 - second)))
+
+
+def _shared_out(
+    sources: Sequence[int], receivers: Sequence[int], known: Mapping[int, Sequence[frozenset[int]]]
+) -> list[tuple[int, frozenset[int]]]:
+    """Each of ``receivers``, sorted, with one of ``sources``, whose parts differ in size by one at most: a part that is ``known`` where it
+    can be, else those that come next after the source, which is the same for many sets of a cyclic placement.
+    """
+    ways, waiting = [], list(receivers)
+    for place, source in enumerate(sources):
+        size = -(-len(waiting) // (len(sources) - place))
+        to = next((to for to in known.get(source, ()) if len(to) == size and to.issubset(waiting)), None)
+        if to is None:
+            first = bisect(waiting, source)
+            to = frozenset((waiting[first:] + waiting[:first])[:size])
+        waiting = [group for group in waiting if group not in to]
+        ways.append((source, to))
+    return ways

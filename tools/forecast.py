@@ -215,9 +215,9 @@ def forecast(name: str, config: Config, machine: Machine, world: int, *, autocas
 
 
 def _runs(layout: Layout, group: int) -> Any:
-    """What decides a group's memory and time: how many units of each kind it holds, and which it refreshes."""
+    """What decides a group's memory and time: how many units of each kind it holds, and how many it casts and sends."""
     units = Counter((tuple(info.part for info in members), group in members[0].holders) for members in layout.members.values())
-    return frozenset(units.items()), sum(refresh.sent_by(group) for refresh in layout.refreshes)
+    return frozenset(units.items()), sum(refresh.source == group for refresh in layout.refreshes)
 
 
 def _ranks(

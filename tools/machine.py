@@ -69,15 +69,6 @@ class StepTime:
     refresh: float
     step: float
 
-    @property
-    def exposed(self) -> float:
-        return self.step - self.compute
-
-    @property
-    def exposed_if_awaited(self) -> float:
-        """What would be exposed if averages and refreshes were waited for where they start."""
-        return self.tensor_parallel + self.between + self.refresh + max(0.0, self.inside - self.compute)
-
 
 def step_time(flops: float, collectives: Sequence[Collective], machine: Machine, accumulation: int) -> StepTime:
     """Of a rank that computes ``flops`` in a step and takes part in ``collectives``.

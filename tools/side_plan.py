@@ -34,16 +34,29 @@ class Plan:
         ranks = sum(len(group.groups) for group in groups)
         return max(group.trace.flops for group in groups) / (sum(group.trace.flops * len(group.groups) for group in groups) / ranks)
 
-    def time(self, flops: float, link: float) -> StepTime:
+    def seconds(self, flops: float, link: float) -> float:
         """Of a step at so many FLOP/s of a rank, and bytes a second that each can send: of the slowest rank."""
+        return max(time.step for time in self._times(flops, link))
+
+    def exposed_share(self, flops: float, link: float) -> float | None:
+        """What overlap leaves exposed of what is if averages are waited for where they start, each of the slowest rank; None where nothing
+        is, and under backward masking, of which the planner knows what is sent, while who receives waits too.
+        """
+        times = self._times(flops, link)
+        compute = max(time.compute for time in times)
+        awaited = max(time.compute + time.tensor_parallel + time.between + max(0.0, time.inside - time.compute) for time in times)
+        if awaited == compute or any(time.refresh for time in times):
+            return None
+        return (max(time.step for time in times) - compute) / (awaited - compute)
+
+    def _times(self, flops: float, link: float) -> list[StepTime]:
         plan = self.forecast
         machine = Machine((plan.layout.mesh.world_size,), flops, 1.0, link, link)
-        times = [
+        return [
             step_time(group.trace.flops, rank.collectives, machine, plan.batch.accumulation)
             for group in plan.groups
             for rank in group.ranks
         ]
-        return max(times, key=lambda time: time.step)
 
 
 def _sending(rank: RankForecast, factor: float) -> RankForecast:

@@ -74,11 +74,10 @@ class Report:
             if "fsdp2" in race.turns:
                 row["speed_over_fsdp2"] = _median_of(_over, race.turns["fsdp2"]["seconds"], seconds)
             if race.speed is not None and rate is not None:
-                time = plan.time(rate, race.speed)
-                row["planned_seconds"] = time.step
-                row["planned_speed_over_ddp"] = self.plans[DDP].time(rate, race.speed).step / time.step
-                if "not_overlapped_seconds" in turns and time.exposed_if_awaited > 0:
-                    row["planned_exposed_over_not_overlapped"] = time.exposed / time.exposed_if_awaited
+                row["planned_seconds"] = plan.seconds(rate, race.speed)
+                row["planned_speed_over_ddp"] = self.plans[DDP].seconds(rate, race.speed) / row["planned_seconds"]
+                if "not_overlapped_seconds" in turns:
+                    row["planned_exposed_over_not_overlapped"] = plan.exposed_share(rate, race.speed)
             rows[name] = row
         return rows
 

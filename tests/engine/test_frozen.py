@@ -155,6 +155,27 @@ def _order(case: Case) -> list[str]:
     return events
 
 
+def _gradients_at_refresh(case: Case) -> int:
+    """How many gradients are in memory when new weights are sent."""
+    engine = engine_of(case)
+    one_step(engine, case, 0, data_rank=data_rank_of(case))
+    found: list[int] = []
+    refresh = engine._backend.refresh
+
+    def watched(*, after_step: bool) -> None:
+        found.append(sum(parameter.grad is not None for parameter in engine.parameters_here.values()))
+        refresh(after_step=after_step)
+
+    engine._backend.refresh = watched
+    engine.step()
+    (left,) = found
+    return left
+
+
+def test_gradients_are_gone_before_casts_of_weights_are_made(ranks: RankPool) -> None:
+    assert ranks.run(_gradients_at_refresh, Case(2, 1, masking="backward"), world=2) == [0, 0]
+
+
 def test_a_unit_waits_for_its_own_weights_only(ranks: RankPool) -> None:
     for events in ranks.run(_order, Case(2, 1, masking="backward"), world=2):
         assert events[:12] == ["broadcast"] * 12  # six parameters sent, six received

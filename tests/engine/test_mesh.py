@@ -77,6 +77,18 @@ def test_communicators(ranks: RankPool, fsdp: int, replicate_inside: bool) -> No
         assert sums == [float(sum(2**member for member in expected[held])) for held in sorted(expected)]
 
 
+def _refresh_groups() -> list[bool]:
+    ways = {(0, (0, 1)), (1, (0, 1))}
+    made = Communicators.build(Mesh(2), [(0, 1)], replicate_inside=True, refreshes=ways)
+    groups = [*made.refresh.values(), made.holders[0, 1]]
+    return [set(made.refresh) == ways, len(set(map(id, groups))) == 3]
+
+
+def test_each_direction_of_new_weights_has_a_communicator_of_its_own(ranks: RankPool) -> None:
+    """What one communicator is given it does one by one: two directions would take turns, or wait for averages."""
+    assert ranks.run(_refresh_groups, world=2) == [[True, True]] * 2
+
+
 def test_groups_of_a_world_without_nccl_are_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -70,11 +70,3 @@ def test_kinds_of_link_are_told_apart_and_what_they_leave_exposed_adds_up() -> N
 def test_tensor_parallel_traffic_is_never_hidden() -> None:
     time = time_of(sends("tensor parallel", 2, NEAR), gathers(3, NEAR))
     assert (time.tensor_parallel, time.step) == (2, pytest.approx(5))
-
-
-def test_what_is_exposed_with_and_without_overlap() -> None:
-    """Gathers inside groups are FSDP2's, which overlaps them by itself."""
-    time = time_of(averages(3, FAR), refreshes(2, FAR))
-    assert (time.exposed, time.exposed_if_awaited) == (pytest.approx(2), 5)
-    time = time_of(averages(3, FAR), gathers(4, NEAR), sends("tensor parallel", 2, NEAR))
-    assert (time.exposed, time.exposed_if_awaited) == (pytest.approx(1 + 1 + 2), 3 + 1 + 2)

@@ -181,6 +181,8 @@ def test_what_sdp_must_reach_over_a_link_is_judged_beside_the_plan() -> None:
     text = _markdown(report, report.to_json())
     assert "exposed communication 0.750 of that without overlap (0.333 planned), aim at most 0.6: NOT reached" in text
     assert f"speed over DDP's {2 / row['planned_speed_over_ddp']:.3f} of planned, aim at least 0.9" in text
+    (backward,) = plan_methods([ours.replace("forward", "backward")], load_config(CONFIG), 4).keys() - {"ddp"}
+    assert plan_methods([backward], load_config(CONFIG), 4)[backward].exposed_share(1.0, 1.0) is None
 
 
 def test_defaults_are_all_methods_at_the_capacity() -> None:
