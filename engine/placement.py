@@ -23,7 +23,7 @@ from .mesh import Holders
 from .traffic import passes_on
 
 COMMUNICATORS = 16  # of a rank, at most, in the placements that draw holder sets: NCCL's buffers cost tens of MB each
-WAYS = 4  # communicators a group, at most, over which holders share out what one of them could send
+WAYS = 4  # communicators a group up to which holders share out what one of them could send
 _DENSE = 2048  # sides up to which all singular values at once are cheaper than the two largest by iteration
 
 
@@ -146,8 +146,8 @@ class Placement:
         """Holder set that lacks a group → which holder sends its units' weights to which groups without them (backward masking).
 
         As many holders as can share the work, those with the fewest parameters to send so far, each to its part of the groups. The same
-        for all units of a set, and where it can be to groups to which the holder sends already, so that units share communicators. There
-        are no more than ``WAYS`` of these a group; of sets that would need more, those of the fewest parameters, one holder sends to all.
+        for all units of a set, and where it can be to groups to which the holder sends already, so that units share communicators. Where
+        there would be more than ``WAYS`` of these a group, one holder of a set, of those with the fewest parameters, sends to all.
         """
         sends, costs = Counter[int](), Counter[Holders]()
         known: defaultdict[int, list[frozenset[int]]] = defaultdict(list)  # by source
