@@ -1,4 +1,4 @@
-"""Give units to groups that have room for them: a greedy filling, and exchanges that level, connect or shuffle it.
+"""Give units to groups that have room for them: a greedy filling, and exchanges that level, connect, shuffle or order it.
 
 Everything is integers and stable sorts, and randomness is the raw output of PCG64, which NumPy keeps for ever: each rank computes
 the placement by itself, and all must come to the same one.
@@ -6,6 +6,7 @@ the placement by itself, and all must come to the same one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -195,3 +196,41 @@ def shuffle(packing: Packing, held: np.ndarray, seed: int, slowest: int = _NEVER
                 left[one], left[other] = left[one] - size, left[other] + size
                 load[one], load[other] = load[one] + work, load[other] - work
     return held
+
+
+def in_step(packing: Packing, held: np.ndarray, bundles: Sequence[Sequence[int]], work: Sequence[int]) -> np.ndarray:
+    """Exchange holders among equal units so that a unit's holders come to it together in backward, as nearly as is found.
+
+    Under forward masking a group skips what it does not hold: a holder with fewer units behind it has the gradient earlier, and its
+    reduction waits for the others'. So from the last unit on each gets, of the holders of units like it, those with the least work
+    behind them. ``bundles[b]``: the units, in the model's order, whose holders are column ``b`` of ``held``; ``work`` (units,).
+    Nothing else that a placement promises changes: equal units have equal size, work, holders in number and copies.
+    """
+    of_bundle = {unit: bundle for bundle, units in enumerate(bundles) for unit in units}
+    backwards = sorted(of_bundle, reverse=True)
+    kinds = np.column_stack((packing.size, packing.work, packing.wanted, held.sum(axis=0), [len(units) for units in bundles]))
+    kind_of = np.unique(kinds, axis=0, return_inverse=True)[1].reshape(-1)
+    unused = [np.unique(held[:, kind_of == kind].T, axis=0, return_counts=True) for kind in range(kind_of.max() + 1)]
+    ordered, chosen = np.zeros_like(held), set[int]()
+    behind = np.zeros(len(held), dtype=np.int64)
+    for unit in backwards:
+        bundle = of_bundle[unit]
+        if bundle not in chosen:
+            sets, copies = unused[kind_of[bundle]]
+            left = np.flatnonzero(copies)
+            best = left[np.lexsort(((sets[left] * behind).max(axis=1), sets[left] @ behind))[0]]
+            copies[best] -= 1
+            ordered[:, bundle] = sets[best]
+            chosen.add(bundle)
+        behind[ordered[:, bundle]] += work[unit]
+    return min(held, ordered, key=lambda filling: _waiting(filling, backwards, of_bundle, work))
+
+
+def _waiting(held: np.ndarray, backwards: Sequence[int], of_bundle: Mapping[int, int], work: Sequence[int]) -> int:
+    """Work that the last holder of a unit still has to do when another has its gradient, added up over units and holders."""
+    behind, waiting = np.zeros(len(held), dtype=np.int64), 0
+    for unit in backwards:
+        members = held[:, of_bundle[unit]]
+        behind[members] += work[unit]
+        waiting += int((behind[members].max() - behind[members]).sum())
+    return waiting

@@ -15,7 +15,7 @@ from scipy import sparse
 from .config import SDPSection
 from .errors import ConfigError, PlacementError
 from .mesh import Holders
-from .packing import Packing, connect, fill, level, shuffle
+from .packing import Packing, connect, fill, in_step, level, shuffle
 from .placement import COMMUNICATORS, Placement, spectral_gap
 from .profiles import capacities, explicit_profile, holder_counts, shaped_counts
 from .units import Unit, resolve_name
@@ -153,6 +153,7 @@ def _packed(
         held = connect(packing, shuffle(packing, held, section.seed))
     else:
         held = _best_connected(packing, held, [len(bundle) for bundle in bundles])
+        held = in_step(packing, held, bundles, work)
     for bundle, members in zip(bundles, _holders(held), strict=True):
         for unit in bundle:
             holders[unit] = members

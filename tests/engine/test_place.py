@@ -216,6 +216,51 @@ def test_shuffles_keep_the_margins_and_the_rooms() -> None:
     assert len(seen) > 10
 
 
+def _waiting(placement: Placement) -> int:
+    """Work from a holder's gradient of a unit to the last holder's, over units and holders, where groups skip what they do not hold."""
+    last = len(placement.units) - 1
+    waiting = 0
+    for unit, holders in enumerate(placement.holders):
+        done = [sum(placement.work[u] for u in range(unit, last + 1) if placement.holds(group, u)) for group in holders]
+        waiting += sum(max(done) - at for at in done)
+    return waiting
+
+
+def test_holders_of_equal_units_come_to_them_together() -> None:
+    """With 4 groups that hold 2 of 4 blocks each the units can be met in pairs: first all groups' last ones, then the ones before."""
+    placement = placed(units([7] * 8), groups=4, capacity=0.5, placement="balanced", profile="uniform")
+    for late in (7, 5, 3, 1):
+        assert sorted(placement.holders[late] + placement.holders[late - 1]) == [0, 1, 2, 3]
+    assert _waiting(placement) == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=st.integers(2, 8),
+    capacity=st.sampled_from([0.25, 0.375, 0.5, 0.75]),
+    costs=st.lists(st.sampled_from([4, 8]), min_size=4, max_size=24),
+    profile=st.sampled_from(["uniform", "depth"]),
+)
+def test_the_order_of_equal_units_changes_only_who_waits(groups: int, capacity: float, costs: list[int], profile: Any) -> None:
+    assume(groups * capacity >= 1)
+    values: dict[str, Any] = {"groups": groups, "capacity": capacity, "placement": "balanced", "profile": profile}
+    try:
+        placement = placed(units(costs, costs[::-1]), **values)
+    except PlacementError:
+        assume(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sdp.engine.place.in_step", lambda packing, held, bundles, work: held)
+        plain = placed(units(costs, costs[::-1]), **values)
+    for key in {(costs[unit], costs[-1 - unit]) for unit in range(len(costs))} if groups <= 5 else ():  # else in bundles of equal sums
+        alike = [unit for unit in range(len(costs)) if (costs[unit], costs[-1 - unit]) == key]
+        assert sorted(placement.holders[unit] for unit in alike) == sorted(plain.holders[unit] for unit in alike)
+    assert [len(holders) for holders in placement.holders] == [len(holders) for holders in plain.holders]
+    promised, before = placement.guarantees(), plain.guarantees()
+    assert promised.pop("spectral_gap") == pytest.approx(before.pop("spectral_gap"), abs=1e-9)
+    assert promised == before
+    assert _waiting(placement) <= _waiting(plain)
+
+
 def test_random_follows_the_seed_and_balanced_has_the_larger_gap() -> None:
     layers = units([7] * 16)
     drawn = [placed(layers, groups=8, capacity=0.25, placement="random", seed=seed) for seed in range(8)]
