@@ -1,5 +1,5 @@
-"""The smallest layout of a run that fits a device's memory: as few ranks per group as will do (1, 2, 4 …), and of theirs the settings whose
-step takes the least time by the plan.
+"""The smallest layout of a run that fits a device's memory: as few ranks per group as will do, and of theirs the settings whose step takes
+the least time by the plan.
 
 Groups, capacity, masking and the samples of a step stay as they are: they decide what is learned. Only the degrees of sharding and of
 tensor parallelism, the ZeRO stage, recomputation and the cut of a step's samples into micro-batches change. A layout is tried by its state
@@ -60,25 +60,25 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
     model = model_and_batch(config)[0]()
     step = stated_step(config, world)
     search = _Search(config, memory, machine_of, step)
-    ranks = 1
-    while True:
-        fitting = [trial for tp in _degrees(config, ranks) for trial in search.fitting(ranks, tp)]
+    tried = 0
+    for ranks in range(1, limit + 1):
+        degrees = [tp for tp in sorted({*_DEGREES, config.tensor_parallel.autotp_size}) if ranks % tp == 0]
+        if all(step.samples % (groups * ranks // tp) for tp in degrees):
+            continue
+        tried = ranks
+        fitting = [trial for tp in degrees for trial in search.fitting(ranks, tp)]
         if fitting:
             best = min(fitting, key=lambda trial: trial.cost)
             assert best.plan is not None
             return Fit(best.choice, best.plan, tuple(search.trials), tuple(reasons_of(best, search.trials, step, model)))
-        if 2 * ranks > limit or groups * 2 * ranks > step.samples * max(_degrees(config, 2 * ranks)):
-            break  # there are no more of them, or more data ranks than samples
-        ranks *= 2
-    raise ConfigError(_nothing(config, memory, ranks, search.trials))
-
-
-def _degrees(config: Config, ranks: int) -> list[int]:
-    """Tensor-parallel degrees that divide so many ranks."""
-    return sorted(tp for tp in {*_DEGREES, config.tensor_parallel.autotp_size} if ranks % tp == 0)
+    if not tried:
+        shared = f"shared equally among {groups} groups of up to {limit:,} ranks"
+        raise ConfigError(f"--fit: the {step.samples:,} samples of a step cannot be {shared}; change train_batch_size or sdp.groups")
+    raise ConfigError(_nothing(config, memory, tried, search.trials))
 
 
 def _nothing(config: Config, memory: float, ranks: int, trials: list[Trial]) -> str:
+    """``ranks``: the most a group of ``trials``."""
     refused = list({trial.why: str(trial) for trial in trials if trial.need is None}.values())
     closest = closest_of(trials)
     tried = "; ".join(([f"closest: {closest}"] if closest.need is not None else []) + refused[:3])

@@ -115,7 +115,7 @@ def _checked(args: argparse.Namespace, place: Environment | None, *, speaks: boo
 
         devices = visible_devices()
         if 0 < devices < world:
-            raise ConfigError(f"--nproc {world}: {devices} devices are visible; use fewer ranks, or CUDA_VISIBLE_DEVICES= for the CPU")
+            raise ConfigError(f"{world} ranks: {devices} devices are visible; use fewer, or CUDA_VISIBLE_DEVICES= for the CPU")
     return config, world, names
 
 

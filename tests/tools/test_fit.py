@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,31 @@ def test_tensor_parallel_ranks_stay_inside_a_node(config: Path, capsys: pytest.C
     assert "tensor-parallel ranks would be on two nodes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("samples", "ranks"), [(48, 3), (32, 4)])
+def test_the_fewest_ranks_that_share_the_samples(once: Planner, samples: int, ranks: int) -> None:
+    """Three ranks a group where two do not fit; four where three cannot share the samples of a step. One rank a node: tensor
+    parallelism, which would need less, is refused."""
+
+    def alone(world: int) -> Machine:
+        return replace(machine(world), slots=(1,) * world)
+
+    config = load_config(CONFIG, [f"train_batch_size={samples}", "gradient_accumulation_steps=null"])
+    step = stated_step(config, 2)
+    least = Choice(ranks, 1, 3, "full", *own_share(step, 2 * ranks)).applied(config)
+    memory = once("", least, alone(2 * ranks), 2 * ranks).worst.trace.peak
+    fit = find_fit(config, memory, alone, 2, bounded=False)
+    assert fit.choice.ranks == ranks
+    assert fit.plan.worst.trace.peak <= memory
+    assert {trial.choice.ranks for trial in fit.trials} == {1, 2, ranks}
+    assert fit.plan.batch.train == samples
+
+
+def test_samples_that_no_ranks_share(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stated = ["--set", "train_batch_size=9", "gradient_accumulation_steps=null"]
+    assert main(["plan", str(config), *stated, "--device-memory", "80GB", "--fit", "--world", "18"]) == 2
+    assert "the 9 samples of a step cannot be shared equally among 2 groups of up to" in capsys.readouterr().err
+
+
 def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config), "--device-memory", "10kB", "--fit", "--world", "4"]) == 2
     error = capsys.readouterr().err
@@ -198,7 +224,7 @@ def test_a_hostfile_bounds_what_is_tried(config: Path, tmp_path: Path, capsys: p
     hosts.write_text("a slots=6\n")
     search = ["plan", str(config), "--hostfile", str(hosts), "--device-memory", "10kB", "--fit"]
     assert main(search) == 2
-    assert "no layout of up to 2 ranks a group fits" in capsys.readouterr().err  # of three, powers of two are tried
+    assert "no layout of up to 3 ranks a group fits" in capsys.readouterr().err
     hosts.write_text("a slots=1\n")
     assert main(search) == 2
     assert "--fit: 1 ranks are fewer than sdp.groups 2" in capsys.readouterr().err

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RankPool
 from sdp.data.tokenizers import BytesTokenizer
 from sdp.engine.activations import checkpoint_activations
 from sdp.engine.config import load_config
+from sdp.engine.initialize import initialize
 from sdp.engine.memory_probe import peak_tensor_bytes
-from sdp.engine.trace import StepTrace
+from sdp.engine.trace import StepTrace, fake_world
 from sdp.engine.traffic_plan import plan_collectives
 from sdp.launcher.main import main
 from sdp.models.registry import build_model
@@ -33,6 +35,7 @@ CONFIG: dict[str, Any] = {
     "model": LLAMA,
     "data": {"sequence_length": 16},
 }
+HOLDERS = {f"model.layers.{layer}": holders for layer, holders in enumerate(([0], [0, 1, 2, 3], [1, 2], [3]))}
 SLOW = 1e6  # bytes a second between nodes: what crosses them decides
 
 
@@ -53,10 +56,26 @@ def test_plans_for_mirror_images_of_nodes_are_equal() -> None:
     assert second.groups[0].trace.rank == 0  # on one node with all of its group
 
 
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+@pytest.mark.parametrize(("fsdp", "tp", "stage"), [(1, 1, 3), (3, 1, 3), (3, 1, 0), (1, 2, 3), (2, 2, 3)])
+def test_communicators_are_those_that_the_engine_makes(masking: str, fsdp: int, tp: int, stage: int) -> None:
+    """Of every rank that is planned: the process groups that a rank of the engine is in, but for one that it may have to itself."""
+    changed = {
+        "sdp": {"groups": 4, "placement": HOLDERS, "masking": masking},
+        "zero_optimization": {"stage": stage},
+        "tensor_parallel": {"autotp_size": tp},
+    }
+    plan, config = planned((4 * fsdp * tp,), **changed), load_config(CONFIG | changed)
+    for planned_rank in {rank.rank: rank for rank in plan.ranks}.values():
+        with fake_world(planned_rank.rank, 4 * fsdp * tp):
+            initialize(model=build_model(config.model), config=config)
+            made = [group for group in dist.distributed_c10d._world.pg_map if dist.get_world_size(group) > 1]
+            assert planned_rank.communicators == len(made)
+
+
 def test_no_rank_is_forgotten() -> None:
     """Shards that do not divide, units of one, two and four holders: the figures are those of all ranks, gone through one by one."""
-    capacities = {f"model.layers.{layer}": holders for layer, holders in enumerate(([0], [0, 1, 2, 3], [1, 2], [3]))}
-    section = {"groups": 4, "placement": capacities, "masking": "backward"}
+    section = {"groups": 4, "placement": HOLDERS, "masking": "backward"}
     plan = planned((5, 7), sdp=section, model=LLAMA | {"vocab_size": 65})
     sent = {"inside a node": 0.0, "between nodes": 0.0}
     for rank in range(12):

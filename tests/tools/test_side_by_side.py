@@ -246,7 +246,7 @@ def test_numbers_of_workers_have_their_devices(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(CONFIG))
     assert main(["bench", str(path), "--workers", "2,4", "--methods", "ddp", "--out", str(tmp_path / "bench")]) == 2
-    assert capsys.readouterr().err.count("--workers 2,4: 4 cannot be run: --nproc 4: 2 devices are visible") == 1
+    assert capsys.readouterr().err.count("--workers 2,4: 4 cannot be run: 4 ranks: 2 devices are visible") == 1
     assert not (tmp_path / "bench").exists()
 
 
