@@ -45,6 +45,7 @@ from . import scaling
 from .forecast import model_and_batch
 from .methods import DENSE, OUTER_EVERY, SAME_STEPS, Runner, build, default_methods, is_sdp, variant, why_not
 from .networks import Link, enter, hosts, shape
+from .processors import stolen, ticks
 from .side_plan import plan_methods
 from .side_report import Race, Report, write_report
 from .train import with_initial_model
@@ -217,10 +218,12 @@ def measure(
             _say(f"links of {link.rate}")
             if dist.get_rank() == 0:
                 shape(args.hosts, dist.get_world_size(), link)
+        before = ticks()
         turns = _race(runners, batches, args, device)
+        (elsewhere,) = _largest([stolen(before, ticks())])
         if uncounted is not None:
             turns = {name: own | {"sent_bytes": None} for name, own in turns.items()}
-        races.append(Race(link and link.rate, link and link.bytes_per_second, turns, uncounted))
+        races.append(Race(link and link.rate, link and link.bytes_per_second, turns, uncounted, elsewhere))
     return facts, races
 
 

@@ -15,6 +15,7 @@ from .side_plan import Plan
 
 BOUND, OVER_FSDP2, STATE, PEAK, OVERLAP = 0.9, 2.5, 0.01, 1.05, 0.6  # what SDP must reach
 FOR_CAPACITY = 0.5  # the second of these
+_NOTICED = 0.02  # of the processors' time
 _LARGE = 1e9  # bytes: below, a peak is not judged
 
 
@@ -23,13 +24,15 @@ class Race:
     """All methods over one ``link`` (None: this machine's own), of so many bytes a second in either direction of a rank.
 
     ``turns``: by method, seconds of a step in every round by how it was taken, ``slowest_over_mean`` of what ranks compute, and of one
-    rank's step ``collectives`` and ``sent_bytes``, None where these are not measured; ``uncounted`` says why.
+    rank's step ``collectives`` and ``sent_bytes``, None where these are not measured; ``uncounted`` says why. ``stolen``: the part of the
+    processors' time that a hypervisor gave to others meanwhile, on the host where it was most.
     """
 
     link: str | None
     speed: float | None
     turns: Mapping[str, Mapping[str, Any]]
     uncounted: str | None = None
+    stolen: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,13 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         races = [
-            {"link": race.link, "bytes_per_second": race.speed, "sent_bytes_not_measured": race.uncounted, "methods": self.rows(race)}
+            {
+                "link": race.link,
+                "bytes_per_second": race.speed,
+                "sent_bytes_not_measured": race.uncounted,
+                "stolen_processor_time": race.stolen,
+                "methods": self.rows(race),
+            }
             for race in self.races
         ]
         return {"settings": dict(self.settings), "losses": {name: facts["losses"] for name, facts in self.facts.items()}, "races": races}
@@ -153,6 +162,9 @@ def _markdown(report: Report, content: Mapping[str, Any]) -> str:
         lines += ["", f"## {title[0].upper()}{title[1:]}", "", *_table(race, _unit(report))]
         if race["sent_bytes_not_measured"]:
             lines += ["", f"Sent bytes are not measured: {race['sent_bytes_not_measured']}. In parentheses what is planned."]
+        if race["stolen_processor_time"] >= _NOTICED:
+            share = f"{race['stolen_processor_time']:.0%} of the processors' time to other machines"
+            lines += ["", f"The hypervisor gave {share} meanwhile: seconds, and what is made of them, vary with that."]
         lines += ["", *_aims(race)] if _aims(race) else []
     return "\n".join(lines) + "\n"
 

@@ -16,6 +16,7 @@ from sdp.engine.config import load_config
 from sdp.engine.errors import ConfigError, DivergedError
 from sdp.launcher import layout as launcher_layout
 from sdp.launcher.main import main
+from sdp.tools import processors
 from sdp.tools.forecast import alternatives
 from sdp.tools.machine import Machine
 from sdp.tools.methods import DENSE, Runner, default_methods, variant, why_not
@@ -158,6 +159,29 @@ def test_bytes_that_the_kernel_does_not_count_are_not_measured(monkeypatch: pyte
     text = _markdown(report, report.to_json())
     assert f"Sent bytes are not measured: {reason}." in text
     assert f"| – ({race['methods']['ddp']['planned_sent_bytes'] / 1e6:,.2f}) |" in text
+
+
+def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ticks as proc(5) has them: user, nice, system, idle, iowait, irq, softirq, steal, and guests' that are in the first two."""
+    before = processors.ticks()
+    assert before is not None
+    assert 0 <= before[0] <= before[1]  # this machine's own
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(processors, "_STAT", stat)
+    stat.write_text("cpu  100 10 50 800 5 5 10 20 7 7\ncpu0 50 5 25 400 5 5 10 10 7 7\n")
+    first = processors.ticks()
+    assert first == (20, 1000)
+    stat.write_text("cpu  150 10 60 805 5 5 10 55 17 7\n")
+    assert processors.stolen(first, processors.ticks()) == pytest.approx(0.35)
+    for other in ("", "cpu  1 2 3 4\n", "intr 1 2 3 4 5 6 7 8 9\n"):
+        stat.write_text(other)
+        assert processors.ticks() is None
+        assert processors.stolen(first, None) == 0
+    turns = {"ddp": {"seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": 1.0, "collectives": 2.0, "slowest_over_mean": [1.0]}}
+    facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
+    for share, said in ((0.35, 1), (0.0, 0)):
+        report = Report(SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, [Race(None, None, turns, None, share)])
+        assert _markdown(report, report.to_json()).count("The hypervisor gave 35% of the processors' time to other machines") == said
 
 
 def test_what_sdp_must_reach_over_a_link_is_judged_beside_the_plan() -> None:
