@@ -12,6 +12,7 @@ while the next forward pass begins: it waits before each block for that block's 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -27,7 +28,8 @@ from .placement import Delivery
 from .tensor_collectives import TensorRanks
 from .traffic import Traffic, passes_on
 
-BUCKET_BYTES = 64 * 2**20
+BUCKETS = 4  # of a unit: the first is on its way while backward is in the same block, and links have another to send while one is summed
+LEAST_BYTES, MOST_BYTES = 2**19, 64 * 2**20  # of a bucket, in float32: below, latency decides; above, memory
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,19 @@ def plan_buckets(
     """Buckets in launch order from the full model's trainable parameters (name → elements, in the model's order).
 
     Last parameter first, as backward makes gradients, but those that ``comes_last`` (FSDP2 hands out the root's own at the very
-    end) after all others, which would have to wait for them. Neighbours of one unit share a bucket up to ``BUCKET_BYTES`` of
-    float32. Every rank computes the same list.
+    end) after all others, which would have to wait for them. Neighbours of one unit share a bucket up to a ``BUCKETS``-th of it, but
+    no less than ``LEAST_BYTES`` and no more than ``MOST_BYTES``; a parameter is never cut. Every rank computes the same list.
     """
     buckets: list[Bucket] = []
     size, last = 0, None
+    of_unit: Counter[str] = Counter()
+    for name, numel in numels.items():
+        of_unit[unit_of(name)] += numel * 4
     backwards = list(numels)[::-1]
     for name in sorted(backwards, key=comes_last):  # stable
         nbytes = numels[name] * 4
-        if last == unit_of(name) and size + nbytes <= BUCKET_BYTES:
+        most = min(MOST_BYTES, max(LEAST_BYTES, -(-of_unit[unit_of(name)] // BUCKETS)))
+        if last == unit_of(name) and size + nbytes <= most:
             buckets[-1] = Bucket(buckets[-1].holders, (name, *buckets[-1].names))
             size += nbytes
         else:

@@ -28,6 +28,7 @@ from ranks_cases import (
     reference,
     train,
 )
+from sdp.engine import sync
 from sdp.engine.units import find_neuron_units
 
 FACTORS: dict[str, Sequence[Any]] = {
@@ -245,6 +246,39 @@ def test_made_placements_train_alike(ranks: RankPool, case: Case) -> None:
     counts = {len(holders) for holders in engine_of(case, "reference").layout.placement.holders}
     assert len(counts) > 1, "every unit has as many holders"
     assert_same_run(native(ranks, case), reference(case), case)
+
+
+def _in_pieces(case: Case, least: int) -> tuple[Result, int]:
+    """The run with buckets of ``least`` bytes or more, and the reductions that it started."""
+    started, all_reduce = 0, dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal started
+        started += bool(kwargs.get("async_op"))
+        return all_reduce(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync, "LEAST_BYTES", least)
+        patch.setattr(dist, "all_reduce", counted)
+        return train(case), started
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, 3, 3, clip=True, model="llama-tied-meta"),
+        Case(4, 1, 0, optimizer="adamw", placement="balanced"),
+        Case(2, 1, 0, clip=True, neurons=2, masking="backward", model="even-llama"),
+    ],
+    ids=str,
+)
+def test_units_that_are_reduced_in_pieces_train_alike(ranks: RankPool, case: Case) -> None:
+    """The tests' units are smaller than the smallest bucket; here they are cut as large ones are."""
+    whole, pieces = (ranks.run(_in_pieces, case, least, world=case.world) for least in (sync.LEAST_BYTES, 1))
+    for (_, few), (_, many) in zip(whole, pieces, strict=True):
+        assert many > 1.5 * few
+    assert_same_run([result for result, _ in pieces], reference(case), case)
+    assert_bytes_as_planned([result for result, _ in pieces])
 
 
 # -- the reference itself ----------------------------------------------------------------------------------------------------------
