@@ -6,6 +6,7 @@ the placement by itself, and all must come to the same one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -208,19 +209,26 @@ def in_step(packing: Packing, held: np.ndarray, bundles: Sequence[Sequence[int]]
     """
     of_bundle = {unit: bundle for bundle, units in enumerate(bundles) for unit in units}
     backwards = sorted(of_bundle, reverse=True)
-    kinds = np.column_stack((packing.size, packing.work, packing.wanted, held.sum(axis=0), [len(units) for units in bundles]))
+    scale = max(1, math.gcd(*(work[unit] for unit in backwards)))  # FLOPs of many units and groups would not fit 64 bits
+    work = [value // scale for value in work]
+    counts = held.sum(axis=0)
+    kinds = np.column_stack((packing.size, packing.work, packing.wanted, counts, [len(units) for units in bundles]))
     kind_of = np.unique(kinds, axis=0, return_inverse=True)[1].reshape(-1)
-    unused = [np.unique(held[:, kind_of == kind].T, axis=0, return_counts=True) for kind in range(kind_of.max() + 1)]
+    unused: list[tuple[np.ndarray, np.ndarray]] = []  # by kind: members (sets, k), and how many units have them
+    for kind in range(kind_of.max() + 1):
+        sets, copies = np.unique(held[:, kind_of == kind].T, axis=0, return_counts=True)
+        unused.append((np.nonzero(sets)[1].reshape(len(sets), -1), copies))
     ordered, chosen = np.zeros_like(held), set[int]()
     behind = np.zeros(len(held), dtype=np.int64)
     for unit in backwards:
         bundle = of_bundle[unit]
         if bundle not in chosen:
-            sets, copies = unused[kind_of[bundle]]
+            members, copies = unused[kind_of[bundle]]
             left = np.flatnonzero(copies)
-            best = left[np.lexsort(((sets[left] * behind).max(axis=1), sets[left] @ behind))[0]]
+            done = behind[members[left]]
+            best = left[np.lexsort((done.max(axis=1), done.sum(axis=1)))[0]]
             copies[best] -= 1
-            ordered[:, bundle] = sets[best]
+            ordered[members[best], bundle] = True
             chosen.add(bundle)
         behind[ordered[:, bundle]] += work[unit]
     return min(held, ordered, key=lambda filling: _waiting(filling, backwards, of_bundle, work))

@@ -3,7 +3,8 @@ the least time by the plan.
 
 Groups, capacity, masking and the samples of a step stay as they are: they decide what is learned. Only the degrees of sharding and of
 tensor parallelism, the ZeRO stage, recomputation and the cut of a step's samples into micro-batches change. A layout is tried by its state
-first, which is known at once, then by tracing its step.
+first, which is known at once, then by tracing its step. Tensor parallelism is tried of 1, 2, 4, 8 and as stated; numbers of ranks that
+cannot share a step's samples equally are left out.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
         if all(step.samples % (groups * ranks // tp) for tp in degrees):
             continue
         tried = ranks
+        if search.too_few(ranks):
+            continue
         fitting = [trial for tp in degrees for trial in search.fitting(ranks, tp)]
         if fitting:
             best = min(fitting, key=lambda trial: trial.cost)
@@ -78,12 +81,12 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
 
 
 def _nothing(config: Config, memory: float, ranks: int, trials: list[Trial]) -> str:
-    """``ranks``: the most a group of ``trials``."""
-    refused = list({trial.why: str(trial) for trial in trials if trial.need is None}.values())
+    """``ranks``: the most a group that were looked at."""
     closest = closest_of(trials)
-    tried = "; ".join(([f"closest: {closest}"] if closest.need is not None else []) + refused[:3])
-    less = "" if closest.need is None else f"; what would need less: {'; '.join(remedies(config))}"
-    return f"--fit: no layout of up to {ranks} ranks a group fits {decimal(memory)} ({tried}){less}"
+    said = "" if closest.need is None else f"; closest: {closest}; what would need less: {'; '.join(remedies(config))}"
+    refused = list({trial.why: str(trial) for trial in trials if trial.need is None}.values())
+    also = f"; refused: {'; '.join(refused[:3])}" if refused else ""
+    return f"--fit: no layout of up to {ranks} ranks a group fits {decimal(memory)}{said}{also}"
 
 
 @dataclass
@@ -120,6 +123,13 @@ class _Search:
                     yield trial
                     below = index
                     break
+
+    def too_few(self, ranks: int) -> bool:
+        """Whether the state of a group, by the trial of one rank, is more than twice what so many ranks have memory for; twice, since what
+        is sharded may be of another kind. Powers of two are tried all the same: they tell how much is missing.
+        """
+        states = [trial.need for trial in self.trials if trial.choice.ranks == 1 and trial.state_only and trial.need is not None]
+        return bool(ranks & (ranks - 1)) and min(states, default=0) > 2 * ranks * self.memory
 
     def _fastest(self) -> float:
         return min((trial.plan.seconds for trial in self.trials if trial.plan is not None), default=math.inf)

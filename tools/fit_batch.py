@@ -19,11 +19,17 @@ class Step:
 
 
 def stated_step(config: Config, world: int) -> Step:
-    """What ``config`` says of ``world`` ranks; those that do not fill the grid are left out. Raises :class:`ConfigError`."""
+    """What ``config`` says of ``world`` ranks; those that do not fill the grid are left out, and where it says nothing of micro-batches,
+    those that cannot share its samples equally. Raises :class:`ConfigError`.
+    """
     if config.train_batch_size is not None and config.train_micro_batch_size_per_gpu is not None:
         return Step(config.train_batch_size, config.train_micro_batch_size_per_gpu)  # of any number of ranks
     of_grid = config.sdp.groups * config.tensor_parallel.autotp_size
-    size = BatchSize.resolve(config, mesh_of(config, max(1, world // of_grid) * of_grid))
+    most = max(1, world // of_grid)
+    if config.train_batch_size is not None:
+        shared = config.sdp.groups * (config.gradient_accumulation_steps or 1)
+        most = next((count for count in range(most, 0, -1) if config.train_batch_size % (shared * count) == 0), most)
+    size = BatchSize.resolve(config, mesh_of(config, most * of_grid))
     return Step(size.train, size.micro)
 
 

@@ -220,10 +220,11 @@ def measure(
                 shape(args.hosts, dist.get_world_size(), link)
         before = ticks()
         turns = _race(runners, batches, args, device)
-        (elsewhere,) = _largest([stolen(before, ticks())])
+        share = stolen(before, ticks())
+        (elsewhere,) = _largest([-1.0 if share is None else share])
         if uncounted is not None:
             turns = {name: own | {"sent_bytes": None} for name, own in turns.items()}
-        races.append(Race(link and link.rate, link and link.bytes_per_second, turns, uncounted, elsewhere))
+        races.append(Race(link and link.rate, link and link.bytes_per_second, turns, uncounted, None if elsewhere < 0 else elsewhere))
     return facts, races
 
 

@@ -25,14 +25,14 @@ class Race:
 
     ``turns``: by method, seconds of a step in every round by how it was taken, ``slowest_over_mean`` of what ranks compute, and of one
     rank's step ``collectives`` and ``sent_bytes``, None where these are not measured; ``uncounted`` says why. ``stolen``: the part of the
-    processors' time that a hypervisor gave to others meanwhile, on the host where it was most.
+    processors' time that a hypervisor gave to others meanwhile, on the host where it was most; None where no kernel tells.
     """
 
     link: str | None
     speed: float | None
     turns: Mapping[str, Mapping[str, Any]]
     uncounted: str | None = None
-    stolen: float = 0.0
+    stolen: float | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _markdown(report: Report, content: Mapping[str, Any]) -> str:
         lines += ["", f"## {title[0].upper()}{title[1:]}", "", *_table(race, _unit(report))]
         if race["sent_bytes_not_measured"]:
             lines += ["", f"Sent bytes are not measured: {race['sent_bytes_not_measured']}. In parentheses what is planned."]
-        if race["stolen_processor_time"] >= _NOTICED:
+        if (race["stolen_processor_time"] or 0.0) >= _NOTICED:
             share = f"{race['stolen_processor_time']:.0%} of the processors' time to other machines"
             lines += ["", f"The hypervisor gave {share} meanwhile: seconds, and what is made of them, vary with that."]
         lines += ["", *_aims(race)] if _aims(race) else []

@@ -228,7 +228,8 @@ def _waiting(placement: Placement) -> int:
 
 def test_holders_of_equal_units_come_to_them_together() -> None:
     """With 4 groups that hold 2 of 4 blocks each the units can be met in pairs: first all groups' last ones, then the ones before."""
-    placement = placed(units([7] * 8), groups=4, capacity=0.5, placement="balanced", profile="uniform")
+    huge = 10**17  # FLOPs: those of all units and groups do not fit 64 bits
+    placement = placed(units([7] * 8, [huge] * 8), groups=4, capacity=0.5, placement="balanced", profile="uniform")
     for late in (7, 5, 3, 1):
         assert sorted(placement.holders[late] + placement.holders[late - 1]) == [0, 1, 2, 3]
     assert _waiting(placement) == 0

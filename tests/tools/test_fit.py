@@ -209,10 +209,28 @@ def test_samples_that_no_ranks_share(config: Path, capsys: pytest.CaptureFixture
     assert "the 9 samples of a step cannot be shared equally among 2 groups of up to" in capsys.readouterr().err
 
 
+def test_samples_alone_say_how_many_a_step_has(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """48 samples, of which 20 slots cannot have equal shares: the most ranks that can say what a micro-batch is, 8 a group of 20 ÷ 2."""
+    alone = {key: value for key, value in CONFIG.items() if key not in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
+    assert stated_step(load_config(alone | {"train_batch_size": 48}), 20) == Step(48, 3)
+    config.write_text(json.dumps(alone | {"train_batch_size": 48}))
+    found = planned(capsys, config, "--world", 20, "--device-memory", "80GB", "--fit", "--alone")
+    assert found["plan"]["batch"] == {"train": 48, "micro": 3, "accumulation": 8}
+
+
+def test_a_stated_degree_of_three_is_tried() -> None:
+    three = {
+        "model": LLAMA | {"vocab_size": 513, "hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96},
+        "tensor_parallel": {"autotp_size": 3},
+    }
+    with pytest.raises(ConfigError, match=r"no layout of up to 3 ranks .*; closest: 3 ranks a group \(fsdp 1 × tp 3\)"):
+        find_fit(load_config(CONFIG | three), 3e5, lambda world: replace(machine(world), slots=(world,)), 6, bounded=True)
+
+
 def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config), "--device-memory", "10kB", "--fit", "--world", "4"]) == 2
     error = capsys.readouterr().err
-    assert "no layout of up to 2 ranks a group fits 10.00 kB (closest: 2 ranks a group" in error
+    assert "no layout of up to 2 ranks a group fits 10.00 kB; closest: 2 ranks a group" in error
     assert "the state alone is" in error
     assert "what would need less" in error
     assert main(["plan", str(config), "--device-memory", "80GB", "--fit", "--set", "sdp.engine=reference"]) == 2
