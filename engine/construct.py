@@ -21,8 +21,9 @@ from .config import Config
 from .errors import ModelError
 from .initialisation import Filler, ModuleInit, plan_initialisation
 from .layout import Layout, Shard, TensorInfo
-from .mesh import Coordinates, tensor_group
+from .mesh import Coordinates
 from .neurons import slice_layers
+from .process_groups import tensor_group
 from .subnetwork import PassThrough, carve, freeze
 from .sync import local_tensor
 from .tensor_collectives import TensorRanks

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .layout import Layout, TensorInfo
-from .mesh import Communicators, Coordinates
+from .mesh import Coordinates
+from .process_groups import Communicators
 from .sync import local_tensor
 from .tensor_collectives import TensorRanks
 from .traffic import Traffic

@@ -23,7 +23,7 @@ from .errors import ConfigError
 from .initialisation import seed_of
 from .layout import Layout, draws_of
 from .loader import EpochLoader, ResumableLoader
-from .mesh import Mesh
+from .mesh import mesh_of
 from .optim import make_optimizer
 from .place import warnings_of
 from .schedules import build_scheduler
@@ -133,34 +133,6 @@ def _own_device(engine: str) -> torch.device:
     if dist.is_initialized() and dist.get_world_size() > 1:
         log.warning('sdp.engine: "%s" runs all workers in each of the %d processes, on its own', engine, dist.get_world_size())
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def mesh_of(config: Config, world_size: int) -> Mesh:
-    """The grid of ranks of a run in ``world_size`` processes; the reference's are virtual, and its matrices whole. Raises
-    :class:`ConfigError`.
-    """
-    sizes, alone = config.sdp.group_sizes, config.sdp.in_one_process
-    if sizes is not None:
-        mesh = Mesh.of_groups(sizes, 1 if alone else config.tensor_parallel.autotp_size)
-        if not alone and mesh.world_size != world_size:
-            raise ConfigError(f"world size {world_size} is not sdp.group_sizes {sizes} × tensor_parallel.autotp_size {mesh.tp} = "
-                              f"{mesh.world_size}; start {mesh.world_size} processes, or change sdp.group_sizes")  # fmt: skip
-        return mesh
-    if alone:
-        return Mesh(config.sdp.groups, _virtual_fsdp(config))
-    return Mesh.for_world(world_size, config.sdp.groups, config.tensor_parallel.autotp_size)
-
-
-def _virtual_fsdp(config: Config) -> int:
-    """The reference has no world to divide: its ranks per group are what is left of the batch, where all of it is given."""
-    train, micro, accumulation = (
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
-    )
-    if train is None or micro is None or accumulation is None:
-        return 1
-    return max(1, train // (micro * accumulation * config.sdp.groups))
 
 
 def _loader(engine: SDPEngine, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> ResumableLoader:

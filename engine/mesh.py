@@ -1,17 +1,18 @@
-"""The grid ``arange(world).view(sdp, fsdp, tp)`` and the process groups cut out of it."""
+"""The grid ``arange(world).view(sdp, fsdp, tp)``: who is where. Without torch, for what starts the processes asks it first."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
+from .config import Config
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 Holders = tuple[int, ...]
 
@@ -64,6 +65,8 @@ class Mesh:
     @property
     def grid(self) -> torch.Tensor:
         """Global ranks, shape (sdp, fsdp, tp), of groups of equal size."""
+        import torch
+
         assert not self.sizes
         return torch.arange(self.world_size).view(self.sdp, self.fsdp, self.tp)
 
@@ -104,94 +107,29 @@ class Mesh:
         return rank // self.tp
 
 
-def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """The process group of this rank's tensor-parallel neighbours; None where there are none. Every rank must call this."""
-    if mesh.tp == 1:
-        return None
-    if mesh.tp == mesh.world_size:
-        return dist.group.WORLD  # type: ignore[return-value]
-    own = None
-    for ranks in mesh.grid.view(-1, mesh.tp).tolist():
-        group = dist.new_group(ranks, backend=_backend())
-        if dist.get_rank() in ranks:
-            own = group
-    return own  # type: ignore[return-value]
-
-
-def _backend() -> str | None:
-    """Of every group: without it each gets a gloo mesh beside NCCL's. A world without NCCL (a fake one) gives its own kind."""
-    return "nccl" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else None
-
-
-@dataclass
-class Communicators:
-    """The process groups of one rank.
-
-    ``fsdp``: the ranks among which this group's state is sharded, or this rank alone where FSDP2 wraps what is not sharded.
-    ``holders[h]``: the ranks that average a gradient held by the SDP groups ``h``; absent where that is this rank alone. With
-    ``replicate_inside`` (ZeRO stage 0) nothing is sharded, and the ranks of a group average among themselves in the same all-reduce.
-    ``refresh[s, g]``: the ranks of the groups ``g`` at this rank's place in its own, to which that of the group ``s`` sends frozen copies:
-    for each sender another, as what a communicator is given it does one by one, and a link carries both directions at once.
+def mesh_of(config: Config, world_size: int) -> Mesh:
+    """The grid of ranks of a run in ``world_size`` processes; the reference's are virtual, and its matrices whole. Raises
+    :class:`ConfigError`.
     """
+    sizes, alone = config.sdp.group_sizes, config.sdp.in_one_process
+    if sizes is not None:
+        mesh = Mesh.of_groups(sizes, 1 if alone else config.tensor_parallel.autotp_size)
+        if not alone and mesh.world_size != world_size:
+            raise ConfigError(f"world size {world_size} is not sdp.group_sizes {sizes} × tensor_parallel.autotp_size {mesh.tp} = "
+                              f"{mesh.world_size}; start {mesh.world_size} processes, or change sdp.group_sizes")  # fmt: skip
+        return mesh
+    if alone:
+        return Mesh(config.sdp.groups, _virtual_fsdp(config))
+    return Mesh.for_world(world_size, config.sdp.groups, config.tensor_parallel.autotp_size)
 
-    mesh: Mesh
-    rank: int
-    replicate_inside: bool
-    fsdp: dist.ProcessGroup | None = None
-    holders: dict[Holders, dist.ProcessGroup] = field(default_factory=dict)
-    refresh: dict[tuple[int, Holders], dist.ProcessGroup] = field(default_factory=dict)
 
-    @classmethod
-    def build(
-        cls,
-        mesh: Mesh,
-        holder_sets: Iterable[Holders],
-        *,
-        replicate_inside: bool,
-        alone: bool = False,
-        refreshes: Iterable[tuple[int, Holders]] = (),
-    ) -> Communicators:
-        """Create all groups of the world; every rank must call this with the same arguments.
-
-        Groups are created in world order (``use_local_synchronization`` hangs on cyclic overlaps), equal rank lists once but
-        for ``refreshes``.
-        ``alone``: FSDP2 wraps parameters that are not sharded, on a process group of this rank alone, which overlaps no other.
-        """
-        self = cls(mesh, dist.get_rank(), replicate_inside)
-        at = mesh.coordinates(self.rank)
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
-
-        def group_of(ranks: list[int]) -> dist.ProcessGroup:
-            key = tuple(ranks)
-            if key not in made:
-                made[key] = dist.new_group(ranks, backend=_backend())  # type: ignore[assignment]
-            return made[key]
-
-        shards_state = not replicate_inside and mesh.fsdp > 1
-        if shards_state:
-            for group in range(mesh.sdp):
-                for tp in range(mesh.tp):
-                    made_group = group_of(mesh.ranks_of(group)[tp :: mesh.tp])
-                    if (group, tp) == (at.sdp, at.tp):
-                        self.fsdp = made_group
-        if alone:
-            self.fsdp = dist.new_group([self.rank], backend=_backend(), use_local_synchronization=True)  # type: ignore[assignment]
-        for holders in sorted(set(holder_sets) | {tuple(range(mesh.sdp))}):
-            for tp in range(mesh.tp):
-                rows = [mesh.ranks_of(group)[tp :: mesh.tp] for group in holders]
-                for ranks in [list(chain(*rows))] if replicate_inside else map(list, zip(*rows, strict=True)):
-                    if len(ranks) > 1:
-                        made_group = group_of(ranks)
-                        if self.rank in ranks:
-                            self.holders[holders] = made_group
-        for source, groups in sorted(set(refreshes)):
-            for ranks in zip(*map(mesh.ranks_of, groups), strict=True):
-                own = dist.new_group(list(ranks), backend=_backend())
-                if self.rank in ranks:
-                    self.refresh[source, groups] = own  # type: ignore[assignment]
-        return self
-
-    def fsdp_mesh(self, device_type: str) -> DeviceMesh:
-        """The 1-D device mesh on which ``fully_shard`` shards this group's state; one rank alone where nothing is sharded."""
-        assert self.fsdp is not None
-        return DeviceMesh.from_group(self.fsdp, device_type, mesh_dim_names=("fsdp",))
+def _virtual_fsdp(config: Config) -> int:
+    """The reference has no world to divide: its ranks per group are what is left of the batch, where all of it is given."""
+    train, micro, accumulation = (
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    )
+    if train is None or micro is None or accumulation is None:
+        return 1
+    return max(1, train // (micro * accumulation * config.sdp.groups))

@@ -12,12 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..engine import environment as env
+from ..engine.config import Config
 from ..engine.errors import ConfigError, LaunchError
 from ..engine.nodes import split_tensor_group
 from . import slurm
 from .commands import SILENT_SECONDS, Start, deepspeed_command, flavour_of, mpirun_command, require, stop_command, train_command
 from .hosts import Host, check_host, describe, read_hostfile, select, world_size
-from .layout import Degrees
+from .layout import Degrees, check_batch
 from .local import search_path
 from .watched import run_watched, tell_by, tell_by_mpirun
 
@@ -84,22 +85,22 @@ def check(args: argparse.Namespace) -> None:
         raise LaunchError(f"{started.source} started this process already: its ranks run sdp train themselves")
 
 
-def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees: Degrees) -> int:
+def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, config: Config, degrees: Degrees) -> int:
     """Start ``sdp`` with ``words`` (``train`` and what follows it) on every rank, under a launcher that this process watches; the local
     launcher takes the place of this process.
 
-    ``dump_dir``: where the run's files go; ``degrees``: what the number of ranks must fit.
+    ``dump_dir``: where the run's files go; ``config`` and ``degrees``: what the number of ranks must fit.
     """
     extra = _split(args.launcher_args or "")
     if args.launcher == "local":
-        return _local(Start(words, sys.executable, Path.cwd(), search_path()), args, degrees)
+        return _local(Start(words, sys.executable, Path.cwd(), search_path()), args, config, degrees)
     # What this host has in PYTHONPATH already, another host has not.
     found = env.variables_with(("PYTHONPATH",)) | search_path()
     start = Start(words, args.python or sys.executable, Path.cwd(), found, extra)
     if args.launcher == "slurm":
-        return _slurm(start, args, dump_dir, degrees)
+        return _slurm(start, args, dump_dir, config, degrees)
     hosts = select(read_hostfile(args.hostfile), args.include or "", args.exclude or "", args.nodes, args.gpus_per_node)
-    degrees.check(world_size(hosts), f"slots of {len(hosts)} hosts")
+    _check_ranks(config, degrees, world_size(hosts), f"slots of {len(hosts)} hosts")
     _warn_of_split_groups([host.name for host in hosts for _ in host.slots], degrees)
     master = (_master(args.master_addr, hosts), args.master_port or 29500)
     settings: dict[str, str] = {}
@@ -124,10 +125,15 @@ def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees:
     return run_watched(command, environ, SILENT_SECONDS, tell_by_mpirun)
 
 
-def _local(start: Start, args: argparse.Namespace, degrees: Degrees) -> int:
+def _check_ranks(config: Config, degrees: Degrees, ranks: int, source: str) -> None:
+    degrees.check(ranks, source)
+    check_batch(config, ranks)
+
+
+def _local(start: Start, args: argparse.Namespace, config: Config, degrees: Degrees) -> int:
     command = train_command(start)
     if args.gpus_per_node is not None:
-        degrees.check(args.gpus_per_node, "--gpus-per-node")
+        _check_ranks(config, degrees, args.gpus_per_node, "--gpus-per-node")
         command += ["--nproc", str(args.gpus_per_node)]
     if args.dry_run:
         _print(command, start.search_path, [])
@@ -135,9 +141,9 @@ def _local(start: Start, args: argparse.Namespace, degrees: Degrees) -> int:
     return _become(command, start.search_path)
 
 
-def _slurm(start: Start, args: argparse.Namespace, dump_dir: Path, degrees: Degrees) -> int:
+def _slurm(start: Start, args: argparse.Namespace, dump_dir: Path, config: Config, degrees: Degrees) -> int:
     nodes = args.nodes or 1
-    degrees.check(nodes * args.gpus_per_node, "--nodes * --gpus-per-node")
+    _check_ranks(config, degrees, nodes * args.gpus_per_node, "--nodes * --gpus-per-node")
     _warn_of_split_groups([f"node {rank // args.gpus_per_node}" for rank in range(nodes * args.gpus_per_node)], degrees)
     options = {name: value for name in _SBATCH_OPTIONS if (value := getattr(args, name.replace("-", "_"))) is not None}
     job = slurm.Job(

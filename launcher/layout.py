@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..engine.batch_size import BatchSize
 from ..engine.config import Config
 from ..engine.errors import LaunchError
+from ..engine.mesh import mesh_of
 
 # One of these exists where a driver is loaded: NVIDIA, NVIDIA under WSL, AMD.
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -83,6 +85,13 @@ class Degrees:
                 ' CUDA_VISIBLE_DEVICES= for the CPU, or sdp.engine "reference" for all groups on one device'
             )
         return count
+
+
+def check_batch(config: Config, processes: int) -> None:
+    """Raise :class:`~sdp.engine.errors.ConfigError` unless ``processes`` share the samples of a step equally: before they are started, or
+    wait in a queue for nodes, to find it out themselves.
+    """
+    BatchSize.resolve(config, mesh_of(config, processes))
 
 
 def visible_devices() -> int:

@@ -177,7 +177,7 @@ def _train(args: argparse.Namespace) -> int:
     Adds to ``args``, for ``tools.train``: ``overrides``, all that changes CONFIG in the form of ``--set``, ``on_stall`` and ``guarded``.
     """
     from ..engine.config import load_config
-    from .layout import Degrees, visible_devices
+    from .layout import Degrees, check_batch, visible_devices
 
     _complete_train_arguments(args)
     config = load_config(args.config, args.overrides)
@@ -195,6 +195,7 @@ def _train(args: argparse.Namespace) -> int:
     if processes > 1:
         from .local import start_local
 
+        check_batch(config, processes)
         return start_local(args.argv, processes, args.dump_dir / "logs", on_cpu=devices == 0, stop_seconds=STOP_SECONDS)
     from .local import become_single
 
@@ -229,7 +230,7 @@ def _launch(args: argparse.Namespace) -> int:
         raise ConfigError("--nproc: sdp launch counts the processes itself; give --gpus-per-node before CONFIG")
     _complete_train_arguments(train)
     config = load_config(train.config, train.overrides)
-    return run(args, ["train", *words], train.dump_dir, Degrees.of(config, train.fsdp))
+    return run(args, ["train", *words], train.dump_dir, config, Degrees.of(config, train.fsdp))
 
 
 def _env_override(setting: str) -> str:

@@ -19,9 +19,9 @@ from torch import nn
 
 from ..engine.config import Config
 from ..engine.errors import ConfigError, SDPError
-from ..engine.initialize import mesh_of
 from ..engine.layout import Layout
 from ..engine.memory import predict_state_bytes
+from ..engine.mesh import mesh_of
 from ..engine.optim import make_optimizer
 from .fit_batch import Step, own_share, stated_step
 from .fit_reasons import Choice, Trial, closest_of, reasons_of

@@ -16,10 +16,9 @@ from ..data.tokenizers import DEFAULT_VOCAB_SIZE, BytesTokenizer
 from ..engine.batch_size import BatchSize
 from ..engine.config import Config, SDPSection
 from ..engine.errors import ConfigError, SDPError
-from ..engine.initialize import mesh_of
 from ..engine.layout import Layout
 from ..engine.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS
-from ..engine.mesh import Coordinates, Mesh
+from ..engine.mesh import Coordinates, Mesh, mesh_of
 from ..engine.place import warnings_of
 from ..engine.trace import StepTrace, trace_step
 from ..engine.traffic_plan import Collective, CollectivePlan

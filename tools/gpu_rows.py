@@ -20,8 +20,8 @@ import torch
 
 from ..engine.config import load_config
 from ..engine.environment import export
-from ..engine.initialize import mesh_of
 from ..engine.layout import Layout
+from ..engine.mesh import mesh_of
 from ..engine.trace import trace_step
 from ..models.registry import build_model
 from .memory_table import Variant, variants

@@ -31,10 +31,9 @@ from ..engine.batch_size import BatchSize
 from ..engine.config import Config, load_config
 from ..engine.construct import give_values, values_to_give
 from ..engine.errors import ConfigError
-from ..engine.initialize import mesh_of
 from ..engine.layout import Layout, Shard
 from ..engine.loader import ResumableLoader
-from ..engine.mesh import Mesh
+from ..engine.mesh import Mesh, mesh_of
 from ..engine.units import SHARED
 from ..models.registry import build_model
 from .bias_estimate import FEWEST, Bias, Differences, Products, apparent_by_batches, estimate

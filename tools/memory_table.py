@@ -28,10 +28,11 @@ import torch
 from ..engine.config import load_config
 from ..engine.engine import SDPEngine
 from ..engine.errors import ConfigError, DivergedError, PlacementError, SDPError
-from ..engine.initialize import initialize, mesh_of
+from ..engine.initialize import initialize
 from ..engine.layout import Layout
 from ..engine.ledger import ACTIVATIONS
 from ..engine.memory_probe import peak_tensor_bytes
+from ..engine.mesh import mesh_of
 from ..engine.sync import local_tensor
 from ..engine.trace import fake_world, trace_step, watched_step
 from ..models.registry import build_model

@@ -33,8 +33,9 @@ from ..engine.config import Config, NamedParams
 from ..engine.construct import give_values, values_to_give
 from ..engine.engine import SDPEngine
 from ..engine.errors import ConfigError, SDPError
-from ..engine.initialize import initialize, mesh_of
+from ..engine.initialize import initialize
 from ..engine.layout import Layout, Shard
+from ..engine.mesh import mesh_of
 from ..engine.optim import build_optimizer
 from ..engine.traffic import Traffic
 from .forecast import dense_config, model_and_batch

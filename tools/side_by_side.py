@@ -38,8 +38,9 @@ from ..engine.clock import clock
 from ..engine.config import Config, load_config
 from ..engine.environment import Environment, detect
 from ..engine.errors import ConfigError, DivergedError
-from ..engine.initialize import join, mesh_of
+from ..engine.initialize import join
 from ..engine.memory_probe import peak_tensor_bytes
+from ..engine.mesh import mesh_of
 from ..engine.sync import local_tensor
 from . import scaling
 from .forecast import model_and_batch

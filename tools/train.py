@@ -19,8 +19,9 @@ from ..engine.engine import SDPEngine
 from ..engine.environment import detect, place_file
 from ..engine.errors import PeerLostError
 from ..engine.heartbeat import Heartbeat
-from ..engine.initialize import initialize, join, mesh_of
+from ..engine.initialize import initialize, join
 from ..engine.memory import PeakMemory
+from ..engine.mesh import mesh_of
 from ..engine.nodes import machine_id, split_tensor_group, told_apart
 from ..models.registry import build_model, section_from_huggingface
 from . import preflight

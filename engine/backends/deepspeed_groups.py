@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from ..layout import Layout
-from ..mesh import Communicators
+from ..process_groups import Communicators
 from .deepspeed_shards import Bundle, Route, rank_sets, routes_of
 
 

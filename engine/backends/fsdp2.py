@@ -20,7 +20,7 @@ from ..errors import ModelError
 from ..evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
 from ..layout import Layout, Shard
-from ..mesh import Communicators
+from ..process_groups import Communicators
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough
 from ..sync import GradientSync, WeightRefresh

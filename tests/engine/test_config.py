@@ -10,7 +10,7 @@ import pytest
 from sdp.engine.batch_size import BatchSize
 from sdp.engine.config import Config, json_schema, load_config
 from sdp.engine.errors import ConfigError, SDPError
-from sdp.engine.initialize import mesh_of
+from sdp.engine.mesh import mesh_of
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clipp1ng": 1.0}, "gradient_clipp1ng: unknown key, did you mean gradient_clipping?"),

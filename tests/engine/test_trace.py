@@ -12,9 +12,9 @@ import torch
 from ranks import RankPool
 from sdp.engine.config import load_config
 from sdp.engine.errors import LaunchError
-from sdp.engine.initialize import mesh_of
 from sdp.engine.layout import Layout
 from sdp.engine.memory_probe import peak_tensor_bytes
+from sdp.engine.mesh import mesh_of
 from sdp.engine.trace import StepTrace, trace_step
 from sdp.models.registry import build_model
 

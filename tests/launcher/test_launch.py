@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, "")  # so that what is set is undone
         monkeypatch.delenv(name)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    (tmp_path / "run.json").write_text(json.dumps({"train_batch_size": 8, "sdp": {"groups": 2, "capacity": 0.5}}))
+    (tmp_path / "run.json").write_text(json.dumps({"train_batch_size": 24, "sdp": {"groups": 2, "capacity": 0.5}}))
     (tmp_path / "hosts").write_text("worker-0 slots=2\nworker-1 slots=4\n")
     return tmp_path
 
@@ -269,6 +269,12 @@ def test_srun_is_told_the_cores_of_a_task(capsys: pytest.CaptureFixture[str], fo
         (["--launcher", "slurm", "--gpus-per-node", "2", "--launcher-args", "touch pwned", "run.json"], "options of sbatch in the form"),
         (["--launcher", "local", "--gpus-per-node", "3", "run.json"], "3 processes (--gpus-per-node) are not a multiple of groups 2"),
         (["--launcher", "deepspeed", "--hostfile", "hosts", "run.json", "--fsdp", "2"], "6 processes (slots of 2 hosts) are not"),
+        (["--launcher", "local", "--gpus-per-node", "10", "run.json"], "train_batch_size 24 (from the configuration) is not"),
+        (
+            ["--launcher", "mpirun", "--hostfile", "hosts", "run.json", "--set", "train_batch_size=8"],
+            "data ranks 6 (sdp.groups 2 × fsdp 3)",
+        ),
+        (["--launcher", "slurm", "--nodes", "5", "--gpus-per-node", "2", "run.json"], "data ranks 10 (sdp.groups 2 × fsdp 5)"),
         (["--launcher", "deepspeed", "--hostfile", "hosts", "--master-addr", "a;b", "run.json"], "--master-addr: 'a;b' is no host name"),
         (["--launcher", "deepspeed", "--hostfile", "hosts", "--python", "/a b/python", "run.json"], "passes it unquoted to remote shells"),
         (["--launcher", "deepspeed", "--hostfile", "hosts", "--python", "/a/%h/python", "run.json"], "passes it unquoted to remote shells"),

@@ -78,6 +78,7 @@ def sdp_command(*words: str, **variables: str) -> subprocess.CompletedProcess[st
         (["train", "CONFIG", "--set", "sdp.groups"], "expected section.key=value"),
         (["train", "CONFIG", "--nproc", "3"], "3 processes (--nproc) are not a multiple of groups 2"),
         (["train", "CONFIG", "--fsdp", "2", "--nproc", "2"], "are not groups 2 (sdp.groups) * tp 1"),
+        (["train", "CONFIG", "--nproc", "6"], "train_batch_size 8 (from the configuration) is not"),
     ],
 )
 def test_mistakes_are_one_line_and_start_nothing(config: Path, words: list[str], message: str) -> None:
@@ -95,7 +96,7 @@ def test_partial_launcher_environment_is_a_mistake(config: Path) -> None:
     assert "MASTER_ADDR, MASTER_PORT missing" in done.stderr
 
 
-def test_help_and_config_do_not_import_torch(config: Path) -> None:
+def test_help_config_and_launch_do_not_import_torch(config: Path) -> None:
     code = f"""
 import sys
 from sdp.launcher.main import main
@@ -104,6 +105,7 @@ try:
 except SystemExit as end:
     assert end.code == 0
 assert main(["config", {str(config)!r}]) == main(["config", "--schema"]) == main(["version"]) == 0
+assert main(["launch", "--dry-run", "--launcher", "slurm", "--gpus-per-node", "2", {str(config)!r}]) == 0
 assert "torch" not in sys.modules, "torch was imported"
 """
     environ = {**os.environ, "PYTHONPATH": str(Path(sdp.__path__[0]).parent)}

@@ -1,0 +1,106 @@
+"""The process groups cut out of the grid of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .mesh import Holders, Mesh
+
+
+def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """The process group of this rank's tensor-parallel neighbours; None where there are none. Every rank must call this."""
+    if mesh.tp == 1:
+        return None
+    if mesh.tp == mesh.world_size:
+        return dist.group.WORLD  # type: ignore[return-value]
+    own = None
+    for ranks in mesh.grid.view(-1, mesh.tp).tolist():
+        group = dist.new_group(ranks, backend=_backend())
+        if dist.get_rank() in ranks:
+            own = group
+    return own  # type: ignore[return-value]
+
+
+def _backend() -> str | None:
+    """Of every group: without it each gets a gloo mesh beside NCCL's. A world without NCCL (a fake one) gives its own kind."""
+    return "nccl" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else None
+
+
+@dataclass
+class Communicators:
+    """The process groups of one rank.
+
+    ``fsdp``: the ranks among which this group's state is sharded, or this rank alone where FSDP2 wraps what is not sharded.
+    ``holders[h]``: the ranks that average a gradient held by the SDP groups ``h``; absent where that is this rank alone. With
+    ``replicate_inside`` (ZeRO stage 0) nothing is sharded, and the ranks of a group average among themselves in the same all-reduce.
+    ``refresh[s, g]``: the ranks of the groups ``g`` at this rank's place in its own, to which that of the group ``s`` sends frozen copies:
+    for each sender another, as what a communicator is given it does one by one, and a link carries both directions at once.
+    """
+
+    mesh: Mesh
+    rank: int
+    replicate_inside: bool
+    fsdp: dist.ProcessGroup | None = None
+    holders: dict[Holders, dist.ProcessGroup] = field(default_factory=dict)
+    refresh: dict[tuple[int, Holders], dist.ProcessGroup] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls,
+        mesh: Mesh,
+        holder_sets: Iterable[Holders],
+        *,
+        replicate_inside: bool,
+        alone: bool = False,
+        refreshes: Iterable[tuple[int, Holders]] = (),
+    ) -> Communicators:
+        """Create all groups of the world; every rank must call this with the same arguments.
+
+        Groups are created in world order (``use_local_synchronization`` hangs on cyclic overlaps), equal rank lists once but
+        for ``refreshes``.
+        ``alone``: FSDP2 wraps parameters that are not sharded, on a process group of this rank alone, which overlaps no other.
+        """
+        self = cls(mesh, dist.get_rank(), replicate_inside)
+        at = mesh.coordinates(self.rank)
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
+
+        def group_of(ranks: list[int]) -> dist.ProcessGroup:
+            key = tuple(ranks)
+            if key not in made:
+                made[key] = dist.new_group(ranks, backend=_backend())  # type: ignore[assignment]
+            return made[key]
+
+        shards_state = not replicate_inside and mesh.fsdp > 1
+        if shards_state:
+            for group in range(mesh.sdp):
+                for tp in range(mesh.tp):
+                    made_group = group_of(mesh.ranks_of(group)[tp :: mesh.tp])
+                    if (group, tp) == (at.sdp, at.tp):
+                        self.fsdp = made_group
+        if alone:
+            self.fsdp = dist.new_group([self.rank], backend=_backend(), use_local_synchronization=True)  # type: ignore[assignment]
+        for holders in sorted(set(holder_sets) | {tuple(range(mesh.sdp))}):
+            for tp in range(mesh.tp):
+                rows = [mesh.ranks_of(group)[tp :: mesh.tp] for group in holders]
+                for ranks in [list(chain(*rows))] if replicate_inside else map(list, zip(*rows, strict=True)):
+                    if len(ranks) > 1:
+                        made_group = group_of(ranks)
+                        if self.rank in ranks:
+                            self.holders[holders] = made_group
+        for source, groups in sorted(set(refreshes)):
+            for ranks in zip(*map(mesh.ranks_of, groups), strict=True):
+                own = dist.new_group(list(ranks), backend=_backend())
+                if self.rank in ranks:
+                    self.refresh[source, groups] = own  # type: ignore[assignment]
+        return self
+
+    def fsdp_mesh(self, device_type: str) -> DeviceMesh:
+        """The 1-D device mesh on which ``fully_shard`` shards this group's state; one rank alone where nothing is sharded."""
+        assert self.fsdp is not None
+        return DeviceMesh.from_group(self.fsdp, device_type, mesh_dim_names=("fsdp",))
