@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..engine.batch_size import BatchSize
 from ..engine.config import Config
 from ..engine.errors import ConfigError
-from ..engine.initialize import mesh_of
+from ..engine.mesh import mesh_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ def stated_step(config: Config, world: int) -> Step:
     most = max(1, world // of_grid)
     if config.train_batch_size is not None:
         shared = config.sdp.groups * (config.gradient_accumulation_steps or 1)
-        most = next((count for count in range(most, 0, -1) if config.train_batch_size % (shared * count) == 0), most)
+        if config.train_batch_size % shared:
+            return Step(config.train_batch_size, 1)  # no number of ranks can say more; whether any can share them the search finds
+        most = next(count for count in range(most, 0, -1) if config.train_batch_size % (shared * count) == 0)
     size = BatchSize.resolve(config, mesh_of(config, most * of_grid))
     return Step(size.train, size.micro)
 

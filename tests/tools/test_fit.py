@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sdp.engine.config import Config, load_config
 from sdp.engine.errors import ConfigError
-from sdp.engine.initialize import mesh_of
+from sdp.engine.mesh import mesh_of
 from sdp.launcher import main as command_line
 from sdp.launcher.layout import Degrees
 from sdp.launcher.main import main
@@ -204,9 +204,10 @@ def test_the_fewest_ranks_that_share_the_samples(once: Planner, samples: int, ra
 
 
 def test_samples_that_no_ranks_share(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stated = ["--set", "train_batch_size=9", "gradient_accumulation_steps=null"]
-    assert main(["plan", str(config), *stated, "--device-memory", "80GB", "--fit", "--world", "18"]) == 2
-    assert "the 9 samples of a step cannot be shared equally among 2 groups of up to" in capsys.readouterr().err
+    for micro in ("1", "null"):
+        stated = ["--set", "train_batch_size=9", "gradient_accumulation_steps=null", f"train_micro_batch_size_per_gpu={micro}"]
+        assert main(["plan", str(config), *stated, "--device-memory", "80GB", "--fit", "--world", "18"]) == 2
+        assert "the 9 samples of a step cannot be shared equally among 2 groups of up to" in capsys.readouterr().err
 
 
 def test_samples_alone_say_how_many_a_step_has(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
