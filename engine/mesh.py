@@ -1,4 +1,4 @@
-"""The grid ``arange(world).view(sdp, fsdp, tp)``: who is where. Without torch, for what starts the processes asks it first."""
+"""The grid ``arange(world).view(sdp, fsdp, tp)``: who is where. Imports no torch: the launcher asks it before any process starts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from .config import Config
 from .errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 Holders = tuple[int, ...]
 
@@ -62,14 +58,6 @@ class Mesh:
         """Number of ranks that read different data."""
         return sum(self.sizes) if self.sizes else self.sdp * self.fsdp
 
-    @property
-    def grid(self) -> torch.Tensor:
-        """Global ranks, shape (sdp, fsdp, tp), of groups of equal size."""
-        import torch
-
-        assert not self.sizes
-        return torch.arange(self.world_size).view(self.sdp, self.fsdp, self.tp)
-
     def size(self, group: int) -> int:
         """Data ranks of an SDP group."""
         return self.sizes[group] if self.sizes else self.fsdp
@@ -93,6 +81,15 @@ class Mesh:
         """Global ranks of an SDP group."""
         first = self.rank(group)
         return list(range(first, first + self.size(group) * self.tp))
+
+    def neighbours(self, sdp: int, fsdp: int) -> tuple[int, ...]:
+        """Global ranks of one place in a group: those that share its matrices under tensor parallelism."""
+        first = self.rank(sdp, fsdp)
+        return tuple(range(first, first + self.tp))
+
+    def all_neighbours(self) -> list[tuple[int, ...]]:
+        """Those of every place, in the order of their ranks."""
+        return [tuple(range(first, first + self.tp)) for first in range(0, self.world_size, self.tp)]
 
     def __str__(self) -> str:
         fsdp = f"({' + '.join(map(str, self.sizes))})" if self.sizes else self.fsdp

@@ -20,8 +20,8 @@ def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
     if mesh.tp == mesh.world_size:
         return dist.group.WORLD  # type: ignore[return-value]
     own = None
-    for ranks in mesh.grid.view(-1, mesh.tp).tolist():
-        group = dist.new_group(ranks, backend=_backend())
+    for ranks in mesh.all_neighbours():
+        group = dist.new_group(list(ranks), backend=_backend())
         if dist.get_rank() in ranks:
             own = group
     return own  # type: ignore[return-value]

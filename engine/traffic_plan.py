@@ -53,7 +53,7 @@ class CollectivePlan:
 
     def __init__(self, layout: Layout, *, stage: int, accumulation: int, compute_bytes: int):
         self._layout, self._compute_bytes = layout, compute_bytes
-        self._grid, self._world = layout.mesh.grid, tuple(range(layout.mesh.world_size))
+        self._world = tuple(range(layout.mesh.world_size))
         self._shards = layout.mesh.shards(stage)
         self._gathers = 2 * accumulation if stage == 3 else 1
         self._scatters = accumulation if stage >= 2 else 1
@@ -98,16 +98,17 @@ class CollectivePlan:
         return totals
 
     def _ranks(self, whom: _Whom, at: Coordinates) -> tuple[int, ...]:
-        place, groups = whom
+        (place, groups), mesh = whom, self._layout.mesh
         if place == "world":
             return self._world
         if place == "inside":
-            return tuple(self._grid[at.sdp, :, at.tp].tolist()) if self._shards > 1 else (self._layout.mesh.rank(at.sdp, at.fsdp, at.tp),)
+            places = range(mesh.fsdp) if self._shards > 1 else (at.fsdp,)
+            return tuple(mesh.rank(at.sdp, fsdp, at.tp) for fsdp in places)
         if place == "neighbours":
-            return tuple(self._grid[at.sdp, at.fsdp].tolist())
+            return mesh.neighbours(at.sdp, at.fsdp)
         whole = place == "holders" and self._shards == 1  # nothing is sharded: the ranks of a group average among themselves too
-        rows = self._grid[list(groups), :, at.tp] if whole else self._grid[list(groups), at.fsdp, at.tp]
-        return tuple(rows.flatten().tolist())
+        places = range(mesh.fsdp) if whole else (at.fsdp,)
+        return tuple(mesh.rank(group, fsdp, at.tp) for group in groups for fsdp in places)
 
 
 def plan_collectives(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> list[Collective]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..engine import environment as env
-from ..engine.config import Config
 from ..engine.errors import ConfigError, LaunchError
 from ..engine.nodes import split_tensor_group
 from . import slurm
 from .commands import SILENT_SECONDS, Start, deepspeed_command, flavour_of, mpirun_command, require, stop_command, train_command
 from .hosts import Host, check_host, describe, read_hostfile, select, world_size
-from .layout import Degrees, check_batch
+from .layout import Degrees, visible_devices
 from .local import search_path
 from .watched import run_watched, tell_by, tell_by_mpirun
 
@@ -34,6 +34,12 @@ _MEANT_FOR = {
     "container": _SLURM, "container_mounts": _SLURM, "signal_seconds": _SLURM, "cpu": _SLURM,
     **{name.replace("-", "_"): _SLURM for name in _SBATCH_OPTIONS},
 }  # fmt: skip
+# Of the launchers themselves: options that change how many ranks there are, or where, behind the back of what was checked.
+_RANKS = {
+    "slurm": re.compile(r"-[Nn].*|--(nodes|ntasks)\b.*"),
+    "mpirun": re.compile(r"--?(n|np|N|npernode|ppn|perhost|c|H|host|hosts|hostfile|machinefile|f)(=.*)?"),
+    "deepspeed": re.compile(r"(-[Hie]|--(num_nodes|num_gpus|hostfile|include|exclude))(=.*)?"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,22 +91,21 @@ def check(args: argparse.Namespace) -> None:
         raise LaunchError(f"{started.source} started this process already: its ranks run sdp train themselves")
 
 
-def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, config: Config, degrees: Degrees) -> int:
+def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees: Degrees) -> int:
     """Start ``sdp`` with ``words`` (``train`` and what follows it) on every rank, under a launcher that this process watches; the local
     launcher takes the place of this process.
 
-    ``dump_dir``: where the run's files go; ``config`` and ``degrees``: what the number of ranks must fit.
+    ``dump_dir``: where the run's files go; ``degrees``: what the number of ranks must fit.
     """
-    extra = _split(args.launcher_args or "")
     if args.launcher == "local":
-        return _local(Start(words, sys.executable, Path.cwd(), search_path()), args, config, degrees)
+        return _local(Start(words, sys.executable, Path.cwd(), search_path()), args, degrees)
     # What this host has in PYTHONPATH already, another host has not.
     found = env.variables_with(("PYTHONPATH",)) | search_path()
-    start = Start(words, args.python or sys.executable, Path.cwd(), found, extra)
+    start = Start(words, args.python or sys.executable, Path.cwd(), found, _extra(args))
     if args.launcher == "slurm":
-        return _slurm(start, args, dump_dir, config, degrees)
+        return _slurm(start, args, dump_dir, degrees)
     hosts = select(read_hostfile(args.hostfile), args.include or "", args.exclude or "", args.nodes, args.gpus_per_node)
-    _check_ranks(config, degrees, world_size(hosts), f"slots of {len(hosts)} hosts")
+    degrees.check(world_size(hosts), f"slots of {len(hosts)} hosts")
     _warn_of_split_groups([host.name for host in hosts for _ in host.slots], degrees)
     master = (_master(args.master_addr, hosts), args.master_port or 29500)
     settings: dict[str, str] = {}
@@ -125,25 +130,22 @@ def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, config: 
     return run_watched(command, environ, SILENT_SECONDS, tell_by_mpirun)
 
 
-def _check_ranks(config: Config, degrees: Degrees, ranks: int, source: str) -> None:
-    degrees.check(ranks, source)
-    check_batch(config, ranks)
-
-
-def _local(start: Start, args: argparse.Namespace, config: Config, degrees: Degrees) -> int:
+def _local(start: Start, args: argparse.Namespace, degrees: Degrees) -> int:
     command = train_command(start)
     if args.gpus_per_node is not None:
-        _check_ranks(config, degrees, args.gpus_per_node, "--gpus-per-node")
+        degrees.check(args.gpus_per_node, "--gpus-per-node")
         command += ["--nproc", str(args.gpus_per_node)]
+    else:
+        degrees.processes(None, visible_devices())
     if args.dry_run:
         _print(command, start.search_path, [])
         return 0
     return _become(command, start.search_path)
 
 
-def _slurm(start: Start, args: argparse.Namespace, dump_dir: Path, config: Config, degrees: Degrees) -> int:
+def _slurm(start: Start, args: argparse.Namespace, dump_dir: Path, degrees: Degrees) -> int:
     nodes = args.nodes or 1
-    _check_ranks(config, degrees, nodes * args.gpus_per_node, "--nodes * --gpus-per-node")
+    degrees.check(nodes * args.gpus_per_node, "--nodes * --gpus-per-node")
     _warn_of_split_groups([f"node {rank // args.gpus_per_node}" for rank in range(nodes * args.gpus_per_node)], degrees)
     options = {name: value for name in _SBATCH_OPTIONS if (value := getattr(args, name.replace("-", "_"))) is not None}
     job = slurm.Job(
@@ -166,11 +168,18 @@ def _warn_of_split_groups(hosts: Sequence[str], degrees: Degrees) -> None:
         print(f"sdp: WARNING: {problem}", file=sys.stderr, flush=True)
 
 
-def _split(text: str) -> list[str]:
+def _extra(args: argparse.Namespace) -> list[str]:
+    """The words of ``--launcher-args``."""
+    text = args.launcher_args or ""
     try:
-        return shlex.split(text)
+        words = shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"--launcher-args {text!r}: {error}") from None
+    for word in words:
+        if _RANKS[args.launcher].fullmatch(word):
+            own = "--nodes and --gpus-per-node" if args.launcher == "slurm" else "--nodes, --gpus-per-node, --include and --exclude"
+            raise ConfigError(f"--launcher-args {word!r}: which ranks there are is said by {own}; leave it out")
+    return words
 
 
 def _master(given: str | None, hosts: Sequence[Host]) -> str:

@@ -1,7 +1,8 @@
-"""How many processes a run takes, from its degrees of parallelism and the devices that are there."""
+"""How many processes a run takes, from its degrees of parallelism, its batch and the devices that are there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,27 +17,37 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 @dataclass(frozen=True)
 class Degrees:
-    """Degrees of parallelism; ``fsdp`` is None where it is left over: world / (groups * tp). ``sizes``: ``sdp.group_sizes``, if given."""
+    """The degrees of parallelism that ``config`` asks for, and ``--fsdp``: None where it is left over, world / (groups * tp)."""
 
-    groups: int
-    fsdp: int | None
-    tp: int
-    in_one_process: bool
-    sizes: tuple[int, ...] = ()
+    config: Config
+    fsdp: int | None = None
 
-    @classmethod
-    def of(cls, config: Config, fsdp: int | None) -> Degrees:
-        """The degrees that ``config`` asks for, with ``--fsdp``."""
-        return cls(
-            groups=config.sdp.groups,
-            fsdp=fsdp,
-            tp=config.tensor_parallel.autotp_size,
-            in_one_process=config.sdp.in_one_process,
-            sizes=tuple(config.sdp.group_sizes or ()),
-        )
+    @property
+    def groups(self) -> int:
+        return self.config.sdp.groups
+
+    @property
+    def tp(self) -> int:
+        return self.config.tensor_parallel.autotp_size
+
+    @property
+    def in_one_process(self) -> bool:
+        return self.config.sdp.in_one_process
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """``sdp.group_sizes``, if given."""
+        return self.config.sdp.group_sizes or ()
 
     def check(self, processes: int, source: str) -> None:
-        """Raise :class:`LaunchError`, with every factor, unless ``processes`` (from ``source``) makes a whole grid."""
+        """Raise :class:`LaunchError`, with every factor, unless ``processes`` (from ``source``) makes a whole grid, and
+        :class:`~sdp.engine.errors.ConfigError` unless that shares the samples of a step equally: the ranks would find so only once they
+        have started, or waited in a queue for nodes.
+        """
+        self._check_grid(processes, source)
+        BatchSize.resolve(self.config, mesh_of(self.config, processes))
+
+    def _check_grid(self, processes: int, source: str) -> None:
         factors = f"groups {self.groups} (sdp.groups) * tp {self.tp} (tensor_parallel.autotp_size)"
         if self.in_one_process:
             if processes != 1 or self.fsdp not in (None, 1):
@@ -65,8 +76,8 @@ class Degrees:
     def processes(self, nproc: int | None, devices: int) -> int:
         """How many processes to start on this host: ``nproc``, else one per device, else as few as the degrees allow.
 
-        ``devices`` is the number of visible accelerators, 0 on a CPU. Raises :class:`LaunchError` where the numbers do
-        not fit.
+        ``devices`` is the number of visible accelerators, 0 on a CPU. Raises what :meth:`check` does, and :class:`LaunchError` where there
+        are fewer devices.
         """
         if nproc is not None:
             count, source = nproc, "--nproc"
@@ -85,13 +96,6 @@ class Degrees:
                 ' CUDA_VISIBLE_DEVICES= for the CPU, or sdp.engine "reference" for all groups on one device'
             )
         return count
-
-
-def check_batch(config: Config, processes: int) -> None:
-    """Raise :class:`~sdp.engine.errors.ConfigError` unless ``processes`` share the samples of a step equally: before they are started, or
-    wait in a queue for nodes, to find it out themselves.
-    """
-    BatchSize.resolve(config, mesh_of(config, processes))
 
 
 def visible_devices() -> int:

@@ -1,7 +1,8 @@
 """The command line ``sdp``: parses arguments, starts processes where none were started, turns errors into exit codes.
 
 Exit codes: 0 done, 2 the user's mistake (one line, no traceback), 1 a failure of the program, 130 interrupted, 141 nobody reads the output
-any more. Commands are imported only when they are used: ``sdp --help`` and ``sdp config`` do not import torch.
+any more. Commands are imported only when they are used: ``sdp --help``, ``sdp config`` and ``sdp launch`` do not import torch, nor does
+``sdp train`` that refuses its arguments, unless it must count devices.
 """
 
 from __future__ import annotations
@@ -177,12 +178,12 @@ def _train(args: argparse.Namespace) -> int:
     Adds to ``args``, for ``tools.train``: ``overrides``, all that changes CONFIG in the form of ``--set``, ``on_stall`` and ``guarded``.
     """
     from ..engine.config import load_config
-    from .layout import Degrees, check_batch, visible_devices
+    from .layout import Degrees, visible_devices
 
     _complete_train_arguments(args)
     config = load_config(args.config, args.overrides)
     export({name: str(value) for name, value in config.env.items()})  # before torch is imported, and for the processes started here
-    degrees = Degrees.of(config, args.fsdp)
+    degrees = Degrees(config, args.fsdp)
     args.on_stall, args.guarded = _end_stalled, _above is None
     place = detect()
     if place is not None:
@@ -195,7 +196,6 @@ def _train(args: argparse.Namespace) -> int:
     if processes > 1:
         from .local import start_local
 
-        check_batch(config, processes)
         return start_local(args.argv, processes, args.dump_dir / "logs", on_cpu=devices == 0, stop_seconds=STOP_SECONDS)
     from .local import become_single
 
@@ -230,7 +230,7 @@ def _launch(args: argparse.Namespace) -> int:
         raise ConfigError("--nproc: sdp launch counts the processes itself; give --gpus-per-node before CONFIG")
     _complete_train_arguments(train)
     config = load_config(train.config, train.overrides)
-    return run(args, ["train", *words], train.dump_dir, config, Degrees.of(config, train.fsdp))
+    return run(args, ["train", *words], train.dump_dir, Degrees(config, train.fsdp))
 
 
 def _env_override(setting: str) -> str:

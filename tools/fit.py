@@ -58,8 +58,13 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
     limit = world // groups if bounded else MOST_RANKS
     if limit < 1:
         raise ConfigError(f"--fit: {world} ranks are fewer than sdp.groups {groups}, each of which needs one; lower sdp.groups")
-    model = model_and_batch(config)[0]()
+    if (config.train_batch_size or 0) % groups:
+        raise ConfigError(
+            f"--fit: train_batch_size {config.train_batch_size:,} is no multiple of sdp.groups {groups}, so that no number of ranks shares "
+            "it equally; change one of them"
+        )
     step = stated_step(config, world)
+    model = model_and_batch(config)[0]()
     search = _Search(config, memory, machine_of, step)
     tried = 0
     for ranks in range(1, limit + 1):
@@ -74,9 +79,7 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
             best = min(fitting, key=lambda trial: trial.cost)
             assert best.plan is not None
             return Fit(best.choice, best.plan, tuple(search.trials), tuple(reasons_of(best, search.trials, step, model)))
-    if not tried:
-        shared = f"shared equally among {groups} groups of up to {limit:,} ranks"
-        raise ConfigError(f"--fit: the {step.samples:,} samples of a step cannot be {shared}; change train_batch_size or sdp.groups")
+    assert tried  # one rank a group always shares what is a multiple of the groups
     raise ConfigError(_nothing(config, memory, tried, search.trials))
 
 

@@ -28,9 +28,8 @@ def stated_step(config: Config, world: int) -> Step:
     most = max(1, world // of_grid)
     if config.train_batch_size is not None:
         shared = config.sdp.groups * (config.gradient_accumulation_steps or 1)
-        if config.train_batch_size % shared:
-            return Step(config.train_batch_size, 1)  # no number of ranks can say more; whether any can share them the search finds
-        most = next(count for count in range(most, 0, -1) if config.train_batch_size % (shared * count) == 0)
+        # Where no number of ranks does, one a group says what is wrong.
+        most = next((count for count in range(most, 0, -1) if config.train_batch_size % (shared * count) == 0), 1)
     size = BatchSize.resolve(config, mesh_of(config, most * of_grid))
     return Step(size.train, size.micro)
 

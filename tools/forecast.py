@@ -170,7 +170,7 @@ def _torn_neighbours(mesh: Mesh, machine: Machine) -> list[str]:
     """What to say where tensor-parallel ranks, which exchange activations in every block, are on several nodes."""
     if mesh.tp == 1:
         return []
-    everyone = mesh.grid.view(-1, mesh.tp).tolist()
+    everyone = mesh.all_neighbours()
     torn = [ranks for ranks in everyone if machine.link(ranks) == "between nodes"]
     if not torn:
         return []
@@ -227,7 +227,7 @@ def _ranks(
     for group in groups:
         for rank in layout.mesh.ranks_of(group):
             at = layout.mesh.coordinates(rank)
-            neighbours = tuple(layout.mesh.grid[at.sdp, at.fsdp].tolist())
+            neighbours = layout.mesh.neighbours(at.sdp, at.fsdp)
             activations = [Collective("tensor parallel", kind, neighbours, nbytes) for (kind, _), nbytes in trace.tensor_parallel.items()]
             collectives = (*plan.of(rank), *activations)
             alike = tuple(sorted((one.scope, one.kind, len(one.ranks), one.nbytes, machine.link(one.ranks)) for one in collectives))
@@ -241,7 +241,7 @@ def _communicators(layout: Layout, at: Coordinates, collectives: Sequence[Collec
     """Process groups that a rank is in: also those in which it only receives."""
     refreshed = {(refresh.source, refresh.members) for refresh in layout.refreshes if at.sdp in refresh.members}
     together = {one.ranks for one in collectives if one.kind != "broadcast"}
-    together |= {tuple(layout.mesh.grid[at.sdp, at.fsdp].tolist())} if layout.mesh.tp > 1 else set()
+    together |= {layout.mesh.neighbours(at.sdp, at.fsdp)} if layout.mesh.tp > 1 else set()
     return len(together) + len(refreshed)
 
 

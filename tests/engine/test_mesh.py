@@ -15,11 +15,13 @@ def test_coordinates(sdp: int, fsdp: int, tp: int) -> None:
     mesh = Mesh(sdp, fsdp, tp)
     assert mesh == Mesh.for_world(sdp * fsdp * tp, sdp, tp)
     assert mesh.data_ranks * tp == mesh.world_size
+    grid = torch.arange(sdp * fsdp * tp).view(sdp, fsdp, tp)
     for rank in range(mesh.world_size):
         at = mesh.coordinates(rank)
-        assert mesh.grid[at.sdp, at.fsdp, at.tp] == rank == mesh.rank(at.sdp, at.fsdp, at.tp)
+        assert grid[at.sdp, at.fsdp, at.tp] == rank == mesh.rank(at.sdp, at.fsdp, at.tp)
+        assert list(mesh.neighbours(at.sdp, at.fsdp)) == grid[at.sdp, at.fsdp].tolist()
         assert mesh.data_rank(rank) == at.sdp * fsdp + at.fsdp
-    assert torch.equal(mesh.grid.flatten(), torch.arange(mesh.world_size))
+    assert [list(ranks) for ranks in mesh.all_neighbours()] == grid.flatten(end_dim=1).tolist()
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), tp=st.integers(1, 3))

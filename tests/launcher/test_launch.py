@@ -270,6 +270,14 @@ def test_srun_is_told_the_cores_of_a_task(capsys: pytest.CaptureFixture[str], fo
         (["--launcher", "local", "--gpus-per-node", "3", "run.json"], "3 processes (--gpus-per-node) are not a multiple of groups 2"),
         (["--launcher", "deepspeed", "--hostfile", "hosts", "run.json", "--fsdp", "2"], "6 processes (slots of 2 hosts) are not"),
         (["--launcher", "local", "--gpus-per-node", "10", "run.json"], "train_batch_size 24 (from the configuration) is not"),
+        (["--launcher", "local", "run.json", "--set", "train_batch_size=7"], "train_batch_size 7 (from the configuration) is not"),
+        (["--launcher", "slurm", "--gpus-per-node", "2", "--launcher-args=--nodes=2", "run.json"], "'--nodes=2': which ranks there are is"),
+        (
+            ["--launcher", "slurm", "--gpus-per-node", "2", "--launcher-args=-N2", "run.json"],
+            "said by --nodes and --gpus-per-node; leave",
+        ),
+        (["--launcher", "mpirun", "--hostfile", "hosts", "--launcher-args=-np 4", "run.json"], "'-np': which ranks there are is said by"),
+        (["--launcher", "deepspeed", "--hostfile", "hosts", "--launcher-args=--num_nodes=1", "run.json"], "'--num_nodes=1': which ranks"),
         (
             ["--launcher", "mpirun", "--hostfile", "hosts", "run.json", "--set", "train_batch_size=8"],
             "data ranks 6 (sdp.groups 2 × fsdp 3)",

@@ -1,9 +1,18 @@
-"""How many processes the degrees of parallelism and the devices ask for."""
+"""How many processes the degrees of parallelism, the batch and the devices ask for."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from sdp.engine.config import load_config
-from sdp.engine.errors import LaunchError
+from sdp.engine.errors import ConfigError, LaunchError
 from sdp.launcher.layout import Degrees
+
+
+def _degrees(groups: int, fsdp: int | None = None, tp: int = 1, *, batch: dict[str, int] | None = None, **section: Any) -> Degrees:
+    config = {"sdp": {"groups": groups, **section}, "tensor_parallel": {"autotp_size": tp}, **(batch or {})}
+    return Degrees(load_config(config), fsdp)
 
 
 @pytest.mark.parametrize(
@@ -19,25 +28,25 @@ from sdp.launcher.layout import Degrees
     ],
 )
 def test_process_count(groups: int, fsdp: int | None, tp: int, nproc: int | None, devices: int, expected: int) -> None:
-    assert Degrees(groups, fsdp, tp, in_one_process=False).processes(nproc, devices) == expected
+    assert _degrees(groups, fsdp, tp).processes(nproc, devices) == expected
 
 
 @pytest.mark.parametrize(
     ("degrees", "nproc", "devices", "message"),
     [
         (
-            Degrees(2, 3, 1, False),
+            _degrees(2, 3, 1),
             8,
             0,
             r"8 processes \(--nproc\) are not groups 2 .* \* tp 1 .* \* fsdp 3 \(--fsdp\) = 6",
         ),
-        (Degrees(3, None, 2, False), 8, 0, r"8 processes \(--nproc\) are not a multiple of groups 3 .* \* tp 2 .* = 6"),
-        (Degrees(4, None, 1, False), None, 2, r"2 processes \(visible devices\) are not a multiple of groups 4"),
-        (Degrees(4, None, 1, False), 4, 2, r"4 processes \(--nproc\) need 4 devices, 2 visible"),
-        (Degrees(4, None, 1, True), 4, 0, r"reference.* run all 4 groups in one process"),
-        (Degrees(4, 2, 1, True), None, 0, r"reference.* fsdp 2"),
-        (Degrees(2, None, 1, False, (2, 1)), 4, 0, r"4 processes \(--nproc\) are not the 3 of sdp.group_sizes \[2, 1\]"),
-        (Degrees(2, 2, 1, False, (2, 1)), None, 0, r"--fsdp 2: sdp.group_sizes says"),
+        (_degrees(3, None, 2), 8, 0, r"8 processes \(--nproc\) are not a multiple of groups 3 .* \* tp 2 .* = 6"),
+        (_degrees(4), None, 2, r"2 processes \(visible devices\) are not a multiple of groups 4"),
+        (_degrees(4), 4, 2, r"4 processes \(--nproc\) need 4 devices, 2 visible"),
+        (_degrees(4, engine="reference"), 4, 0, r"reference.* run all 4 groups in one process"),
+        (_degrees(4, 2, engine="reference"), None, 0, r"reference.* fsdp 2"),
+        (_degrees(2, engine="deepspeed", group_sizes=[2, 1]), 4, 0, r"4 processes \(--nproc\) are not the 3 of sdp.group_sizes \[2, 1\]"),
+        (_degrees(2, 2, engine="deepspeed", group_sizes=[2, 1]), None, 0, r"--fsdp 2: sdp.group_sizes says"),
     ],
 )
 def test_counts_that_do_not_fit(degrees: Degrees, nproc: int | None, devices: int, message: str) -> None:
@@ -46,11 +55,23 @@ def test_counts_that_do_not_fit(degrees: Degrees, nproc: int | None, devices: in
 
 
 def test_reference_engine_takes_one_process() -> None:
-    degrees = Degrees.of(load_config({"sdp": {"groups": 4, "engine": "reference"}}), None)
-    assert degrees.processes(None, devices=8) == 1
+    assert _degrees(4, engine="reference").processes(None, devices=8) == 1
 
 
 def test_group_sizes_say_how_many_processes_start() -> None:
-    section = {"groups": 2, "group_sizes": [2, 1], "engine": "deepspeed"}
-    degrees = Degrees.of(load_config({"sdp": section}), None)
+    degrees = _degrees(2, engine="deepspeed", group_sizes=[2, 1])
     assert [degrees.processes(None, devices) for devices in (0, 8)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "count"),
+    [
+        (_degrees(2, batch={"train_batch_size": 8}), 6),
+        (_degrees(1, batch={"train_batch_size": 7, "gradient_accumulation_steps": 2}), 1),
+        (_degrees(2, engine="reference", batch={"train_batch_size": 7}), 1),
+        (_degrees(2, engine="deepspeed", group_sizes=[2, 1], batch={"train_batch_size": 8}), 3),
+    ],
+)
+def test_samples_that_the_processes_do_not_share(degrees: Degrees, count: int) -> None:
+    with pytest.raises(ConfigError, match=r"train_batch_size \d \(from the configuration\) is not .*; change one of them"):
+        degrees.check(count, "given")

@@ -203,11 +203,24 @@ def test_the_fewest_ranks_that_share_the_samples(once: Planner, samples: int, ra
     assert fit.plan.batch.train == samples
 
 
-def test_samples_that_no_ranks_share(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for micro in ("1", "null"):
-        stated = ["--set", "train_batch_size=9", "gradient_accumulation_steps=null", f"train_micro_batch_size_per_gpu={micro}"]
-        assert main(["plan", str(config), *stated, "--device-memory", "80GB", "--fit", "--world", "18"]) == 2
-        assert "the 9 samples of a step cannot be shared equally among 2 groups of up to" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("train", "micro", "accumulation", "message"),
+    [
+        (9, "1", "null", "--fit: train_batch_size 9 is no multiple of sdp.groups 2, so that no number of ranks shares it equally"),
+        (9, "null", "null", "--fit: train_batch_size 9 is no multiple of sdp.groups 2"),
+        (9, "null", "5", "--fit: train_batch_size 9 is no multiple of sdp.groups 2"),
+        (8, "null", "5", "train_batch_size 8 (from the configuration) is not train_micro_batch_size_per_gpu 0 (derived) × "
+                         "gradient_accumulation_steps 5 (from the configuration)"),
+    ],
+)  # fmt: skip
+def test_samples_that_no_ranks_share(
+    config: Path, capsys: pytest.CaptureFixture[str], train: int, micro: str, accumulation: str, message: str
+) -> None:
+    stated = [f"train_batch_size={train}", f"train_micro_batch_size_per_gpu={micro}", f"gradient_accumulation_steps={accumulation}"]
+    assert main(["plan", str(config), "--set", *stated, "--device-memory", "80GB", "--fit", "--world", "18"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
 
 
 def test_samples_alone_say_how_many_a_step_has(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,7 +280,7 @@ def started_by(command: str) -> tuple[int, Forecast]:
     args = parser.parse_args(words)
     config = load_config(args.config, args.set)
     world = args.nproc if name == "train" else world
-    Degrees.of(config, args.fsdp).check(world, "suggested")
+    Degrees(config, args.fsdp).check(world, "suggested")
     return world, forecast("", config, machine(world), world)
 
 
