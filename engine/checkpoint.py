@@ -12,7 +12,7 @@ import shutil
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ from .checkpoint_part import Part
 from .checkpoint_pieces import PiecewisePlanner
 from .checkpoint_reader import SafeReader
 from .errors import CheckpointError
-from .optimizer_state import OptimizerState
+from .optimizer_state import COUNT, OptimizerState
 
 T = TypeVar("T")
 
@@ -102,6 +102,8 @@ def find(directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None
     """The checkpoint ``directory/tag`` (None: the newest) and its state; None where there is none and none was asked for."""
     restore_replaced(directory)
     tag = check_tag(tag) if tag is not None else latest(directory)
+    if tag is None and (directory / STATE).exists():
+        raise CheckpointError(f"{directory}: is a checkpoint itself; name the directory it is in, with the tag {directory.name!r}")
     return None if tag is None else (directory / tag, read_state(directory / tag))
 
 
@@ -254,15 +256,21 @@ def write(
     return final
 
 
-def load(path: Path, tensors: dict[str, Any], files: Mapping[str, str], *, alone: bool) -> None:
+def load(
+    path: Path, tensors: dict[str, Any], files: Mapping[str, str], *, alone: bool, names: Collection[str] | None = None
+) -> None:  # fmt: skip
     """Fill ``tensors`` in place from the checkpoint at ``path``, whatever the layout that wrote it; collective unless ``alone``.
 
-    ``files``: their hashes by name, from its state. Raises :class:`CheckpointError` on every rank if it is damaged, or of another
-    model or optimizer.
+    ``files``: their hashes by name, from its state. ``names``: all tensors of the full model, where nothing that the checkpoint holds may
+    be left out; else ``tensors`` may be some of it. Raises :class:`CheckpointError` on every rank if it is damaged, or of another model or
+    optimizer.
     """
     ranks = Ranks(alone)
     ranks.agree(damaged_file(path, share_of(files, ranks.rank, ranks.count)))
     ranks.agree(_obstacle(path, tensors))
+    if names is not None:
+        kept = {kind for kinds in ranks.gather(_kinds_of_state(tensors)) for kind in kinds}
+        ranks.agree(_left_out(path, names, kept))
     try:
         with _without_single_process_warning():
             dcp.load(tensors, storage_reader=SafeReader(str(path)), no_dist=alone)
@@ -293,6 +301,25 @@ def _obstacle(path: Path, tensors: Mapping[str, Any]) -> str | None:
         if tuple(entry.size) != tuple(tensor.shape):
             return f"{path}: {key!r} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} here; it is of another model"
     return None
+
+
+def _left_out(path: Path, names: Collection[str], kept: Collection[str]) -> str | None:
+    """What the checkpoint holds and nobody would load: weights that are none of ``names``, or optimizer state other than the kinds
+    ``kept``. Counts of steps are left to the optimizers, of which some have none.
+    """
+    saved = keys_in(path)
+    other = "it was written for another {}, choose the configuration that wrote it"
+    for key in sorted(saved):
+        if key.startswith("model/") and key.removeprefix("model/") not in names:
+            return f"{path}: holds {key!r}, which this model has not; {other.format('model')}"
+    for kind in sorted(_kinds_of_state(saved) - {*kept, COUNT}):
+        return f"{path}: holds {kind!r} of every parameter, which this optimizer does not keep; {other.format('optimizer')}"
+    return None
+
+
+def _kinds_of_state(keys: Iterable[str]) -> set[str]:
+    """What is kept of a parameter (``exp_avg``), by the ``keys`` of tensors."""
+    return {key.rpartition("/")[2] for key in keys if key.startswith("optimizer/")}
 
 
 def _unless_shared(aside: Path, rank: int) -> str | None:

@@ -19,7 +19,7 @@ FORMAT = 2
 STATE, LATEST = "state.json", "latest.json"
 PARTIAL, OLD = ".partial", ".old"
 
-_KEYS = {"global_steps", "global_samples", "mesh", "placement", "scheduler", "loader", "client_state", "files", "has_optimizer_state"}
+_KEYS = {"global_steps", "global_samples", "mesh", "placement", "scheduler", "loader", "client_state", "files"}
 _OLDER = "remove this directory to resume from an older checkpoint"
 
 

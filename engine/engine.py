@@ -23,7 +23,7 @@ from .clip import clip_
 from .config import Config
 from .consistency import check_holders
 from .engine_facts import EngineFacts
-from .errors import ConfigError, DivergedError
+from .errors import CheckpointError, ConfigError, DivergedError
 from .recalibration import tracks_statistics, with_statistics
 from .schedules import Schedule
 from .sync import local_tensor
@@ -288,7 +288,6 @@ class SDPEngine(EngineFacts):
             "global_samples": self.global_samples,
             "skipped_steps": self.skipped_steps,
             "loss_scale": self._scale_state(),
-            "has_optimizer_state": bool(self.optimizer.state),  # not before the first step that was no skip
             "mesh": self._saved.mesh_shape(),
             "placement": self.layout.placement.to_json(),
             "learning_rates": [float(rate) for rate in self.get_lr()],
@@ -317,8 +316,8 @@ class SDPEngine(EngineFacts):
     ) -> tuple[str | None, dict[str, Any]]:
         """Continue from ``load_dir/tag`` (default: the newest), written under any layout. Collective.
 
-        Returns its path and the client state; ``(None, {})`` where there is no checkpoint and no tag was asked for. Raises
-        CheckpointError for one that is damaged, or of another model, optimizer or data set.
+        Returns its path and the client state; ``(None, {})``, and says so, where there is no checkpoint and no tag was asked for. Raises
+        CheckpointError for one that is damaged, or of another model, optimizer or data set, and for ``load_dir`` that is itself one.
         """
         everything = load_module_strict and load_optimizer_states and load_lr_scheduler_states and not load_module_only
         if not everything or custom_load_fn is not None:
@@ -329,11 +328,14 @@ class SDPEngine(EngineFacts):
         ranks = checkpoint.Ranks(alone=self.world_size == 1)
         found = ranks.from_rank_0(lambda: checkpoint.find(Path(load_dir), tag))  # two hosts may see two states of a file system
         if found is None:
+            if self.global_rank == 0:
+                log.warning("no checkpoint in %s; starting from the beginning", load_dir)
             return None, {}
         path, state = found
-        if not state["has_optimizer_state"]:
-            optimizer_state.clear(self.optimizer)
-        elif not self.optimizer.state:
+        before = bool(self.optimizer.state)
+        if state["global_steps"] == state.get("skipped_steps", 0):
+            optimizer_state.clear(self.optimizer)  # it has not stepped
+        elif not before:
             self._materialise_state()
         # Random numbers are a rank's own: they go on where the same ranks go on.
         saved = checkpoint.keys_in(path)
@@ -342,7 +344,13 @@ class SDPEngine(EngineFacts):
         }
         if not random and self.global_rank == 0:
             log.info("%s: is of another layout or device, so random numbers (dropout) start anew", path)
-        checkpoint.load(path, self._saved.tensors(to_load=True) | random, state["files"], alone=self.world_size == 1)
+        names = {*self.layout.wholes, *self.layout.buffers}
+        try:
+            checkpoint.load(path, self._saved.tensors(to_load=True) | random, state["files"], alone=self.world_size == 1, names=names)
+        except CheckpointError:
+            if not before:
+                optimizer_state.clear(self.optimizer)
+            raise
         self._saved.loaded()
         self._backend.refresh(after_step=False)
         set_random_state(random)

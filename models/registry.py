@@ -39,6 +39,13 @@ MODELS: Mapping[str, Entry] = {
 }
 
 
+# What a run may change as it goes on: drawn or limited, not computed; and what the shapes of its weights tell.
+_FREE = {
+    "max_position_embeddings", "initializer_range", "loss_chunk_tokens", "attention_dropout", "residual_dropout", "stochastic_depth",
+    "image_size", "vocab_size", "num_classes",
+}  # fmt: skip
+
+
 def build_model(
     section: Mapping[str, Any], vocab_size: int | None = None, *, num_classes: int | None = None, image_size: int | None = None
 ) -> nn.Module:
@@ -51,6 +58,18 @@ def build_model(
     entry, config = _parse(section, {"vocab_size": vocab_size, "num_classes": num_classes, "image_size": image_size})
     with torch.device("meta"):
         return entry.build(config)
+
+
+def changed_key(section: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first key in which ``section`` describes another function than ``before``, with both values; None where there is none.
+
+    A value that is left to the others or to the data is none to compare. Raises :class:`ConfigError` for a wrong section.
+    """
+    (_, now), (_, then) = _parse(section, {}), _parse(before, {})
+    pairs = {"name": (section["name"], before["name"])}
+    if section["name"] == before["name"]:
+        pairs = {key: (value, getattr(then, key)) for key, value in now if key not in _FREE}
+    return next(((key, new, old) for key, (new, old) in pairs.items() if None not in (new, old) and new != old), None)
 
 
 def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:

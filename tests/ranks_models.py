@@ -115,6 +115,7 @@ def build(kind: str) -> nn.Module:
     makers = {
         "mlp": lambda: mlp(),
         "mlp-meta": lambda: mlp(device="meta"),
+        "mlp-of-3": lambda: mlp(blocks=3),
         "llama": lambda: llama(tied=False, device="cpu"),
         "llama-meta": lambda: llama(tied=False),
         "llama-tied": lambda: llama(tied=True, device="cpu"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from ..data.image_sets import check_source, facts_of_set
 from ..data.images import check_packages
 from ..engine.batch_size import BatchSize
 from ..engine.checkpoint_files import latest, read_state
-from ..engine.config import Config
+from ..engine.config import Config, load_config
 from ..engine.errors import ConfigError
 from ..engine.layout import Layout
 from ..engine.loader import evaluation_batches
@@ -19,8 +20,9 @@ from ..engine.mesh import Mesh
 from ..engine.optim import make_optimizer
 from ..engine.schedules import build_scheduler
 from ..engine.weight_files import fillers_from, is_zero_checkpoint
-from ..models.registry import build_model
+from ..models.registry import build_model, changed_key
 from .corpus import open_prepared, path_of
+from .metrics import CONFIG
 from .saved_run import check_data
 
 _SOME_VOCABULARY = 256  # stands for that of a corpus not made yet: where units are cut does not depend on it
@@ -92,7 +94,7 @@ def _check_optimizer(config: Config) -> None:
 
 
 def _check_checkpoint(config: Config, dump_dir: Path) -> None:
-    """The newest checkpoint can be read, and the run's data is what it was trained with."""
+    """The newest checkpoint can be read, and the run's model and data are what it was trained with."""
     tag = latest(dump_dir / "checkpoints")
     if tag is None:
         return
@@ -103,3 +105,11 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
             f"training.steps: {config.training.steps}, but {path} is from step {state['global_steps']}; raise training.steps to train on"
         )
     check_data(path, state, path_of(config, dump_dir), config.data.name)
+    own = dump_dir / CONFIG
+    changed = changed_key(config.model, load_config(own).model) if own.exists() else None
+    if changed is not None:
+        key, new, old = changed
+        raise ConfigError(
+            f"model.{key}: {json.dumps(new)}, but {own} has {json.dumps(old)}, with which {path} was trained; set it back, or start "
+            "another run from these weights with sdp export and --init-from"
+        )

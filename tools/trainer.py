@@ -295,9 +295,7 @@ class Trainer:
     def _resume(self) -> None:
         self.beat.at(0, "loading the checkpoint", self.config.training.start_timeout)
         path, _ = self.engine.load_checkpoint(self.dump_dir / "checkpoints")
-        if path is None:
-            log.info("--resume: no checkpoint in %s; starting from the beginning", self.dump_dir / "checkpoints")
-        else:
+        if path is not None:
             log.info("resumed from %s", path)
         if self.files is not None:
             self.files.truncate_after(self.engine.global_steps if path is not None else -1)

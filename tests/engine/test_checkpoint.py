@@ -326,11 +326,60 @@ def test_a_checkpoint_of_another_model_is_refused(small: Path) -> None:
         engine_of(Case(2, 2, stage=3, optimizer="adamw", model="llama"), "reference").load_checkpoint(small)
 
 
-def test_no_checkpoint_is_no_error_but_a_named_one_is(tmp_path: Path) -> None:
+def test_no_checkpoint_is_no_error_but_a_named_one_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_of(SOURCE, "reference")
     assert engine.load_checkpoint(tmp_path) == (None, {})
+    assert [f"no checkpoint in {tmp_path}; starting from the beginning"] == [r.message for r in caplog.records if r.levelname == "WARNING"]
     with pytest.raises(CheckpointError, match="step-7"):
         engine.load_checkpoint(tmp_path, "step-7")
+
+
+def _trained(optimizer: str, model: str, folder: str) -> None:
+    engine = engine_of(Case(2, 1, optimizer=optimizer, placement="cyclic", model=model))  # type: ignore[arg-type]
+    one_step(engine, Case(2, 1, model=model), 0, data_rank=dist.get_rank())
+    engine.step()
+    engine.save_checkpoint(folder)
+
+
+def _refused(optimizer: str, model: str, folder: str, tag: str | None = None) -> tuple[str, int, bool]:
+    """The error, the steps that the engine then has, and whether its optimizer has state."""
+    engine = engine_of(Case(2, 1, optimizer=optimizer, placement="cyclic", model=model))  # type: ignore[arg-type]
+    try:
+        engine.load_checkpoint(folder, tag)
+    except CheckpointError as error:
+        return str(error), engine.global_steps, bool(engine.optimizer.state)
+    return "", engine.global_steps, bool(engine.optimizer.state)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (("adamw", "mlp"), ("adamw", "mlp-of-3"), "holds 'model/layers.3.{}', which this model has not"),
+        (("adamw", "mlp-of-3"), ("adamw", "mlp"), "holds no 'model/layers.3.{}'"),
+        (("adamw", "mlp"), ("sgd", "mlp"), "holds 'exp_avg' of every parameter, which this optimizer does not keep"),
+        (("momentum", "mlp"), ("adamw", "mlp"), "holds no 'optimizer/{}/step'"),
+        (("sgd", "mlp"), ("adamw", "mlp"), "holds no 'optimizer/{}/"),
+        (("sgd", "mlp"), ("sgd", "mlp"), ""),
+    ],
+)
+def test_nothing_of_a_checkpoint_is_left_out(
+    ranks: RankPool, tmp_path: Path, saved: tuple[str, str], loaded: tuple[str, str], message: str
+) -> None:
+    """A model of fewer layers, or another optimizer, would go on from a part of it, and its saves would replace the whole one."""
+    ranks.run(_trained, *saved, str(tmp_path), world=2)
+    for error, steps, has_state in ranks.run(_refused, *loaded, str(tmp_path), world=2):
+        if message:
+            start, _, end = message.partition("{}")
+            assert start in error
+            assert end in error
+            assert (steps, has_state) == (0, False)
+        else:
+            assert (error, steps) == ("", 1)
+
+
+def test_a_checkpoint_in_place_of_its_directory_is_said(small: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"step-1: is a checkpoint itself; name the directory it is in, with the tag 'step-1'"):
+        engine_of(SOURCE, "reference").load_checkpoint(small / "step-1")
 
 
 def test_a_checkpoint_from_before_the_first_update_brings_that_back(tmp_path: Path) -> None:

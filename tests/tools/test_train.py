@@ -217,6 +217,24 @@ def test_a_resume_with_another_tokenizer_or_a_damaged_checkpoint_changes_nothing
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == written
 
 
+def test_a_resume_with_another_model_changes_nothing(config, tmp_path, capsys):
+    config["sdp"]["engine"] = "reference"
+    config["training"] |= {"steps": 2, "save_every": 1}
+    run = tmp_path / "run"
+    resume = ["train", str(write(config, tmp_path)), "--dump-dir", str(run), "--resume"]
+    assert main(resume) == 0
+    written = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    layers = config["model"]["num_hidden_layers"]
+    for key, value, before in (("num_hidden_layers", layers - 1, layers), ("rope_theta", 99.0, 10000.0)):
+        assert main([*resume, "--set", f"model.{key}={value}", "training.steps=4"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"sdp: error: model.{key}: {value}, but {run}/config.json has {before}, with which {run}/checkpoints/")
+        assert error.count("\n") == 1
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == written
+    assert main([*resume, "--set", "model.loss_chunk_tokens=64", "training.steps=3"]) == 0
+
+
 def test_an_existing_run_is_not_overwritten(config, tmp_path, capsys):
     path = write(config, tmp_path)
     arguments = ["train", str(path), "--set", "sdp.engine=reference", "--set", "training.steps=2", "--dump-dir", str(tmp_path / "run")]
