@@ -72,6 +72,13 @@ def _bind(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any
     return (batch,), {}
 
 
+def _surplus(signature: inspect.Signature, batch: Mapping[Any, Any]) -> list[str]:
+    """The keys beside all that ``forward`` requires: the mapping is meant to be spread, for nobody names its keys so by chance."""
+    parameters = signature.parameters.values()
+    required = {p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return [str(key) for key in batch if key not in signature.parameters] if required and required <= set(batch) else []
+
+
 def call_model(module: nn.Module, batch: Any) -> Any:
     """``module`` on one batch.
 
@@ -82,11 +89,13 @@ def call_model(module: nn.Module, batch: Any) -> Any:
     """
     args, kwargs = _bind(module, batch)
     signature = inspect.signature(module.forward)
+    forward = f"{type(module).__name__}.forward({', '.join(signature.parameters)})"
+    if not kwargs and isinstance(batch, Mapping) and (surplus := _surplus(signature, batch)):
+        raise DataError(f"a batch has {', '.join(surplus)}, which {forward} does not take; leave it out of the batch")
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         what = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
-        forward = f"{type(module).__name__}.forward({', '.join(signature.parameters)})"
         raise DataError(f"a batch ({what}) does not fit {forward}: {error}") from None
     return module(*args, **kwargs)
 

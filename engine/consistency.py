@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,33 +59,38 @@ def check_placement(placement: Placement, device: torch.device) -> None:
 
     Process groups are made of the holder sets: where ranks differ in them, they would wait for each other for ever.
     """
-    if _differs(repr((placement.units, placement.holders)), device):
+    if any(_differ([repr((placement.units, placement.holders))], device)):
         raise PlacementError(
             "sdp.placement: ranks have computed different placements; start all with the same configuration, model and versions of "
             "sdp, NumPy and SciPy, or name the holders of every unit in sdp.placement"
         )
 
 
-def check_agreement(facts: str, keys: str, device: torch.device) -> None:
-    """Raise :class:`ConfigError` on every rank unless all have the same ``facts``, which come from ``keys``. Collective."""
-    if _differs(facts, device):
-        raise ConfigError(f"{keys}: ranks have different values; start all with the same configuration")
+def check_alike(facts: Mapping[str, Any], device: torch.device) -> None:
+    """Raise :class:`ConfigError` on every rank, naming the first of the ``facts`` that is not the same on all. Collective.
+
+    Ranks that differ would wait for each other for ever, or train shared weights in different ways.
+    """
+    differing = [key for key, differs in zip(facts, _differ([repr(fact) for fact in facts.values()], device), strict=True) if differs]
+    if differing:
+        raise ConfigError(f"{differing[0]}: ranks have different values; start all with the same configuration, model and data")
 
 
 def check_loss_scale(scale: str, device: torch.device) -> None:
     """Raise :class:`DivergenceError` on every rank unless all have the same loss scale and counts of overflows. Collective."""
-    if _differs(scale, device):
+    if any(_differ([scale], device)):
         raise DivergenceError(
             "fp16: ranks have different loss scales, or counts of steps without an overflow; ranks that skip alike cannot: check the "
             "hardware, and resume from the last checkpoint"
         )
 
 
-def _differs(facts: str, device: torch.device) -> bool:
-    digest = int(hashlib.sha256(facts.encode()).hexdigest()[:15], 16)
-    extremes = torch.tensor([digest, -digest], device=device)
+def _differ(facts: Sequence[str], device: torch.device) -> list[bool]:
+    """Of each whether it is another on some rank."""
+    digests = [int(hashlib.sha256(fact.encode()).hexdigest()[:15], 16) for fact in facts]
+    extremes = torch.tensor([digests, [-digest for digest in digests]], device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    return bool(extremes[0] != -extremes[1])
+    return (extremes[0] != -extremes[1]).tolist()
 
 
 def _state_of(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from . import environment
+from . import environment, leaving
 from .batch_size import BatchSize
 from .config import Config, FP16Section, SDPSection, load_config
-from .consistency import check_placement
+from .consistency import check_alike, check_placement
 from .construct import build_backend
 from .engine import SDPEngine
 from .errors import ConfigError
@@ -96,24 +96,32 @@ def initialize(
     if draws_of(model):
         torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else dist.get_rank()))
     if not reference:
+        leaving.watch()
         check_placement(layout.placement, device)
+        check_alike(_settings_of_all(settings) | {"the model's parameters": _shapes(layout)}, device)
     if settings.sdp.engine == "deepspeed":
         from .initialize_deepspeed import initialize_deepspeed  # deepspeed is optional
 
         engine, note = initialize_deepspeed(model, settings, layout, batch, device, groups, optimizer, lr_scheduler, grouped=grouped)
-        return _finish(engine, note, training_data, collate_fn)
+        return _finish(engine, note, training_data, collate_fn, device)
     backend = build_backend(model, settings, layout, device)
     here = _groups_here(groups, layout, backend.parameters)
     built, note = make_optimizer(settings.optimizer, optimizer, here, device, grouped=grouped)
     scheduler = _build_scheduler(settings, lr_scheduler, built)
-    return _finish(SDPEngine(backend, settings, batch, built, scheduler), note, training_data, collate_fn)
+    return _finish(SDPEngine(backend, settings, batch, built, scheduler), note, training_data, collate_fn, device)
 
 
-def _finish(engine: SDPEngine, note: str, training_data: Any, collate_fn: Any) -> tuple[SDPEngine, Optimizer, EpochLoader | None, Any]:
+def _finish(
+    engine: SDPEngine, note: str, training_data: Any, collate_fn: Any, device: torch.device
+) -> tuple[SDPEngine, Optimizer, EpochLoader | None, Any]:
     """The four-tuple."""
+    samples = None
     if training_data is not None:
         engine.loader = _loader(engine, training_data, collate_fn)
         engine.training_dataloader = EpochLoader(engine.loader)
+        samples = engine.loader.sampler.num_samples
+    if not engine.config.sdp.in_one_process:
+        check_alike({"the learning rates": engine.get_lr(), "the samples of training_data, which the loader shares out": samples}, device)
     if engine.global_rank == 0:
         _announce(engine, note)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -127,6 +135,17 @@ def _settings(args: Any, config: Any) -> Config:
     if config is None:
         raise ConfigError("sdp.initialize: config is missing; give a path to a JSON file or a dict")
     return config if isinstance(config, Config) else load_config(config)
+
+
+def _settings_of_all(config: Config) -> dict[str, Any]:
+    """What ranks must agree on, by key; where a rank reads and writes is its own affair."""
+    own = {"data", "tensorboard", "csv_monitor", "wandb", "env", "steps_per_print", "wall_clock_breakdown", "training"}
+    settings = {key: value for key, value in config if key not in own}
+    return settings | {"training.seed": config.training.seed, "training.compile": config.training.compile}
+
+
+def _shapes(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(slices[0].full_shape)) for name, slices in layout.wholes.items()]
 
 
 def _own_device(engine: str) -> torch.device:
@@ -219,6 +238,8 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         log.warning('sdp.seed %d has no effect without sdp.placement "random"; training.seed seeds the run', config.sdp.seed)
     if config.sdp.granularity == "block" and config.sdp.neuron_groups != SDPSection.model_fields["neuron_groups"].default:
         log.warning('sdp.neuron_groups %d has no effect with sdp.granularity "block"', config.sdp.neuron_groups)
+    if mesh.sdp == 1 and "groups" not in config.sdp.model_fields_set:
+        log.warning("sdp.groups is not given: one group, which trains the whole model on all of its ranks")
     if layout.units:
         log.info("placement: %s", layout.placement.describe())
         for warning in warnings_of(config.sdp, layout.placement) if mesh.sdp > 1 else []:

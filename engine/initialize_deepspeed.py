@@ -21,7 +21,6 @@ from .backends.deepspeed_shards import Bundle, partition_numel
 from .batch_size import BatchSize
 from .clock import clock
 from .config import Config
-from .consistency import check_agreement
 from .construct import cut, give_values, take_values_of_rank_0, values_to_give
 from .engine_deepspeed import DeepSpeedSDPEngine
 from .errors import ConfigError, ModelError
@@ -55,7 +54,6 @@ def initialize_deepspeed(
     deepspeed_private.forget_process_groups()
     deepspeed_private.set_verbosity(config.deepspeed)
     installed, stage = layout.mesh.sdp > 1, config.zero_optimization.stage
-    check_agreement(f"{stage}, {config.precision}, {config.fp16}", "zero_optimization.stage, bf16 and fp16", device)
     compute_dtype = getattr(torch, config.precision)
     plan = values_to_give(model, config, layout)
     if plan is None:

@@ -7,6 +7,7 @@ project's own choices, see docs/method.md).
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -183,7 +184,9 @@ class Placement:
         links, needed = sum(map(len, self.holders)), self.groups + len(self.units) - 1
         if not self.connected:
             relation = f"Σk = {links} {'≥' if self.can_be_connected else '<'} groups + units − 1 = {needed}"
-            notes.append(f"the groups are connected through the shared part alone ({relation}); overlap more units to connect them")
+            enough = math.ceil(100 * needed / (self.groups * len(self.units))) / 100
+            more = "name other holders" if self.can_be_connected else f"a sdp.capacity of {enough:g} or more allows it"
+            notes.append(f"the groups are connected through the shared part alone ({relation}), where few units are averaged; {more}")
         empty = np.flatnonzero(self._sums((1,) * len(self.units)) == 0).tolist()
         if empty:
             notes.append(f"groups {empty} hold no unit and train the shared part alone")

@@ -26,6 +26,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..engine import leaving
 from ..engine.environment import Supervision, detect, export, supervision
 from ..engine.errors import ConfigError, PeerLostError, SDPError
 from .supervised import report_fatal, tie_to_parent
@@ -60,14 +61,13 @@ def entry() -> NoReturn:
     code: int | None = None
 
     def leave() -> None:
-        # gloo's threads may still let go of tensors, which takes the interpreter's lock: while it ends that aborts the process, the
-        # work done and written (github.com/pytorch/pytorch/issues/190489, /pull/179291).
         if code is not None and "torch.distributed" in sys.modules:
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
 
+    leaving.leaves_at_once()
     atexit.register(leave)  # the first registered, so the last called
     code = main()
     sys.exit(code)

@@ -109,9 +109,13 @@ def _locate(directory: Path, tag: str | None) -> tuple[Path, Path]:
             raise ConfigError(f"{directory} is one checkpoint; name the run's directory to choose {tag} in it")
         dump_dir = directory.absolute().parent.parent
         if not (dump_dir / CONFIG).is_file():
-            raise ConfigError(f"{directory}: a checkpoint outside of a run; {dump_dir / CONFIG} is missing, which says what the model is")
+            raise ConfigError(f"{directory}: a checkpoint of a script, no run of sdp train: no {dump_dir / CONFIG} says what the model is; "
+                              "in the script engine.load_checkpoint and engine.full_state_dict() give its weights")  # fmt: skip
         return dump_dir, directory
     if not (directory / CONFIG).is_file():
+        if latest(directory) is not None:
+            raise ConfigError(f"{directory}: checkpoints of a script, no run of sdp train: nothing says what the model is; in the script "
+                              "engine.load_checkpoint and engine.full_state_dict() give its weights")  # fmt: skip
         found = f"no {CONFIG} in it" if directory.is_dir() else "no such directory"
         raise ConfigError(f"{directory}: neither a run nor a checkpoint of one ({found}); give the --dump-dir of sdp train")
     checkpoints = directory / "checkpoints"

@@ -174,8 +174,11 @@ def test_empty_corpus(tmp_path, tokenizer):
 
 
 def test_empty_split_says_what_to_do(tmp_path):
-    path = write_json_lines(tmp_path / "a.jsonl", TEXTS[:1])
-    with pytest.raises(DataError, match=r"the split 'held_out' is empty: 1 document.* raise --held-out"):
+    path = write_json_lines(tmp_path / "one.jsonl", TEXTS[:1])
+    with pytest.raises(DataError, match=r"the corpus is one document, and each of the splits train and held_out needs one; give more"):
+        quiet([path], tmp_path / "out", held_out=0.5)
+    path = write_json_lines(tmp_path / "a.jsonl", TEXTS[:2])
+    with pytest.raises(DataError, match=r"the split 'held_out' is empty: 2 document.* raise --held-out"):
         quiet([path], tmp_path / "out", held_out=1e-9)
     with pytest.raises(DataError, match=r"the split 'train' is empty.* lower --held-out"):
         quiet([path], tmp_path / "out", held_out=1 - 1e-9)

@@ -174,6 +174,13 @@ def test_arguments_are_spread_by_name_and_place() -> None:
         assert call_model(Defaults(), batch) == (batch, 0, 0), "it fits as the one argument, as DeepSpeed passes it"
 
 
+def test_keys_that_are_too_many_are_named() -> None:
+    with pytest.raises(DataError, match=r"^a batch has w, which Two.forward\(x, y, z\) does not take; leave it out of the batch$"):
+        call_model(Two(), {"x": 1, "y": 2, "w": 3})
+    with pytest.raises(DataError, match=r"^a batch has labels, mask, which Defaults.forward\(x, y, z\) does not take"):
+        call_model(Defaults(), {"x": 1, "labels": 2, "mask": 3})
+
+
 @pytest.mark.parametrize("batch", [(1, 2, 3, 4), (1,), {"x": 1}, {"x": 1, "w": 2}])
 def test_batches_that_fit_no_call(batch: Any) -> None:
     with pytest.raises(DataError, match=r"a batch \(.*\) does not fit Two.forward\(x, y, z\): missing a required argument: 'y'"):

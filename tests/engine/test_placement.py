@@ -182,6 +182,7 @@ def test_warnings_say_why() -> None:
     apart = place(section(groups=4, capacity=0.25), units(1, 1, 1, 1))
     (note,) = apart.warnings()
     assert "Σk = 4 < groups + units − 1 = 7" in note
+    assert note.endswith("a sdp.capacity of 0.44 or more allows it")
     assert not apart.connected
     few = place(section(groups=4, capacity=0.25), units(1, 1))
     assert any("groups [2, 3] hold no unit" in note for note in few.warnings())

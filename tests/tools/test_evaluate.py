@@ -93,7 +93,7 @@ def test_what_made_the_run_fast_is_not_needed(trained_run, tmp_path, capsys):
         (["run", "--step", "3"], "no checkpoint step-3; there: step-2, step-4"),
         (["run/checkpoints/step-2", "--step", "2"], "is one checkpoint"),
         (["unsaved"], "this run has no checkpoint"),
-        (["alone/checkpoints/step-4"], "a checkpoint outside of a run"),
+        (["alone/checkpoints/step-4"], "a checkpoint of a script, no run of sdp train"),
         (["run", "--set", "data.path=nowhere"], "nowhere: no prepared data here"),
         (["run", "--set", "model.hidden_size=64"], "it is of another model"),
         (["run", "--batches", "0"], "at least one batch"),
