@@ -39,7 +39,16 @@ def parse_section(
         ways = [_message(other) for place, other in problems if place == location]
         candidates = known_keys(location[:-1]) if known_keys else list(schema.model_fields)
         where = ".".join(([path] if path else []) + list(location))
-        raise ConfigError(_explain(problem, where, ways, candidates)) from None
+        homes = _homes(schema, location[-1]) if problem["type"] == "extra_forbidden" else []
+        raise ConfigError(_explain(problem, where, ways, candidates, homes)) from None
+
+
+def _homes(schema: type[BaseModel], key: str, prefix: str = "") -> list[str]:
+    """Where below ``schema`` there is such a key."""
+    here = [f"{prefix}{key}"] if key in schema.model_fields else []
+    inner = ((name, field.annotation) for name, field in schema.model_fields.items())
+    sections = ((name, kind) for name, kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return here + [home for name, kind in sections for home in _homes(kind, key, f"{prefix}{name}.")]
 
 
 def _path_in(raw: Any, location: tuple[int | str, ...]) -> Path:
@@ -54,9 +63,11 @@ def _path_in(raw: Any, location: tuple[int | str, ...]) -> Path:
     return tuple(path)
 
 
-def _explain(problem: Any, where: str, ways: Sequence[str], known: Sequence[str]) -> str:
+def _explain(problem: Any, where: str, ways: Sequence[str], known: Sequence[str], homes: Sequence[str]) -> str:
+    """``known``: the keys of the same section; ``homes``: where else there is one of this name."""
     if problem["type"] == "extra_forbidden":
-        hint = suggestion(where.rpartition(".")[2], known) or f"; known: {', '.join(known)}"
+        elsewhere = f", did you mean {' or '.join(homes)}?" if homes else f"; known: {', '.join(known)}"
+        hint = suggestion(where.rpartition(".")[2], known) or elsewhere
         return f"{where}: unknown key{hint}"
     if problem["type"] == "missing":
         return f"{where}.{problem['loc'][-1]}: this key is required".removeprefix(".")

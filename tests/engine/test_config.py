@@ -15,6 +15,9 @@ from sdp.engine.mesh import mesh_of
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clipp1ng": 1.0}, "gradient_clipp1ng: unknown key, did you mean gradient_clipping?"),
     ({"sdp": {"group": 2}}, "sdp.group: unknown key, did you mean groups?"),
+    ({"groups": 2}, "groups: unknown key, did you mean sdp.groups?"),
+    ({"training": {"groups": 2}}, "training.groups: unknown key, did you mean sdp.groups?"),
+    ({"sdp": {"bf16": {"enabled": True}}}, "sdp.bf16: unknown key, did you mean bf16?"),
     ({"training": {"evaluate_evry": 2}}, "training.evaluate_evry: unknown key, did you mean evaluate_every?"),
     ({"zero_optimization": {"stge": 1}}, "zero_optimization.stge: unknown key, did you mean stage?"),
     ({"zero_optimization": {"overlap_com": True}}, "zero_optimization.overlap_com: unknown key, did you mean overlap_comm?"),
