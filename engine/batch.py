@@ -73,7 +73,7 @@ def _bind(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def _surplus(signature: inspect.Signature, batch: Mapping[Any, Any]) -> list[str]:
-    """The keys beside all that ``forward`` requires: the mapping is meant to be spread, for nobody names its keys so by chance."""
+    """The keys beside all that ``forward`` requires: the mapping is likely meant to be spread."""
     parameters = signature.parameters.values()
     required = {p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return [str(key) for key in batch if key not in signature.parameters] if required and required <= set(batch) else []
@@ -90,14 +90,21 @@ def call_model(module: nn.Module, batch: Any) -> Any:
     args, kwargs = _bind(module, batch)
     signature = inspect.signature(module.forward)
     forward = f"{type(module).__name__}.forward({', '.join(signature.parameters)})"
-    if not kwargs and isinstance(batch, Mapping) and (surplus := _surplus(signature, batch)):
-        raise DataError(f"a batch has {', '.join(surplus)}, which {forward} does not take; leave it out of the batch")
+    surplus = _surplus(signature, batch) if not kwargs and isinstance(batch, Mapping) else []
+    too_much = f"a batch has {', '.join(surplus)}, which {forward} does not take; leave it out of the batch"
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
+        if surplus:
+            raise DataError(too_much) from None
         what = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
         raise DataError(f"a batch ({what}) does not fit {forward}: {error}") from None
-    return module(*args, **kwargs)
+    try:
+        return module(*args, **kwargs)
+    except (TypeError, AttributeError) as error:  # a mapping where a tensor is expected
+        if surplus:
+            raise DataError(f"{too_much} (as the one argument that it might be: {error})") from error
+        raise
 
 
 def loss_of(output: Any) -> torch.Tensor:

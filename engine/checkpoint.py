@@ -7,6 +7,8 @@ half of one.
 
 from __future__ import annotations
 
+import functools
+import operator
 import pickle
 import shutil
 import socket
@@ -269,8 +271,11 @@ def load(
     ranks.agree(damaged_file(path, share_of(files, ranks.rank, ranks.count)))
     ranks.agree(_obstacle(path, tensors))
     if names is not None:
-        kept = {kind for kinds in ranks.gather(_kinds_of_state(tensors)) for kind in kinds}
-        ranks.agree(_left_out(path, names, kept))
+        saved = sorted(keys_in(path))
+        # A bit for each: there are thousands, on thousands of ranks.
+        mine = sum(1 << index for index, key in enumerate(saved) if key in tensors)
+        everyones = functools.reduce(operator.or_, ranks.gather(mine))
+        ranks.agree(_left_out(path, names, [key for index, key in enumerate(saved) if not everyones >> index & 1]))
     try:
         with _without_single_process_warning():
             dcp.load(tensors, storage_reader=SafeReader(str(path)), no_dist=alone)
@@ -303,23 +308,20 @@ def _obstacle(path: Path, tensors: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _left_out(path: Path, names: Collection[str], kept: Collection[str]) -> str | None:
-    """What the checkpoint holds and nobody would load: weights that are none of ``names``, or optimizer state other than the kinds
-    ``kept``. Counts of steps are left to the optimizers, of which some have none.
+def _left_out(path: Path, names: Collection[str], unread: Iterable[str]) -> str | None:
+    """What of ``unread``, the tensors of the checkpoint that no rank would load, may not be left: weights that are none of ``names``, and
+    optimizer state. Counts of steps are left to the optimizers, of which some have none.
     """
-    saved = keys_in(path)
     other = "it was written for another {}, choose the configuration that wrote it"
-    for key in sorted(saved):
+    for key in unread:
         if key.startswith("model/") and key.removeprefix("model/") not in names:
             return f"{path}: holds {key!r}, which this model has not; {other.format('model')}"
-    for kind in sorted(_kinds_of_state(saved) - {*kept, COUNT}):
-        return f"{path}: holds {kind!r} of every parameter, which this optimizer does not keep; {other.format('optimizer')}"
+        if key.startswith("optimizer/") and key.rpartition("/")[2] != COUNT:
+            return (
+                f"{path}: holds {key!r}, which this optimizer does not keep from its first step on; "
+                f"{other.format('optimizer, or with that parameter trained')}, or start another run from its weights"
+            )
     return None
-
-
-def _kinds_of_state(keys: Iterable[str]) -> set[str]:
-    """What is kept of a parameter (``exp_avg``), by the ``keys`` of tensors."""
-    return {key.rpartition("/")[2] for key in keys if key.startswith("optimizer/")}
 
 
 def _unless_shared(aside: Path, rank: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from .sync import local_tensor
 from .units import SHARED
 
 CHUNK = 1 << 20
+_ALIKE = "start all with the same configuration, model and data"
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
@@ -67,13 +69,46 @@ def check_placement(placement: Placement, device: torch.device) -> None:
 
 
 def check_alike(facts: Mapping[str, Any], device: torch.device) -> None:
-    """Raise :class:`ConfigError` on every rank, naming the first of the ``facts`` that is not the same on all. Collective.
+    """Raise :class:`ConfigError` on every rank, naming the first of the ``facts`` (of JSON) that is not the same on all. Collective.
 
     Ranks that differ would wait for each other for ever, or train shared weights in different ways.
     """
-    differing = [key for key, differs in zip(facts, _differ([repr(fact) for fact in facts.values()], device), strict=True) if differs]
-    if differing:
-        raise ConfigError(f"{differing[0]}: ranks have different values; start all with the same configuration, model and data")
+    texts = [json.dumps(fact, sort_keys=True, default=str) for fact in facts.values()]
+    for key, text, differs in zip(facts, texts, _differ(texts, device), strict=True):
+        if differs:
+            everyones = [""] * dist.get_world_size()
+            dist.all_gather_object(everyones, text)
+            other = next(rank for rank, found in enumerate(everyones) if found != everyones[0])
+            where, first, second = _first_difference(key, json.loads(everyones[0]), json.loads(everyones[other]))
+            raise ConfigError(f"{where}: rank 0 has {first}, rank {other} has {second}; {_ALIKE}")
+
+
+def _first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str]:
+    """Where two values of JSON differ, and what each has there."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        missing = object()
+        key = next(key for key in sorted({*first, *second}) if first.get(key, missing) != second.get(key, missing))
+        if key in first and key in second:
+            return _first_difference(f"{path}.{key}", first[key], second[key])
+        there, here = (json.dumps(values[key]) if key in values else "nothing" for values in (first, second))
+        return f"{path}.{key}", there, here
+    return path, json.dumps(first), json.dumps(second)
+
+
+def agreed_rates(rates: Mapping[str, float], names: Sequence[str], device: torch.device) -> dict[str, float]:
+    """Learning rates of parameters of the full model from those of each rank's, ``rates``; ``names``: of all. Collective.
+
+    Raises :class:`ConfigError` on every rank, naming a parameter of which ranks have different ones.
+    """
+    none = float("-inf")
+    rows = [[rates.get(name, none) for name in names], [-rates[name] if name in rates else none for name in names]]
+    extremes = torch.tensor(rows, dtype=torch.float64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    found = {name: (high, -low) for name, high, low in zip(names, *extremes.tolist(), strict=True) if high != none}
+    for name, (high, low) in found.items():
+        if high != low:
+            raise ConfigError(f"the learning rate of {name}: ranks have different values, from {low:g} to {high:g}; {_ALIKE}")
+    return {name: high for name, (high, _) in found.items()}
 
 
 def check_loss_scale(scale: str, device: torch.device) -> None:

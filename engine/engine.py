@@ -21,7 +21,7 @@ from .checkpoint_files import check_tag
 from .checkpoint_state import SavedState, set_random_state
 from .clip import clip_
 from .config import Config
-from .consistency import check_holders
+from .consistency import agreed_rates, check_holders
 from .engine_facts import EngineFacts
 from .errors import CheckpointError, ConfigError, DivergedError
 from .recalibration import tracks_statistics, with_statistics
@@ -290,7 +290,7 @@ class SDPEngine(EngineFacts):
             "loss_scale": self._scale_state(),
             "mesh": self._saved.mesh_shape(),
             "placement": self.layout.placement.to_json(),
-            "learning_rates": [float(rate) for rate in self.get_lr()],
+            "learning_rates": self.rates_of_parameters(),
             "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": dict(client_state or {}),
@@ -332,26 +332,32 @@ class SDPEngine(EngineFacts):
                 log.warning("no checkpoint in %s; starting from the beginning", load_dir)
             return None, {}
         path, state = found
+        saved = checkpoint.keys_in(path)
+        has_stepped = state["global_steps"] > state.get("skipped_steps", 0) or any(key.startswith("optimizer/") for key in saved)
+        if self.loader is not None and state["loader"] is not None:
+            self.loader.sampler.checked_position(state["loader"])  # before anything is changed
         before = bool(self.optimizer.state)
-        if state["global_steps"] == state.get("skipped_steps", 0):
-            optimizer_state.clear(self.optimizer)  # it has not stepped
-        elif not before:
+        if has_stepped and not before:
             self._materialise_state()
         # Random numbers are a rank's own: they go on where the same ranks go on.
-        saved = checkpoint.keys_in(path)
         random = {
             key: value for key, value in self._saved.random_state().items() if key in saved and state["mesh"] == self._saved.mesh_shape()
         }
         if not random and self.global_rank == 0:
             log.info("%s: is of another layout or device, so random numbers (dropout) start anew", path)
         names = {*self.layout.wholes, *self.layout.buffers}
+        tensors = self._saved.tensors(to_load=True)
+        if not has_stepped:
+            tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer/")}
         try:
-            checkpoint.load(path, self._saved.tensors(to_load=True) | random, state["files"], alone=self.world_size == 1, names=names)
+            checkpoint.load(path, tensors | random, state["files"], alone=self.world_size == 1, names=names)
         except CheckpointError:
             if not before:
-                optimizer_state.clear(self.optimizer)
+                optimizer_state.clear(self._basic_optimizer)
             raise
         self._saved.loaded()
+        if not has_stepped:
+            optimizer_state.clear(self._basic_optimizer)
         self._backend.refresh(after_step=False)
         set_random_state(random)
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
@@ -361,13 +367,20 @@ class SDPEngine(EngineFacts):
         self._set_scale_state(state.get("loss_scale"))
         if self.lr_scheduler is not None and state["scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["scheduler"])
-        self._set_lr(state.get("learning_rates", ()))  # torch's schedulers do not set it when they are loaded
+        elif state["scheduler"] is not None and self.global_rank == 0:
+            log.warning("%s: has the state of a scheduler, and this run has none: the learning rates of then stay", path)
+        self._set_rates(state.get("learning_rates", {}))  # torch's schedulers do not set it when they are loaded
         if self.loader is not None and state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])
         return str(path), state["client_state"]
 
+    @property
+    def _basic_optimizer(self) -> Optimizer:
+        """That of the user's or of the configuration, under what an engine wraps it in."""
+        return self.optimizer
+
     def _materialise_state(self) -> None:
-        checkpoint.materialise_state(self.optimizer)
+        checkpoint.materialise_state(self._basic_optimizer)
 
     def _scale_state(self) -> dict[str, float] | None:
         """A dynamic loss scale and its counts."""
@@ -376,9 +389,28 @@ class SDPEngine(EngineFacts):
     def _set_scale_state(self, state: Mapping[str, float] | None) -> None:
         """Go on from a dynamic loss scale of a checkpoint, where there is one in both."""
 
-    def _set_lr(self, rates: Sequence[float]) -> None:
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
-            group["lr"] = rate
+    def _names_of_groups(self) -> list[list[str]]:
+        """Of every parameter group of the optimizer, which of the full model's parameters it has something of."""
+        names = {id(parameter): self.layout.parameters[name].canonical for name, parameter in self._backend.parameters.items()}
+        groups = ([names.get(id(parameter)) for parameter in group["params"]] for group in self.optimizer.param_groups)
+        return [[name for name in group if name is not None] for group in groups]  # a user's may have parameters of no model
+
+    def rates_of_parameters(self) -> dict[str, float]:
+        """Learning rate of every trained parameter of the full model, on all ranks. Collective. Raises ConfigError where ranks differ."""
+        groups = zip(self.optimizer.param_groups, self._names_of_groups(), strict=True)
+        rates = {name: float(group["lr"]) for group, names in groups for name in names}
+        return rates if self.world_size == 1 else agreed_rates(rates, list(self.layout.wholes), self.device)
+
+    def _set_rates(self, rates: Mapping[str, float] | Sequence[float]) -> None:
+        """``rates``: by parameter; of checkpoints of earlier versions by group, as the rank had them that wrote it."""
+        for index, (group, names) in enumerate(zip(self.optimizer.param_groups, self._names_of_groups(), strict=True)):
+            by_group = {} if isinstance(rates, Mapping) else dict.fromkeys(names, rates[index]) if index < len(rates) else {}
+            known = rates if isinstance(rates, Mapping) else by_group
+            rate = next((known[name] for name in names if name in known), group["lr"])
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)  # the optimizer's kernels read this one
+            else:
+                group["lr"] = rate
 
     # -- among ranks -----------------------------------------------------------------------------------------------------------
 

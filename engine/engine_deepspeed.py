@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from . import checkpoint
 from .backends.deepspeed import DeepSpeedBackend
 from .clip import clip_
 from .consistency import check_loss_scale
@@ -102,9 +102,13 @@ class DeepSpeedSDPEngine(SDPEngine):
         if self.config.fp16.enabled:
             check_loss_scale(f"{self._backend.scale.value} {self._backend.scale.state()}", self.device)
 
+    @property
+    def _basic_optimizer(self) -> Optimizer:
+        return self.deepspeed.basic_optimizer
+
     def _materialise_state(self) -> None:
         if self._backend.zero is None:
-            checkpoint.materialise_state(self.deepspeed.basic_optimizer)
+            super()._materialise_state()
         else:
             materialise_state(self._backend)
 
@@ -117,15 +121,14 @@ class DeepSpeedSDPEngine(SDPEngine):
         return found
 
     def get_lr(self) -> list[float]:
-        """Learning rate of every parameter group of the user's; DeepSpeed has one a unit."""
+        """Learning rate of every parameter group of the user's, the first's where this rank has nothing of it; DeepSpeed has one a unit."""
         groups = self.optimizer.param_groups
         first = {options: groups[index]["lr"] for index, options in reversed(list(enumerate(self._backend.options)))}
         return [first.get(options, groups[0]["lr"]) for options in range(self._backend.options_count)]
 
-    def _set_lr(self, rates: Sequence[float]) -> None:
-        for group, options in zip(self.optimizer.param_groups, self._backend.options, strict=True):
-            if options < len(rates):
-                group["lr"] = rates[options]
+    def _names_of_groups(self) -> list[list[str]]:
+        infos = self.layout.parameters
+        return [[infos[name].canonical for name in bundle.names] for bundle in self._backend.bundles]
 
     def check_holders(self) -> None:
         self._check_loss_scale()

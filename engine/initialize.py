@@ -87,6 +87,9 @@ def initialize(
     settings = _settings(args, config if config is not None else config_params)
     reference = settings.sdp.in_one_process
     device = _own_device(settings.sdp.engine) if reference else join()
+    if not reference:
+        leaving.watch()
+        check_alike(_settings_of_all(settings), device)
     mesh = mesh_of(settings, 1 if reference else dist.get_world_size())
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -96,9 +99,8 @@ def initialize(
     if draws_of(model):
         torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else dist.get_rank()))
     if not reference:
-        leaving.watch()
         check_placement(layout.placement, device)
-        check_alike(_settings_of_all(settings) | {"the model's parameters": _shapes(layout)}, device)
+        check_alike({"the model's parameters": _parameters(layout)}, device)
     if settings.sdp.engine == "deepspeed":
         from .initialize_deepspeed import initialize_deepspeed  # deepspeed is optional
 
@@ -121,7 +123,8 @@ def _finish(
         engine.training_dataloader = EpochLoader(engine.loader)
         samples = engine.loader.sampler.num_samples
     if not engine.config.sdp.in_one_process:
-        check_alike({"the learning rates": engine.get_lr(), "the samples of training_data, which the loader shares out": samples}, device)
+        check_alike({"the samples of training_data, which the loader shares out": samples}, device)
+        engine.rates_of_parameters()
     if engine.global_rank == 0:
         _announce(engine, note)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -139,13 +142,21 @@ def _settings(args: Any, config: Any) -> Config:
 
 def _settings_of_all(config: Config) -> dict[str, Any]:
     """What ranks must agree on, by key; where a rank reads and writes is its own affair."""
-    own = {"data", "tensorboard", "csv_monitor", "wandb", "env", "steps_per_print", "wall_clock_breakdown", "training"}
-    settings = {key: value for key, value in config if key not in own}
-    return settings | {"training.seed": config.training.seed, "training.compile": config.training.compile}
+    own = {"data", "tensorboard", "csv_monitor", "wandb", "env", "steps_per_print", "wall_clock_breakdown"}
+    settings = config.model_dump(mode="json", exclude=own)
+    for key in ("init_from", "keep", "start_timeout", "step_timeout", "save_timeout"):
+        del settings["training"][key]
+    ours = settings["zero_optimization"]
+    theirs = config.deepspeed.get("zero_optimization", {})
+    settings["zero_optimization"] = {key: value for key, value in theirs.items() if not key.startswith("offload_")} | ours
+    return settings
 
 
-def _shapes(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
-    return [(name, tuple(slices[0].full_shape)) for name, slices in layout.wholes.items()]
+def _parameters(layout: Layout) -> dict[str, Any]:
+    return {
+        name: {"shape": list(slices[0].full_shape), "dtype": slices[0].dtype, "is trained": slices[0].trainable}
+        for name, slices in layout.wholes.items()
+    }
 
 
 def _own_device(engine: str) -> torch.device:

@@ -34,11 +34,25 @@ _MEANT_FOR = {
     "container": _SLURM, "container_mounts": _SLURM, "signal_seconds": _SLURM, "cpu": _SLURM,
     **{name.replace("-", "_"): _SLURM for name in _SBATCH_OPTIONS},
 }  # fmt: skip
+
+
+def _shortened(*options: str) -> str:
+    """A pattern for the long ``options`` and what begins them and is three letters long at least."""
+    return rf"--({'|'.join(dict.fromkeys(name[:end] for name in options for end in range(3, len(name) + 1)))})"
+
+
 # Of the launchers themselves: options that change how many ranks there are, or where, behind the back of what was checked.
+# sbatch and DeepSpeed take short ones with the value attached, and long ones cut short where that leaves no other.
 _RANKS = {
-    "slurm": re.compile(r"-[Nn].*|--(nodes|ntasks)\b.*"),
-    "mpirun": re.compile(r"--?(n|np|N|npernode|ppn|perhost|c|H|host|hosts|hostfile|machinefile|f)(=.*)?"),
-    "deepspeed": re.compile(r"(-[Hie]|--(num_nodes|num_gpus|hostfile|include|exclude))(=.*)?"),
+    "slurm": re.compile(rf"-[Nna].*|{_shortened('nodes', 'ntasks', 'ntasks-per-node', 'tasks-per-node', 'array', 'gpus-per-node')}(=.*)?"),
+    "mpirun": re.compile(
+        r"--?(n|np|N|npernode|npersocket|pernode|ppn|perhost|c|H|host|hosts|hostfile|machinefile|machine|f|default-hostfile|rf|rankfile"
+        r"|rr|grr|app|configfile)(=.*)?|:"
+    ),
+    "deepspeed": re.compile(
+        r"-[Hie].*|"
+        rf"{_shortened('num_nodes', 'num_gpus', 'num_accelerators', 'hostfile', 'include', 'exclude', 'node_rank', 'no_ssh')}(=.*)?"
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from ..data.image_sets import check_source, facts_of_set
 from ..data.images import check_packages
 from ..engine.batch_size import BatchSize
 from ..engine.checkpoint_files import latest, read_state
-from ..engine.config import Config, load_config
+from ..engine.config import Config
 from ..engine.errors import ConfigError
 from ..engine.layout import Layout
 from ..engine.loader import evaluation_batches
@@ -106,7 +106,10 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
         )
     check_data(path, state, path_of(config, dump_dir), config.data.name)
     own = dump_dir / CONFIG
-    changed = changed_key(config.model, load_config(own).model) if own.exists() else None
+    try:
+        changed = changed_key(config.model, json.loads(own.read_text())["model"]) if own.exists() else None
+    except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:  # of another version, or damaged
+        raise ConfigError(f"{own}: its model cannot be compared with this run's ({error}); move it away to resume without that") from None
     if changed is not None:
         key, new, old = changed
         raise ConfigError(

@@ -549,7 +549,7 @@ def _mismatched_stages() -> str:
 
 
 def test_stages_that_differ_between_ranks_are_found(ranks: RankPool) -> None:
-    message = "zero_optimization: ranks have different values; start all with the same configuration, model and data"
+    message = "zero_optimization.stage: rank 0 has 1, rank 1 has 2; start all with the same configuration, model and data"
     assert ranks.run(_mismatched_stages, world=2) == [message] * 2
 
 

@@ -229,6 +229,29 @@ def test_skips_count_from_the_lowest_scale_on(ranks: RankPool, stage: int) -> No
         assert "the weights are those after step 0" in error
 
 
+def _go_on_after_skips(case: Case, folder: str) -> tuple[int, int, float | None]:
+    """Skipped steps and loss scale of a run that goes on from before its first update, after one more."""
+    with float16_here():
+        fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+        engine = engine_of(case, "deepspeed", fp16=fp16)
+        for step in range(2):
+            engine.backward(engine(models.micro_batch(case.model, step, 0, dist.get_rank())) * float("inf"))
+            engine.step()
+        engine.save_checkpoint(folder)
+        engine = engine_of(case, "deepspeed", fp16=fp16)
+        engine.load_checkpoint(folder)
+        found = engine.skipped_steps, engine.get_loss_scale()
+        engine.backward(engine(models.micro_batch(case.model, 2, 0, dist.get_rank())))
+        engine.step()
+        return engine.global_steps, *found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_run_goes_on_from_before_its_first_update(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    case = Case(2, 1, stage=stage, model="llama", optimizer="adamw")
+    assert ranks.run(_go_on_after_skips, case, str(tmp_path), world=2) == [(3, 2, 4.0)] * 2
+
+
 def _other_scale_on_one_rank() -> str:
     with float16_here():
         engine = engine_of(Case(2, 1, stage=1, model="llama"), "deepspeed", fp16={"enabled": True})

@@ -278,6 +278,15 @@ def test_srun_is_told_the_cores_of_a_task(capsys: pytest.CaptureFixture[str], fo
         ),
         (["--launcher", "mpirun", "--hostfile", "hosts", "--launcher-args=-np 4", "run.json"], "'-np': which ranks there are is said by"),
         (["--launcher", "deepspeed", "--hostfile", "hosts", "--launcher-args=--num_nodes=1", "run.json"], "'--num_nodes=1': which ranks"),
+        *(
+            (["--launcher", launcher, *more, f"--launcher-args={word}", "run.json"], f"{word.split()[0]!r}: which ranks there are")
+            for launcher, more, words in (
+                ("slurm", ("--gpus-per-node", "2"), ("--array=0-3", "--gpus-per-node=4", "--ntasks-per-node=3", "--ntas=3", "-n3")),
+                ("mpirun", ("--hostfile", "hosts"), ("--pernode", "-rf x", ": -n 2", "--default-hostfile x", "-machinefile=x")),
+                ("deepspeed", ("--hostfile", "hosts"), ("--num_gpu=2", "-iw0", "--inc=w0", "--num_accelerators=2", "--exc=w0")),
+            )
+            for word in words
+        ),
         (
             ["--launcher", "mpirun", "--hostfile", "hosts", "run.json", "--set", "train_batch_size=8"],
             "data ranks 6 (sdp.groups 2 × fsdp 3)",

@@ -232,6 +232,11 @@ def test_a_resume_with_another_model_changes_nothing(config, tmp_path, capsys):
         assert error.startswith(f"sdp: error: model.{key}: {value}, but {run}/config.json has {before}, with which {run}/checkpoints/")
         assert error.count("\n") == 1
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == written
+    own = run / "config.json"
+    own.write_text("{")
+    assert main([*resume, "--set", "training.steps=4"]) == 2
+    assert capsys.readouterr().err.startswith(f"sdp: error: {own}: its model cannot be compared with this run's (")
+    own.write_bytes(written[own].replace(b"{", b'{"of_another_version": 1,', 1))
     assert main([*resume, "--set", "model.loss_chunk_tokens=64", "training.steps=3"]) == 0
 
 
