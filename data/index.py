@@ -135,9 +135,12 @@ def load_index(directory: str | Path) -> Index:
         raise DataError(f"{path}: {where}: {first['msg']}; {_again(path.parent)}") from error
 
 
+_DEFAULT = "without --input: of the sources of Python's standard library"
+
+
 def _make(directory: Path) -> str:
-    return f"make it with: sdp prepare --output {directory}"
+    return f"make it with: sdp prepare --input FILES --output {directory} ({_DEFAULT})"
 
 
 def _again(directory: Path) -> str:
-    return f"prepare it again with: sdp prepare --output {directory} --overwrite"
+    return f"prepare it again with: sdp prepare --input FILES --output {directory} --overwrite ({_DEFAULT})"

@@ -36,8 +36,9 @@ from .traffic import Kind
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 2  # traced of a step at most: the second is what all later ones are
-_FIRST, _LAST = 2, 1  # blocks of a kind that are traced where a kind has many: the first ones, the last, and one between them
+_FIRST, _LAST = 2, 1  # repetitions that are traced where a pattern of blocks repeats: the first ones, the last, and one between them
 _MANY = 8
+_PERIOD = 4  # blocks, at most, of a pattern in which kinds take turns
 
 
 @dataclass(frozen=True)
@@ -88,16 +89,15 @@ def trace_step(
         raise LaunchError("a step is traced in a process group of its own, but this process has one; plan without a launcher")
     config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
     runs, skipped = _kinds(build(), layout, group)
-    many = [] if whole else [names for names in runs if len(names) > _MANY]
-    left_out = [names[_FIRST:-_LAST] for names in many]
-    middles = {name for names in left_out for name in names}
+    left_out = [] if whole else _left_out(runs, layout.blocks)
+    middles = {name for repetitions in left_out for names in repetitions for name in names}
 
-    def run(present: str = "") -> _Run:
-        absent = [[name for name in names if name != present] for names in left_out]
-        return _run(build(), config, layout, absent + skipped, middles, batch, group, autocast)
+    def run(present: Sequence[str] = ()) -> _Run:
+        absent = [[name for name in names if name in middles and name not in present] for names in runs]
+        return _run(build(), config, layout, [*filter(None, absent), *skipped], middles, batch, group, autocast)
 
-    # One more of each kind, between the first and the last: what it adds, all that are left out add.
-    base, longer = run(), [(run(names[0]), len(names)) for names in left_out]
+    # One more repetition of each pattern, between the first ones and the last: what it adds, all that are left out add.
+    base, longer = run(), [(run(repetitions[0]), len(repetitions)) for repetitions in left_out]
     return _extrapolated(base, longer, layout.mesh.rank(group), sum(map(len, runs)))
 
 
@@ -133,6 +133,47 @@ def _extrapolated(base: _Run, longer: Sequence[tuple[_Run, int]], rank: int, blo
         blocks=blocks,
         traced_blocks=base.blocks,
     )
+
+
+def _left_out(runs: Sequence[Sequence[str]], blocks: Sequence[str]) -> list[list[list[str]]]:
+    """Of every long stretch of blocks in which a pattern of kinds repeats, what lies between its first repetitions and its last: a list of
+    repetitions, of which each adds the same to whatever is in memory at either end.
+    """
+    kinds = {name: index for index, names in enumerate(runs) for name in names}
+    order = [name for name in blocks if name in kinds]
+    found, start = [], 0
+    while start < len(order):
+        ends = {period: _repeats_until([kinds[name] for name in order], start, period) for period in range(1, _PERIOD + 1)}
+        period, end = max(ends.items(), key=lambda pair: pair[1])  # the shortest of those that go as far
+        times = (end - start) // period
+        if end - start <= _MANY or times <= _FIRST + _LAST:
+            start += 1
+            continue
+        firsts = range(start + _FIRST * period, start + (times - _LAST) * period, period)
+        found.append([order[first : first + period] for first in firsts])
+        start = end
+    return found
+
+
+def _repeats_until(kinds: Sequence[int], start: int, period: int) -> int:
+    """Where the pattern of the ``period`` kinds from ``start`` on ends."""
+    end = min(start + period, len(kinds))
+    while end < len(kinds) and kinds[end] == kinds[end - period]:
+        end += 1
+    return end
+
+
+def sequence(model: nn.Module, layout: Layout, group: int) -> tuple[Any, ...]:
+    """What ``group`` runs, block after block, in a form that is equal where memory and time are. ``model``: the full one."""
+    run, _ = _kinds(model, layout, group)
+    position = {name: index for index, name in enumerate(layout.blocks)}
+    held: dict[str, Counter[Any]] = {name: Counter() for names in run for name in names}
+    for info in layout.parameters.values():
+        block = next((name for name in parents(info.canonical) if name in held), None)
+        if block is not None:  # of slices how many it holds, not which
+            held[block][info.canonical.removeprefix(block), info.part, info.trainable, group in info.holders] += 1
+    ordered = sorted(held, key=lambda name: position[name])
+    return tuple((frozenset(held[name].items()), _settings(model.get_submodule(name))) for name in ordered)
 
 
 def _kinds(model: nn.Module, layout: Layout, group: int) -> tuple[list[list[str]], list[list[str]]]:

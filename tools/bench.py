@@ -119,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
         SDPSection(groups=args.groups, capacity=args.capacity, profile="uniform"), find_units(llama_of(args, args.layers), "auto")
     )
     _require_neurons(args)
+    _require_writable(args.json)
     settings, comparisons = _settings(args), []
     _print_settings(settings)
     with _threads(args.threads):
@@ -132,9 +133,20 @@ def run(args: argparse.Namespace) -> int:
             _print_comparison(comparisons[-1])
     if args.json:
         report = {"settings": settings, "comparisons": [asdict(one) | {"reached": one.reached} for one in comparisons]}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _require_writable(path: Path | None) -> None:
+    """Before anything is measured."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from None
 
 
 def _require_effect(args: argparse.Namespace) -> None:

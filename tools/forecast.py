@@ -16,11 +16,11 @@ from ..data.tokenizers import DEFAULT_VOCAB_SIZE, BytesTokenizer
 from ..engine.batch_size import BatchSize
 from ..engine.config import Config, SDPSection
 from ..engine.errors import ConfigError, SDPError
-from ..engine.layout import Layout
+from ..engine.layout import Layout, parents
 from ..engine.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS
 from ..engine.mesh import Coordinates, Mesh, mesh_of
 from ..engine.place import warnings_of
-from ..engine.trace import StepTrace, trace_step
+from ..engine.trace import StepTrace, sequence, trace_step
 from ..engine.traffic_plan import Collective, CollectivePlan
 from ..models.registry import MODELS, build_model
 from .corpus import open_prepared, path_of
@@ -57,7 +57,7 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class GroupForecast:
-    """All ``groups`` that run as many units of the same kinds. ``trace``: of the first rank of the first, whose memory is theirs all.
+    """All ``groups`` that run the same, block after block. ``trace``: of the first rank of the first, whose memory is theirs all.
     ``ranks``: of all their ranks, one of those that send the same over the same kinds of links, the traced one first.
     """
 
@@ -72,8 +72,9 @@ class GroupForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One way to train the model. ``groups``: those of the placement that differ, the one with the highest peak first. ``untraced``: groups
-    of further kinds, with fewer parameters, of which nothing is known here.
+    """One way to train the model. ``groups``: those of the placement that differ, the one with the highest peak first. ``reordered``:
+    groups of these that run as much as a traced one in another order, which was not traced. ``untraced``: groups of further kinds, of which
+    nothing is known here.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Forecast:
     machine: Machine
     groups: tuple[GroupForecast, ...]
     untraced: tuple[int, ...] = ()
+    reordered: tuple[int, ...] = ()
 
     @property
     def worst(self) -> GroupForecast:
@@ -134,6 +136,7 @@ class Forecast:
             "placement": placement.guarantees() if placement.units else None,
             "warnings": self.warnings,
             "groups_not_traced": list(self.untraced),
+            "groups_in_another_order": list(self.reordered),
             "slowest": {"rank": slowest.rank, **slowest.to_json(self.machine)},
             "ranks": [self._rank_json(group) for group in self.groups],
         }
@@ -196,25 +199,56 @@ def forecast(name: str, config: Config, machine: Machine, world: int, *, autocas
     require_planned(config)
     mesh = mesh_of(config, world)
     build, batch = model_and_batch(config)
-    layout = Layout.of(build(), config, mesh)
+    model = build()
+    layout = Layout.of(model, config, mesh)
     size = BatchSize.resolve(config, mesh)
     alike: dict[Any, list[int]] = {}
     for group in range(mesh.sdp):
-        alike.setdefault(_runs(layout, group), []).append(group)
-    # Those with the most parameters first: if not all are traced, the others need less.
-    kinds = sorted(alike.values(), key=lambda groups: -sum(info.numel for info in layout.held(groups[0])))
+        alike.setdefault((_runs(layout, group), sequence(model, layout, group)), []).append(group)
+    kinds = _most_telling(layout, list(alike.values()))
     stage, compute = config.zero_optimization.stage, config.compute_bytes
     plan = CollectivePlan(layout, stage=stage, accumulation=size.accumulation, compute_bytes=compute)
+    traced = {tuple(groups): trace_step(build, config, layout, batch, groups[0], autocast=autocast) for groups in kinds[:MOST_TRACES]}
+    with_them: dict[tuple[int, ...], list[int]] = {groups: [] for groups in traced}
+    reordered, untraced = [], []
+    for group in sorted(group for groups in kinds[MOST_TRACES:] for group in groups):
+        as_much = [groups for groups in traced if _runs(layout, groups[0]) == _runs(layout, group)]
+        (reordered if as_much else untraced).append(group)
+        if as_much:
+            with_them[max(as_much, key=lambda groups: traced[groups].peak)].append(group)
     planned = []
-    for groups in kinds[:MOST_TRACES]:
-        trace = trace_step(build, config, layout, batch, groups[0], autocast=autocast)
-        planned.append(GroupForecast(tuple(groups), trace, tuple(_ranks(trace, layout, size, machine, plan, groups))))
-    untraced = tuple(sorted(group for groups in kinds[MOST_TRACES:] for group in groups))
-    return Forecast(name, config, layout, size, machine, tuple(sorted(planned, key=lambda group: -group.trace.peak)), untraced)
+    for first, trace in traced.items():
+        groups = (*first, *with_them[first])
+        planned.append(GroupForecast(groups, trace, tuple(_ranks(trace, layout, size, machine, plan, groups))))
+    planned.sort(key=lambda group: -group.trace.peak)
+    return Forecast(name, config, layout, size, machine, tuple(planned), tuple(untraced), tuple(reordered))
+
+
+def _most_telling(layout: Layout, kinds: list[list[int]]) -> list[list[int]]:
+    """``kinds`` of groups in the order in which they are traced, if not all are: in turn that with the most parameters, with the most in
+    one block, and with the most in late blocks, whose gradients are there while activations of the early ones still are.
+    """
+    position = {name: index for index, name in enumerate(layout.blocks)}
+
+    def scores(groups: list[int]) -> tuple[int, int, int]:
+        of_block: Counter[str] = Counter()
+        for info in layout.held(groups[0]):
+            of_block[next((name for name in parents(info.canonical) if name in position), "")] += info.numel
+        within = {name: numel for name, numel in of_block.items() if name}
+        late = sum(position[name] * numel for name, numel in within.items())
+        return of_block.total(), max(within.values(), default=0), late
+
+    known = [scores(groups) for groups in kinds]
+
+    def ranked(which: int) -> list[int]:
+        return sorted(range(len(kinds)), key=lambda index: (known[index][which], known[index]), reverse=True)
+
+    rankings = (ranked(which) for which in range(3))
+    return [kinds[index] for index in dict.fromkeys(index for turn in zip(*rankings, strict=True) for index in turn)]
 
 
 def _runs(layout: Layout, group: int) -> Any:
-    """What decides a group's memory and time: how many units of each kind it holds, and how many it casts and sends."""
+    """What decides a group's state and time: how many units of each kind it holds, and how many it casts and sends."""
     units = Counter((tuple(info.part for info in members), group in members[0].holders) for members in layout.members.values())
     return frozenset(units.items()), sum(refresh.source == group for refresh in layout.refreshes)
 
@@ -340,5 +374,7 @@ def _facts(config: Config) -> dict[str, int]:
         fixed = BytesTokenizer.vocab_size if data.tokenizer == "bytes" else None
         return {"vocab_size": data.vocab_size or fixed or model.get("vocab_size") or DEFAULT_VOCAB_SIZE}
     if "num_classes" not in model:
-        raise ConfigError(f"model.num_classes: {path} is not there to count the classes of; add it to plan")
+        raise ConfigError(
+            f"model.num_classes: {path} is not there to count the classes of; say how many, for example --set model.num_classes=1000"
+        )
     return {"num_classes": model["num_classes"], "image_size": data.image_size or _FOLDER_IMAGE_SIZE}

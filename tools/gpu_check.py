@@ -11,6 +11,7 @@ import argparse
 import errno
 import gc
 import json
+import math
 import os
 import platform
 import signal
@@ -81,10 +82,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--micro-batch", type=_positive, metavar="N", help="samples of a step, for every configuration (default: a number of its own)"
     )
     parser.add_argument(
-        "--minutes", type=float, default=MINUTES, metavar="M", help=f"begin no row that would not end by then (default: {MINUTES})"
+        "--minutes", type=_minutes, default=MINUTES, metavar="M", help=f"begin no row that would not end by then (default: {MINUTES})"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the rows and what they are planned to need; no GPU is needed")
     parser.add_argument("--tiny", action="store_true", help="models and batches so small that a CPU does; figures mean nothing then")
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of minutes")
+    return minutes
 
 
 def _positive(text: str) -> int:
@@ -106,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--variants: {', '.join(args.variants)} is of no configuration but {CONFIGS[0]}")
     # A CPU has no core to spare for processes beside; a GPU leaves it most.
     workers = 0 if args.tiny else min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // 2))
+    if args.dry_run and args.json is not None:
+        raise ConfigError("--json: has no effect with --dry-run, which measures nothing; leave one out")
     if args.dry_run:
         return _list(jobs, workers)
     if args.device == "cuda" and not torch.cuda.is_available():

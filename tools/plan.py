@@ -243,7 +243,7 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
         "Memory is that of tensors; a device's context, libraries' workspaces, the communication library's buffers come on top.",
     ]
     if trace.traced_blocks < trace.blocks:
-        notes.append(f"{trace.traced_blocks} of {trace.blocks} blocks were traced; what one more of a kind adds was multiplied.")
+        notes.append(f"{trace.traced_blocks} of {trace.blocks} blocks were traced; what one more of a pattern adds was multiplied.")
     if plan.config.training.compile:
         notes.append("Blocks are traced as if they were not compiled; compiled ones need less.")
     if len(plan.groups) > 1:
@@ -251,7 +251,10 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
         notes.append(f"Groups differ; peaks: {peaks}.")
     if plan.untraced:
         groups = ", ".join(map(str, plan.untraced))
-        notes.append(f"Not traced, and not in these figures: groups {groups}, of further kinds with fewer parameters.")
+        notes.append(f"Not traced, and not in these figures: groups {groups}, of further kinds.")
+    if plan.reordered:
+        groups = ", ".join(map(str, plan.reordered))
+        notes.append(f"Groups {groups} run as much as a traced one in another order, whose peak is given for them.")
     if any(other.name == "DDP" for other in others):
         notes.append(
             "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view), which live through the whole step; "

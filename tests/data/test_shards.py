@@ -114,7 +114,7 @@ def test_bad_requests(tmp_path, tokens):
         TokenDataset(tmp_path, "train", 38)
     with pytest.raises(DataError, match="at least 1, it is 0"):
         TokenDataset(tmp_path, "train", 0)
-    with pytest.raises(DataError, match=r"no prepared data here .* make it with: sdp prepare --output"):
+    with pytest.raises(DataError, match=r"no prepared data here .* make it with: sdp prepare --input FILES --output"):
         TokenDataset(tmp_path / "nothing", "train", 4)
 
 

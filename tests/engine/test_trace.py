@@ -119,6 +119,11 @@ def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
     [
         (20, {"stage": 3, "bf16": True, "accumulation": 2, "checkpointing": "full"}),
         (20, {"masking": "backward"}),  # blocks of two kinds take turns
+        (24, {"groups": 4, "masking": "backward", "stage": 3, "placement": "cyclic", "profile": "uniform"}),  # in a pattern of four
+        (
+            30,
+            {"masking": "backward", "placement": {f"model.layers.{i}": [int(10 <= i < 20)] for i in range(30)}},
+        ),  # on both sides of another
         (10, {"granularity": "neuron", "neuron_groups": 2}),
         (10, {"granularity": "neuron", "neuron_groups": 2, "tp": 2}),
     ],

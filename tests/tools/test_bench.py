@@ -97,3 +97,11 @@ def test_refuses_a_launcher_of_several_ranks(monkeypatch: pytest.MonkeyPatch, ca
         monkeypatch.setenv(name, value)
     assert command_line.main(["bench", *TINY]) == 2
     assert "sdp bench times one rank" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = bench("--json", str(tmp_path / "file" / "bench.json"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"sdp: error: --json {tmp_path}/file/bench.json: cannot be written (")
+    assert done.stderr.count("\n") == 1

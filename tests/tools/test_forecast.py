@@ -17,7 +17,7 @@ from sdp.engine.activations import checkpoint_activations
 from sdp.engine.config import load_config
 from sdp.engine.initialize import initialize
 from sdp.engine.memory_probe import peak_tensor_bytes
-from sdp.engine.trace import StepTrace, fake_world
+from sdp.engine.trace import StepTrace, fake_world, trace_step
 from sdp.engine.traffic_plan import plan_collectives
 from sdp.launcher.main import main
 from sdp.models.registry import build_model
@@ -101,6 +101,39 @@ def test_tensor_parallel_ranks_on_two_nodes(tmp_path: Path, capsys: pytest.Captu
     assert "warning: 1 of 2 tensor-parallel groups cross nodes" in printed
     assert "sent by rank 3, the slowest, in a step" in printed
     assert "tensor parallel: all-gather of 2 ranks, between nodes" in printed
+
+
+@pytest.mark.parametrize(
+    ("layers", "sdp"),
+    [
+        (8, {"groups": 2, "masking": "backward", "placement": {f"model.layers.{i}": [int(i >= 4)] for i in range(8)}}),
+        (12, {"groups": 4, "masking": "backward", "capacity": 0.4}),
+        (4, {"groups": 4, "granularity": "neuron", "neuron_groups": 4, "placement": "random", "profile": "uniform", "seed": 7}),
+    ],
+    ids=["early-and-late-blocks", "depth", "slices-of-one-layer"],
+)
+def test_peaks_are_each_groups_own(layers: int, sdp: dict[str, Any]) -> None:
+    """Groups that run as much may need more or less memory, by the blocks in which it is."""
+    model = LLAMA | {"num_hidden_layers": layers, "intermediate_size": 512}
+    changed: dict[str, Any] = {"sdp": {"capacity": 0.5} | sdp, "model": model, "zero_optimization": {"stage": 0}}
+    plan = planned((sdp["groups"],), **changed, activation_checkpointing={"mode": "full"})
+    build, batch = forecasts.model_and_batch(plan.config)
+    of_groups = {group: alike.trace.peak for alike in plan.groups for group in alike.groups}
+    assert of_groups == {
+        group: trace_step(build, plan.config, plan.layout, batch, group, whole=True).peak for group in range(sdp["groups"])
+    }  # fmt: skip
+    assert len(set(of_groups.values())) > 1
+    assert not plan.reordered
+
+
+def test_groups_in_another_order_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecasts, "MOST_TRACES", 1)
+    held = {f"model.layers.{layer}": [int(layer >= 2)] for layer in range(4)}
+    plan = planned((2,), sdp={"groups": 2, "masking": "backward", "placement": held})
+    assert [group.groups for group in plan.groups] == [(1, 0)]  # the late one first
+    assert plan.reordered == (0,)
+    assert plan.to_json()["groups_in_another_order"] == [0]
+    assert {rank.rank for rank in plan.groups[0].ranks} <= {0, 1}
 
 
 def test_groups_that_are_not_traced_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -388,3 +388,16 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         gpu_check._write(tmp_path, {})
     assert list(tmp_path.parent.glob("*.new")) == []
+
+
+@pytest.mark.parametrize("minutes", ["nan", "-1", "0", "inf", "soon"])
+def test_minutes_are_a_positive_number(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(f"--minutes={minutes}")
+    assert f"argument --minutes: {minutes} is not a positive number of minutes" in capsys.readouterr().err
+
+
+def test_a_list_of_rows_has_no_figures_to_write(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--json: has no effect with --dry-run"):
+        gpu_check.run(arguments("--dry-run", "--json", str(tmp_path / "check.json")))
+    assert not list(tmp_path.iterdir())
