@@ -156,14 +156,16 @@ def tensors_of(
 
 
 def materialise_state(optimizer: Optimizer) -> None:
-    """Give every parameter the optimizer state that its first step would make, without changing any weight."""
+    """Give every parameter the optimizer state that its first step would make, without changing any weight or gradient."""
     rates = [group["lr"] for group in optimizer.param_groups]
+    gradients = {parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 

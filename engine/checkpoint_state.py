@@ -36,7 +36,8 @@ class SavedState:
         """
         backend = self._backend
         backend.shard_parameters()
-        backend.agree_on_buffers()
+        if not to_load:
+            backend.agree_on_buffers()
         known = backend.layout.buffers
         named = ((name, buffer) for name, buffer in backend.module.named_buffers() if name in known)
         buffers = {name: buffer for name, buffer in named if to_load or self._gives(known[name])}

@@ -73,7 +73,7 @@ def check_alike(facts: Mapping[str, Any], device: torch.device) -> None:
 
     Ranks that differ would wait for each other for ever, or train shared weights in different ways.
     """
-    texts = [json.dumps(fact, sort_keys=True, default=str) for fact in facts.values()]
+    texts = [_text(fact) for fact in facts.values()]
     for key, text, differs in zip(facts, texts, _differ(texts, device), strict=True):
         if differs:
             everyones = [""] * dist.get_world_size()
@@ -83,11 +83,21 @@ def check_alike(facts: Mapping[str, Any], device: torch.device) -> None:
             raise ConfigError(f"{where}: rank 0 has {first}, rank {other} has {second}; {_ALIKE}")
 
 
+def _text(fact: Any) -> str:
+    """As JSON, where 0.0 is 0."""
+
+    def number(text: str) -> float:
+        return int(float(text)) if float(text).is_integer() else float(text)
+
+    return json.dumps(json.loads(json.dumps(fact, default=str), parse_float=number), sort_keys=True)
+
+
 def _first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str]:
     """Where two values of JSON differ, and what each has there."""
     if isinstance(first, dict) and isinstance(second, dict):
-        missing = object()
-        key = next(key for key in sorted({*first, *second}) if first.get(key, missing) != second.get(key, missing))
+        # As text, in which true is not 1, and what is no number is itself.
+        texts = [{key: json.dumps(value, sort_keys=True) for key, value in values.items()} for values in (first, second)]
+        key = next(key for key in sorted({*first, *second}) if texts[0].get(key) != texts[1].get(key))
         if key in first and key in second:
             return _first_difference(f"{path}.{key}", first[key], second[key])
         there, here = (json.dumps(values[key]) if key in values else "nothing" for values in (first, second))

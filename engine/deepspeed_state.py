@@ -65,7 +65,8 @@ class DeepSpeedState(SavedState):
         if backend.zero is None:
             return super().tensors(to_load=to_load)
         backend.shard_parameters()
-        backend.agree_on_buffers()
+        if not to_load:
+            backend.agree_on_buffers()
         known = backend.layout.buffers
         tensors: dict[str, Any] = {
             f"model/{name}": buffer.detach()

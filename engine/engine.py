@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from . import checkpoint, optimizer_state
+from . import checkpoint, optimizer_state, scheduler_state
 from .backends.base import Backend
 from .batch import call_model, loss_of
 from .batch_size import BatchSize
@@ -104,7 +104,7 @@ class SDPEngine(EngineFacts):
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
         # The only wait for the device in a step: whether it is skipped, and by what it is clipped, the host must know.
         squared_norm, self._loss = self._backend.squared_grad_norm_and_loss(torch.stack(self._losses).double().mean()).tolist()
-        self._grad_norm, self._losses = math.sqrt(squared_norm), []
+        self._grad_norm = math.sqrt(squared_norm)
         if math.isfinite(self._grad_norm):  # the norm is of all groups' gradients, so all ranks decide alike
             self._apply(gradients, self._grad_norm)
             self._note_skip(False)
@@ -126,8 +126,7 @@ class SDPEngine(EngineFacts):
 
     def _count_step(self) -> None:
         """A step was taken, or skipped by all."""
-        self.zero_grad()
-        self._reduced = False
+        self._forget_micro_batches()
         self.global_steps += 1
         self.global_samples += self._batch.train
         if self._skipped_in_a_row:
@@ -135,6 +134,10 @@ class SDPEngine(EngineFacts):
         interval = self.config.sdp.check_interval
         if interval and self.global_steps % interval == 0:
             self.check_holders()
+
+    def _forget_micro_batches(self) -> None:
+        self.zero_grad()
+        self._losses, self._reduced = [], False
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._backend.parameters.values() if p.grad is not None]
@@ -291,7 +294,7 @@ class SDPEngine(EngineFacts):
             "mesh": self._saved.mesh_shape(),
             "placement": self.layout.placement.to_json(),
             "learning_rates": self.rates_of_parameters(),
-            "scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+            "scheduler": self._of_scheduler(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else None,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": dict(client_state or {}),
         }
@@ -334,8 +337,13 @@ class SDPEngine(EngineFacts):
         path, state = found
         saved = checkpoint.keys_in(path)
         has_stepped = state["global_steps"] > state.get("skipped_steps", 0) or any(key.startswith("optimizer/") for key in saved)
+        rates = state.get("learning_rates", {})
+        # Before anything is changed:
         if self.loader is not None and state["loader"] is not None:
-            self.loader.sampler.checked_position(state["loader"])  # before anything is changed
+            self.loader.sampler.checked_position(state["loader"])
+        if self.lr_scheduler is not None and scheduler_state.of_another_kind(state["scheduler"], self.lr_scheduler.state_dict()):
+            raise CheckpointError(f"{path}: has the state of another kind of learning-rate scheduler; take the one that wrote it")
+        ranks.agree(self._merged(path, rates))
         before = bool(self.optimizer.state)
         if has_stepped and not before:
             self._materialise_state()
@@ -346,16 +354,22 @@ class SDPEngine(EngineFacts):
         if not random and self.global_rank == 0:
             log.info("%s: is of another layout or device, so random numbers (dropout) start anew", path)
         names = {*self.layout.wholes, *self.layout.buffers}
-        tensors = self._saved.tensors(to_load=True)
+        tensors, problem = {}, None
+        try:
+            tensors = self._saved.tensors(to_load=True)
+        except CheckpointError as error:  # of an optimizer's state that no checkpoint can have
+            problem = str(error)
         if not has_stepped:
             tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer/")}
         try:
+            ranks.agree(problem)
             checkpoint.load(path, tensors | random, state["files"], alone=self.world_size == 1, names=names)
         except CheckpointError:
             if not before:
                 optimizer_state.clear(self._basic_optimizer)
             raise
         self._saved.loaded()
+        self._forget_micro_batches()  # those of the step that is left
         if not has_stepped:
             optimizer_state.clear(self._basic_optimizer)
         self._backend.refresh(after_step=False)
@@ -366,10 +380,13 @@ class SDPEngine(EngineFacts):
         self._note_skip(False)
         self._set_scale_state(state.get("loss_scale"))
         if self.lr_scheduler is not None and state["scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(state["scheduler"])
-        elif state["scheduler"] is not None and self.global_rank == 0:
-            log.warning("%s: has the state of a scheduler, and this run has none: the learning rates of then stay", path)
-        self._set_rates(state.get("learning_rates", {}))  # torch's schedulers do not set it when they are loaded
+            saved_schedule = self._of_scheduler(state["scheduler"])
+            self.lr_scheduler.load_state_dict(scheduler_state.fitting(saved_schedule, self.lr_scheduler.state_dict()))
+        elif (self.lr_scheduler is None) != (state["scheduler"] is None) and self.global_rank == 0:
+            which = ("the state of a scheduler", "none: the learning rates of then stay")
+            which = which if self.lr_scheduler is None else ("no scheduler's state", "one, which begins at its first step")
+            log.warning("%s: has %s, and this run has %s", path, *which)
+        self._set_rates(rates)  # torch's schedulers do not set it when they are loaded
         if self.loader is not None and state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])
         return str(path), state["client_state"]
@@ -400,6 +417,24 @@ class SDPEngine(EngineFacts):
         groups = zip(self.optimizer.param_groups, self._names_of_groups(), strict=True)
         rates = {name: float(group["lr"]) for group, names in groups for name in names}
         return rates if self.world_size == 1 else agreed_rates(rates, list(self.layout.wholes), self.device)
+
+    def _of_scheduler(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What of a scheduler's state is true of any rank."""
+        return state
+
+    def _merged(self, path: Path, rates: Mapping[str, float] | Sequence[float]) -> str | None:
+        """What is wrong where parameters of one group here had different learning rates."""
+        if not isinstance(rates, Mapping):  # of checkpoints of earlier versions, by group
+            return None
+        for names in self._names_of_groups():
+            known = [name for name in names if name in rates]
+            other = next((name for name in known if rates[name] != rates[known[0]]), None)
+            if other is not None:
+                return (
+                    f"{path}: has the learning rate {rates[known[0]]:g} for {known[0]} and {rates[other]:g} for {other}, which are in one "
+                    "group of this optimizer; make its parameter groups as they were"
+                )
+        return None
 
     def _set_rates(self, rates: Mapping[str, float] | Sequence[float]) -> None:
         """``rates``: by parameter; of checkpoints of earlier versions by group, as the rank had them that wrote it."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from . import scheduler_state
 from .backends.deepspeed import DeepSpeedBackend
 from .clip import clip_
 from .consistency import check_loss_scale
@@ -48,7 +49,7 @@ class DeepSpeedSDPEngine(SDPEngine):
         excused = self._may_lower_scale
         self._gradient_bytes = sum(gradient.nbytes for gradient in backend.gradients())
         totals = backend.squared_grad_norm_and_loss(torch.stack(self._losses).double().mean()).tolist()
-        self._grad_norm, self._loss, self._losses = math.sqrt(totals[0]), totals[1], []
+        self._grad_norm, self._loss = math.sqrt(totals[0]), totals[1]
         if math.isfinite(self._grad_norm):
             self.deepspeed.step()
             norm = self.deepspeed.get_global_grad_norm()
@@ -125,6 +126,9 @@ class DeepSpeedSDPEngine(SDPEngine):
         groups = self.optimizer.param_groups
         first = {options: groups[index]["lr"] for index, options in reversed(list(enumerate(self._backend.options)))}
         return [first.get(options, groups[0]["lr"]) for options in range(self._backend.options_count)]
+
+    def _of_scheduler(self, state: dict[str, Any]) -> dict[str, Any]:
+        return scheduler_state.shared(state)  # its groups are of the units that a rank holds
 
     def _names_of_groups(self) -> list[list[str]]:
         infos = self.layout.parameters

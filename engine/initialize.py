@@ -148,7 +148,9 @@ def _settings_of_all(config: Config) -> dict[str, Any]:
         del settings["training"][key]
     ours = settings["zero_optimization"]
     theirs = config.deepspeed.get("zero_optimization", {})
-    settings["zero_optimization"] = {key: value for key, value in theirs.items() if not key.startswith("offload_")} | ours
+    offload = (theirs.get("offload_optimizer") or {}).get("device") or "none"  # of which averages go out when; its buffers do not
+    of_theirs = {key: value for key, value in theirs.items() if not key.startswith("offload_")}
+    settings["zero_optimization"] = of_theirs | ours | {"offload_optimizer": {"device": offload}}
     return settings
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case
+from sdp.engine.consistency import _first_difference, _text
 from sdp.engine.errors import ConfigError
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -20,7 +21,7 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 def _start(kind: str, engine: str) -> str:
     """The error of a rank, of which the last differs in ``kind``."""
     last = dist.get_rank() == dist.get_world_size() - 1
-    config = Case(2, 1, placement="cyclic").config(engine)
+    config = Case(2, 1, placement="cyclic", stage=int(kind == "offload")).config(engine)
     changes: dict[str, dict[str, Any]] = {
         "optimizer": {"optimizer": {"type": "SGD", "params": {"lr": 0.2}}},
         "gradient_clipping": {"gradient_clipping": 0.5},
@@ -28,6 +29,7 @@ def _start(kind: str, engine: str) -> str:
         "micro-batch": {"train_micro_batch_size_per_gpu": 3},
         "placement": {"sdp": config["sdp"] | {"placement": {f"layers.{i}": [0, 1] for i in (3, 1, 2, 0)}}},
         "DeepSpeed's own": {"zero_optimization": {"stage": 0, "reduce_bucket_size": 500}},
+        "offload": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
         "own affairs": {"steps_per_print": 3, "data": {"num_workers": 1}, "training": {"keep": 7}},
     }
     if kind == "placement":
@@ -54,7 +56,7 @@ def _start(kind: str, engine: str) -> str:
     ("kind", "message"),
     [
         ("optimizer", "optimizer.params.lr: rank 0 has 0.1, rank 1 has 0.2; start all with the same configuration, model and data"),
-        ("gradient_clipping", "gradient_clipping: rank 0 has 0.0, rank 1 has 0.5; "),
+        ("gradient_clipping", "gradient_clipping: rank 0 has 0, rank 1 has 0.5; "),
         ("seed", "training.seed: rank 0 has 0, rank 1 has 1; "),
         ("micro-batch", "train_micro_batch_size_per_gpu: rank 0 has 2, rank 1 has 3; "),
         ("model", "the model's parameters.head.bias.shape: rank 0 has [3], rank 1 has [4]; "),
@@ -74,9 +76,15 @@ def test_a_rank_that_differs_stops_all(ranks: RankPool, engine: str, kind: str, 
 
 
 @needs_deepspeed
-def test_deepspeeds_own_settings_are_compared(ranks: RankPool) -> None:
-    message = "zero_optimization.reduce_bucket_size: rank 0 has nothing, rank 1 has 500; "
-    assert all(answer.startswith(message) for answer in ranks.run(_start, "DeepSpeed's own", "deepspeed", world=2, timeout=60))
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("DeepSpeed's own", "zero_optimization.reduce_bucket_size: rank 0 has nothing, rank 1 has 500; "),
+        ("offload", 'zero_optimization.offload_optimizer.device: rank 0 has "none", rank 1 has "cpu"; '),
+    ],
+)
+def test_deepspeeds_own_settings_are_compared(ranks: RankPool, kind: str, message: str) -> None:
+    assert all(answer.startswith(message) for answer in ranks.run(_start, kind, "deepspeed", world=2, timeout=60))
 
 
 def _own_groups() -> tuple[int, dict[str, float]]:
@@ -98,3 +106,10 @@ def test_ranks_may_have_groups_of_their_own(ranks: RankPool) -> None:
     assert rates == others
     assert rates.keys() == {name for name, _ in models.Mlp().named_parameters()}
     assert all(rate == (0.1 if models.Mlp().get_parameter(name).ndim > 1 else 0.05) for name, rate in rates.items())
+
+
+def test_how_a_number_is_written_is_no_difference() -> None:
+    assert _text({"weight_decay": 0, "betas": [0.9, 1.0]}) == _text({"betas": (0.9, 1), "weight_decay": 0.0})
+    assert _text(0) != _text(False)
+    assert _first_difference("a", {"x": 1, "y": float("nan"), "z": 2}, {"x": 1, "y": float("nan"), "z": 3}) == ("a.z", "2", "3")
+    assert _first_difference("a", {"x": 1}, {"x": True}) == ("a.x", "1", "true")
