@@ -136,6 +136,8 @@ class Layout:
         else:
             required = mesh.sdp > 1 or explicit or section.units != "auto"
             units = find_units(model, section.units, explicit) if required else _units_if_any(model)
+            if mesh.sdp > 1 and not units:
+                raise ConfigError("sdp.units: [] leaves groups nothing to hold a part of; name modules, or remove it")
             blocks = tuple(unit.name for unit in units)
         placement = place(section, units)
         _require_dense_if_random(model, placement, mesh)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+_COLLECTIVES = dist.distributed_c10d.__name__
 
 
 def peak_tensor_bytes(
@@ -68,6 +72,8 @@ class _LiveStorages(TorchDispatchMode):
             return NotImplemented  # a wrapper such as DTensor runs first; the operators on its local tensors then come by here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if _inside_a_collective():
+            return result
         # Inputs are alive while an operator runs, outputs from then on: here both exist.
         self.add(leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor))
         return result
@@ -109,3 +115,15 @@ class _LiveStorages(TorchDispatchMode):
             self._sizes[key] = storage.nbytes()
             live += self._sizes[key]
         return live
+
+
+def _inside_a_collective() -> bool:
+    """Whether a function of ``torch.distributed`` called the operator that runs. What it is given and returns was seen where it was made;
+    the rest is the communication library's: gloo's reduce-scatter copies its input, which NCCL's does not.
+    """
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _COLLECTIVES:
+            return True
+        frame = frame.f_back
+    return False

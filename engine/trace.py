@@ -36,8 +36,9 @@ from .traffic import Kind
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 2  # traced of a step at most: the second is what all later ones are
-_FIRST, _LAST = 2, 1  # repetitions that are traced where a pattern of blocks repeats: the first ones, the last, and one between them
+_FIRST, _LAST = 2, 2  # repetitions that are traced where a pattern of blocks repeats, and one between them
 _MANY = 8
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PERIOD = 4  # blocks, at most, of a pattern in which kinds take turns
 
 
@@ -195,12 +196,24 @@ def _kinds(model: nn.Module, layout: Layout, group: int) -> tuple[list[list[str]
 
 def _settings(block: nn.Module) -> str:
     """By which blocks of equal parameters may differ: the classes of their modules, and the plain values these keep."""
-    plain = (bool, int, float, str, tuple, type(None))
     facts = []
     for module in block.modules():
-        values = sorted((key, value) for key, value in vars(module).items() if isinstance(value, plain) and key != "training")
+        values = sorted((key, _plain(value)) for key, value in vars(module).items() if key not in _OF_EVERY_MODULE)
         facts.append((type(module).__name__, values))
     return str(facts)
+
+
+def _plain(value: Any) -> str:
+    """A value as it is where it is plain, or a container of such; else its class."""
+    if isinstance(value, bool | int | float | str | None):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return str(sorted((str(key), _plain(each)) for key, each in value.items()))
+    if isinstance(value, list | tuple):
+        return str([_plain(each) for each in value])
+    if isinstance(value, set | frozenset):
+        return str(sorted(map(_plain, value)))
+    return type(value).__name__
 
 
 def _run(

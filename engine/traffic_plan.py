@@ -17,7 +17,7 @@ CONTROL_BYTES = 16  # the squared gradient norm and the loss, a float64 each
 
 @dataclass(frozen=True)
 class Collective:
-    """All of a step's collectives of one kind among the same ``ranks``; ``nbytes``: of their whole buffers."""
+    """All of a step's collectives of one kind among the same ``ranks``, ascending; ``nbytes``: of their whole buffers."""
 
     scope: Scope
     kind: Kind
@@ -47,6 +47,9 @@ class CollectivePlan:
     Frozen copies (backward masking) are gathered as parameters are. Holders share out the groups without a unit: each broadcasts its
     local shard in compute precision once a step to its part of them, of whom all but one pass it on.
 
+    A module of a user's own model that is called several times in a forward pass is gathered as often at stage 3, and one that is frozen
+    like all before it is not gathered for backward: neither is known here.
+
     Under tensor parallelism all of this is of a rank's part of the matrices, and gradients of what is not cut (norms) are gathered once
     a step. What its ranks send of activations ("tensor parallel") depends on the batch, not on the placement: ``trace.py`` knows it.
     """
@@ -58,15 +61,15 @@ class CollectivePlan:
         self._gathers = 2 * accumulation if stage == 3 else 1
         self._scatters = accumulation if stage >= 2 else 1
         self._rows = {info.part[0] if info.shape else 1 for info in layout.parameters.values()}
-        self._sums: dict[tuple[int, int], Counter[tuple[Scope, Kind, _Whom]]] = {}  # thousands of ranks share few
+        # Thousands of ranks share few sums, and collectives of thousands.
+        self._sums: dict[tuple[int, int], Counter[tuple[Scope, Kind, _Whom]]] = {}
+        self._many: dict[tuple[_Whom, int, int], tuple[int, ...]] = {}
 
     def of(self, rank: int) -> list[Collective]:
         """What ``rank`` sends."""
         at = self._layout.mesh.coordinates(rank)
-        totals: Counter[tuple[Scope, Kind, tuple[int, ...]]] = Counter()
-        for (scope, kind, whom), nbytes in self._bytes(at).items():
-            totals[scope, kind, self._ranks(whom, at)] += nbytes
-        return [Collective(*key, nbytes) for key, nbytes in totals.items() if len(key[2]) > 1 and nbytes]
+        all_of_it = (Collective(scope, kind, self._ranks(whom, at), nbytes) for (scope, kind, whom), nbytes in self._bytes(at).items())
+        return [one for one in all_of_it if len(one.ranks) > 1 and one.nbytes]
 
     def _bytes(self, at: Coordinates) -> Counter[tuple[Scope, Kind, _Whom]]:
         """Of whole buffers: the same for all ranks of a group whose shards are full."""
@@ -101,14 +104,18 @@ class CollectivePlan:
         (place, groups), mesh = whom, self._layout.mesh
         if place == "world":
             return self._world
-        if place == "inside":
-            places = range(mesh.fsdp) if self._shards > 1 else (at.fsdp,)
-            return tuple(mesh.rank(at.sdp, fsdp, at.tp) for fsdp in places)
         if place == "neighbours":
             return mesh.neighbours(at.sdp, at.fsdp)
-        whole = place == "holders" and self._shards == 1  # nothing is sharded: the ranks of a group average among themselves too
-        places = range(mesh.fsdp) if whole else (at.fsdp,)
-        return tuple(mesh.rank(group, fsdp, at.tp) for group in groups for fsdp in places)
+        if place == "inside":
+            groups, everywhere = (at.sdp,), self._shards > 1
+        else:
+            everywhere = place == "holders" and self._shards == 1  # nothing is sharded: a group's ranks average among themselves too
+        if not everywhere:
+            return tuple(mesh.rank(group, at.fsdp, at.tp) for group in sorted(groups))
+        key = (whom, at.sdp if place == "inside" else 0, at.tp)
+        if key not in self._many:
+            self._many[key] = tuple(mesh.rank(group, fsdp, at.tp) for group in sorted(groups) for fsdp in range(mesh.fsdp))
+        return self._many[key]
 
 
 def plan_collectives(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> list[Collective]:

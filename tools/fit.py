@@ -86,8 +86,9 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
 def _nothing(config: Config, memory: float, ranks: int, trials: list[Trial]) -> str:
     """``ranks``: the most a group that were looked at."""
     closest = closest_of(trials)
-    said = "" if closest.need is None else f"; closest: {closest}; what would need less: {'; '.join(remedies(config))}"
-    refused = list({trial.why: str(trial) for trial in trials if trial.need is None}.values())
+    less = "; ".join(remedies(closest.choice.applied(config)))
+    said = "" if closest.need is None else f"; closest: {closest}; what would need less: {less}"
+    refused = list({(trial.choice.tp, trial.why): str(trial) for trial in trials if trial.need is None}.values())
     also = f"; refused: {'; '.join(refused[:3])}" if refused else ""
     return f"--fit: no layout of up to {ranks} ranks a group fits {decimal(memory)}{said}{also}"
 

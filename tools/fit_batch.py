@@ -12,10 +12,11 @@ from ..engine.mesh import mesh_of
 
 @dataclass(frozen=True)
 class Step:
-    """``samples`` of all ranks together; ``micro``: of one in a forward pass, as it is stated."""
+    """``samples`` of all ranks together; ``micro``: of one in a forward pass, as it is stated. ``accumulation``: what is stated instead."""
 
     samples: int
     micro: int
+    accumulation: int | None = None
 
 
 def stated_step(config: Config, world: int) -> Step:
@@ -31,16 +32,20 @@ def stated_step(config: Config, world: int) -> Step:
         # Where no number of ranks does, one a group says what is wrong.
         most = next((count for count in range(most, 0, -1) if config.train_batch_size % (shared * count) == 0), 1)
     size = BatchSize.resolve(config, mesh_of(config, most * of_grid))
-    return Step(size.train, size.micro)
+    instead = config.train_micro_batch_size_per_gpu is None
+    return Step(size.train, size.micro, config.gradient_accumulation_steps if instead else None)
 
 
 def own_share(step: Step, data_ranks: int) -> tuple[int, int]:
-    """Micro-batch and accumulation of each of ``data_ranks``: the stated micro-batch, or the next smaller one that divides its samples.
+    """Micro-batch and accumulation of each of ``data_ranks``: the stated accumulation, if that divides its samples, else the stated
+    micro-batch, or the next smaller one that divides them.
 
     Raises :class:`ConfigError` where the samples cannot be shared equally.
     """
     each, rest = divmod(step.samples, data_ranks)
     if rest or each < 1:
         raise ConfigError(f"the {step.samples:,} samples of a step cannot be shared equally among {data_ranks} data ranks")
+    if step.accumulation is not None and each % step.accumulation == 0:
+        return each // step.accumulation, step.accumulation
     micro = next(size for size in range(min(step.micro, each), 0, -1) if each % size == 0)
     return micro, each // micro

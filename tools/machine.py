@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -31,9 +32,12 @@ class Machine:
     between: float
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """What a collective among ``ranks`` is as slow as. A node's ranks follow one another: the first and the last tell."""
-        ends = list(accumulate(self.slots))
-        return LINKS[bisect_right(ends, min(ranks)) != bisect_right(ends, max(ranks))]
+        """What a collective among ``ranks``, ascending, is as slow as. A node's ranks follow one another: the first and the last tell."""
+        return LINKS[bisect_right(self._ends, ranks[0]) != bisect_right(self._ends, ranks[-1])]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.slots))
 
     def seconds(self, nbytes: float, link: Link) -> float:
         return nbytes / (self.inside if link == "inside a node" else self.between)
@@ -103,5 +107,6 @@ def default_world(config: Config) -> tuple[int, str]:
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if train is not None and micro is not None and config.gradient_accumulation_steps is not None:
         ranks = train // (micro * config.gradient_accumulation_steps)
-        return max(1, ranks) * tp, "from the batch sizes"
+        if ranks and ranks % groups == 0:  # else what is wrong is said of the fewest ranks
+            return ranks * tp, "from the batch sizes"
     return groups * tp, "sdp.groups × tensor_parallel.autotp_size"

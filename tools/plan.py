@@ -122,7 +122,8 @@ def _require_fit(plan: Forecast, memory: float, args: argparse.Namespace) -> Non
             f"the {decimal(memory)} of a device; {fit_command(args)} looks for a layout that does"
         )
     if not args.json:
-        print(f"\nIt fits: of {decimal(memory)} a device {decimal(memory - peak)} are left for the device's own context, libraries' "
+        known = ", as far as groups were traced" if plan.untraced else ""
+        print(f"\nIt fits{known}: of {decimal(memory)} a device {decimal(memory - peak)} are left for the device's own context, libraries' "
               "workspaces, the communication library's buffers and fragmentation.")  # fmt: skip
 
 
@@ -237,9 +238,12 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
     machine = plan.machine
     trace = plan.worst.trace
     inside, between = machine.inside / 1e9, machine.between / 1e9
+    of_another_type = plan.config.precision == "float32" and machine.flops == quantity(PEAK_FLOPS, "FLOP/s", "--peak-flops")
     notes = [
         f"Speeds as stated, not measured, and no latencies: {machine.flops / 1e12:,.0f} TFLOP/s a device, {machine.achieved:.0%} of it "
-        f"achieved; a rank sends {inside:,.4g} GB/s inside a node, {between:,.4g} GB/s between nodes.",
+        f"achieved; a rank sends {inside:,.4g} GB/s inside a node, {between:,.4g} GB/s between nodes."
+        + " The rate of a device is an H100's in bfloat16, and this run computes in float32: say --peak-flops."
+        * of_another_type,
         "Memory is that of tensors; a device's context, libraries' workspaces, the communication library's buffers come on top.",
     ]
     if trace.traced_blocks < trace.blocks:
@@ -254,7 +258,9 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
         notes.append(f"Not traced, and not in these figures: groups {groups}, of further kinds.")
     if plan.reordered:
         groups = ", ".join(map(str, plan.reordered))
-        notes.append(f"Groups {groups} run as much as a traced one in another order, whose peak is given for them.")
+        notes.append(
+            f"Groups {groups} run as much as a traced one in another order, whose peak is given for them; theirs may be some per cent off."
+        )
     if any(other.name == "DDP" for other in others):
         notes.append(
             "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view), which live through the whole step; "

@@ -24,7 +24,10 @@ def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> flo
     else:
         match = re.fullmatch(rf"{_NUMBER}([kMGTP]i?)?({re.escape(unit)})?\s*", text)
         if match is None or (match[2] or "") not in _UNITS or not (match[2] or match[3]):
-            raise ConfigError(f"{option} {text or repr(text)}: expected a number with a unit, such as {_EXAMPLES[unit]}")
+            known = ", ".join(filter(None, _UNITS))
+            raise ConfigError(
+                f"{option} {text or repr(text)}: expected a number with a unit, such as {_EXAMPLES[unit]} (before {unit}: {known})"
+            )
         number, factor = float(match[1]), _UNITS[match[2] or ""]
     if not 0 < number * factor < math.inf:
         raise ConfigError(f"{option} {text}: expected more than nothing and less than everything, such as {_EXAMPLES[unit]}")

@@ -15,8 +15,9 @@ from sdp.engine.errors import LaunchError
 from sdp.engine.layout import Layout
 from sdp.engine.memory_probe import peak_tensor_bytes
 from sdp.engine.mesh import mesh_of
-from sdp.engine.trace import StepTrace, trace_step
+from sdp.engine.trace import StepTrace, _settings, trace_step
 from sdp.models.registry import build_model
+from torch import nn
 
 LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4}
 RESNET = {"name": "resnet18", "stem": "cifar", "width": 8, "num_classes": 10, "image_size": 16}
@@ -86,6 +87,7 @@ CASES = {
     "tensor-parallel-neurons": (4, config_of(tp=2, granularity="neuron", neuron_groups=2)),
     "dense-zero3": (2, config_of(1, stage=3)),
     "images": (2, config_of(model=RESNET)),
+    "mostly-state": (2, config_of(1, stage=2, bf16=True, model=RESNET | {"width": 48})),
 }
 
 
@@ -118,6 +120,7 @@ def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
     ("layers", "options"),
     [
         (20, {"stage": 3, "bf16": True, "accumulation": 2, "checkpointing": "full"}),
+        (12, {"groups": 1, "stage": 3, "bf16": True, "accumulation": 2, "model": {"hidden_size": 512}}),  # the peak is amid the last blocks
         (20, {"masking": "backward"}),  # blocks of two kinds take turns
         (24, {"groups": 4, "masking": "backward", "stage": 3, "placement": "cyclic", "profile": "uniform"}),  # in a pattern of four
         (
@@ -129,12 +132,25 @@ def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
     ],
 )
 def test_what_is_left_out_of_a_deep_model_is_exactly_what_one_more_block_adds(layers: int, options: dict[str, Any]) -> None:
-    config = config_of(model=LLAMA | {"num_hidden_layers": layers}, **options)
+    model = LLAMA | {"num_hidden_layers": layers} | options.get("model", {})
+    config = config_of(**{**options, "model": model})
     part, all_of_it = traced(config, 4), traced(config, 4, whole=True)
     assert part.traced_blocks < part.blocks == all_of_it.traced_blocks
     assert part.at_peak == all_of_it.at_peak
     assert (part.activations, part.communication, part.flops) == (all_of_it.activations, all_of_it.communication, all_of_it.flops)
     assert part.beside == all_of_it.beside
+
+
+class _Repeated(nn.Module):
+    def __init__(self, counts: list[int]):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.counts = {"each": counts}
+
+
+def test_blocks_that_differ_in_a_list_are_of_two_kinds() -> None:
+    assert _settings(_Repeated([1, 2])) == _settings(_Repeated([1, 2]))
+    assert _settings(_Repeated([1, 2])) != _settings(_Repeated([1, 12]))
 
 
 def test_tensor_parallel_ranks_send_what_was_traced(ranks: RankPool) -> None:
