@@ -12,9 +12,9 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 RUN    ?= runs/quickstart
-# The GPU machine's Python, and its platform in the words of wheels.
+# The GPU machine's Python, and its platforms in the words of wheels, which pip takes to the letter.
 GPU_PYTHON   ?= 3.12
-GPU_PLATFORM ?= manylinux_2_17_x86_64
+GPU_PLATFORM ?= $(foreach glibc,2_28 2_27 2_17,manylinux_$(glibc)_x86_64) manylinux2014_x86_64
 # Of setup.cfg's packages; others that it may lack can be added: make gpu-packages GPU_PACKAGES="pydantic einops numpy scipy safetensors"
 GPU_PACKAGES ?= pydantic einops
 # Tests start hundreds of processes, none of which should compile the package's sources anew.
@@ -60,7 +60,8 @@ format: $(VENV)/.installed-dev
 
 gpu-packages: $(VENV)/.torch
 	rm -rf .gpu
-	$(PIP) install --quiet --no-compile --target .gpu --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) --platform $(GPU_PLATFORM) \
+	$(PIP) install --quiet --no-compile --target .gpu --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+	    $(addprefix --platform ,$(GPU_PLATFORM)) \
 	    $(foreach package,$(GPU_PACKAGES),$(shell sed -n 's/^ *\($(package)==.*\)/\1/p' setup.cfg | head -n 1))
 	ln -s .. .gpu/sdp
 	@du -sh .gpu

@@ -35,4 +35,4 @@ def _require_compiler(device: torch.device) -> None:
         needs = "a C++ compiler (CXX)" if device.type == "cpu" else "Triton and a C compiler"
         raise ConfigError(
             f"training.compile: torch.compile does not work here for {device.type} ({reason}); it needs {needs}: install it, or use false"
-        ) from None
+        ) from error  # sdp gpu-check prints it

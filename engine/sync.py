@@ -12,6 +12,7 @@ while the next forward pass begins: it waits before each block for that block's 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,10 +165,14 @@ class GradientSync:
             pending.work = pending.buffer = None
 
     def _hook(self, pending: _Pending) -> Callable[[torch.Tensor], None]:
+        """Holds neither: a parameter keeps its hooks where Python's garbage collector does not look, and would outlive the engine."""
+        me, its = weakref.ref(self), weakref.ref(pending)
+
         def ready(_: torch.Tensor) -> None:
-            if self._armed:
-                pending.missing -= 1
-                self._launch_ready()
+            sync, bucket = me(), its()
+            if sync is not None and bucket is not None and sync._armed:
+                bucket.missing -= 1
+                sync._launch_ready()
 
         return ready
 

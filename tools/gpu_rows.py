@@ -70,6 +70,7 @@ def rows(configs: Sequence[str], names: Sequence[str]) -> list[Row]:
     for config in configs:
         ordered += [Row(config, variant) for variant in goals]
         ordered += [UNCOMPILED] if config == UNCOMPILED.config and UNCOMPILED.name in names else []
+    rest.sort(key=lambda variant: (variant.granularity, variant.masking))  # rows of a family follow one another: they share compiled blocks
     ordered += [Row(*pair) for some in (halves, rest) for pair in itertools.product(configs, some)]
     return ordered
 

@@ -26,7 +26,7 @@ from .gpu_rows import GROUPS, Job, Planned
 WARM_UP = 2  # after the step that compiles: memory and the optimizer's state are then as in every later one
 LEAST_STEPS, MOST_STEPS, SECONDS = 5, 12, 2.5  # timed: the median of no fewer, then until the time is over
 TINY_STEPS = 2
-PRODUCTS, MATMUL_BATCHES = 10, 30  # of 8192 x 8192 matrices some 0.4 s of an H100: the clock has settled to what it sustains
+PRODUCTS, MATMUL_BATCHES = 10, 240  # of 8192 x 8192 matrices some 3.5 s of an H100: the clock settles to what it sustains
 # By device name, TFLOP/s of dense bfloat16 products in NVIDIA's data sheets.
 NOMINAL_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4, "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA A100-SXM4-40GB": 312.0}
 
@@ -86,16 +86,17 @@ class Share:
 
 
 def matmul_rate(device: torch.device, size: int) -> float:
-    """Floating-point operations a second of bfloat16 products of two square matrices of random numbers, sustained: a median."""
+    """Floating-point operations a second of bfloat16 products of two square matrices of random numbers, sustained: a median
+    of the last third.
+    """
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
 
     def products() -> None:
         for _ in range(PRODUCTS):
             torch.mm(left, right)
 
-    timed(products, device, least=MATMUL_BATCHES // 3, most=MATMUL_BATCHES // 3)  # warm-up
     seconds = timed(products, device, least=MATMUL_BATCHES, most=MATMUL_BATCHES)
-    return PRODUCTS * 2 * size**3 / statistics.median(seconds)
+    return PRODUCTS * 2 * size**3 / statistics.median(seconds[-MATMUL_BATCHES // 3 :])
 
 
 def timed(work: Callable[[], Any], device: torch.device, *, least: int, most: int, seconds: float = math.inf) -> list[float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -81,3 +83,22 @@ def test_what_backward_does_not_hide_of_the_reductions_is_timed(ranks: RankPool)
     waiting, late = ranks.run(_exposed, Case(2, 1), 1.0, world=2)
     assert 0.8 < waiting < 5.0
     assert 0 < late < 0.5 * waiting
+
+
+def _outlive(case: Case) -> list[str]:
+    """Parameters that are there after their engine was dropped."""
+    import sdp
+
+    engine = sdp.initialize(model=models.build(case.model), config=case.config())[0]
+    for step in range(2):
+        one_step(engine, case, step, data_rank=dist.get_rank())
+        engine.step()
+    parameters = {name: weakref.ref(parameter) for name, parameter in engine.module.named_parameters()}
+    del engine
+    gc.collect()
+    return [name for name, parameter in parameters.items() if parameter() is not None]
+
+
+@pytest.mark.parametrize("case", [Case(2, 1, 0), Case(2, 1, 0, masking="backward"), Case(1, 2, 3), Case(2, 2, 3)], ids=str)
+def test_no_parameter_outlives_its_engine(ranks: RankPool, case: Case) -> None:
+    assert ranks.run(_outlive, case, world=case.world) == [[]] * case.world
