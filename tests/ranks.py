@@ -206,3 +206,8 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _clear_sharding_prop_cache()  # it would hand out the old groups' names to DTensors on a mesh of the same ranks
+    if "deepspeed" in sys.modules:  # ZeRO 3 compares numbers that it gives from counts of the process; ranks here have different pasts
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = Init.param_id = 0
