@@ -33,7 +33,7 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"--hostfile {path}: cannot be read ({error})") from None
+        raise LaunchError(f"--hostfile {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, 1):
         text = line.strip()

@@ -10,6 +10,7 @@ from ..engine.batch_size import BatchSize
 from ..engine.config import Config
 from ..engine.errors import LaunchError
 from ..engine.mesh import mesh_of
+from ..engine.profiles import capacities
 
 # One of these exists where a driver is loaded: NVIDIA, NVIDIA under WSL, AMD.
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -41,10 +42,12 @@ class Degrees:
 
     def check(self, processes: int, source: str) -> None:
         """Raise :class:`LaunchError`, with every factor, unless ``processes`` (from ``source``) makes a whole grid, and
-        :class:`~sdp.engine.errors.ConfigError` unless that shares the samples of a step equally: the ranks would find so only once they
-        have started, or waited in a queue for nodes.
+        :class:`~sdp.engine.errors.ConfigError` unless that shares the samples of a step equally and several groups can have the stated
+        capacity: the ranks would find so only once they have started, or waited in a queue for nodes.
         """
         self._check_grid(processes, source)
+        if self.groups > 1 and not isinstance(self.config.sdp.placement, dict):
+            capacities(self.config.sdp)
         BatchSize.resolve(self.config, mesh_of(self.config, processes))
 
     def _check_grid(self, processes: int, source: str) -> None:

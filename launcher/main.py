@@ -24,12 +24,15 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..engine import leaving
 from ..engine.environment import Supervision, detect, export, supervision
 from ..engine.errors import ConfigError, PeerLostError, SDPError
 from .supervised import report_fatal, tie_to_parent
+
+if TYPE_CHECKING:
+    from ..engine.config import Config
 
 STOP_SECONDS = 300.0  # from a signal to the command until its ranks are killed: the step at hand, and a checkpoint
 
@@ -196,11 +199,21 @@ def _train(args: argparse.Namespace) -> int:
     if processes > 1:
         from .local import start_local
 
+        _check_files(config, args)
         return start_local(args.argv, processes, args.dump_dir / "logs", on_cpu=devices == 0, stop_seconds=STOP_SECONDS)
     from .local import become_single
 
     become_single(on_cpu=devices == 0)
     return _tool("train").run(args)
+
+
+def _check_files(config: Config, args: argparse.Namespace) -> None:
+    """Find here, once, what every rank would find only after it has imported torch: another run in the dump directory, no data."""
+    _tool("metrics").require_no_other_run(args.dump_dir, resume=args.resume)
+    if config.data.name is None and config.data.path is not None:
+        from ..data.index import load_index
+
+        load_index(config.data.path)
 
 
 def _complete_train_arguments(args: argparse.Namespace) -> None:
@@ -230,6 +243,8 @@ def _launch(args: argparse.Namespace) -> int:
         raise ConfigError("--nproc: sdp launch counts the processes itself; give --gpus-per-node before CONFIG")
     _complete_train_arguments(train)
     config = load_config(train.config, train.overrides)
+    if args.launcher in ("local", "slurm"):  # rank 0 has the dump directory of this host; a job would find so after its time in the queue
+        _tool("metrics").require_no_other_run(train.dump_dir, resume=train.resume)
     return run(args, ["train", *words], train.dump_dir, Degrees(config, train.fsdp))
 
 

@@ -34,8 +34,7 @@ class RunFiles:
     def __init__(self, dump_dir: Path, resume: bool):
         self.dump_dir = dump_dir
         self._open: dict[str, TextIO] = {}
-        if not resume and _holds_run(dump_dir):
-            raise ConfigError(f"{dump_dir} already holds a run; pass --resume to continue it or name another --dump-dir")
+        require_no_other_run(dump_dir, resume=resume)
         try:
             dump_dir.mkdir(parents=True, exist_ok=True)
             self._lock = (dump_dir / LOCK).open("a")
@@ -138,6 +137,12 @@ def _lock(file: TextIO, dump_dir: Path) -> None:
         raise ConfigError(f"{dump_dir}: another run is writing here at this moment; wait for it, or name another --dump-dir") from None
     except OSError as error:
         log.warning("%s: its file system has no locks (%s), so nothing keeps a second run from writing there too", dump_dir, error.strerror)
+
+
+def require_no_other_run(dump_dir: Path, *, resume: bool) -> None:
+    """Raise ConfigError where ``dump_dir`` holds a run that is not to be resumed."""
+    if not resume and _holds_run(dump_dir):
+        raise ConfigError(f"{dump_dir} already holds a run; pass --resume to continue it or name another --dump-dir")
 
 
 def _holds_run(dump_dir: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from ..engine.config import load_config
 from ..engine.errors import ConfigError, SDPError
 from .plot import plot_lines
+from .side_report import REPORT
 
 OPTION = "--workers"
 
@@ -50,7 +51,7 @@ def run(
         code = compare(own)
         if code:
             return code
-        reports[count] = json.loads((own.out / "report.json").read_text(encoding="utf-8"))
+        reports[count] = json.loads((own.out / REPORT).read_text(encoding="utf-8"))
         _write(folder, reports)  # after each: a number that cannot be run loses none of the others
     print((folder / "workers.md").read_text(encoding="utf-8"), flush=True)
     return 0

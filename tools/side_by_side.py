@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import platform
 import statistics
 import sys
@@ -48,7 +49,7 @@ from .methods import DENSE, OUTER_EVERY, SAME_STEPS, Runner, build, default_meth
 from .networks import Link, enter, hosts, shape
 from .processors import stolen, ticks
 from .side_plan import plan_methods
-from .side_report import Race, Report, write_report
+from .side_report import REPORT, Race, Report, write_report
 from .train import with_initial_model
 from .wire import absent, awaited, collectives_of_this_process, sent_by_this_process, why_not_counted
 
@@ -81,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{scaling.OPTION}: starts ranks itself; start it without a launcher")
         return scaling.run(args, _out(args), run, partial(_checked, place=None, speaks=False))
     config, world, names = _checked(args, place, speaks=place is None or place.rank == 0)
+    if place is None or place.rank == 0:
+        _make_room(_out(args))
     if place is None:
         from ..launcher.local import start_local
 
@@ -101,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     dist.destroy_process_group()
     if place.rank == 0:
         write_report(_out(args), Report(_settings(args, config, world, device), plans, facts, races))
+        print(f"sdp bench: the report and its plots are in {_out(args)}", file=sys.stderr, flush=True)
     return 0
 
 
@@ -118,7 +122,24 @@ def _checked(args: argparse.Namespace, place: Environment | None, *, speaks: boo
         devices = visible_devices()
         if 0 < devices < world:
             raise ConfigError(f"{world} ranks: {devices} devices are visible; use fewer, or CUDA_VISIBLE_DEVICES= for the CPU")
+    if place is None or place.rank == 0:
+        _require_no_report(_out(args))
     return config, world, names
+
+
+def _require_no_report(folder: Path) -> None:
+    if (folder / REPORT).exists():
+        raise ConfigError(f"--out {folder}: holds the report of an earlier run; name another directory, or move that away")
+
+
+def _make_room(folder: Path) -> None:
+    """For the report, before anything is measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot be made ({error.strerror})") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {folder}: cannot be written")
 
 
 def _config(args: argparse.Namespace) -> Config:

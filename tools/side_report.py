@@ -13,6 +13,7 @@ from .methods import DDP, is_sdp
 from .plot import plot_bars, plot_lines
 from .side_plan import Plan
 
+REPORT = "report.json"
 BOUND, OVER_FSDP2, STATE, PEAK, OVERLAP = 0.9, 2.5, 0.01, 1.05, 0.6  # what SDP must reach
 FOR_CAPACITY = 0.5  # the second of these
 _NOTICED = 0.02  # of the processors' time
@@ -115,7 +116,7 @@ def write_report(folder: Path, report: Report) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     content = report.to_json()
     text = _markdown(report, content)
-    (folder / "report.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / REPORT).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(text, encoding="utf-8")
     last = content["races"][-1]
     title = f"{_title(last)}: peak memory of a rank, and speed"

@@ -305,12 +305,17 @@ def test_srun_is_told_the_cores_of_a_task(capsys: pytest.CaptureFixture[str], fo
         (["--launcher", "mpirun", "--hostfile", "hosts", "--launcher-args", "'", "run.json"], "No closing quotation"),
         (["--launcher", "local", "run.json", "--nproc", "2"], "give --gpus-per-node before CONFIG"),
         (["--launcher", "local", "none.json"], "none.json: no such configuration file"),
+        (["--launcher", "mpirun", "--hostfile", "none", "run.json"], "--hostfile none: cannot be read (No such file or directory)"),
+        (["--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", "earlier"], "earlier already holds a run"),
+        (["--launcher", "local", "run.json", "--dump-dir", "earlier"], "earlier already holds a run; pass --resume"),
+        (["--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--set", "sdp.capacity=1.5"], "sdp.capacity: 1.5 is out of range"),
         (["--launcher", "mpirun", "--hostfile", "hosts", "--mpirun", "./no-mpirun", "run.json"], "no-mpirun is not on the PATH"),
     ],
 )
 def test_refused(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     Path("local-host").write_text("localhost slots=2\nworker-1 slots=2\n")
     Path("per-cent").write_text("n%h slots=2\n")
+    Path("earlier/checkpoints/step-1").mkdir(parents=True)
     assert command_line.main(["launch", "--dry-run", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -79,15 +79,21 @@ def sdp_command(*words: str, **variables: str) -> subprocess.CompletedProcess[st
         (["train", "CONFIG", "--nproc", "3"], "3 processes (--nproc) are not a multiple of groups 2"),
         (["train", "CONFIG", "--fsdp", "2", "--nproc", "2"], "are not groups 2 (sdp.groups) * tp 1"),
         (["train", "CONFIG", "--nproc", "6"], "train_batch_size 8 (from the configuration) is not"),
+        (["train", "CONFIG", "--set", "sdp.capacity=0.25"], "use a capacity of at least 0.5"),
+        (["train", "CONFIG", "--set", "data.path=nowhere"], "nowhere: no prepared data here"),
+        (["train", "CONFIG", "--dump-dir", "EARLIER"], "EARLIER already holds a run; pass --resume"),
     ],
 )
 def test_mistakes_are_one_line_and_start_nothing(config: Path, words: list[str], message: str) -> None:
-    done = sdp_command(*[str(config) if word == "CONFIG" else word for word in words])
+    earlier = config.parent / "EARLIER"
+    (earlier / "checkpoints" / "step-1").mkdir(parents=True)
+    done = sdp_command(*[{"CONFIG": str(config), "EARLIER": str(earlier)}.get(word, word) for word in words])
     assert done.returncode == 2
     assert done.stderr.startswith("sdp: error: ")
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
     assert done.stdout == ""
+    assert not (earlier / "logs").exists()
 
 
 def test_partial_launcher_environment_is_a_mistake(config: Path) -> None:

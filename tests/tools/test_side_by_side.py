@@ -268,6 +268,21 @@ def test_mistakes_are_one_line(words: list[str], message: str, tmp_path: Path, c
     assert message in err
 
 
+def test_a_report_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    (tmp_path / "workers-2").mkdir()
+    (tmp_path / "workers-2" / "report.json").write_text("{}")
+    for words, said in (
+        (["--out", str(tmp_path / "workers-2")], f"--out {tmp_path / 'workers-2'}: holds the report of an earlier run"),
+        (["--out", str(tmp_path), "--workers", "2,4"], f"--workers 2,4: 2 cannot be run: --out {tmp_path / 'workers-2'}: holds the report"),
+        (["--out", str(path / "below")], f"--out {path / 'below'}: cannot be made (Not a directory)"),
+    ):
+        assert main(["bench", str(path), "--methods", "ddp", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert (tmp_path / "workers-2" / "report.json").read_text() == "{}"
+
+
 def test_numbers_of_workers_have_their_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_layout, "visible_devices", lambda: 2)
     path = tmp_path / "tiny.json"

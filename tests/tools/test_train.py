@@ -300,11 +300,11 @@ def test_bad_input_is_one_line_and_exit_code_2(config, tmp_path, capsys, change,
 
 
 def test_bad_input_found_in_several_processes_is_one_line(config, tmp_path):
-    config["sdp"]["capacity"] = 0.25
+    config["optimizer"]["type"] = "AdmW"
     result = sdp("train", write(config, tmp_path), "--dump-dir", tmp_path / "run")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1, result.stderr
-    assert "use a capacity of at least 0.5" in result.stderr
+    assert "did you mean AdamW?" in result.stderr
 
 
 def test_a_corrupt_shard_is_named(config, corpus, tmp_path, capsys):
