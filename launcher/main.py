@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import errno
 import importlib
 import json
 import logging
@@ -34,6 +35,7 @@ from .supervised import report_fatal, tie_to_parent
 if TYPE_CHECKING:
     from ..engine.config import Config
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STOP_SECONDS = 300.0  # from a signal to the command until its ranks are killed: the step at hand, and a checkpoint
 
 
@@ -96,6 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + signal.SIGPIPE  # as a shell reports programs that the signal ends
         report_fatal(traceback.format_exc().rstrip(), 1, above)
         return 1
+    except OSError as error:
+        if above is None and error.filename is None and error.errno in _NO_ROOM and _output_fails():
+            report_fatal(f"sdp: error: standard output cannot be written ({error.strerror})", 2, above)
+            return 2
+        report_fatal(traceback.format_exc().rstrip(), 1, above)
+        return 1
     except Exception:
         report_fatal(traceback.format_exc().rstrip(), 1, above)
         return 1
@@ -110,8 +118,25 @@ def _reader_left() -> bool:
         return False
     if not any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _discard_output()
     return True
+
+
+def _output_fails() -> bool:
+    """Whether what is still to be written to standard output cannot be (``sdp plan … > plan.txt`` on a full disk); it goes nowhere then."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")  # unbuffered, nothing is left to flush; where this works a traceback follows
+    except ValueError:  # it is no file, but an object of whoever called
+        return False
+    except OSError:
+        _discard_output()
+        return True
+    return False
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:

@@ -327,7 +327,7 @@ def with_buckets(plan: Forecast) -> Forecast:
         kept = {"parameters": state.parameters, GRADIENTS: state.gradients, "optimizer": state.optimizer}
         beside = {COMMUNICATION: trace.beside[COMMUNICATION] + earlier, ACTIVATIONS: trace.beside[ACTIVATIONS]}
         at_peak = kept | {"buffers": trace.at_peak.get("buffers", 0)} | beside
-        return replace(trace, at_peak=at_peak, activations=beside[ACTIVATIONS], communication=beside[COMMUNICATION])
+        return replace(trace, at_peak=at_peak, communication=trace.communication + earlier)
 
     return replace(plan, groups=tuple(replace(group, trace=whole(group.trace)) for group in plan.groups))
 

@@ -8,7 +8,6 @@ first. The report is written after every row; rows for which no time is left are
 from __future__ import annotations
 
 import argparse
-import errno
 import gc
 import json
 import math
@@ -28,6 +27,7 @@ import torch
 
 from ..engine.environment import detect
 from ..engine.errors import ConfigError, LaunchError
+from .files import write_whole
 from .gpu_rows import CONFIGS, DENSE, GROUPS, NAMES, Job, Planned, Plans, Row, job_of, rows
 from .gpu_share import NOMINAL_TFLOPS, Share, matmul_rate, measure
 
@@ -381,12 +381,8 @@ def _write(path: Path | None, report: Mapping[str, Any]) -> None:
     """Whole or not at all."""
     if path is None:
         return
-    new = path.with_suffix(path.suffix + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        new.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        new.replace(path)
+        write_whole(path, json.dumps(report, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from None

@@ -36,6 +36,7 @@ from ..engine.mesh import mesh_of
 from ..engine.sync import local_tensor
 from ..engine.trace import fake_world, trace_step, watched_step
 from ..models.registry import build_model
+from .files import write_whole
 
 GROUPS = 4
 CAPACITIES = (0.25, 0.5, 0.75, 1.0)
@@ -254,20 +255,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found[variant.name] = _isolated(TASKS[model], variant)
             except SDPError as error:
                 parser.exit(error.exit_code, f"{model} {variant.name}: {error}\n")
-            _write(path, json.dumps(rows, indent=1) + "\n")
+            write_whole(path, json.dumps(rows, indent=1) + "\n")
         row = found[variant.name]
         print(f"{model} {variant.name}: {row.get('error') or row['placement']}", file=sys.stderr, flush=True)
     text, within = report({model: {variant.name: rows[model][variant.name] for variant in wanted} for model in args.model})
-    _write(args.out / "memory.md", text + "\n")
+    write_whole(args.out / "memory.md", text + "\n")
     print(text)
     return 0 if within else 1
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    new = path.with_suffix(path.suffix + ".new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from ..engine.config import Config
 from ..engine.errors import ConfigError, DataError
 from ..engine.placement import Placement
+from .files import write_whole
 
 log = logging.getLogger("sdp")
 
@@ -71,7 +72,7 @@ class RunFiles:
         for name in (METRICS, EVALUATIONS):
             if (self.dump_dir / name).exists():
                 kept = [line for line in _read_lines(self.dump_dir / name) if line["step"] <= step]
-                _write_atomically(self.dump_dir / name, "".join(f"{json.dumps(line)}\n" for line in kept))
+                write_whole(self.dump_dir / name, "".join(f"{json.dumps(line)}\n" for line in kept))
         (self.dump_dir / SUMMARY).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -91,7 +92,7 @@ class RunFiles:
         self._open[name].write(json.dumps(_finite(line), allow_nan=False) + "\n")
 
     def _replace(self, name: str, data: Mapping[str, Any]) -> None:
-        _write_atomically(self.dump_dir / name, json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
+        write_whole(self.dump_dir / name, json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [_finite(entry) for entry in value]
     return value
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -13,6 +13,7 @@ from typing import Any
 from ..engine.config import Config, load_config
 from ..engine.errors import ConfigError
 from ..launcher.hosts import read_hostfile
+from .files import write_whole
 from .fit import Fit, find_fit
 from .forecast import Forecast, alternatives, forecast
 from .machine import LINKS, Machine, default_world, evenly, filled
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan the run, print the plan, and say whether it fits. Raises :class:`ConfigError` where it does not."""
     config = with_initial_model(load_config(args.config, args.set))
+    _require_other_file(args)
     memory = quantity(args.device_memory, "B", "--device-memory") if args.device_memory is not None else None
     if args.fit and memory is None:
         raise ConfigError("--fit: needs --device-memory, for example 80GB")
@@ -93,6 +95,12 @@ def _world(args: argparse.Namespace, config: Config) -> tuple[int, str]:
     if args.hostfile is not None:
         return sum(len(host.slots) for host in read_hostfile(args.hostfile)), str(args.hostfile)
     return default_world(config)
+
+
+def _require_other_file(args: argparse.Namespace) -> None:
+    for name, path in (("the configuration", args.config), ("the hostfile", args.hostfile)):
+        if args.html is not None and path is not None and args.html.exists() and path.exists() and args.html.samefile(path):
+            raise ConfigError(f"--html {args.html}: is {name}, which the page would replace; name another file")
 
 
 def _machine(args: argparse.Namespace, world: int) -> Machine:
@@ -178,7 +186,7 @@ def _write_page(
     text = page(columns, table, _collectives(plan), f"{parameters:,.2f} M parameters; {world} on {nodes}", notes, memory, **found)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise ConfigError(f"--html {path}: the page cannot be written ({error.strerror})") from None
 
@@ -208,7 +216,7 @@ def _table(columns: list[Forecast]) -> Table:
         plain_row("computation", [rank.time.compute for rank in slowest], ".4g"),
         plain_row("tensor parallel, never hidden", [rank.time.tensor_parallel or None for rank in slowest], ".3g"),
         plain_row("inside groups, before hiding", [rank.time.inside or None for rank in slowest], ".3g"),
-        plain_row("between groups, before hiding", [rank.time.between or None for rank in slowest], ".3g"),
+        plain_row("between groups or replicas, before hiding", [rank.time.between or None for rank in slowest], ".3g"),
         plain_row("frozen copies, before hiding", [rank.time.refresh or None for rank in slowest], ".3g"),
         plain_row("step, slowest rank", [column.seconds for column in columns], ".4g"),
         plain_row(_speed(columns[0]), [column.samples_per_second * column.config.data.tokens_per_sample for column in columns], ",.0f"),
@@ -225,8 +233,12 @@ def _collectives(plan: Forecast) -> str:
     sent = Counter[Any]()
     for one in plan.slowest.collectives:
         sent[one.scope, one.kind, len(one.ranks), plan.machine.link(one.ranks)] += one.sent  # type: ignore[assignment]
+    said = {"between groups": "between replicas"} if plan.layout.mesh.sdp == 1 else {}
     rows = [
-        Row(f"  {scope}: {kind.replace('_', '-')} of {ranks} ranks, {link}", bytes_row("", [nbytes], decimal=True).cells)
+        Row(
+            f"  {said.get(scope, scope)}: {kind.replace('_', '-')} of {ranks} ranks, {link}",
+            bytes_row("", [nbytes], decimal=True).cells,
+        )
         for (scope, kind, ranks, link), nbytes in sent.items()
     ]
     if not rows:
@@ -251,8 +263,11 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
     if plan.config.training.compile:
         notes.append("Blocks are traced as if they were not compiled; compiled ones need less.")
     if len(plan.groups) > 1:
-        peaks = ", ".join(f"rank {group.trace.rank} {decimal(group.trace.peak)}" for group in plan.groups)
-        notes.append(f"Groups differ; peaks: {peaks}.")
+        peaks: dict[str, list[int]] = {}
+        for group in plan.groups:
+            peaks.setdefault(decimal(group.trace.peak), []).append(group.trace.rank)
+        each = (f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {peak}" for peak, ranks in peaks.items())
+        notes.append(f"Groups differ; peaks: {'; '.join(each)}.")
     if plan.untraced:
         groups = ", ".join(map(str, plan.untraced))
         notes.append(f"Not traced, and not in these figures: groups {groups}, of further kinds.")

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..engine.config import load_config
 from ..engine.errors import ConfigError, SDPError
+from .files import write_whole
 from .plot import plot_lines
 from .side_report import REPORT
 
@@ -112,8 +113,8 @@ def _write(folder: Path, reports: Mapping[int, Mapping[str, Any]]) -> None:
         lines += ["| " + " | ".join([name, *(_cell(own.get(count)) for count in reports)]) + " |" for name, own in rows.items()]
         tables.append({"link": race["link"], "methods": rows})
     text = "\n".join(lines) + "\n"
-    (folder / "workers.md").write_text(text, encoding="utf-8")
-    (folder / "workers.json").write_text(json.dumps({"settings": first["settings"], "links": tables}, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / "workers.md", text)
+    write_whole(folder / "workers.json", json.dumps({"settings": first["settings"], "links": tables}, indent=2) + "\n")
     last = tables[-1]["methods"]
     points = {name: [(count, row["tokens_per_second"]) for count, row in own.items()] for name, own in last.items()}
     plot_lines(points, "speed against the number of workers", "workers", unit, folder / "workers.png")

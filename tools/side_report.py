@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .files import write_whole
 from .methods import DDP, is_sdp
 from .plot import plot_bars, plot_lines
 from .side_plan import Plan
@@ -116,8 +117,8 @@ def write_report(folder: Path, report: Report) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     content = report.to_json()
     text = _markdown(report, content)
-    (folder / REPORT).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(text, encoding="utf-8")
+    write_whole(folder / REPORT, json.dumps(content, indent=2) + "\n")
+    write_whole(folder / "report.md", text)
     last = content["races"][-1]
     title = f"{_title(last)}: peak memory of a rank, and speed"
     plot_bars(
@@ -189,7 +190,7 @@ def _table(race: Mapping[str, Any], unit: str) -> list[str]:
     for name, row in race["methods"].items():
         seconds = row["seconds"]
         cells = [
-            f"{name} ({row['layers']} layers)" if name.startswith("smaller") else name,
+            f"{name} ({row['layers']} layer{'s' * (row['layers'] > 1)})" if name.startswith("smaller") else name,
             f"{row['parameters'] / 1e6:.2f}",
             _beside(row["peak_bytes"] / 1e6, row["planned_peak_bytes"] and row["planned_peak_bytes"] / 1e6, ",.1f"),
             f"{seconds['median']:.3f} ({seconds['least']:.3f} … {seconds['most']:.3f})",

@@ -73,6 +73,8 @@ def bytes_row(
 
 
 def _range(spread: Spread, scale: int, digits: int, unit: str) -> str:
+    if not spread.largest:
+        return f"0 {unit}"
     smallest, largest = (f"{value / scale:,.{digits}f}" for value in (spread.smallest, spread.largest))
     return f"{largest} {unit}" if smallest == largest else f"{smallest}–{largest} {unit}"
 

@@ -129,6 +129,16 @@ def test_ends_quietly_where_nobody_reads_the_output_any_more() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["version"], ["config", "--schema"]])  # less than a buffer, and more
+def test_a_full_disk_under_the_output_is_said_in_a_line(words: list[str], unbuffered: str) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(Path(sdp.__path__[0]).parent), "PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-P", "-m", "sdp.launcher.main", *words]
+        done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "sdp: error: standard output cannot be written (No space left on device)\n")
+
+
 def test_another_broken_pipe_is_a_failure(config: Path, training: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     training.outcome = BrokenPipeError("of a worker")
     assert command_line.main(["train", str(config), "--groups", "1"]) == 1

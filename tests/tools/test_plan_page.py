@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -37,6 +38,33 @@ def test_a_page_that_cannot_be_written(config: Path, tmp_path: Path, capsys: pyt
     for path, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "plan.html", "File exists")):
         assert main(["plan", str(config), "--alone", "--html", str(path)]) == 2
         assert capsys.readouterr().err == f"sdp: error: --html {path}: the page cannot be written ({why})\n"
+
+
+def test_a_page_never_replaces_what_it_is_of(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("one slots=2\n")
+    (tmp_path / "link").symlink_to(config)
+    before = config.read_text(), hosts.read_text()
+    for path, name in ((config, "the configuration"), (tmp_path / "link", "the configuration"), (hosts, "the hostfile")):
+        assert main(["plan", str(config), "--alone", "--hostfile", str(hosts), "--html", str(path)]) == 2
+        assert capsys.readouterr().err == f"sdp: error: --html {path}: is {name}, which the page would replace; name another file\n"
+    assert (config.read_text(), hosts.read_text()) == before
+
+
+def test_what_was_there_stays_where_a_page_cannot_be_written_whole(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    html = tmp_path / "plan.html"
+    html.write_text("an earlier plan")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # as a disk that fills up: the page is longer
+    try:
+        assert main(["plan", str(config), "--alone", "--html", str(html)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert capsys.readouterr().err == f"sdp: error: --html {html}: the page cannot be written (File too large)\n"
+    assert html.read_text() == "an earlier plan"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "small.json"]
 
 
 def test_the_page_needs_nothing_else(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
