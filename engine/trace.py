@@ -25,6 +25,7 @@ from .batch_size import BatchSize
 from .checkpoint import materialise_state
 from .config import Config
 from .construct import allocate, build_native
+from .device_operators import Device, operators_of
 from .engine import SDPEngine
 from .errors import LaunchError
 from .layout import Layout, parents
@@ -78,13 +79,14 @@ def trace_step(
     *,
     whole: bool = False,
     autocast: torch.dtype | None = None,
+    device: Device = "cpu",
 ) -> StepTrace:
     """The step of the first rank of ``group``, whose shards are no smaller than its neighbours'.
 
     ``build``: makes the full model on the meta device, of which ``layout`` is. ``batch``: a micro-batch of so many samples on the CPU;
     it is called in fake mode. ``whole``: run every block, also where kinds have many. Compiled blocks (``training.compile``) are
     traced as if they were not compiled. ``autocast``: the forward pass runs under torch's, of this precision and by its rules for a CPU;
-    ``config`` is then in float32. Raises :class:`LaunchError` where a process group exists already.
+    ``config`` is then in float32. ``device``: whose operators run. Raises :class:`LaunchError` where a process group exists already.
     """
     if dist.is_initialized():
         raise LaunchError("a step is traced in a process group of its own, but this process has one; plan without a launcher")
@@ -98,7 +100,8 @@ def trace_step(
         return _run(build(), config, layout, [*filter(None, absent), *skipped], middles, batch, group, autocast)
 
     # One more repetition of each pattern, between the first ones and the last: what it adds, all that are left out add.
-    base, longer = run(), [(run(repetitions[0]), len(repetitions)) for repetitions in left_out]
+    with operators_of(device):
+        base, longer = run(), [(run(repetitions[0]), len(repetitions)) for repetitions in left_out]
     return _extrapolated(base, longer, layout.mesh.rank(group), sum(map(len, runs)))
 
 

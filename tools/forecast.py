@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,8 @@ def forecast(name: str, config: Config, machine: Machine, world: int, *, autocas
     kinds = _most_telling(layout, list(alike.values()))
     stage, compute = config.zero_optimization.stage, config.compute_bytes
     plan = CollectivePlan(layout, stage=stage, accumulation=size.accumulation, compute_bytes=compute)
-    traced = {tuple(groups): trace_step(build, config, layout, batch, groups[0], autocast=autocast) for groups in kinds[:MOST_TRACES]}
+    trace = partial(trace_step, build, config, layout, batch, autocast=autocast, device=machine.device)
+    traced = {tuple(groups): trace(groups[0]) for groups in kinds[:MOST_TRACES]}
     with_them: dict[tuple[int, ...], list[int]] = {groups: [] for groups in traced}
     reordered, untraced = [], []
     for group in sorted(group for groups in kinds[MOST_TRACES:] for group in groups):
@@ -217,9 +219,9 @@ def forecast(name: str, config: Config, machine: Machine, world: int, *, autocas
         if as_much:
             with_them[max(as_much, key=lambda groups: traced[groups].peak)].append(group)
     planned = []
-    for first, trace in traced.items():
+    for first, step in traced.items():
         groups = (*first, *with_them[first])
-        planned.append(GroupForecast(groups, trace, tuple(_ranks(trace, layout, size, machine, plan, groups))))
+        planned.append(GroupForecast(groups, step, tuple(_ranks(step, layout, size, machine, plan, groups))))
     planned.sort(key=lambda group: -group.trace.peak)
     return Forecast(name, config, layout, size, machine, tuple(planned), tuple(untraced), tuple(reordered))
 

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..engine.device_operators import Device
 from ..engine.environment import detect
 from ..engine.errors import ConfigError, LaunchError
 from .files import write_whole
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run and args.json is not None:
         raise ConfigError("--json: has no effect with --dry-run, which measures nothing; leave one out")
     if args.dry_run:
-        return _list(jobs, workers)
+        return _list(jobs, workers, args.device)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("sdp gpu-check: torch finds no CUDA device here; nothing was checked (--device cpu --tiny shows that the command works)")
         _write(args.json, {"skipped": "no CUDA device"})
@@ -130,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cpu" and not args.tiny:
         raise ConfigError("--device cpu: the models are too large for a CPU; add --tiny")
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    with Plans(jobs, workers) as plans:
+    with Plans(jobs, workers, args.device) as plans:
         check = _begin(args, device)
         check.go(
             jobs, plans.of, lambda job: measure(job, device, tiny=args.tiny), lambda: 60 * args.minutes - time.perf_counter() + started
@@ -138,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
     return check.conclude()
 
 
-def _list(jobs: Mapping[Row, Job], workers: int) -> int:
-    with Plans(jobs, workers) as plans:
+def _list(jobs: Mapping[Row, Job], workers: int, device: Device) -> int:
+    with Plans(jobs, workers, device) as plans:
         for row, job in jobs.items():
             plan = plans.of(row)
             print(

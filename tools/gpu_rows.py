@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 
 from ..engine.config import load_config
+from ..engine.device_operators import Device
 from ..engine.environment import export
 from ..engine.layout import Layout
 from ..engine.mesh import mesh_of
@@ -107,8 +108,8 @@ class Planned:
     flops: float
 
 
-def planned(job: Job) -> Planned:
-    """Of rank 0, from its step on fake tensors."""
+def planned(job: Job, device: Device) -> Planned:
+    """Of rank 0, from its step on fake tensors, with ``device``'s operators."""
     config = load_config(dict(job.config))
     with torch.device("meta"):
         layout = Layout.of(build_model(config.model), config, mesh_of(config, GROUPS))
@@ -117,15 +118,15 @@ def planned(job: Job) -> Planned:
         ids = torch.zeros(samples, job.sequence, dtype=torch.int64)
         return {"input_ids": ids, "labels": ids.clone()}
 
-    trace = trace_step(partial(build_model, config.model), config, layout, batch, 0)
+    trace = trace_step(partial(build_model, config.model), config, layout, batch, 0, device=device)
     return Planned(trace.state.total, trace.peak, trace.flops)
 
 
 class Plans:
     """Plans of all ``jobs``, begun at once in so many processes without a GPU, or made in this one when asked for (``workers`` 0)."""
 
-    def __init__(self, jobs: Mapping[Row, Job], workers: int):
-        self._jobs, self._workers = jobs, workers
+    def __init__(self, jobs: Mapping[Row, Job], workers: int, device: Device):
+        self._jobs, self._workers, self._device = jobs, workers, device
         self._pool: ProcessPoolExecutor | None = None
         self._begun: dict[Row, Future[Planned]] = {}
 
@@ -133,7 +134,7 @@ class Plans:
         if self._workers:
             spawn = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self._workers, mp_context=spawn, initializer=_begin_worker)
-            self._begun = {row: self._pool.submit(planned, job) for row, job in self._jobs.items()}
+            self._begun = {row: self._pool.submit(planned, job, self._device) for row, job in self._jobs.items()}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -142,7 +143,7 @@ class Plans:
 
     def of(self, row: Row) -> Planned:
         """Waits for it. Raises what planning raised."""
-        return self._begun[row].result() if row in self._begun else planned(self._jobs[row])
+        return self._begun[row].result() if row in self._begun else planned(self._jobs[row], self._device)
 
 
 def _begin_worker() -> None:

@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from ..engine.config import Config
+from ..engine.device_operators import Device
 from ..engine.traffic_plan import Collective
 
 Link = Literal["inside a node", "between nodes"]
@@ -22,7 +23,7 @@ _BACKWARD = 2 / 3  # of a step's operations
 @dataclass(frozen=True)
 class Machine:
     """``slots``: ranks of every node. ``flops``: a device's peak per second; ``achieved``: the part of it that a model reaches.
-    ``inside`` and ``between``: bytes a second that one rank sends inside a node and between nodes.
+    ``inside`` and ``between``: bytes a second that one rank sends inside a node and between nodes. ``device``: what it is to torch.
     """
 
     slots: tuple[int, ...]
@@ -30,6 +31,7 @@ class Machine:
     achieved: float
     inside: float
     between: float
+    device: Device = "cpu"
 
     def link(self, ranks: Sequence[int]) -> Link:
         """What a collective among ``ranks``, ascending, is as slow as. A node's ranks follow one another: the first and the last tell."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.config import Config, load_config
+from ..engine.device_operators import DEVICES, device_here
 from ..engine.errors import ConfigError
 from ..launcher.hosts import read_hostfile
 from .files import write_whole
@@ -25,6 +26,7 @@ from .train import with_initial_model
 
 PEAK_FLOPS, ACHIEVED, INSIDE, BETWEEN = "989TFLOP/s", 0.4, "450GB/s", "50GB/s"
 PER_NODE = 8
+_DEVICES = {"cpu": "a CPU's operators (--device cuda: of a GPU's)", "cuda": "a GPU's operators (--device cpu: of a CPU's)"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, metavar="N", help="ranks (default: the hostfile's, else as few as CONFIG means)")
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="nodes and their slots, in DeepSpeed's format")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help=f"ranks of a node (default: {PER_NODE})")
+    parser.add_argument("--device", choices=DEVICES, help="whose operators to trace (default: cuda where torch finds a GPU here, else cpu)")
     parser.add_argument(
         "--device-memory", metavar="BYTES", help="of a device, as 80GB or 80GiB: say whether the run fits (exit code 2: not)"
     )
@@ -115,7 +118,8 @@ def _machine(args: argparse.Namespace, world: int) -> Machine:
     flops = quantity(_stated(args.peak_flops, PEAK_FLOPS), "FLOP/s", "--peak-flops")
     inside = quantity(_stated(args.intra_node, INSIDE), "B/s", "--intra-node")
     between = quantity(_stated(args.inter_node, BETWEEN), "B/s", "--inter-node")
-    return Machine(slots, flops, ACHIEVED if args.achieved is None else args.achieved, inside, between)
+    achieved = ACHIEVED if args.achieved is None else args.achieved
+    return Machine(slots, flops, achieved, inside, between, args.device or device_here())
 
 
 def _stated(given: str | None, default: str) -> str:
@@ -256,7 +260,8 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
         f"achieved; a rank sends {inside:,.4g} GB/s inside a node, {between:,.4g} GB/s between nodes."
         + " The rate of a device is an H100's in bfloat16, and this run computes in float32: say --peak-flops."
         * of_another_type,
-        "Memory is that of tensors; a device's context, libraries' workspaces, the communication library's buffers come on top.",
+        f"Memory is that of tensors of {_DEVICES[machine.device]}; a device's context, libraries' workspaces, the communication library's "
+        "buffers come on top.",
     ]
     if trace.traced_blocks < trace.blocks:
         notes.append(f"{trace.traced_blocks} of {trace.blocks} blocks were traced; what one more of a pattern adds was multiplied.")

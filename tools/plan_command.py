@@ -46,6 +46,7 @@ def _given(args: argparse.Namespace, world: int | None) -> list[str]:
         "--world": world,
         "--hostfile": args.hostfile,
         "--gpus-per-node": args.gpus_per_node,
+        "--device": args.device,
         "--device-memory": args.device_memory,
         "--peak-flops": args.peak_flops,
         "--achieved": args.achieved,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..engine.config import Config
+from ..engine.device_operators import device_here
 from ..engine.errors import ConfigError
 from .forecast import Forecast, RankForecast, forecast, with_buckets
 from .machine import Machine, StepTime, step_time
@@ -87,7 +88,7 @@ class _Planner:
     def forecast(self, config: Config) -> Forecast:
         key = config.model_dump_json()
         if key not in self._known:
-            self._known[key] = forecast("", config, Machine((self._world,), 1.0, 1.0, 1.0, 1.0), self._world)
+            self._known[key] = forecast("", config, Machine((self._world,), 1.0, 1.0, 1.0, 1.0, device_here()), self._world)
         return self._known[key]
 
     def plan(self, name: str, config: Config) -> Plan:

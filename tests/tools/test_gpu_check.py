@@ -101,9 +101,10 @@ def test_a_variant_of_no_chosen_configuration_is_refused() -> None:
 def test_a_process_beside_plans_the_same() -> None:
     row = Row("llama_134m", HALF)
     job = job_of(row, tiny=True)
-    with Plans({row: job}, workers=1) as plans:
-        here = gpu_rows.planned(job)
+    with Plans({row: job}, workers=1, device="cuda") as plans:
+        here = gpu_rows.planned(job, "cuda")
         assert plans.of(row) == here
+    assert here.peak_memory_bytes < gpu_rows.planned(job, "cpu").peak_memory_bytes
     assert here.flops > 0
     assert here.peak_memory_bytes > here.state_bytes
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sdp.engine.errors import ConfigError
 from sdp.launcher.main import main
 from sdp.tools.machine import Machine, evenly, filled
@@ -53,6 +54,25 @@ def test_states_are_those_of_the_layout(config: Path, capsys: pytest.CaptureFixt
     rank = others["DDP"]["ranks"][0]  # its buckets hold all gradients while activations are at their most
     assert rank["peak"] == rank["parameters"] + rank["gradients"] + rank["optimizer"] + rank["at_peak"]["activations"]
     assert rank["activations"] >= rank["at_peak"]["activations"]
+
+
+def test_a_gpu_keeps_less_for_backward(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its norms keep no copies; all else of the plan is the same, and what a plan suggests is of the same device."""
+    reports = {device: planned(capsys, config, "--world", 4, "--device", device) for device in ("cpu", "cuda")}
+    for device, report in reports.items():
+        assert report["machine"]["device"] == device
+        assert main(["plan", str(config), "--alone", "--device", device]) == 0
+        assert f"Memory is that of tensors of a {'GPU' if device == 'cuda' else 'CPU'}'s operators" in capsys.readouterr().out
+    plans = {device: [report["plan"], *report["alternatives"].values()] for device, report in reports.items()}
+    for on_cpu, on_cuda in zip(plans["cpu"], plans["cuda"], strict=True):
+        cpu, cuda = on_cpu["ranks"][0], on_cuda["ranks"][0]
+        assert cuda["peak"] < cpu["peak"]
+        assert cuda["activations"] < cpu["activations"]
+        assert on_cuda["step_seconds"] == on_cpu["step_seconds"]
+        assert all(cuda[kind] == cpu[kind] for kind in ("parameters", "gradients", "optimizer", "flops", "sent"))
+    fitted = planned(capsys, config, "--device", "cuda", "--device-memory", "1GB", "--fit", "--alone")
+    assert "--device cuda" in fitted["commands"]["plan"]
+    assert planned(capsys, config, "--alone")["machine"]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_bytes_are_told_apart_by_link(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
