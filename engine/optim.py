@@ -101,7 +101,17 @@ def _build_fused_adam(name: str, params: Mapping[str, Any], parameters: list[Any
     if kernel is None:
         optimizer, line = _torch_adam(settings, parameters, device, decoupled=settings.adam_w_mode)
         return optimizer, f"{name}: {line}, because {reason}"
-    return ApexFusedAdam(parameters, kernel, settings), f"{name}: {reason}"
+    betas = (settings.betas[0], settings.betas[1])
+    optimizer = ApexFusedAdam(
+        parameters,
+        kernel,
+        lr=settings.lr,
+        betas=betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        decoupled=settings.adam_w_mode,
+    )
+    return optimizer, f"{name}: {reason}"
 
 
 def _torch_adam(settings: AdamParams, parameters: list[Any], device: torch.device, decoupled: bool) -> tuple[Optimizer, str]:
@@ -184,11 +194,19 @@ class ApexFusedAdam(Optimizer):
     into torch's AdamW and back. ``kernel`` is called as :class:`AdamKernel`.
     """
 
-    def __init__(self, parameters: Parameters, kernel: Callable[..., None], settings: AdamParams) -> None:
-        self._kernel = kernel
-        self._decoupled = settings.adam_w_mode
-        defaults = settings.model_dump(include={"lr", "eps", "weight_decay"}) | {"betas": tuple(settings.betas)}
-        super().__init__(parameters, defaults)
+    def __init__(
+        self,
+        parameters: Parameters,
+        kernel: Callable[..., None],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled: bool = True,
+    ) -> None:
+        self._kernel, self._decoupled = kernel, decoupled
+        super().__init__(parameters, {"lr": lr, "eps": eps, "weight_decay": weight_decay, "betas": betas})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

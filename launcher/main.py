@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from configparser import ConfigParser
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STOP_SECONDS = 300.0  # from a signal to the command until its ranks are killed: the step at hand, and a checkpoint
-
-
-_above: Supervision | None = None  # the launcher of ours that started this process
 
 
 @dataclass(frozen=True)
@@ -80,12 +78,11 @@ def entry() -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: this process's) and return its exit code."""
-    global _above
-    above = _above = supervision()
+    above = supervision()  # the launcher of ours that started this process
     if above is not None:
         tie_to_parent(above.parent_pid)
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(list(sys.argv[1:] if argv is None else argv), above)
         sys.stdout.flush()  # here, where a reader that left is noticed, not while the interpreter ends
         return code
     except KeyboardInterrupt:
@@ -139,7 +136,7 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], above: Supervision | None) -> int:
     parser = _Parser(prog="sdp", description="Subnetwork Data Parallelism: pre-train with a part of the network per device group.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
@@ -148,7 +145,7 @@ def _run(argv: list[str]) -> int:
         if name == chosen:
             command.add_arguments(own)
     args = parser.parse_args(_one_value_per_set(argv))
-    args.argv = argv
+    args.argv, args.above = argv, above
     return _COMMANDS[args.command].run(args)
 
 
@@ -212,13 +209,15 @@ def _train(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     export({name: str(value) for name, value in config.env.items()})  # before torch is imported, and for the processes started here
     degrees = Degrees(config, args.fsdp)
-    args.on_stall, args.guarded = _end_stalled, _above is None
+    args.on_stall, args.guarded = partial(_end_stalled, args.above), args.above is None
     place = detect()
     if place is not None:
         if args.nproc not in (None, place.world_size):
             raise ConfigError(f"--nproc {args.nproc}: {place.source} started {place.world_size} processes; leave it out")
         degrees.check(place.world_size, place.source)
-        return _tool("train").run(args)
+        from ..tools.train import run
+
+        return run(args)
     devices = visible_devices()
     processes = degrees.processes(args.nproc, devices)
     if processes > 1:
@@ -229,12 +228,16 @@ def _train(args: argparse.Namespace) -> int:
     from .local import become_single
 
     become_single(on_cpu=devices == 0)
-    return _tool("train").run(args)
+    from ..tools.train import run
+
+    return run(args)
 
 
 def _check_files(config: Config, args: argparse.Namespace) -> None:
     """Find here, once, what every rank would find only after it has imported torch: another run in the dump directory, no data."""
-    _tool("metrics").require_no_other_run(args.dump_dir, resume=args.resume)
+    from ..tools.metrics import require_no_other_run
+
+    require_no_other_run(args.dump_dir, resume=args.resume)
     if config.data.name is None and config.data.path is not None:
         from ..data.index import load_index
 
@@ -269,7 +272,9 @@ def _launch(args: argparse.Namespace) -> int:
     _complete_train_arguments(train)
     config = load_config(train.config, train.overrides)
     if args.launcher in ("local", "slurm"):  # rank 0 has the dump directory of this host; a job would find so after its time in the queue
-        _tool("metrics").require_no_other_run(train.dump_dir, resume=train.resume)
+        from ..tools.metrics import require_no_other_run
+
+        require_no_other_run(train.dump_dir, resume=train.resume)
     return run(args, ["train", *words], train.dump_dir, Degrees(config, train.fsdp))
 
 
@@ -280,9 +285,9 @@ def _env_override(setting: str) -> str:
     return f"env.{name}={json.dumps(value)}"
 
 
-def _end_stalled(text: str) -> None:
+def _end_stalled(above: Supervision | None, text: str) -> None:
     """End this process from whatever thread finds that it makes no progress; its main thread may never return."""
-    report_fatal(f"sdp: error: {text}", 1, _above, stalled=True)
+    report_fatal(f"sdp: error: {text}", 1, above, stalled=True)
     os._exit(1)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sdp.engine.errors import ConfigError
-from sdp.engine.optim import AdamKernel, AdamParams, ApexFusedAdam, _apex_kernel, build_optimizer, make_optimizer
+from sdp.engine.optim import AdamKernel, ApexFusedAdam, _apex_kernel, build_optimizer, make_optimizer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -166,9 +166,8 @@ def test_apex_adam_hands_local_shards_to_its_kernel(sharded, decoupled, one_rank
     model, expected = network(), network()
     if sharded:
         fully_shard(model)
-    settings = AdamParams(**ADAM, adam_w_mode=decoupled)
     reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(expected.parameters(), **TORCH_ADAM)
-    ours = train(model, ApexFusedAdam(model.parameters(), adam_on_lists, settings))
+    ours = train(model, ApexFusedAdam(model.parameters(), adam_on_lists, **TORCH_ADAM, decoupled=decoupled))
     for mine, other in zip(ours, train(expected, reference), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
 
@@ -178,7 +177,7 @@ def test_apex_adam_continues_from_the_state_of_torch_adamw():
     before, reference = (torch.optim.AdamW(m.parameters(), **TORCH_ADAM) for m in (model, expected))
     train(model, before)
     train(expected, reference)
-    optimizer = ApexFusedAdam(model.parameters(), adam_on_lists, AdamParams(**ADAM))
+    optimizer = ApexFusedAdam(model.parameters(), adam_on_lists, **TORCH_ADAM)
     optimizer.load_state_dict(before.state_dict())
     for mine, other in zip(train(model, optimizer), train(expected, reference), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
@@ -188,7 +187,7 @@ def test_apex_adam_leaves_out_empty_shards_and_missing_gradients():
     empty, idle, held = (nn.Parameter(torch.ones(size)) for size in (0, 2, 3))
     empty.grad, held.grad = torch.zeros(0), torch.ones(3)
     seen = []
-    optimizer = ApexFusedAdam([held, idle, empty], lambda tensors, *rest: seen.append(tensors), AdamParams())
+    optimizer = ApexFusedAdam([held, idle, empty], lambda tensors, *rest: seen.append(tensors))
     optimizer.step()
     ((gradients, *_),) = seen
     assert len(gradients) == 1 and gradients[0].shape == (3,)
