@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .errors import ConfigError, suggestion
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 
 class Section(BaseModel):
@@ -23,7 +23,7 @@ SectionType = TypeVar("SectionType", bound=Section)
 
 
 def parse_section(
-    schema: type[SectionType], raw: Mapping[str, Any], path: str = "", known_keys: Callable[[Path], Sequence[str]] | None = None
+    schema: type[SectionType], raw: Mapping[str, Any], path: str = "", known_keys: Callable[[KeyPath], Sequence[str]] | None = None
 ) -> SectionType:
     """``raw`` validated as ``schema``; raises a :class:`ConfigError` of one line that begins with the key's path.
 
@@ -51,7 +51,7 @@ def _homes(schema: type[BaseModel], key: str, prefix: str = "") -> list[str]:
     return here + [home for name, kind in sections for home in _homes(kind, key, f"{prefix}{name}.")]
 
 
-def _path_in(raw: Any, location: tuple[int | str, ...]) -> Path:
+def _path_in(raw: Any, location: tuple[int | str, ...]) -> KeyPath:
     """``location`` without pydantic's names of union members, which are no keys of the file."""
     path: list[str] = []
     for part in location:
