@@ -313,6 +313,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
     """The tokenizer that ``spec()`` described, with its files in ``directory``; raises DataError if they do not fit."""
+    for name in (spec.get("file"), spec.get("directory")):
+        if isinstance(name, str) and (name in ("", ".", "..") or "/" in name):
+            index = directory / INDEX_FILE
+            raise DataError(f"{index}: the tokenizer {name!r} is not in this directory; prepare the data again")
     match spec:
         case {"kind": "bytes"}:
             return BytesTokenizer()
@@ -326,6 +330,8 @@ def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
 
 
 def _load_sentencepiece(path: Path, sha256: str) -> Tokenizer:
+    if path.exists() and not path.is_file():  # reading a FIFO would hang
+        raise DataError(f"{path}: is not a regular file; prepare the data again")
     try:
         model = path.read_bytes()
     except OSError as error:

@@ -1,15 +1,15 @@
 """Checkpoints under the canonical names of the full model: any layout in, any layout out.
 
-``torch.distributed.checkpoint`` writes and reads tensors: every rank its own shards, holders' equal copies once. ``state.json``
-beside them holds the rest, and a hash of every file. A checkpoint is written aside and renamed, so that a name never stands for
-half of one.
+``torch.distributed.checkpoint`` (DCP) writes and reads the tensors. Every rank writes its own shards, and
+holders' equal copies are written once. ``metadata.json`` lists the tensors. ``state.json`` holds the
+rest, and a hash of every file. A checkpoint is written under a hidden name and then renamed, so that a
+tag never names half a checkpoint.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import pickle
 import shutil
 import socket
 import time
@@ -45,6 +45,7 @@ from .checkpoint_files import (
     share_of,
     write_durably,
 )
+from .checkpoint_metadata import METADATA, MetadataWriter
 from .checkpoint_part import Part
 from .checkpoint_pieces import PiecewisePlanner
 from .checkpoint_reader import SafeReader
@@ -53,7 +54,6 @@ from .optimizer_state import COUNT, OptimizerState
 
 T = TypeVar("T")
 
-_UNREADABLE = (OSError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError, IndexError)
 _SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote
 
 
@@ -112,8 +112,8 @@ def find(directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None
 def keys_in(path: Path) -> set[str]:
     """The keys of the tensors in the checkpoint at ``path``; none where its metadata cannot be read, which :func:`load` tells."""
     try:
-        return set(SafeReader(str(path)).read_metadata().state_dict_metadata)
-    except _UNREADABLE:
+        return set(SafeReader(path).read_metadata().state_dict_metadata)
+    except CheckpointError:
         return set()
 
 
@@ -234,7 +234,7 @@ def write(
         aside.mkdir()
 
     def finish(files: dict[str, str]) -> None:
-        files |= hash_files([aside / ".metadata"])
+        files |= hash_files([aside / METADATA])
         write_durably(aside / STATE, encode_state({**state, "files": files}))
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
@@ -271,16 +271,17 @@ def load(
     """
     ranks = Ranks(alone)
     ranks.agree(damaged_file(path, share_of(files, ranks.rank, ranks.count)))
-    ranks.agree(_obstacle(path, tensors))
+    reader = SafeReader(path)
+    ranks.agree(_obstacle(path, reader, tensors))
     if names is not None:
-        saved = sorted(keys_in(path))
+        saved = sorted(reader.read_metadata().state_dict_metadata)
         # A bit for each: there are thousands, on thousands of ranks.
         mine = sum(1 << index for index, key in enumerate(saved) if key in tensors)
         everyones = functools.reduce(operator.or_, ranks.gather(mine))
         ranks.agree(_left_out(path, names, [key for index, key in enumerate(saved) if not everyones >> index & 1]))
     try:
         with _without_single_process_warning():
-            dcp.load(tensors, storage_reader=SafeReader(str(path)), no_dist=alone)
+            dcp.load(tensors, storage_reader=reader, no_dist=alone)
     except CheckpointException as error:  # the same on every rank
         raise CheckpointError(f"{path}: its tensors are damaged or missing, resume from an older checkpoint ({_cause(error)})") from None
 
@@ -289,18 +290,22 @@ def _write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
     try:
         with _without_single_process_warning():
             dcp.save(
-                tensors, checkpoint_id=str(aside), planner=PiecewisePlanner(), no_dist=ranks.alone, process_group=ranks.group
-            )  # fmt: skip
+                tensors,
+                storage_writer=MetadataWriter(aside),
+                planner=PiecewisePlanner(),
+                no_dist=ranks.alone,
+                process_group=ranks.group,
+            )
     except CheckpointException as error:  # the same on every rank
         raise CheckpointError(f"cannot write the checkpoint: {_cause(error)}") from None
 
 
-def _obstacle(path: Path, tensors: Mapping[str, Any]) -> str | None:
+def _obstacle(path: Path, reader: SafeReader, tensors: Mapping[str, Any]) -> str | None:
     """Why this rank's ``tensors`` cannot be loaded from ``path``."""
     try:
-        saved = SafeReader(str(path)).read_metadata().state_dict_metadata
-    except _UNREADABLE as error:
-        return f"{path}: its metadata is damaged or missing, resume from an older checkpoint ({_first_line(error)})"
+        saved = reader.read_metadata().state_dict_metadata
+    except CheckpointError as error:
+        return str(error)
     for key, tensor in tensors.items():
         entry = saved.get(key)
         if not isinstance(entry, TensorStorageMetadata):

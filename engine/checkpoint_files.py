@@ -1,13 +1,20 @@
-"""The files of checkpoints beside their tensors: names, the pointer to the newest, hashes, and what may be removed."""
+"""The files of checkpoints: their names, hashes, the pointer to the newest, and what may be removed.
+
+A checkpoint may come from somebody else. So no name in it may lead out of its directory, and only
+regular files are opened.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +22,8 @@ from .errors import CheckpointError
 
 log = logging.getLogger("sdp")
 
-FORMAT = 2
+FORMAT = 3
+READ_FORMATS = (2, 3)  # 2: the list of tensors is a pickle
 STATE, LATEST = "state.json", "latest.json"
 PARTIAL, OLD = ".partial", ".old"
 
@@ -25,7 +33,7 @@ _OLDER = "remove this directory to resume from an older checkpoint"
 
 def check_tag(tag: str) -> str:
     """``tag`` if it can be the name of a directory among others. Raises :class:`CheckpointError`."""
-    if not tag or tag.startswith(".") or Path(tag).name != tag:
+    if tag.startswith(".") or tag == LATEST or not _is_plain(tag):
         raise CheckpointError(f"the tag {tag!r} is no name of one directory; use letters, digits and dashes, such as step-100")
     return tag
 
@@ -42,35 +50,98 @@ def encode_state(state: Mapping[str, Any]) -> str:
 def read_state(path: Path) -> dict[str, Any]:
     """``state.json`` of the checkpoint at ``path``. Raises :class:`CheckpointError`."""
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = _read_json(path / STATE)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no checkpoint of this engine ({STATE} is missing); choose another or start anew") from None
-    except (OSError, ValueError):
+    except OSError as error:
+        raise CheckpointError(f"{path / STATE}: cannot be read ({error.strerror}); {_OLDER}") from None
+    except (ValueError, RecursionError):
         state = None
     if not isinstance(state, dict) or not state.keys() >= {"format"}:
         raise CheckpointError(f"{path / STATE}: damaged; {_OLDER}")
-    if state["format"] != FORMAT:
-        raise CheckpointError(f"{path}: has format {state['format']!r}, this version reads {FORMAT}; use the version that wrote it")
+    if state["format"] not in READ_FORMATS:
+        known = " and ".join(map(str, READ_FORMATS))
+        found = f"has format {state['format']!r}, this version reads {known}"
+        raise CheckpointError(f"{path}: {found}; use the version that wrote it")
     missing = _KEYS - state.keys()
     if missing or state.pop("sha256", None) != _digest(state):
         found = f"{min(missing)!r} is missing" if missing else "its content is not what was written"
         raise CheckpointError(f"{path / STATE}: damaged, {found}; {_OLDER}")
+    files = state["files"]
+    if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
+        raise CheckpointError(f"{path / STATE}: damaged, 'files' does not give a hash for each file; {_OLDER}")
+    for name in files:
+        if not _is_plain(name):
+            found = f"names the file {name!r}, which is not in this directory"
+            raise CheckpointError(f"{path / STATE}: {found}; do not use this checkpoint")
     return state
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """Open ``path`` to read it.
+
+    Raises OSError for anything but a regular file: a symbolic link may lead elsewhere, and a FIFO would hang.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    # The flags matter only if somebody replaces the file in between.
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+
+
+def _read_json(path: Path) -> Any:
+    with open_regular(path) as file:
+        return json.loads(file.read().decode("utf-8"))
+
+
+def _is_plain(name: str) -> bool:
+    """Whether ``name`` names an entry of a directory, and not a path that leads elsewhere."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+def file_sizes(path: Path, files: Iterable[str]) -> dict[str, int]:
+    """The sizes in bytes of the files of the checkpoint at ``path``.
+
+    Raises :class:`CheckpointError` unless the directory holds ``state.json`` and exactly ``files``, and all are
+    regular files.
+    """
+    named, sizes = {*files}, {}
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                remedy = "remove it, or take another checkpoint"
+                if not entry.is_file(follow_symlinks=False):
+                    raise CheckpointError(f"{path / entry.name}: is not a regular file; {remedy}")
+                if entry.name in named:
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+                elif entry.name != STATE:
+                    raise CheckpointError(f"{path / entry.name}: is not a file of this checkpoint; {remedy}")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {_OLDER}") from None
+    if missing := named - sizes.keys():
+        raise CheckpointError(f"{path / min(missing)}: is missing; {_OLDER}")
+    return sizes
+
+
 def write_durably(path: Path, text: str) -> None:
-    """Write and flush to the disk: the rename that follows must not outlive the content."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write ``text`` to ``path`` in one step and flush it to the disk. After a crash the file is the old or the new one."""
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+    partial.unlink(missing_ok=True)
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def hash_files(paths: Iterable[Path]) -> dict[str, str]:
     """File name → sha256 of its bytes."""
     digests = {}
     for path in paths:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return digests
 
@@ -91,29 +162,37 @@ def damaged_file(path: Path, expected: Mapping[str, str]) -> str | None:
 
 def point_to(directory: Path, tag: str) -> None:
     """Make ``tag`` the newest checkpoint."""
-    pointer = directory / f".{LATEST}"
-    write_durably(pointer, json.dumps({"tag": tag}))
-    pointer.rename(directory / LATEST)
+    write_durably(directory / LATEST, json.dumps({"tag": tag}))
 
 
 def latest(directory: Path) -> str | None:
-    """The tag of the newest whole checkpoint in ``directory``, or None where there is none.
+    """The tag of the newest checkpoint in ``directory``, or None where there is none.
 
-    Where the pointer is lost, or names a checkpoint that was removed, the whole one of the highest step stands for it.
+    If the pointer is lost, or names a checkpoint that was removed, the checkpoint of the highest step is the newest.
     """
     whole = checkpoints_in(directory)
     newest = whole[-1].name if whole else None
+    pointer = directory / LATEST
+    remedy = f"remove this file to resume from {newest or 'the start'}"
     try:
-        tag = str(json.loads((directory / LATEST).read_text(encoding="utf-8"))["tag"])
+        tag = _read_json(pointer)["tag"]
     except FileNotFoundError:
         return newest
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{directory / LATEST}: cannot be read; remove this file to resume from {newest or 'the start'}") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f"{pointer}: cannot be read; {remedy}") from None
+    try:
+        if not isinstance(tag, str):
+            raise CheckpointError(f"{tag!r} is not a name")
+        check_tag(tag)
+    except CheckpointError:
+        found = f"names {tag!r}, which is not a checkpoint of this directory"
+        raise CheckpointError(f"{pointer}: {found}; {remedy}") from None
     if (directory / tag).is_dir():
         return tag
     if newest is None:
-        raise CheckpointError(f"{directory / tag}: is gone, and no other checkpoint is there; remove {directory / LATEST} to start anew")
-    log.warning("%s names %s, which is gone: taking %s", directory / LATEST, tag, newest)
+        found = "is gone, and no other checkpoint is there"
+        raise CheckpointError(f"{directory / tag}: {found}; remove {pointer} to start anew")
+    log.warning("%s names %s, which is gone: taking %s", pointer, tag, newest)
     return newest
 
 

@@ -45,7 +45,11 @@ class WeightFiles:
                 names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             except (OSError, ValueError, KeyError, AttributeError, TypeError):
                 raise ModelError(f"{index}: is no index of weights; download or export the model again") from None
-            return [self.directory / Path(str(name)).name for name in sorted(names, key=str)]
+            for name in names:
+                if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
+                    found = f"names the file {name!r}, which is not in this directory"
+                    raise ModelError(f"{index}: {found}; download or export the model again")
+            return [self.directory / name for name in sorted(names)]
         if (self.directory / WHOLE).is_file():
             return [self.directory / WHOLE]
         pickles = sorted(path.name for path in self.directory.glob("*.bin"))
@@ -57,6 +61,9 @@ class WeightFiles:
         raise ModelError(f"{self.directory}: no {WHOLE} and no {INDEX} there; give the directory of a model in Hugging Face's format")
 
     def _open(self, file: Path) -> Any:
+        # Opening a FIFO would hang. Symbolic links are allowed: Hugging Face's cache consists of them.
+        if file.exists() and not file.is_file():
+            raise ModelError(f"{file}: is not a regular file; download or export the model again")
         try:
             return safe_open(file, framework="pt", device="cpu")
         except FileNotFoundError:

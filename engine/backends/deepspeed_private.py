@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import environment
+from ..checkpoint_files import check_tag
 from ..errors import CheckpointError, ConfigError
 
 log = logging.getLogger("sdp")
@@ -405,12 +406,19 @@ def is_zero_checkpoint(directory: Path) -> bool:
 
 
 def _latest(directory: Path) -> str | None:
+    pointer = directory / "latest"
+    if not pointer.is_file():  # reading a FIFO would hang
+        return None
     try:
-        return (directory / "latest").read_text(encoding="utf-8").strip()
+        tag = pointer.read_text(encoding="utf-8").strip()
     except OSError:
         return None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{directory / 'latest'}: is no text, but must name the checkpoint to read ({error.reason})") from None
+    try:
+        return check_tag(tag)
+    except CheckpointError as error:
+        raise CheckpointError(f"{pointer}: {error}") from None
 
 
 def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
@@ -418,6 +426,9 @@ def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
 
     Raises :class:`CheckpointError` for a checkpoint that is damaged, or holds anything but tensors and DeepSpeed's own records.
     """
+    for file in (directory / (_latest(directory) or "")).glob("*"):
+        if not (file.is_file() or file.is_dir()):  # opening a FIFO would hang
+            raise CheckpointError(f"{file}: is not a regular file; remove it, or take another checkpoint")
     load()
     convert: Any = importlib.import_module("deepspeed.utils.zero_to_fp32")
     allowed = [getattr(importlib.import_module(module), name) for module, names in _IN_CHECKPOINTS.items() for name in names]

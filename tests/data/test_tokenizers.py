@@ -1,6 +1,7 @@
 """Tokenizers: lossless round trips, reproducible training, and clear errors."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -100,6 +101,19 @@ def test_foreign_sentencepiece_model_is_refused(tmp_path, model, piece):
     (tmp_path / "tokenizer.model").write_bytes(model + b" ")
     with pytest.raises(DataError, match=r"tokenizer\.model: not the tokenizer that made these shards"):
         tokenizer_from_spec(piece.spec(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../tokenizer", "/etc", "..", "", "a/b"])
+def test_a_tokenizer_outside_the_directory_is_refused(tmp_path, name):
+    for spec in ({"kind": "sentencepiece", "file": name, "sha256": ""}, {"kind": "hf", "directory": name, "name": "x"}):
+        with pytest.raises(DataError, match="is not in this directory"):
+            tokenizer_from_spec(spec, tmp_path)
+
+
+def test_a_tokenizer_that_is_a_fifo_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "tokenizer.model")
+    with pytest.raises(DataError, match="is not a regular file"):
+        tokenizer_from_spec({"kind": "sentencepiece", "file": "tokenizer.model", "sha256": ""}, tmp_path)
 
 
 def test_unknown_kind_and_missing_index(tmp_path):

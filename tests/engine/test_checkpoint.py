@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import pickle
 import resource
 import shutil
 from pathlib import Path
@@ -127,7 +126,7 @@ def _save_in_pieces(case: Case, folder: str, piece_bytes: int) -> tuple[Any, Any
 def test_large_tensors_are_written_in_pieces_and_read_as_wholes(ranks: RankPool, tmp_path: Path, source: Case) -> None:
     limit = 128
     saved = ranks.run(_save_in_pieces, source, str(tmp_path), limit, world=source.world)
-    tensors = SafeReader(str(tmp_path / "step-2")).read_metadata().state_dict_metadata
+    tensors = SafeReader(tmp_path / "step-2").read_metadata().state_dict_metadata
     chunks = [(chunk, entry.properties.dtype.itemsize) for entry in tensors.values() for chunk in entry.chunks]  # type: ignore[union-attr]
     assert all(chunk.sizes.numel() * itemsize <= limit or chunk.sizes[0] == 1 for chunk, itemsize in chunks)
     assert len(chunks) > 2 * len(tensors)
@@ -174,11 +173,6 @@ def test_the_reference_reads_it_too(saved: Any) -> None:
     assert all(torch.equal(loaded[name], moments[name]) for name in moments)
 
 
-class _Planted:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (Path("planted"),))
-
-
 def _damage(folder: Path, how: str) -> None:
     checkpoint = folder / "step-1"
     if how == "no state":
@@ -190,11 +184,9 @@ def _damage(folder: Path, how: str) -> None:
     elif how == "other format":
         (checkpoint / "state.json").write_text(json.dumps({"format": 99}))
     elif how == "no metadata":
-        (checkpoint / ".metadata").unlink()
+        (checkpoint / "metadata.json").unlink()
     elif how == "truncated metadata":
-        (checkpoint / ".metadata").write_bytes((checkpoint / ".metadata").read_bytes()[:50])
-    elif how == "planted pickle":
-        (checkpoint / ".metadata").write_bytes(pickle.dumps(_Planted()))
+        (checkpoint / "metadata.json").write_bytes((checkpoint / "metadata.json").read_bytes()[:50])
     elif how == "no tensors":
         next(checkpoint.glob("*.distcp")).unlink()
     elif how == "truncated tensors":
@@ -243,14 +235,12 @@ def test_a_damaged_checkpoint_is_one_line(small: Path, how: str, monkeypatch: py
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("how", ["planted pickle", "truncated metadata", "truncated tensors"])
-def test_right_hashes_do_not_make_a_file_trusted(small: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(small)
+@pytest.mark.parametrize("how", ["truncated metadata", "truncated tensors"])
+def test_right_hashes_do_not_make_a_file_trusted(small: Path, how: str) -> None:
     _damage(small, how)
     _reseal(small / "step-1")
     with pytest.raises(CheckpointError, match="step-1"):
         engine_of(SOURCE, "reference").load_checkpoint(small)
-    assert not (small / "planted").exists()
 
 
 def test_a_pointer_to_nothing_falls_back_and_says_so(small: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -346,6 +347,24 @@ def test_a_damaged_checkpoint_of_deepspeeds_is_told_in_one_line(tmp_path: Path, 
     (tmp_path / "latest").write_bytes(b"\xff")
     with pytest.raises(CheckpointError, match="latest: is no text"):
         is_zero_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_of_deepspeeds_leads_nowhere_else_and_does_not_hang(tmp_path: Path) -> None:
+    from sdp.engine.backends.deepspeed_private import is_zero_checkpoint, weights_of_zero_checkpoint
+
+    for tag in ("../step", "/etc", "a/b"):
+        (tmp_path / "latest").write_text(tag)
+        with pytest.raises(CheckpointError, match=r"latest: the tag .* is no name of one directory"):
+            is_zero_checkpoint(tmp_path)
+    (tmp_path / "latest").write_text("step")
+    (tmp_path / "step").mkdir()
+    os.mkfifo(tmp_path / "step" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert is_zero_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"optim_states\.pt: is not a regular file"):
+        weights_of_zero_checkpoint(tmp_path)
+    (tmp_path / "latest").unlink()
+    os.mkfifo(tmp_path / "latest")
+    assert not is_zero_checkpoint(tmp_path)
 
 
 def test_what_others_put_into_torch_stays() -> None:

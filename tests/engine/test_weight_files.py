@@ -171,6 +171,11 @@ def damage(folder: Path, how: str) -> None:
         index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}))
     elif how == "index damaged":
         index.write_text("{")
+    elif how == "file outside":
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../model/model.safetensors"}}))
+    elif how == "FIFO":
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": "pipe.safetensors"}}))
+        os.mkfifo(folder / "pipe.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +186,8 @@ def damage(folder: Path, how: str) -> None:
         ("pickle", "pytorch_model.bin, a pickle"),
         ("shard missing", "model-00001-of-00001.safetensors: is missing"),
         ("index damaged", "is no index of weights"),
+        ("file outside", "names the file '../model/model.safetensors', which is not in this directory"),
+        ("FIFO", "pipe.safetensors: is not a regular file"),
     ],
 )
 def test_damaged_files_are_one_line(tmp_path: Path, how: str, message: str) -> None:

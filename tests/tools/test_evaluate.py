@@ -63,7 +63,7 @@ def test_optimizer_state_is_not_read(trained_run, tmp_path, capsys):
     copy = shutil.copytree(trained_run, tmp_path / "run")
     checkpoint = copy / "checkpoints" / "step-4"
     spoiled = 0
-    for index, place in SafeReader(str(checkpoint)).read_metadata().storage_data.items():
+    for index, place in SafeReader(checkpoint).read_metadata().storage_data.items():
         if index.fqn.startswith("optimizer/"):
             with (checkpoint / place.relative_path).open("r+b") as file:
                 file.seek(place.offset)

@@ -1,0 +1,136 @@
+"""The list of a checkpoint's tensors, which says where each tensor lies in the files.
+
+DCP itself stores this list as a pickle, and reading a pickle can run code. So ``MetadataWriter``
+writes the same list as JSON, to ``metadata.json``. Every value is checked when it is read. Tensor
+files are DCP's own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .checkpoint_files import write_durably
+
+METADATA = "metadata.json"
+TENSOR_FILES = ".distcp"
+
+_CHUNK = ("offsets", "sizes", "file", "offset", "length")
+_TOO_LARGE = 2**63
+
+
+class MetadataWriter(FileSystemWriter):
+    """DCP's writer of a directory, except that the metadata become JSON."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        write_durably(Path(self.path) / METADATA, json.dumps({"tensors": _encode(metadata, places)}))
+
+
+def _encode(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
+    tensors = {}
+    for key, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            raise TypeError(f"{key!r} is not a tensor; a checkpoint holds only tensors")
+        chunks = []
+        for chunk in tensor.chunks:
+            place = places[MetadataIndex(key, chunk.offsets)]
+            values = (list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length)
+            chunks.append(dict(zip(_CHUNK, values, strict=True)))
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        tensors[key] = {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
+    return tensors
+
+
+def build_metadata(content: Any, file_sizes: Mapping[str, int], load_id: str) -> Metadata:
+    """DCP's metadata from the content of ``metadata.json``. Every value is checked first.
+
+    Args:
+        content: The decoded JSON.
+        file_sizes: The checkpoint's files, with their sizes in bytes.
+        load_id: DCP's name for this load.
+
+    Raises:
+        ValueError: A value is wrong. The text says which one.
+    """
+    tensors = content.get("tensors") if isinstance(content, dict) else None
+    if not isinstance(tensors, dict):
+        raise ValueError("it does not list tensors")
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, value in tensors.items():
+        if not isinstance(key, str) or not isinstance(value, dict) or value.keys() != {"dtype", "size", "chunks"}:
+            raise ValueError(f"the entry of {key!r} does not describe a tensor")
+        size = _shape(value["size"], f"the size of {key!r}")
+        chunks: list[ChunkStorageMetadata] = []
+        if not isinstance(value["chunks"], list):
+            raise ValueError(f"the chunks of {key!r} are not a list")
+        for chunk in value["chunks"]:
+            chunks.append(_chunk(key, size, chunk))
+            index = MetadataIndex(key, chunks[-1].offsets)
+            if index in places:
+                raise ValueError(f"{key!r} has two chunks at {tuple(chunks[-1].offsets)}")
+            places[index] = _place(key, chunk, file_sizes)
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+            raise ValueError(f"the chunks of {key!r} do not add up to its size")
+        entries[key] = TensorStorageMetadata(TensorProperties(dtype=_dtype(key, value["dtype"])), size, chunks)
+    return Metadata(entries, storage_data=places, storage_meta=StorageMeta(load_id=load_id))
+
+
+def _chunk(key: str, size: torch.Size, chunk: Any) -> ChunkStorageMetadata:
+    if not isinstance(chunk, dict) or chunk.keys() != set(_CHUNK):
+        raise ValueError(f"a chunk of {key!r} is not described by {', '.join(_CHUNK)}")
+    offsets = _shape(chunk["offsets"], f"the offsets of a chunk of {key!r}")
+    sizes = _shape(chunk["sizes"], f"the sizes of a chunk of {key!r}")
+    if not len(offsets) == len(sizes) == len(size):
+        raise ValueError(f"a chunk of {key!r} has not as many dimensions as the tensor")
+    if any(start + length > whole for start, length, whole in zip(offsets, sizes, size, strict=True)):
+        raise ValueError(f"a chunk of {key!r} reaches beyond the tensor")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _place(key: str, chunk: Mapping[str, Any], file_sizes: Mapping[str, int]) -> _StorageInfo:
+    file, offset, length = chunk["file"], chunk["offset"], chunk["length"]
+    if not isinstance(file, str) or not file.endswith(TENSOR_FILES) or file not in file_sizes:
+        raise ValueError(f"{key!r} is said to be in {file!r}, which is not a tensor file of this checkpoint")
+    if not _is_count(offset) or not _is_count(length) or offset + length > file_sizes[file]:
+        raise ValueError(f"{key!r} is said to be at bytes that {file} does not have")
+    return _StorageInfo(file, offset, length)
+
+
+def _shape(value: Any, what: str) -> torch.Size:
+    if not isinstance(value, (list, tuple)) or not all(map(_is_count, value)) or math.prod(value) >= _TOO_LARGE:
+        raise ValueError(f"{what} is not a list of sizes")
+    return torch.Size(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _TOO_LARGE
+
+
+def _dtype(key: str, name: Any) -> torch.dtype:
+    dtype = dtype_named(name)
+    if dtype is None:
+        raise ValueError(f"the dtype of {key!r} is {name!r}, which torch does not have")
+    return dtype
+
+
+def dtype_named(name: Any) -> torch.dtype | None:
+    """``torch.NAME`` if it is a dtype. Nothing is imported to find out."""
+    found = vars(torch).get(name) if isinstance(name, str) else None
+    return found if isinstance(found, torch.dtype) else None
