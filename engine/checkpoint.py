@@ -36,12 +36,13 @@ from .checkpoint_files import (
     damaged_file,
     encode_state,
     hash_files,
+    is_ours,
     latest,
-    point_to,
+    locate,
+    make_room,
     prune,
+    publish,
     read_state,
-    remove_leftovers,
-    restore_replaced,
     share_of,
     write_durably,
 )
@@ -101,12 +102,18 @@ class Ranks:
 
 
 def find(directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint ``directory/tag`` (None: the newest) and its state; None where there is none and none was asked for."""
-    restore_replaced(directory)
+    """The checkpoint ``directory/tag`` (None: the newest) and its state.
+
+    None if ``tag`` is None and there is no checkpoint. Nothing in ``directory`` is changed. The path is a hidden one
+    where a save that replaces the checkpoint was killed; see :func:`~sdp.engine.checkpoint_files.locate`.
+    """
     tag = check_tag(tag) if tag is not None else latest(directory)
     if tag is None and (directory / STATE).exists():
         raise CheckpointError(f"{directory}: is a checkpoint itself; name the directory it is in, with the tag {directory.name!r}")
-    return None if tag is None else (directory / tag, read_state(directory / tag))
+    if tag is None:
+        return None
+    path = locate(directory, tag)
+    return path, read_state(path)
 
 
 def keys_in(path: Path) -> set[str]:
@@ -225,27 +232,16 @@ def write(
 
     Raises :class:`CheckpointError` on every rank if ``state`` is not JSON or nothing can be written; what was half written is removed.
     """
-    final, aside, old = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}.old"
-
-    def prepare() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        restore_replaced(directory)
-        remove_leftovers(directory)
-        aside.mkdir()
+    aside = directory / f".{tag}{PARTIAL}"
 
     def finish(files: dict[str, str]) -> None:
         files |= hash_files([aside / METADATA])
         write_durably(aside / STATE, encode_state({**state, "files": files}))
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            final.rename(old)
-        aside.rename(final)
-        point_to(directory, tag)
-        shutil.rmtree(old, ignore_errors=True)
+        publish(directory, tag)
         if keep is not None:
             prune(directory, keep, tag)
 
-    _on_rank_0(prepare, ranks)
+    _on_rank_0(lambda: make_room(directory, tag), ranks)
     try:
         ranks.agree(_unless_shared(aside, ranks.rank))
         _write_tensors(aside, tensors, ranks)
@@ -254,10 +250,10 @@ def write(
         ranks.agree(own if isinstance(own, str) else None)
         _on_rank_0(lambda: finish({name: digest for files in everyones for name, digest in files.items()}), ranks)
     except CheckpointError:
-        if ranks.rank == 0:
+        if ranks.rank == 0 and is_ours(aside):
             shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
         raise
-    return final
+    return directory / tag
 
 
 def load(
@@ -344,9 +340,16 @@ def _unless_shared(aside: Path, rank: int) -> str | None:
     return None
 
 
-def _on_rank_0(action: Callable[[], None], ranks: Ranks) -> None:
+def _on_rank_0(action: Callable[[], Any], ranks: Ranks) -> None:
     """Run ``action`` on rank 0 while the others wait; its failure is everyone's."""
-    problem = _attempt(action) if ranks.rank == 0 else None
+    problem = None
+    if ranks.rank == 0:
+        try:
+            action()
+        except OSError as error:
+            problem = _cannot_write(error)
+        except CheckpointError as error:
+            problem = str(error)
     ranks.agree(problem)
 
 
@@ -355,7 +358,11 @@ def _attempt(action: Callable[[], Any]) -> Any:
     try:
         return action()
     except OSError as error:
-        return f"cannot write the checkpoint: {error}"
+        return _cannot_write(error)
+
+
+def _cannot_write(error: OSError) -> str:
+    return f"cannot write the checkpoint: {error}"
 
 
 def _cause(error: CheckpointException) -> str:

@@ -1,7 +1,8 @@
 """The files of checkpoints: their names, hashes, the pointer to the newest, and what may be removed.
 
 A checkpoint may come from somebody else. So no name in it may lead out of its directory, and only
-regular files are opened.
+regular files are opened. The directory of the checkpoints may hold entries of other programs. So
+only directories that this engine wrote are renamed or removed, and only by a save.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ log = logging.getLogger("sdp")
 FORMAT = 3
 READ_FORMATS = (2, 3)  # 2: the list of tensors is a pickle
 STATE, LATEST = "state.json", "latest.json"
-PARTIAL, OLD = ".partial", ".old"
+PARTIAL, REPLACED = ".sdp-partial", ".sdp-replaced"
+INCOMPLETE = "incomplete"  # the key of the state that a directory has while its checkpoint is being written
 
 _KEYS = {"global_steps", "global_samples", "mesh", "placement", "scheduler", "loader", "client_state", "files"}
 _OLDER = "remove this directory to resume from an older checkpoint"
@@ -63,6 +65,8 @@ def read_state(path: Path) -> dict[str, Any]:
         known = " and ".join(map(str, READ_FORMATS))
         found = f"has format {state['format']!r}, this version reads {known}"
         raise CheckpointError(f"{path}: {found}; use the version that wrote it")
+    if INCOMPLETE in state:
+        raise CheckpointError(f"{path}: the save that wrote it did not finish; {_OLDER}")
     missing = _KEYS - state.keys()
     if missing or state.pop("sha256", None) != _digest(state):
         found = f"{min(missing)!r} is missing" if missing else "its content is not what was written"
@@ -75,6 +79,32 @@ def read_state(path: Path) -> dict[str, Any]:
             found = f"names the file {name!r}, which is not in this directory"
             raise CheckpointError(f"{path / STATE}: {found}; do not use this checkpoint")
     return state
+
+
+def is_ours(path: Path) -> bool:
+    """Whether ``path`` is a real directory with an undamaged ``state.json`` of this engine.
+
+    The checkpoint in it may be incomplete.
+    """
+    return _own_state(path) is not None
+
+
+def is_whole(path: Path) -> bool:
+    """Whether ``path`` is a checkpoint of this engine that was written to the end."""
+    state = _own_state(path)
+    return state is not None and INCOMPLETE not in state
+
+
+def _own_state(path: Path) -> dict[str, Any] | None:
+    try:
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            return None
+        state = _read_json(path / STATE)
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(state, dict) or state.get("format") not in READ_FORMATS:
+        return None
+    return state if state.pop("sha256", None) == _digest(state) else None
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -165,13 +195,23 @@ def point_to(directory: Path, tag: str) -> None:
     write_durably(directory / LATEST, json.dumps({"tag": tag}))
 
 
+def locate(directory: Path, tag: str) -> Path:
+    """Where the checkpoint ``tag`` of ``directory`` is.
+
+    A save that replaces a checkpoint first renames the old one to a hidden directory. If the save was killed before
+    the new checkpoint took its place, the old one is still in the hidden directory. It is read there.
+    """
+    path, hidden = directory / tag, directory / f".{tag}{REPLACED}"
+    return hidden if not os.path.lexists(path) and is_whole(hidden) else path
+
+
 def latest(directory: Path) -> str | None:
-    """The tag of the newest checkpoint in ``directory``, or None where there is none.
+    """The tag of the newest checkpoint in ``directory``, or None where there is none. :func:`locate` gives its path.
 
     If the pointer is lost, or names a checkpoint that was removed, the checkpoint of the highest step is the newest.
     """
-    whole = checkpoints_in(directory)
-    newest = whole[-1].name if whole else None
+    tags = step_tags(directory)
+    newest = tags[-1] if tags else None
     pointer = directory / LATEST
     remedy = f"remove this file to resume from {newest or 'the start'}"
     try:
@@ -187,7 +227,7 @@ def latest(directory: Path) -> str | None:
     except CheckpointError:
         found = f"names {tag!r}, which is not a checkpoint of this directory"
         raise CheckpointError(f"{pointer}: {found}; {remedy}") from None
-    if (directory / tag).is_dir():
+    if locate(directory, tag).is_dir():
         return tag
     if newest is None:
         found = "is gone, and no other checkpoint is there"
@@ -196,33 +236,82 @@ def latest(directory: Path) -> str | None:
     return newest
 
 
-def checkpoints_in(directory: Path) -> list[Path]:
-    """The whole checkpoints in ``directory`` that carry a step's name, oldest first."""
-    named = [path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
+def step_tags(directory: Path) -> list[str]:
+    """The tags of the checkpoints in ``directory`` that carry a step's name, oldest first."""
+    tags = {path.name for path in directory.glob("step-*") if path.is_dir()}
+    hidden = (path for path in directory.glob(f".step-*{REPLACED}") if is_whole(path))
+    tags |= {path.name.removeprefix(".").removesuffix(REPLACED) for path in hidden}
+    steps = {tag: tag.removeprefix("step-") for tag in tags}
+    return sorted((tag for tag in tags if steps[tag].isdecimal()), key=lambda tag: int(steps[tag]))
 
 
 def prune(directory: Path, keep: int, saved: str) -> None:
-    """Remove the checkpoints of the lowest steps until ``keep`` are left; never ``saved``, the one just written."""
-    others = [path for path in checkpoints_in(directory) if path.name != saved]
+    """Remove the checkpoints of the lowest steps until ``keep`` are left; never ``saved``, the one just written.
+
+    A directory that has a step's name but is not a checkpoint of this engine stays, and does not count.
+    """
+    others = [directory / tag for tag in step_tags(directory) if tag != saved and is_ours(directory / tag)]
     for path in others[: max(0, len(others) - (keep - 1))]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def restore_replaced(directory: Path) -> None:
-    """Bring back a checkpoint that was moved aside for another of its tag, where the program was killed before that one took its place."""
-    for path in directory.glob(f".*{OLD}"):
-        final = directory / path.name.removeprefix(".").removesuffix(OLD)
-        if not final.exists():
+def make_room(directory: Path, tag: str) -> Path:
+    """Make the hidden directory in which the checkpoint ``tag`` is written, and return it. Only a save may call this.
+
+    First it cleans up after saves that were killed: a replaced checkpoint returns to its name, and half-written ones
+    are removed. Raises :class:`CheckpointError` where an entry of somebody else has one of the names that are needed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    _restore_replaced(directory)
+    _remove_leftovers(directory)
+    final, partial, replaced = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}{REPLACED}"
+    if os.path.lexists(final) and not is_whole(final):
+        found = "exists and is not a whole checkpoint of this engine, so it is not replaced"
+        raise CheckpointError(f"{final}: {found}; move it away or use another tag")
+    for path in (partial, replaced):
+        if os.path.lexists(path):
+            found = "exists and is not a checkpoint of this engine, so it is not removed"
+            raise CheckpointError(f"{path}: {found}; move it away")
+    partial.mkdir()
+    try:
+        write_durably(partial / STATE, encode_state({INCOMPLETE: True}))
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return partial
+
+
+def publish(directory: Path, tag: str) -> None:
+    """Rename the directory of :func:`make_room` to ``tag``, in place of an earlier one, and make it the newest."""
+    final, partial, replaced = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}{REPLACED}"
+    if is_whole(final):
+        final.rename(replaced)
+    partial.rename(final)
+    point_to(directory, tag)
+    if is_whole(replaced):
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _restore_replaced(directory: Path) -> None:
+    for path in directory.glob(f".*{REPLACED}"):
+        final = directory / path.name.removeprefix(".").removesuffix(REPLACED)
+        if not is_whole(path):
+            continue
+        if not os.path.lexists(final):
             path.rename(final)
-        else:
+        elif is_whole(final):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove what saves that were killed left half written."""
+def _remove_leftovers(directory: Path) -> None:
     for path in directory.glob(f".*{PARTIAL}"):
-        shutil.rmtree(path, ignore_errors=True)
+        if is_ours(path):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.is_dir() and not path.is_symlink():
+            draft = path / f".{STATE}{PARTIAL}"
+            if {*path.iterdir()} <= {draft}:  # the save was killed before it wrote the state
+                draft.unlink(missing_ok=True)
+                path.rmdir()
 
 
 def share_of(files: Mapping[str, str], part: int, parts: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ from torch import nn
 from ..data.image_sets import check_source, facts_of_set
 from ..data.images import check_packages
 from ..engine.batch_size import BatchSize
-from ..engine.checkpoint_files import latest, read_state
+from ..engine.checkpoint_files import latest, locate, read_state
 from ..engine.config import Config
 from ..engine.errors import ConfigError
 from ..engine.layout import Layout
@@ -98,7 +98,7 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
     tag = latest(dump_dir / "checkpoints")
     if tag is None:
         return
-    path = dump_dir / "checkpoints" / tag
+    path = locate(dump_dir / "checkpoints", tag)
     state = read_state(path)
     if config.training.steps is not None and state["global_steps"] > config.training.steps:
         raise ConfigError(

@@ -12,7 +12,7 @@ from ..data.image_sets import INDEX_FILE as IMAGE_INDEX
 from ..data.image_sets import load_image_index
 from ..data.index import load_index
 from ..data.tokenizers import INDEX_FILE
-from ..engine.checkpoint_files import STATE, latest, read_state
+from ..engine.checkpoint_files import STATE, check_tag, latest, locate, read_state
 from ..engine.config import Config, load_config
 from ..engine.errors import CheckpointError, ConfigError
 from .corpus import path_of
@@ -119,10 +119,11 @@ def _locate(directory: Path, tag: str | None) -> tuple[Path, Path]:
         found = f"no {CONFIG} in it" if directory.is_dir() else "no such directory"
         raise ConfigError(f"{directory}: neither a run nor a checkpoint of one ({found}); give the --dump-dir of sdp train")
     checkpoints = directory / "checkpoints"
-    tag = tag or latest(checkpoints)
+    tag = latest(checkpoints) if tag is None else check_tag(tag)
     if tag is None:
         raise CheckpointError(f"{directory}: this run has no checkpoint; training.save_every says when one is written")
-    if not (checkpoints / tag).is_dir():
+    checkpoint = locate(checkpoints, tag)
+    if not checkpoint.is_dir():
         there = ", ".join(sorted(path.name for path in checkpoints.glob("[!.]*") if path.is_dir())) or "none"
         raise CheckpointError(f"{checkpoints}: no checkpoint {tag}; there: {there}")
-    return directory, checkpoints / tag
+    return directory, checkpoint

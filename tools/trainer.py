@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..engine.batch import loss_of, to_device
-from ..engine.checkpoint_files import latest
+from ..engine.checkpoint_files import latest, locate
 from ..engine.clock import clock
 from ..engine.config import Config
 from ..engine.engine import SDPEngine
@@ -154,7 +154,8 @@ class Trainer:
             self._settle(block=True)
             checkpoints = self.dump_dir / "checkpoints"
             newest = latest(checkpoints)
-            raise DivergedError(f"{error}; the last good one: {checkpoints / newest if newest else 'none was written'}") from None
+            last = locate(checkpoints, newest) if newest else "none was written"
+            raise DivergedError(f"{error}; the last good one: {last}") from None
 
     def _step(self, batches: Iterator[Any], bar: Progress) -> None:
         self.memory.reset()

@@ -558,15 +558,6 @@ def test_ranks_resume_what_the_reference_wrote_on_the_same_mesh(ranks: RankPool,
     assert all(torch.equal(answers[0][1][name], value) for name, value in engine.full_state_dict().items())
 
 
-def test_a_kill_between_two_checkpoints_of_one_tag_loses_none(small: Path) -> None:
-    (small / "step-1").rename(small / ".step-1.old")
-    shutil.copytree(small / ".step-1.old", small / ".step-1.partial")
-    engine = engine_of(SOURCE, "reference")
-    assert engine.load_checkpoint(small)[0] == f"{small}/step-1"
-    engine.save_checkpoint(small, "step-1")
-    assert sorted(path.name for path in small.iterdir()) == ["latest.json", "step-1"]
-
-
 def test_a_tag_is_replaced_and_client_state_must_be_json(small: Path) -> None:
     engine = engine_of(SOURCE, "reference")
     engine.load_checkpoint(small)

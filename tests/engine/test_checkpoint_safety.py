@@ -1,4 +1,4 @@
-"""A hostile checkpoint is refused before it does anything."""
+"""A hostile checkpoint is refused before it does anything. Entries of other programs are left alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import pickle
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 from ranks_cases import Case, engine_of, one_step
 from sdp.engine import checkpoint, checkpoint_files
-from sdp.engine.checkpoint_files import encode_state, hash_files, read_state
+from sdp.engine.checkpoint_files import encode_state, hash_files, is_ours, is_whole, latest, read_state
 from sdp.engine.checkpoint_pickle import read_pickled_metadata
 from sdp.engine.errors import CheckpointError
 from torch.distributed.checkpoint import FileSystemWriter
@@ -275,6 +276,7 @@ def _as_directory(path: Path) -> None:
 def test_only_regular_files_are_opened(small: Path, name: str, change: Callable[[Path], None]) -> None:
     change(small / "step-1" / name)
     assert f"step-1/{name}" in refusal(small)
+    assert not is_ours(small / "step-1") or name != "state.json"
 
 
 @pytest.mark.parametrize("change", [_as_fifo, _as_socket, _as_link, _as_directory])
@@ -314,3 +316,127 @@ def test_a_file_without_a_hash_is_refused(small: Path, name: str) -> None:
     files = read_state(small / "step-1")["files"]
     reseal(small / "step-1", files={key: digest for key, digest in files.items() if key != name})
     assert f"step-1/{name}: is not a file of this checkpoint" in refusal(small)
+
+
+# -- entries of others ---------------------------------------------------------------------------------------------
+
+
+def everything_in(folder: Path) -> dict[str, tuple[int, int]]:
+    found = {str(path.relative_to(folder)): path.lstat() for path in [folder, *folder.rglob("*")]}
+    return {name: (stat.st_mtime_ns, stat.st_ino) for name, stat in found.items()}
+
+
+def test_entries_of_others_stay(small: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = shutil.copytree(small / "step-1", tmp_path_factory.mktemp("elsewhere") / "step-1")
+    for name in (".venv.old", ".download.partial", ".cache.sdp-partial", ".mine.sdp-replaced", "step-0", "step-2"):
+        (small / name).mkdir()
+        (small / name / "precious").write_text("kept")
+    (small / ".conf.old").write_text("kept")
+    (small / ".conf.sdp-replaced").write_text("kept")
+    (small / ".linked.sdp-replaced").symlink_to(elsewhere)
+    (small / ".linked.sdp-partial").symlink_to(elsewhere)
+    ours = (".", "latest.json", "step-1", *(f"step-1/{path.name}" for path in (small / "step-1").iterdir()))
+    others = {key: value for key, value in everything_in(small).items() if key not in ours}
+    assert len(others) == 16
+    engine = engine_of(CASE, "reference")
+    engine.load_checkpoint(small)
+    for tag in ("step-1", "step-3", "step-4", "linked-not"):
+        engine.save_checkpoint(small, tag, keep=1)
+    after = everything_in(small)
+    assert {key: after.get(key) for key in others} == others
+    assert {path.name for path in elsewhere.iterdir()} == {"state.json", "metadata.json", "__0_0.distcp"}
+    assert not (small / "step-3").exists()
+
+
+@pytest.mark.parametrize("name", ["best", ".best.sdp-partial", ".best.sdp-replaced"])
+def test_a_save_never_replaces_what_is_not_a_checkpoint(small: Path, name: str) -> None:
+    (small / name).mkdir()
+    (small / name / "precious").write_text("kept")
+    before = everything_in(small)
+    with pytest.raises(CheckpointError, match="move it away"):
+        engine_of(CASE, "reference").save_checkpoint(small, "best")
+    assert everything_in(small) == before
+
+
+def test_a_link_in_place_of_the_pointers_draft_is_not_followed(small: Path) -> None:
+    target = small / "precious"
+    target.write_text("kept")
+    for name in (".latest.json", ".latest.json.sdp-partial"):
+        (small / name).symlink_to(target)
+    engine_of(CASE, "reference").save_checkpoint(small, "best")
+    assert target.read_text() == "kept"
+    assert latest(small) == "best"
+
+
+class _Killed(BaseException):
+    pass
+
+
+def killed_save(folder: Path, monkeypatch: pytest.MonkeyPatch, renamed: str) -> None:
+    """Save ``step-1`` again in a process that is killed before it renames the directory ``renamed``."""
+    rename = Path.rename
+
+    def rename_unless_killed(path: Path, target: Path) -> Path:
+        if path.name == renamed:
+            raise _Killed
+        return rename(path, target)
+
+    engine = engine_of(CASE, "reference")
+    engine.load_checkpoint(folder)
+    with monkeypatch.context() as until, pytest.raises(_Killed):
+        until.setattr(Path, "rename", rename_unless_killed)
+        engine.save_checkpoint(folder, "step-1", client_state={"second": True})
+
+
+def test_after_a_kill_between_the_renames_a_load_changes_nothing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_save(small, monkeypatch, ".step-1.sdp-partial")
+    assert {path.name for path in small.iterdir()} == {".step-1.sdp-partial", ".step-1.sdp-replaced", "latest.json"}
+    for pointer in (True, False):
+        if not pointer:
+            (small / "latest.json").unlink()
+        before = everything_in(small)
+        for tag in (None, "step-1"):
+            assert load(small, tag) == (f"{small}/.step-1.sdp-replaced", {})
+        assert latest(small) == "step-1"
+        assert everything_in(small) == before
+    engine_of(CASE, "reference").save_checkpoint(small, "best")
+    assert {path.name for path in small.iterdir()} == {"best", "latest.json", "step-1"}
+    assert load(small, "step-1") == (f"{small}/step-1", {})
+
+
+def test_a_kill_before_the_renames_leaves_the_checkpoint(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_save(small, monkeypatch, "step-1")
+    assert load(small) == (f"{small}/step-1", {})
+    engine_of(CASE, "reference").save_checkpoint(small, "step-1", client_state={"third": True})
+    assert {path.name for path in small.iterdir()} == {"latest.json", "step-1"}
+    assert load(small)[1] == {"third": True}
+
+
+def test_a_whole_load_changes_nothing(small: Path) -> None:
+    before = everything_in(small)
+    load(small)
+    assert everything_in(small) == before
+
+
+def test_what_is_half_written_is_not_a_checkpoint(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as until, pytest.raises(_Killed):
+        until.setattr(checkpoint, "_write_tensors", killed)
+        engine_of(CASE, "reference").save_checkpoint(small, "step-7")
+    partial = small / ".step-7.sdp-partial"
+    assert is_ours(partial)
+    assert not is_whole(partial)
+    shutil.copytree(partial, small / "step-7")
+    assert "did not finish" in refusal(small, "step-7")
+
+
+@pytest.mark.parametrize("left", [[], [".state.json.sdp-partial"]], ids=str)
+def test_a_save_killed_at_its_very_start_is_no_obstacle(small: Path, left: list[str]) -> None:
+    partial = small / ".best.sdp-partial"
+    partial.mkdir()
+    for name in left:
+        (partial / name).write_text("{")
+    engine_of(CASE, "reference").save_checkpoint(small, "best")
+    assert {path.name for path in small.iterdir()} == {"best", "latest.json", "step-1"}
