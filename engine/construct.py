@@ -11,10 +11,12 @@ from torch import nn
 
 from .activations import checkpoint_activations
 from .backends.base import Backend
+from .backends.deepspeed_private import is_zero_checkpoint
 from .backends.fsdp2 import FSDP2Backend
 from .backends.reference import ReferenceBackend
 from .backends.vectorized import VectorizedBackend
 from .branch_scale import BranchScale
+from .checkpoint import Ranks
 from .clock import clock
 from .compile import compile_units
 from .config import Config
@@ -29,7 +31,7 @@ from .sync import local_tensor
 from .tensor_collectives import TensorRanks
 from .tensor_parallel import parallelise
 from .traffic import Traffic
-from .weight_files import filled_from, fillers_from
+from .weight_files import WeightFiles, converted, filled_from, fillers_from
 
 
 def build_backend(model: nn.Module, config: Config, layout: Layout, device: torch.device) -> Backend:
@@ -112,7 +114,9 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
         if plan is None:
             raise ModelError("training.init_from: the model has weights already; build it on the meta device, or remove this key")
         alone = config.sdp.in_one_process or not dist.is_initialized() or dist.get_world_size() == 1
-        plan = filled_from(plan, fillers_from(Path(config.training.init_from), model, layout, alone=alone))
+        directory = Path(config.training.init_from)
+        files = converted(directory, Ranks(alone)) if is_zero_checkpoint(directory) else WeightFiles(directory)
+        plan = filled_from(plan, fillers_from(files, directory, model, layout))
     _require_float32(model)
     return plan
 

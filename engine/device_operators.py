@@ -1,7 +1,7 @@
 """The operators that a step is traced with: those that torch runs on the kind of device that a plan is for.
 
-Fake tensors lie on the CPU wherever a plan is made, because a torch that was built without CUDA cannot differentiate tensors of another device. Of
-what models here are made of, one operator is another there and keeps other tensors for backward: RMSNorm.
+Fake tensors are on the CPU wherever a plan is made, because a torch that was built without CUDA cannot differentiate tensors of another
+device. Among the operators of the models here, one differs between the devices and keeps other tensors for backward: RMSNorm.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def device_here() -> Device:
 def operators_of(device: Device) -> Iterator[None]:
     """Inside, fake tensors on the CPU go through the operators of ``device``.
 
-    On CUDA ``torch.rms_norm`` is one kernel, ``aten::_fused_rms_norm``, which keeps its input and a float32 number a row; on a CPU torch
-    composes it of operators that keep float32 copies of the input (aten/src/ATen/native/layer_norm.cpp). Whether an operator is composed or
-    differentiated as one depends on whether the device has a kernel of it. So one is registered while this lasts: with torch's own formula for
-    its derivative (tools/autograd/derivatives.yaml) and torch's own shapes. It never runs; real tensors raise RuntimeError.
+    On CUDA ``torch.rms_norm`` is one kernel, ``aten::_fused_rms_norm``, which keeps its input and one float32 number per row. On a CPU
+    torch composes it from operators that keep float32 copies of the input (aten/src/ATen/native/layer_norm.cpp). torch decides by whether
+    the device has a kernel, so this registers one for the CPU while the context lasts, with torch's own formula for the derivative
+    (tools/autograd/derivatives.yaml) and torch's own shapes. The kernel never runs; real tensors raise RuntimeError.
     """
     if device == "cpu":
         yield

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from .backends.deepspeed_private import is_zero_checkpoint, weights_of_zero_checkpoint
+from .backends.deepspeed_private import weights_of_zero_checkpoint
 from .checkpoint import Ranks
 from .errors import CheckpointError, ModelError
 from .initialisation import Filler, ModuleInit
@@ -133,13 +133,13 @@ def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": where}), encoding="utf-8")
 
 
-def fillers_from(directory: Path, model: nn.Module, layout: Layout, *, alone: bool = True) -> dict[str, Filler]:
-    """Fillers of all parameters and persistent buffers of ``layout``, by canonical name, from the files in ``directory``.
+def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:
+    """Fillers of all parameters and persistent buffers of ``layout``, by canonical name, from open ``files``.
 
-    A checkpoint of DeepSpeed's is converted first: collective unless ``alone``. A model may say by ``canonical_name(key)`` which of its
-    tensors a key stands for, None for one that it does without. Raises :class:`ModelError` unless files and model have the same tensors.
+    ``directory``: what the user named, for messages; converted files are elsewhere. A model may say by ``canonical_name(key)`` which of
+    its tensors a key stands for, and None for one that it does without. Raises :class:`ModelError` unless files and model have the same
+    tensors.
     """
-    files = converted(directory, Ranks(alone)) if is_zero_checkpoint(directory) else WeightFiles(directory)
     canonical: Callable[[str], str | None] = getattr(model, "canonical_name", lambda key: key)
     keys = {name: key for key in files.keys() if (name := canonical(key)) is not None}  # noqa: SIM118
     names_of: dict[str, list[str]] = {name: [name] for name in (*layout.wholes, *layout.buffers)}

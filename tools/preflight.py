@@ -10,6 +10,7 @@ from torch import nn
 
 from ..data.image_sets import check_source, facts_of_set
 from ..data.images import check_packages
+from ..engine.backends.deepspeed_private import is_zero_checkpoint
 from ..engine.batch_size import BatchSize
 from ..engine.checkpoint_files import latest, locate, read_state
 from ..engine.config import Config
@@ -19,7 +20,7 @@ from ..engine.loader import evaluation_batches
 from ..engine.mesh import Mesh
 from ..engine.optim import make_optimizer
 from ..engine.schedules import build_scheduler
-from ..engine.weight_files import fillers_from, is_zero_checkpoint
+from ..engine.weight_files import WeightFiles, fillers_from
 from ..models.registry import build_model, changed_key
 from .corpus import open_prepared, path_of
 from .metrics import CONFIG
@@ -46,8 +47,10 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     if corpus is not None:
         evaluation_batches(corpus.held_out, batch.micro, data_ranks=mesh.data_ranks)
     layout = Layout.of(model, config, mesh)
-    if config.training.init_from is not None and not is_zero_checkpoint(Path(config.training.init_from)):  # which the start converts
-        fillers_from(Path(config.training.init_from), model, layout)
+    if config.training.init_from is not None:
+        directory = Path(config.training.init_from)
+        if not is_zero_checkpoint(directory):  # the start converts those
+            fillers_from(WeightFiles(directory), directory, model, layout)
     _check_optimizer(config)
     if resume:
         _check_checkpoint(config, dump_dir)
