@@ -126,7 +126,8 @@ class Plans:
     """Plans of all ``jobs``, begun at once in so many processes without a GPU, or made in this one when asked for (``workers`` 0)."""
 
     def __init__(self, jobs: Mapping[Row, Job], workers: int, device: Device):
-        self._jobs, self._workers, self._device = jobs, workers, device
+        self._jobs, self._workers = jobs, workers
+        self._device: Device = device
         self._pool: ProcessPoolExecutor | None = None
         self._begun: dict[Row, Future[Planned]] = {}
 
