@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from . import environment
 from .backends.base import Backend
 from .batch_size import BatchSize
 from .config import Config
+from .environment.detect import detect
 from .layout import Layout
 from .memory import StateBytes, measure_state_bytes, predict_state_bytes
 from .traffic import Traffic
@@ -71,7 +71,7 @@ class EngineFacts:
 
     @property
     def local_rank(self) -> int:
-        place = environment.detect()
+        place = detect()
         return place.local_rank if place is not None else self.device.index or 0
 
     @property

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from . import environment, leaving
 from .batch_size import BatchSize
 from .config import Config, FP16Section, SDPSection, load_config
 from .consistency import check_alike, check_placement
 from .construct import build_backend
 from .engine import SDPEngine
+from .environment.detect import detect, publish
+from .environment.exit import watch
 from .errors import ConfigError
 from .initialisation import seed_of
 from .layout import Layout, draws_of
@@ -40,7 +41,7 @@ def join(timeout_seconds: float | None = None) -> torch.device:
     cuda = torch.cuda.is_available()
     if dist.is_initialized():  # by the user's own script, which has chosen its device too
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    found = environment.detect()
+    found = detect()
     device = torch.device("cuda", found.local_rank if found else 0) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -48,7 +49,7 @@ def join(timeout_seconds: float | None = None) -> torch.device:
     if found is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        environment.publish(found)
+        publish(found)
         timeout = timedelta(seconds=timeout_seconds) if timeout_seconds is not None else None
         dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None)
         log.info("rank %d of %d, from the variables of %s", found.rank, found.world_size, found.source)
@@ -88,7 +89,7 @@ def initialize(
     reference = settings.sdp.in_one_process
     device = _own_device(settings.sdp.engine) if reference else join()
     if not reference:
-        leaving.watch()
+        watch()
         check_alike(_settings_of_all(settings), device)
     mesh = mesh_of(settings, 1 if reference else dist.get_world_size())
     batch = BatchSize.resolve(settings, mesh)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from . import environment
 from .activations import checkpoint_activations
 from .backends import deepspeed_private
 from .backends.deepspeed import DeepSpeedBackend
@@ -23,6 +22,7 @@ from .clock import clock
 from .config import Config
 from .construct import cut, give_values, take_values_of_rank_0, values_to_give
 from .engine_deepspeed import DeepSpeedSDPEngine
+from .environment.detect import alone_if_unlaunched
 from .errors import ConfigError, ModelError
 from .layout import Layout, Shard
 from .optim import make_optimizer
@@ -96,7 +96,7 @@ def initialize_deepspeed(
         deepspeed_private.let_groups_differ()
     unbuilt = given is None or not isinstance(given, Optimizer)
     try:
-        with environment.alone_if_unlaunched(), building:  # DeepSpeed asks for a launcher's variables
+        with alone_if_unlaunched(), building:  # DeepSpeed asks for a launcher's variables
             _, _, _, scheduler = made = package.initialize(
                 model=model,
                 optimizer=given,

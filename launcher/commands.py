@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ..engine.environment import child_environment, search_program, variables_with
+from ..engine.environment.child import child_environment, search_program, variables_with
 from ..engine.errors import LaunchError
 from .hosts import Host, include_text, slots_text, world_size
 from .words import encode, is_safe

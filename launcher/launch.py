@@ -12,7 +12,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..engine import environment as env
+from ..engine.environment.child import child_environment, variables_with
+from ..engine.environment.detect import detect
 from ..engine.errors import ConfigError, LaunchError
 from ..engine.nodes import split_tensor_group
 from . import slurm
@@ -101,7 +102,7 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--launcher slurm needs --gpus-per-node G: that many ranks start on each node")
     if not args.words:
         raise ConfigError("the following arguments are required: CONFIG; see sdp launch --help")
-    if (started := env.detect()) is not None:
+    if (started := detect()) is not None:
         raise LaunchError(f"{started.source} started this process already: its ranks run sdp train themselves")
 
 
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees:
     if args.launcher == "local":
         return _local(Start(words, sys.executable, Path.cwd(), search_path()), args, degrees)
     # What this host has in PYTHONPATH already, another host has not.
-    found = env.variables_with(("PYTHONPATH",)) | search_path()
+    found = variables_with(("PYTHONPATH",)) | search_path()
     start = Start(words, args.python or sys.executable, Path.cwd(), found, _extra(args))
     if args.launcher == "slurm":
         return _slurm(start, args, dump_dir, degrees)
@@ -138,7 +139,7 @@ def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees:
         return 0
     for name in programs:
         require(name, f"--launcher {args.launcher}")
-    environ = env.child_environment(settings, {})
+    environ = child_environment(settings, {})
     if args.launcher == "deepspeed":  # whose own ssh sessions notice a host that is silent
         return run_watched(command, environ, 2 * SILENT_SECONDS, tell_by(partial(stop_command, start, hosts, master), environ), kills=True)
     return run_watched(command, environ, SILENT_SECONDS, tell_by_mpirun)
@@ -214,7 +215,7 @@ def _print(command: Sequence[str], settings: Mapping[str, str], notes: Sequence[
 def _become(command: Sequence[str], settings: Mapping[str, str]) -> int:
     sys.stdout.flush()
     try:
-        os.execvpe(command[0], list(command), env.child_environment(settings, {}))
+        os.execvpe(command[0], list(command), child_environment(settings, {}))
     except OSError as error:
         raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine import environment as env
+from ..engine.environment.child import allocator_settings, child_environment, search_path_settings, thread_settings
+from ..engine.environment.detect import ERROR_FILE, PARENT_PID, PLACE_FILE, free_port, local_environment, publish
 from ..engine.errors import LaunchError
 from ..engine.heartbeat import Place
 from .supervised import FatalError, described_end
@@ -107,16 +108,16 @@ def start_local(
     ``python -m sdp.launcher.main``.
     Raises :class:`LaunchError` where a process or log cannot be started.
     """
-    threads = env.thread_settings(processes)
-    defaults = env.allocator_settings() if on_cpu else {}
+    threads = thread_settings(processes)
+    defaults = allocator_settings() if on_cpu else {}
     settings = {**search_path(), **threads}
-    port = env.free_port()
+    port = free_port()
     ranks: list[_Rank] = []
     with caught_signals() as received:
         try:
             for rank in range(processes):
-                place = env.local_environment(rank, processes, port).variables()
-                environ = env.child_environment({**settings, **place}, defaults)
+                place = local_environment(rank, processes, port).variables()
+                environ = child_environment({**settings, **place}, defaults)
                 ranks.append(_start(rank, [*(command or own_command()), *argv], environ, log_dir))
             _wait(ranks, lambda: bool(received) or any(rank.failure() for rank in ranks))
             if not received:
@@ -141,14 +142,14 @@ def become_single(*, on_cpu: bool = True) -> None:
     """Make this process a run of one rank; on a CPU with the allocator settings that started ranks have."""
     if on_cpu:
         _tune_allocator()
-    env.publish(env.local_environment(0, 1, env.free_port()))
+    publish(local_environment(0, 1, free_port()))
 
 
 def _start(rank: int, command: Sequence[str], environ: dict[str, str], log_dir: Path) -> _Rank:
     log, error_file = log_dir / f"rank-{rank}.log", log_dir / f"rank-{rank}.{os.getpid()}.error"
     place_file = error_file.with_suffix(".place")
-    environ |= {env.PARENT_PID: str(os.getpid())}
-    environ |= {env.ERROR_FILE: str(error_file.absolute()), env.PLACE_FILE: str(place_file.absolute())}
+    environ |= {PARENT_PID: str(os.getpid())}
+    environ |= {ERROR_FILE: str(error_file.absolute()), PLACE_FILE: str(place_file.absolute())}
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         error_file.unlink(missing_ok=True)
@@ -269,14 +270,14 @@ def search_path() -> dict[str, str]:
     installed = [*site.getsitepackages(), site.getusersitepackages()]
     if package.name != root or str(package.parent) in installed:
         return {}
-    return env.search_path_settings(package.parent)
+    return search_path_settings(package.parent)
 
 
 def _tune_allocator() -> None:
     """The allocator settings for a process that is already running, by glibc's ``mallopt``; elsewhere nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        resolved = env.child_environment({}, env.allocator_settings())
+        resolved = child_environment({}, allocator_settings())
         for name, parameter in _MALLOPT.items():
             if resolved[name].isdecimal():
                 mallopt(parameter, int(resolved[name]))

@@ -28,8 +28,8 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..engine import leaving
-from ..engine.environment import Supervision, detect, export, supervision
+from ..engine.environment.detect import Supervision, detect, export, supervision
+from ..engine.environment.exit import leaves_at_once
 from ..engine.errors import ConfigError, PeerLostError, SDPError
 from .supervised import report_fatal, tie_to_parent
 
@@ -70,7 +70,7 @@ def entry() -> NoReturn:
             sys.stderr.flush()
             os._exit(code)
 
-    leaving.leaves_at_once()
+    leaves_at_once()
     atexit.register(leave)  # the first registered, so the last called
     code = main()
     sys.exit(code)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ..engine import environment as env
+from ..engine.environment.child import thread_settings
+from ..engine.environment.detect import detect, export
 from ..engine.errors import LaunchError
 from .binding import bind_near_device
 from .hosts import parse_slots
@@ -27,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         report_fatal(f"sdp: error: {error}", error.exit_code, None)
         return error.exit_code
-    settings |= env.thread_settings(int(settings["LOCAL_WORLD_SIZE"]))  # a share of all cores: counted before they are narrowed
+    settings |= thread_settings(int(settings["LOCAL_WORLD_SIZE"]))  # a share of all cores: counted before they are narrowed
     bind_near_device(int(settings["LOCAL_RANK"]), settings["CUDA_VISIBLE_DEVICES"])
-    place = env.detect()
+    place = detect()
     assert place is not None  # place_settings found it
     return run_witnessed(words, settings, place.rank)
 
@@ -39,8 +40,8 @@ def place_settings(slots: Sequence[Sequence[int]], address: str, port: str) -> d
 
     Raises :class:`LaunchError` where the launcher placed it on another host than the one that was planned.
     """
-    env.export({"MASTER_ADDR": address, "MASTER_PORT": port})
-    place = env.detect()
+    export({"MASTER_ADDR": address, "MASTER_PORT": port})
+    place = detect()
     if place is None:
         raise LaunchError("no launcher's variables found; this command is for sdp launch alone, use sdp train")
     total = sum(map(len, slots))

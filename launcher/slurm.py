@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.environment import search_program
+from ..engine.environment.child import search_program
 from ..engine.errors import LaunchError
 from .commands import Start, train_command
 

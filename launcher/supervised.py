@@ -19,7 +19,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..engine.environment import Supervision, detect
+from ..engine.environment.detect import Supervision, detect
 from ..engine.errors import LaunchError
 from ..engine.heartbeat import Place
 

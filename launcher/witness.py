@@ -19,7 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..engine import environment as env
+from ..engine.environment.child import child_environment
+from ..engine.environment.detect import PARENT_PID, PLACE_FILE
 from ..engine.errors import LaunchError
 from ..engine.heartbeat import Place
 from .local import own_command, search_path
@@ -39,9 +40,9 @@ def run_witnessed(argv: Sequence[str], settings: Mapping[str, str], rank: int, c
     with tempfile.TemporaryFile() as file:  # without a name that a process which is killed could leave behind
         os.set_inheritable(file.fileno(), True)
         place_file = Path(f"/dev/fd/{file.fileno()}")
-        told = {env.PARENT_PID: str(os.getpid()), env.PLACE_FILE: str(place_file)}
+        told = {PARENT_PID: str(os.getpid()), PLACE_FILE: str(place_file)}
         passed_on: list[int] = []
-        code = _run([*(command or own_command()), *argv], env.child_environment({**search_path(), **settings, **told}, {}), passed_on)
+        code = _run([*(command or own_command()), *argv], child_environment({**search_path(), **settings, **told}, {}), passed_on)
         place = Place.read(place_file)
     if code >= 0:
         return code

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine import environment
 from ..engine.backends import deepspeed_private
 from ..engine.config import SDPSection
-from ..engine.environment import detect
+from ..engine.environment.detect import alone_if_unlaunched, detect
 from ..engine.errors import ConfigError, LaunchError
 from ..engine.initialize import initialize, join
 from ..engine.place import place
@@ -230,7 +229,7 @@ def _under_deepspeed(args: argparse.Namespace, stage: int) -> Comparison:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = [random_model(args, device) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    with environment.alone_if_unlaunched():
+    with alone_if_unlaunched():
         plain = package.initialize(model=models[0], model_parameters=models[0].parameters(), config=config)[0]
     section = {"engine": "deepspeed", "check_interval": 0}
     ours = initialize(model=models[1], config={**config, "sdp": section}, model_parameters=models[1].parameters())[0]

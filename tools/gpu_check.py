@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..engine.device_operators import Device
-from ..engine.environment import detect
+from ..engine.environment.detect import detect
 from ..engine.errors import ConfigError, LaunchError
 from .files import write_whole
 from .gpu_rows import CONFIGS, DENSE, GROUPS, NAMES, Job, Planned, Plans, Row, job_of, rows

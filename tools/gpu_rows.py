@@ -20,7 +20,7 @@ import torch
 
 from ..engine.config import load_config
 from ..engine.device_operators import Device
-from ..engine.environment import export
+from ..engine.environment.detect import export
 from ..engine.layout import Layout
 from ..engine.mesh import mesh_of
 from ..engine.trace import trace_step

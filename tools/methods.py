@@ -23,7 +23,6 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..engine import environment
 from ..engine.activations import checkpoint_activations
 from ..engine.backends import deepspeed_private
 from ..engine.batch import call_model, loss_of
@@ -32,6 +31,7 @@ from ..engine.compile import compile_units
 from ..engine.config import Config, NamedParams
 from ..engine.construct import give_values, values_to_give
 from ..engine.engine import SDPEngine
+from ..engine.environment.detect import alone_if_unlaunched
 from ..engine.errors import ConfigError, SDPError
 from ..engine.initialize import initialize
 from ..engine.layout import Layout, Shard
@@ -243,7 +243,7 @@ class _Dense:
         }
         plain = functional.linear
         try:
-            with environment.alone_if_unlaunched():
+            with alone_if_unlaunched():
                 engine = package.initialize(model=self.model, optimizer=self._optimizer(), config=settings)[0]
             own = functional.linear  # ZeRO 3 puts one into torch, for every module of the process
         finally:

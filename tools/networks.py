@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.environment import export, search_program
+from ..engine.environment.child import search_program
+from ..engine.environment.detect import export
 from ..engine.errors import ConfigError, LaunchError
 from ..launcher.local import caught_signals
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from ..engine.batch_size import BatchSize
 from ..engine.clock import clock
 from ..engine.config import Config, load_config
-from ..engine.environment import Environment, detect
+from ..engine.environment.detect import Environment, detect
 from ..engine.errors import ConfigError, DivergedError
 from ..engine.initialize import join
 from ..engine.memory_probe import peak_tensor_bytes

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..engine.backends.deepspeed_private import is_zero_checkpoint
 from ..engine.config import Config, load_config
 from ..engine.engine import SDPEngine
-from ..engine.environment import detect, place_file
+from ..engine.environment.detect import detect, place_file
 from ..engine.errors import PeerLostError
 from ..engine.heartbeat import Heartbeat
 from ..engine.initialize import initialize, join

@@ -26,15 +26,7 @@ from ..subnetwork import PassThrough
 from ..sync import GradientSync, WeightRefresh
 from ..traffic import Traffic
 from .deepspeed_groups import GroupsOfRanks
-from .deepspeed_private import (
-    LossScale,
-    MasterCopies,
-    ZeroState,
-    local_part,
-    logged_all_reduce,
-    logged_broadcast,
-    set_gradient_norm,
-)
+from .deepspeed_private import LossScale, MasterCopies, ZeroState, local_part, logged_all_reduce, logged_broadcast, set_gradient_norm
 from .deepspeed_shards import Bundle, EarlyLaunch, Piece, RoutedRefresh, ShardSync, pieces_of
 from .deepspeed_whole import Gathered
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import environment
 from ..checkpoint_files import check_tag
+from ..environment.detect import set_default
 from ..errors import CheckpointError, ConfigError
 
 log = logging.getLogger("sdp")
@@ -67,7 +67,7 @@ def load() -> Any:
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError('sdp.engine: "deepspeed" needs the package deepspeed; pip install "sdp-engine[deepspeed]"')
     if not torch.cuda.is_available():
-        environment.set_default("DS_ACCELERATOR", "cpu")
+        set_default("DS_ACCELERATOR", "cpu")
     deepspeed = importlib.import_module("deepspeed")
     for module, names in _NAMES.items():
         try:

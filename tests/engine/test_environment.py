@@ -7,10 +7,11 @@ import sys
 import types
 
 import pytest
-from sdp.engine import environment
-from sdp.engine.environment import Environment, detect
+from sdp.engine.environment import detect as environment
+from sdp.engine.environment.child import search_path_settings, thread_settings, usable_cores
+from sdp.engine.environment.detect import Environment, detect, local_environment
+from sdp.engine.environment.hostlist import expand_counts, expand_hosts
 from sdp.engine.errors import LaunchError
-from sdp.engine.hostlist import expand_counts, expand_hosts
 
 TORCHRUN = {
     "RANK": "5",
@@ -117,7 +118,7 @@ CASES = {
     "torchrun": (TORCHRUN, Environment(5, 8, 1, 4, 1, "gpu-01", 29400, "torchrun")),
     "deepspeed": (DEEPSPEED, Environment(5, 8, 1, 4, 1, "192.0.2.1", 29500, "deepspeed")),
     "local start": (
-        environment.local_environment(2, 4, 1234).variables() | {"SDP_ERROR_FILE": "/tmp/e"},
+        local_environment(2, 4, 1234).variables() | {"SDP_ERROR_FILE": "/tmp/e"},
         Environment(2, 4, 2, 4, 0, "127.0.0.1", 1234, "sdp"),
     ),
     "five variables": (
@@ -279,15 +280,15 @@ def test_expands_task_counts() -> None:
 
 
 def test_settings_leave_what_the_user_set() -> None:
-    assert environment.thread_settings(4, {"OMP_NUM_THREADS": "3"}) == {}
-    assert environment.thread_settings(10_000, {}) == {"OMP_NUM_THREADS": "1"}
-    assert environment.thread_settings(1, {}) == {"OMP_NUM_THREADS": str(environment.usable_cores())}
+    assert thread_settings(4, {"OMP_NUM_THREADS": "3"}) == {}
+    assert thread_settings(10_000, {}) == {"OMP_NUM_THREADS": "1"}
+    assert thread_settings(1, {}) == {"OMP_NUM_THREADS": str(usable_cores())}
 
 
 def test_search_path_is_extended_once(tmp_path) -> None:
-    added = environment.search_path_settings(tmp_path, {"PYTHONPATH": "/other"})
+    added = search_path_settings(tmp_path, {"PYTHONPATH": "/other"})
     assert added == {"PYTHONPATH": f"{tmp_path}{os.pathsep}/other"}
-    assert environment.search_path_settings(tmp_path, added) == {}
+    assert search_path_settings(tmp_path, added) == {}
 
 
 class FakeMPI:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sdp
 from processes import alive, until
-from sdp.engine.environment import child_environment
+from sdp.engine.environment.child import child_environment
 from sdp.engine.heartbeat import Place
 
 _WITNESS = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import product
 
-from .errors import LaunchError
+from ..errors import LaunchError
 
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
