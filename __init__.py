@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine.config import Config as Config
-    from .engine.config import load_config as load_config
+    from .engine.config.load import load_config as load_config
+    from .engine.config.schema import Config as Config
     from .engine.engine import SDPEngine as SDPEngine
     from .engine.errors import ConfigError as ConfigError
     from .engine.errors import DivergenceError as DivergenceError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import Config
+from .config.schema import Config
 from .errors import ConfigError
 from .mesh import Mesh
 

@@ -19,7 +19,7 @@ from .branch_scale import BranchScale
 from .checkpoint import Ranks
 from .clock import clock
 from .compile import compile_units
-from .config import Config
+from .config.schema import Config
 from .errors import ModelError
 from .initialisation import Filler, ModuleInit, plan_initialisation
 from .layout import Layout, Shard, TensorInfo

@@ -20,7 +20,7 @@ from .batch_size import BatchSize
 from .checkpoint_files import check_tag
 from .checkpoint_state import SavedState, set_random_state
 from .clip import clip_
-from .config import Config
+from .config.schema import Config
 from .consistency import agreed_rates, check_holders
 from .engine_facts import EngineFacts
 from .errors import CheckpointError, ConfigError, DivergedError

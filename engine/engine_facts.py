@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from .backends.base import Backend
 from .batch_size import BatchSize
-from .config import Config
+from .config.schema import Config
 from .environment.detect import detect
 from .layout import Layout
 from .memory import StateBytes, measure_state_bytes, predict_state_bytes

@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .batch_size import BatchSize
-from .config import Config, FP16Section, SDPSection, load_config
+from .config.load import load_config
+from .config.schema import Config, FP16Section, SDPSection
 from .consistency import check_alike, check_placement
 from .construct import build_backend
 from .engine import SDPEngine

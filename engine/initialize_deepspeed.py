@@ -19,7 +19,7 @@ from .backends.deepspeed_groups import GroupsOfRanks
 from .backends.deepspeed_shards import Bundle, partition_numel
 from .batch_size import BatchSize
 from .clock import clock
-from .config import Config
+from .config.schema import Config
 from .construct import cut, give_values, take_values_of_rank_0, values_to_give
 from .engine_deepspeed import DeepSpeedSDPEngine
 from .environment.detect import alone_if_unlaunched

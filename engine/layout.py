@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from .config import Config
+from .config.schema import Config
 from .errors import ConfigError, ModelError
 from .mesh import Coordinates, Holders, Mesh
 from .place import place

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .config import Config
+from .config.schema import Config
 from .errors import ConfigError
 
 Holders = tuple[int, ...]

@@ -13,13 +13,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .config import NamedParams
+from .config.schema import NamedParams
+from .config.section import Beta, NonNegative, Section, parse_section
 from .errors import ConfigError, suggestion
-from .section import Section, parse_section
 from .sync import local_tensor
 
-NonNegative = Annotated[float, Field(ge=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy import sparse
 
-from .config import SDPSection
+from .config.schema import SDPSection
 from .errors import ConfigError, PlacementError
 from .mesh import Holders
 from .packing import Packing, connect, fill, in_step, level, shuffle

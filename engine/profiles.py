@@ -8,7 +8,7 @@ from collections.abc import Sequence, Set
 
 import numpy as np
 
-from .config import SDPSection
+from .config.schema import SDPSection
 from .errors import ConfigError
 
 

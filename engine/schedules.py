@@ -16,10 +16,8 @@ import torch
 from pydantic import Field, model_validator
 from torch.optim import Optimizer
 
-from .config import NonNegativeInt, PositiveInt
+from .config.section import NonNegative, NonNegativeInt, PositiveInt, Section, parse_section
 from .errors import CheckpointError, ConfigError, suggestion
-from .optim import NonNegative
-from .section import Section, parse_section
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from .backends.fsdp2_comm import unreduced_gradients
 from .batch import loss_of, tensors_in
 from .batch_size import BatchSize
 from .checkpoint import materialise_state
-from .config import Config
+from .config.schema import Config
 from .construct import allocate, build_native
 from .device_operators import Device, operators_of
 from .engine import SDPEngine

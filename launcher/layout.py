@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine.batch_size import BatchSize
-from ..engine.config import Config
+from ..engine.config.schema import Config
 from ..engine.errors import LaunchError
 from ..engine.mesh import mesh_of
 from ..engine.profiles import capacities

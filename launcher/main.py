@@ -34,7 +34,7 @@ from ..engine.errors import ConfigError, PeerLostError, SDPError
 from .supervised import report_fatal, tie_to_parent
 
 if TYPE_CHECKING:
-    from ..engine.config import Config
+    from ..engine.config.schema import Config
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STOP_SECONDS = 300.0  # from a signal to the command until its ranks are killed: the step at hand, and a checkpoint
@@ -202,7 +202,7 @@ def _train(args: argparse.Namespace) -> int:
 
     Adds to ``args``, for ``tools.train``: ``overrides``, all that changes CONFIG in the form of ``--set``, ``on_stall`` and ``guarded``.
     """
-    from ..engine.config import load_config
+    from ..engine.config.load import load_config
     from .layout import Degrees, visible_devices
 
     _complete_train_arguments(args)
@@ -254,7 +254,7 @@ def _complete_train_arguments(args: argparse.Namespace) -> None:
 
 def _launch(args: argparse.Namespace) -> int:
     """Find the mistakes in the words for ``sdp train`` here, once, and start it on every rank."""
-    from ..engine.config import load_config
+    from ..engine.config.load import load_config
     from .launch import check, run
     from .layout import Degrees
     from .slurm import status
@@ -297,7 +297,7 @@ def _add_show_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_config(args: argparse.Namespace) -> int:
-    from ..engine.config import json_schema, load_config
+    from ..engine.config.load import json_schema, load_config
 
     if args.schema == (args.config is not None):
         raise ConfigError("give either a CONFIG to resolve or --schema; see sdp config --help")

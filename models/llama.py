@@ -15,10 +15,9 @@ from einops import rearrange, repeat
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..engine.config import PositiveInt
+from ..engine.config.section import PositiveInt, Section
 from ..engine.errors import ConfigError, ModelError
 from ..engine.initialisation import Constant, Init, Normal
-from ..engine.section import Section
 from ..engine.tensor_parallel import Column, Gather, Head, Row, Style, Vocabulary, Whole
 from ..engine.units import Branch
 from .loss import LanguageModelHead

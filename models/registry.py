@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..engine.config.section import Section, parse_section
 from ..engine.errors import ConfigError, suggestion
-from ..engine.section import Section, parse_section
 from . import llama_hf
 from .llama import Llama, LlamaConfig
 from .resnet import ResNet, ResNetConfig

@@ -12,10 +12,9 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine.config import PositiveInt
+from ..engine.config.section import PositiveInt, Section
 from ..engine.errors import ConfigError, ModelError
 from ..engine.initialisation import Constant, Init, Normal, Uniform
-from ..engine.section import Section
 from ..engine.units import Branch
 from .classification import Measure, measured
 

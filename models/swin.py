@@ -16,10 +16,9 @@ from einops.layers.torch import Rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..engine.config import PositiveInt
+from ..engine.config.section import PositiveInt, Section
 from ..engine.errors import ConfigError, ModelError
 from ..engine.initialisation import Constant, Init, Normal, Table, Uniform
-from ..engine.section import Section
 from ..engine.units import Branch
 from .classification import Measure, measured
 

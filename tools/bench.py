@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine.backends import deepspeed_private
-from ..engine.config import SDPSection
+from ..engine.config.schema import SDPSection
 from ..engine.environment.detect import alone_if_unlaunched, detect
 from ..engine.errors import ConfigError, LaunchError
 from ..engine.initialize import initialize, join

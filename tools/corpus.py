@@ -19,7 +19,7 @@ from ..data.index import load_index
 from ..data.prepare import prepare
 from ..data.shards import TokenDataset
 from ..data.tokenizers import request_of
-from ..engine.config import Config
+from ..engine.config.schema import Config
 from ..engine.errors import ConfigError, SDPError
 
 log = logging.getLogger("sdp")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.config import Config
+from ..engine.config.schema import Config
 from ..engine.errors import ConfigError, SDPError
 from ..engine.layout import Layout
 from ..engine.memory import predict_state_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..engine.batch_size import BatchSize
-from ..engine.config import Config
+from ..engine.config.schema import Config
 from ..engine.errors import ConfigError
 from ..engine.mesh import mesh_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..engine.config import Config
+from ..engine.config.schema import Config
 from .fit_batch import Step
 from .forecast import Forecast
 from .quantities import decimal

@@ -15,7 +15,7 @@ from torch import nn
 from ..data.image_sets import facts_of_set
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, BytesTokenizer
 from ..engine.batch_size import BatchSize
-from ..engine.config import Config, SDPSection
+from ..engine.config.schema import Config, SDPSection
 from ..engine.errors import ConfigError, SDPError
 from ..engine.layout import Layout, parents
 from ..engine.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from ..engine.config import load_config
+from ..engine.config.load import load_config
 from ..engine.device_operators import Device
 from ..engine.environment.detect import export
 from ..engine.layout import Layout

@@ -28,7 +28,8 @@ from ..engine.backends.reference import ReferenceBackend
 from ..engine.backends.vectorized import VectorizedBackend
 from ..engine.batch import call_model, loss_of, map_leaves, to_device
 from ..engine.batch_size import BatchSize
-from ..engine.config import Config, load_config
+from ..engine.config.load import load_config
+from ..engine.config.schema import Config
 from ..engine.construct import give_values, values_to_give
 from ..engine.errors import ConfigError
 from ..engine.layout import Layout, Shard

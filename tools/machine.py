@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
-from ..engine.config import Config
+from ..engine.config.schema import Config
 from ..engine.device_operators import Device
 from ..engine.traffic_plan import Collective
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ..engine.config import load_config
+from ..engine.config.load import load_config
 from ..engine.engine import SDPEngine
 from ..engine.errors import ConfigError, DivergedError, PlacementError, SDPError
 from ..engine.initialize import initialize

@@ -28,7 +28,7 @@ from ..engine.backends import deepspeed_private
 from ..engine.batch import call_model, loss_of
 from ..engine.batch_size import BatchSize
 from ..engine.compile import compile_units
-from ..engine.config import Config, NamedParams
+from ..engine.config.schema import Config, NamedParams
 from ..engine.construct import give_values, values_to_give
 from ..engine.engine import SDPEngine
 from ..engine.environment.detect import alone_if_unlaunched

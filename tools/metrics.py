@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..engine.config import Config
+from ..engine.config.schema import Config
 from ..engine.errors import ConfigError, DataError
 from ..engine.placement import Placement
 from .files import write_whole

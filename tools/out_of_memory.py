@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..engine.config import Config
+from ..engine.config.schema import Config
 from ..engine.engine import SDPEngine
 from ..engine.errors import OutOfMemoryError
 

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..engine.config import Config, load_config
+from ..engine.config.load import load_config
+from ..engine.config.schema import Config
 from ..engine.device_operators import DEVICES, device_here
 from ..engine.errors import ConfigError
 from ..launcher.hosts import read_hostfile

@@ -13,7 +13,7 @@ from ..data.images import check_packages
 from ..engine.backends.deepspeed_private import is_zero_checkpoint
 from ..engine.batch_size import BatchSize
 from ..engine.checkpoint_files import latest, locate, read_state
-from ..engine.config import Config
+from ..engine.config.schema import Config
 from ..engine.errors import ConfigError
 from ..engine.layout import Layout
 from ..engine.loader import evaluation_batches

@@ -13,7 +13,8 @@ from ..data.image_sets import load_image_index
 from ..data.index import load_index
 from ..data.tokenizers import INDEX_FILE
 from ..engine.checkpoint_files import STATE, check_tag, latest, locate, read_state
-from ..engine.config import Config, load_config
+from ..engine.config.load import load_config
+from ..engine.config.schema import Config
 from ..engine.errors import CheckpointError, ConfigError
 from .corpus import path_of
 from .metrics import CONFIG

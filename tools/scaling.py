@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..engine.config import load_config
+from ..engine.config.load import load_config
 from ..engine.errors import ConfigError, SDPError
 from .files import write_whole
 from .plot import plot_lines

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from ..engine.batch_size import BatchSize
 from ..engine.clock import clock
-from ..engine.config import Config, load_config
+from ..engine.config.load import load_config
+from ..engine.config.schema import Config
 from ..engine.environment.detect import Environment, detect
 from ..engine.errors import ConfigError, DivergedError
 from ..engine.initialize import join

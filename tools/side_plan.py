@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..engine.config import Config
+from ..engine.config.schema import Config
 from ..engine.device_operators import device_here
 from ..engine.errors import ConfigError
 from .forecast import Forecast, RankForecast, forecast, with_buckets

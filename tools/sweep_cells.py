@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..engine.config import load_config
+from ..engine.config.load import load_config
 from ..engine.errors import ConfigError
 from ..engine.units import find_units
 from ..models.registry import build_model

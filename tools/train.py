@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ..engine.backends.deepspeed_private import is_zero_checkpoint
-from ..engine.config import Config, load_config
+from ..engine.config.load import load_config
+from ..engine.config.schema import Config
 from ..engine.engine import SDPEngine
 from ..engine.environment.detect import detect, place_file
 from ..engine.errors import PeerLostError

@@ -16,7 +16,7 @@ import torch
 from ..engine.batch import loss_of, to_device
 from ..engine.checkpoint_files import latest, locate
 from ..engine.clock import clock
-from ..engine.config import Config
+from ..engine.config.schema import Config
 from ..engine.engine import SDPEngine
 from ..engine.errors import CheckpointError, ConfigError, DivergedError
 from ..engine.heartbeat import Heartbeat

@@ -10,7 +10,7 @@ import ranks_models as models
 import torch
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, one_step
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.tools.export import export
 from sdp.tools.saved_run import SavedRun

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from sdp.engine.batch_size import BatchSize
-from sdp.engine.config import Config, json_schema, load_config
+from sdp.engine.config.load import json_schema, load_config
+from sdp.engine.config.schema import Config
 from sdp.engine.errors import ConfigError, SDPError
 from sdp.engine.mesh import mesh_of
 

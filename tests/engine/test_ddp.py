@@ -85,7 +85,7 @@ def test_capacity_1_equals_ddp(ranks: RankPool, case: Case) -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "llama-tied"])
 def test_ddp_sends_what_its_plan_says(ranks: RankPool, model: str) -> None:
-    from sdp.engine.config import load_config
+    from sdp.engine.config.load import load_config
     from sdp.engine.layout import Layout
     from sdp.engine.mesh import Mesh
     from sdp.engine.traffic_plan import data_parallel_traffic

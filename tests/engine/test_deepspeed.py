@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, Result, assert_bytes_as_planned, assert_same_run, engine_of, one_step, reference, train, zero_of
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")

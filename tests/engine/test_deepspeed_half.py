@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, assert_bytes_as_planned, engine_of, one_step, reference, train, zero_of
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import CheckpointError, ConfigError, DivergedError, DivergenceError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")

@@ -9,7 +9,7 @@ import pytest
 import sdp
 import torch
 import torch.nn.functional as F
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.device_operators import Device, operators_of
 from sdp.engine.layout import Layout
 from sdp.engine.memory_probe import peak_tensor_bytes

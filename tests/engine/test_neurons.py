@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, full_gradients
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, ModelError, PlacementError
 from sdp.engine.layout import Layout
 from sdp.engine.mesh import Mesh

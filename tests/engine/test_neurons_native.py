@@ -12,7 +12,7 @@ import sdp
 import torch
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, one_step, whole
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import CheckpointError, ModelError
 from sdp.engine.layout import Layout
 from sdp.engine.mesh import Mesh

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from sdp.engine.config import SDPSection
+from sdp.engine.config.schema import SDPSection
 from sdp.engine.errors import ConfigError, PlacementError
 from sdp.engine.place import place
 from sdp.engine.placement import Placement

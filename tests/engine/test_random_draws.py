@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sdp
 import torch
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.engine.layout import Layout
 from sdp.engine.mesh import Mesh

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, full_gradients
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import ModelError
 from sdp.engine.layout import Layout, Shard
 from sdp.engine.mesh import Mesh

@@ -10,7 +10,7 @@ import pytest
 import sdp
 import torch
 from ranks import RankPool
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import LaunchError
 from sdp.engine.layout import Layout
 from sdp.engine.memory_probe import peak_tensor_bytes

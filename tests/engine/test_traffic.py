@@ -10,7 +10,7 @@ import pytest
 import ranks_models as models
 from ranks import RankPool
 from ranks_cases import Case, engine_of, native, one_step
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.layout import Layout
 from sdp.engine.mesh import Mesh
 from sdp.engine.placement import WAYS, Placement

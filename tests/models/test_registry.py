@@ -5,7 +5,7 @@ import re
 from importlib import resources
 
 import pytest
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.engine.layout import Layout
 from sdp.engine.mesh import Mesh

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from sdp.data.prepare import prepare
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, DataError, SDPError
 from sdp.tools import corpus as room
 from sdp.tools.corpus import open_corpus

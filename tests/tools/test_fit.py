@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.engine.config import Config, load_config
+from sdp.engine.config.load import load_config
+from sdp.engine.config.schema import Config
 from sdp.engine.errors import ConfigError
 from sdp.engine.mesh import mesh_of
 from sdp.launcher import main as command_line

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import RankPool
 from sdp.data.tokenizers import BytesTokenizer
 from sdp.engine.activations import checkpoint_activations
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.initialize import initialize
 from sdp.engine.memory_probe import peak_tensor_bytes
 from sdp.engine.trace import StepTrace, fake_world, trace_step

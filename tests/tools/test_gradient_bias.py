@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from sdp.data.prepare import prepare
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.construct import give_values, values_to_give
 from sdp.engine.errors import DivergedError
 from sdp.engine.layout import Layout, Shard

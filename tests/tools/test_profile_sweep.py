@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from sdp.data.prepare import prepare
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.engine.place import place
 from sdp.engine.profiles import explicit_profile

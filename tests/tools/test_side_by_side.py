@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from sdp.engine.config import load_config
+from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, DivergedError
 from sdp.launcher import layout as launcher_layout
 from sdp.launcher.main import main

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import ConfigError, suggestion
+from ..errors import ConfigError, suggestion
+
+PositiveInt = Annotated[int, Field(gt=0)]
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+
+NonNegative = Annotated[float, Field(ge=0)]
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 KeyPath = tuple[str, ...]
 

@@ -9,19 +9,12 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from .config_deepspeed import DEEPSPEED_CLIPS_AT, for_deepspeed, known_keys, split_foreign_keys
-from .errors import ConfigError
-from .section import Section, parse_section
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+from .section import NonNegativeInt, PositiveInt, Section
 
 
 class NamedParams(Section):
@@ -293,144 +286,8 @@ class Config(Section):
         return self._hints
 
 
-def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Read and validate a configuration.
-
-    ``source`` is a path to a JSON file or a mapping; ``overrides`` are ``section.key=value`` strings whose value is JSON, or a
-    bare string. Raises :class:`ConfigError` in one line: unknown key (with a suggestion), wrong type, a value out of range, or
-    a setting that this version cannot honour.
-    """
-    raw = _read(source)
-    for override in overrides:
-        _apply_override(raw, override)
-    section = raw.get("sdp")
-    to_deepspeed = isinstance(section, dict) and section.get("engine") == "deepspeed"
-    if to_deepspeed:
-        raw.setdefault("gradient_clipping", DEEPSPEED_CLIPS_AT)  # with one group as with several
-    ours, hints = split_foreign_keys(raw, deepspeed=to_deepspeed)
-    config = parse_section(Config, ours, known_keys=partial(known_keys, root=Config))
-    config._hints, config._deepspeed = hints, for_deepspeed(raw) if to_deepspeed else {}
-    _refuse_unavailable(config)
-    return config
-
-
 def _completed(settings: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """``settings`` with the keys of ``more`` that they lack, at every level."""
     nested = (key for key in settings if isinstance(settings[key], dict) and isinstance(more.get(key), dict))
     both = {key: _completed(settings[key], more[key]) for key in nested}
     return {**settings, **both, **{key: copy.deepcopy(value) for key, value in more.items() if key not in settings}}
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of the configuration file."""
-    return Config.model_json_schema()
-
-
-def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(source, Mapping):
-        return json.loads(json.dumps(source))  # a deep copy that is sure to be JSON
-    path = Path(source)
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_refuse_duplicates)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON ({error.msg})") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: a JSON object is expected, not {type(raw).__name__}")
-    return raw
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise ConfigError(f"{key}: this key stands twice in one section; remove one")
-        seen[key] = value
-    return seen
-
-
-def _apply_override(raw: dict[str, Any], override: str) -> None:
-    path, separator, text = override.partition("=")
-    if not separator or not all(part.strip() for part in path.split(".")):
-        raise ConfigError(f"--set {override}: expected section.key=value")
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text
-    *parents, key = path.strip().split(".")
-    section = raw
-    for parent in parents:
-        section = section.setdefault(parent, {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"--set {override}: {parent} is not a section")
-    section[key] = value
-
-
-def _refuse_beside_neurons(config: Config) -> None:
-    if config.sdp.units != "auto":
-        raise ConfigError('sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its branches')
-    mode = config.activation_checkpointing.mode
-    if config.sdp.in_one_process and mode != "none":  # recomputation would read the parameters whole
-        raise ConfigError(
-            f'activation_checkpointing.mode: {json.dumps(mode)} is not available in this version beside sdp.granularity "neuron"; use '
-            '"none", or sdp.engine "fsdp2"'
-        )
-
-
-def _refuse_beside_deepspeed(config: Config) -> None:
-    unavailable = {
-        "tensor_parallel.autotp_size": (config.tensor_parallel.autotp_size > 1, config.tensor_parallel.autotp_size, 'use 1, or "fsdp2"'),
-        "training.compile": (config.training.compile, True, 'use false, or sdp.engine "fsdp2"'),
-        "sdp.branch_scale": (config.sdp.branch_scale != "none", config.sdp.branch_scale, 'use "none", or sdp.engine "fsdp2"'),
-    }
-    for path, (refused, value, remedy) in unavailable.items():
-        if refused:
-            raise ConfigError(f'{path}: {json.dumps(value)} is not available in this version beside sdp.engine "deepspeed"; {remedy}')
-
-
-def _refuse_fp16(config: Config) -> None:
-    if not config.fp16.enabled:
-        return
-    if config.sdp.engine != "deepspeed":
-        raise ConfigError(f'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "{config.sdp.engine}" use bf16')
-    if config.bf16.enabled:
-        raise ConfigError("fp16.enabled: true beside bf16.enabled; a model computes in one of them, leave one out")
-
-
-def _refuse_group_sizes(config: Config) -> None:
-    sdp, sizes = config.sdp, config.sdp.group_sizes
-    if sizes is None:
-        return
-    if len(sizes) != sdp.groups:
-        raise ConfigError(
-            f"sdp.group_sizes: {sizes} are the sizes of {len(sizes)} groups, and sdp.groups is {sdp.groups}; change one of them"
-        )
-    if sdp.engine == "fsdp2" and len(set(sizes)) > 1:
-        raise ConfigError(f'sdp.group_sizes: groups of unequal size, {sizes}, need sdp.engine "deepspeed" (or "reference")')
-
-
-def _refuse_unavailable(config: Config) -> None:
-    """A setting that this version cannot honour is an error, never ignored."""
-    sdp = config.sdp
-    _refuse_group_sizes(config)
-    _refuse_fp16(config)
-    if sdp.granularity == "neuron":
-        _refuse_beside_neurons(config)
-    if sdp.engine == "deepspeed":
-        _refuse_beside_deepspeed(config)
-    if sdp.engine == "vectorized" and (sdp.masking != "forward" or sdp.branch_scale != "none"):
-        key, value = ("masking", "forward") if sdp.masking != "forward" else ("branch_scale", "none")
-        raise ConfigError(f'sdp.{key}: "{getattr(sdp, key)}" is not available with sdp.engine "vectorized"; use "{value}", or "reference"')
-    if sdp.branch_scale != "none" and sdp.masking == "backward":
-        raise ConfigError(
-            f'sdp.branch_scale: {json.dumps(sdp.branch_scale)} has no meaning with sdp.masking "backward", where all units run; use "none"'
-        )
-    if config.training.compile and config.tensor_parallel.autotp_size > 1:
-        raise ConfigError("training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false")
-    if config.training.compile and sdp.in_one_process:
-        raise ConfigError(f'training.compile: true is not available with sdp.engine "{sdp.engine}"; use false')

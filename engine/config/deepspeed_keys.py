@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .errors import ConfigError, suggestion
+from ..errors import ConfigError, suggestion
 
 DEEPSPEED_CLIPS_AT = 1.0  # its gradient_clipping where the file names none
 # Performance hints without effect here: accepted, and listed once at start.
