@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engine.config.load import load_config as load_config
     from .engine.config.schema import Config as Config
+    from .engine.distributed.join import init_distributed as init_distributed
+    from .engine.distributed.mesh import Mesh as Mesh
     from .engine.engine import SDPEngine as SDPEngine
     from .engine.errors import ConfigError as ConfigError
     from .engine.errors import DivergenceError as DivergenceError
@@ -18,10 +20,8 @@ if TYPE_CHECKING:
     from .engine.errors import PlacementError as PlacementError
     from .engine.errors import SDPError as SDPError
     from .engine.initialize import initialize as initialize
-    from .engine.mesh import Mesh as Mesh
     from .engine.placement import Placement as Placement
     from .engine.scripts import add_config_arguments as add_config_arguments
-    from .engine.scripts import init_distributed as init_distributed
     from .engine.units import Unit as Unit
 
 _HOMES = {
@@ -34,10 +34,10 @@ _HOMES = {
     "PlacementError": "errors",
     "SDPError": "errors",
     "initialize": "initialize",
-    "Mesh": "mesh",
+    "Mesh": "distributed.mesh",
     "Placement": "placement",
     "add_config_arguments": "scripts",
-    "init_distributed": "scripts",
+    "init_distributed": "distributed.join",
     "Unit": "units",
 }
 __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]

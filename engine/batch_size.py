@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config.schema import Config
+from .distributed.mesh import Mesh
 from .errors import ConfigError
-from .mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from .distributed.mesh import Coordinates
 from .layout import Layout
-from .mesh import Coordinates
 
 
 class BufferedRank(Protocol):

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,55 +49,13 @@ from .checkpoint_metadata import METADATA, MetadataWriter
 from .checkpoint_part import Part
 from .checkpoint_pieces import PiecewisePlanner
 from .checkpoint_reader import SafeReader
+from .distributed.agreement import Ranks
 from .errors import CheckpointError
 from .optimizer_state import COUNT, OptimizerState
 
 T = TypeVar("T")
 
 _SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The processes that save or load together; ``group`` None is all of them. ``alone``: this one process by itself."""
-
-    alone: bool
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.alone else dist.get_rank()
-
-    @property
-    def count(self) -> int:
-        return 1 if self.alone else dist.get_world_size()
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, by rank."""
-        if self.alone:
-            return [value]
-        values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def from_rank_0(self, action: Callable[[], T]) -> T:
-        """What ``action`` returns on rank 0, on every rank; or its CheckpointError."""
-        answer: Any = None
-        if self.rank == 0:
-            try:
-                answer = action(), None
-            except CheckpointError as error:
-                answer = None, error
-        result, problem = self.gather(answer)[0]
-        if problem is not None:
-            raise problem
-        return result
-
-    def agree(self, problem: str | None) -> None:
-        """Raise the first rank's problem on every rank, so that none waits for another in a collective."""
-        first = next((found for found in self.gather(problem) if found is not None), None)
-        if first is not None:
-            raise CheckpointError(first)
 
 
 def find(directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from . import checkpoint
 from .backends.base import Backend
+from .checkpoint import tensors_of
 from .checkpoint_part import Part
+from .distributed.tensors import local_tensor
 from .layout import TensorInfo
 from .optimizer_state import OptimizerState
-from .sync import local_tensor
 
 
 class SavedState:
@@ -42,7 +42,7 @@ class SavedState:
         named = ((name, buffer) for name, buffer in backend.module.named_buffers() if name in known)
         buffers = {name: buffer for name, buffer in named if to_load or self._gives(known[name])}
         self._state = OptimizerState(self._optimizer)
-        return checkpoint.tensors_of(self._stepped(), buffers, self._state, self._placed)
+        return tensors_of(self._stepped(), buffers, self._state, self._placed)
 
     def _stepped(self) -> Mapping[str, torch.Tensor]:
         """The parameters as the optimizer has them."""

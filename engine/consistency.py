@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .errors import ConfigError, DivergenceError, PlacementError
+from .distributed.agreement import _differ
+from .distributed.tensors import local_tensor
+from .errors import DivergenceError, PlacementError
 from .layout import Layout
 from .placement import Placement
-from .sync import local_tensor
 from .units import SHARED
 
 CHUNK = 1 << 20
-_ALIKE = "start all with the same configuration, model and data"
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
@@ -68,59 +65,6 @@ def check_placement(placement: Placement, device: torch.device) -> None:
         )
 
 
-def check_alike(facts: Mapping[str, Any], device: torch.device) -> None:
-    """Raise :class:`ConfigError` on every rank, naming the first of the ``facts`` (of JSON) that is not the same on all. Collective.
-
-    Ranks that differ would wait for each other for ever, or train shared weights in different ways.
-    """
-    texts = [_text(fact) for fact in facts.values()]
-    for key, text, differs in zip(facts, texts, _differ(texts, device), strict=True):
-        if differs:
-            everyones = [""] * dist.get_world_size()
-            dist.all_gather_object(everyones, text)
-            other = next(rank for rank, found in enumerate(everyones) if found != everyones[0])
-            where, first, second = _first_difference(key, json.loads(everyones[0]), json.loads(everyones[other]))
-            raise ConfigError(f"{where}: rank 0 has {first}, rank {other} has {second}; {_ALIKE}")
-
-
-def _text(fact: Any) -> str:
-    """As JSON, where 0.0 is 0."""
-
-    def number(text: str) -> float:
-        return int(float(text)) if float(text).is_integer() else float(text)
-
-    return json.dumps(json.loads(json.dumps(fact, default=str), parse_float=number), sort_keys=True)
-
-
-def _first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str]:
-    """Where two values of JSON differ, and what each has there."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        # As text, in which true is not 1, and what is no number is itself.
-        texts = [{key: json.dumps(value, sort_keys=True) for key, value in values.items()} for values in (first, second)]
-        key = next(key for key in sorted({*first, *second}) if texts[0].get(key) != texts[1].get(key))
-        if key in first and key in second:
-            return _first_difference(f"{path}.{key}", first[key], second[key])
-        there, here = (json.dumps(values[key]) if key in values else "nothing" for values in (first, second))
-        return f"{path}.{key}", there, here
-    return path, json.dumps(first), json.dumps(second)
-
-
-def agreed_rates(rates: Mapping[str, float], names: Sequence[str], device: torch.device) -> dict[str, float]:
-    """Learning rates of parameters of the full model from those of each rank's, ``rates``; ``names``: of all. Collective.
-
-    Raises :class:`ConfigError` on every rank, naming a parameter of which ranks have different ones.
-    """
-    none = float("-inf")
-    rows = [[rates.get(name, none) for name in names], [-rates[name] if name in rates else none for name in names]]
-    extremes = torch.tensor(rows, dtype=torch.float64, device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    found = {name: (high, -low) for name, high, low in zip(names, *extremes.tolist(), strict=True) if high != none}
-    for name, (high, low) in found.items():
-        if high != low:
-            raise ConfigError(f"the learning rate of {name}: ranks have different values, from {low:g} to {high:g}; {_ALIKE}")
-    return {name: high for name, (high, _) in found.items()}
-
-
 def check_loss_scale(scale: str, device: torch.device) -> None:
     """Raise :class:`DivergenceError` on every rank unless all have the same loss scale and counts of overflows. Collective."""
     if any(_differ([scale], device)):
@@ -128,14 +72,6 @@ def check_loss_scale(scale: str, device: torch.device) -> None:
             "fp16: ranks have different loss scales, or counts of steps without an overflow; ranks that skip alike cannot: check the "
             "hardware, and resume from the last checkpoint"
         )
-
-
-def _differ(facts: Sequence[str], device: torch.device) -> list[bool]:
-    """Of each whether it is another on some rank."""
-    digests = [int(hashlib.sha256(fact.encode()).hexdigest()[:15], 16) for fact in facts]
-    extremes = torch.tensor([digests, [-digest for digest in digests]], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    return (extremes[0] != -extremes[1]).tolist()
 
 
 def _state_of(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:

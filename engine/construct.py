@@ -16,21 +16,21 @@ from .backends.fsdp2 import FSDP2Backend
 from .backends.reference import ReferenceBackend
 from .backends.vectorized import VectorizedBackend
 from .branch_scale import BranchScale
-from .checkpoint import Ranks
 from .clock import clock
 from .compile import compile_units
 from .config.schema import Config
+from .distributed.agreement import Ranks
+from .distributed.mesh import Coordinates
+from .distributed.process_groups import tensor_group
+from .distributed.tensor_collectives import TensorRanks
+from .distributed.tensor_parallel import parallelise
+from .distributed.tensors import local_tensor
+from .distributed.traffic import Traffic
 from .errors import ModelError
 from .initialisation import Filler, ModuleInit, plan_initialisation
 from .layout import Layout, Shard, TensorInfo
-from .mesh import Coordinates
 from .neurons import slice_layers
-from .process_groups import tensor_group
 from .subnetwork import PassThrough, carve, freeze
-from .sync import local_tensor
-from .tensor_collectives import TensorRanks
-from .tensor_parallel import parallelise
-from .traffic import Traffic
 from .weight_files import WeightFiles, converted, filled_from, fillers_from
 
 

@@ -13,20 +13,22 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from . import checkpoint, optimizer_state, scheduler_state
+from . import optimizer_state, scheduler_state
 from .backends.base import Backend
 from .batch import call_model, loss_of
 from .batch_size import BatchSize
+from .checkpoint import Saver, find, keys_in, load, materialise_state
 from .checkpoint_files import check_tag
 from .checkpoint_state import SavedState, set_random_state
 from .clip import clip_
 from .config.schema import Config
-from .consistency import agreed_rates, check_holders
+from .consistency import check_holders
+from .distributed.agreement import Ranks, agreed_rates
+from .distributed.tensors import local_tensor
 from .engine_facts import EngineFacts
 from .errors import CheckpointError, ConfigError, DivergedError
 from .recalibration import tracks_statistics, with_statistics
 from .schedules import Schedule
-from .sync import local_tensor
 
 log = logging.getLogger("sdp")
 
@@ -54,7 +56,7 @@ class SDPEngine(EngineFacts):
         self._reduced = False
         self._syncing = True
         self._saved = self._state_to_save()
-        self._saver = checkpoint.Saver(alone=self.world_size == 1, device=self.device)
+        self._saver = Saver(alone=self.world_size == 1, device=self.device)
 
     # -- training --------------------------------------------------------------------------------------------------------------
 
@@ -328,14 +330,14 @@ class SDPEngine(EngineFacts):
                 "load_checkpoint: a run goes on with all of its state; leave DeepSpeed's options at their defaults, and start from weights "
                 "alone with training.init_from"
             )
-        ranks = checkpoint.Ranks(alone=self.world_size == 1)
-        found = ranks.from_rank_0(lambda: checkpoint.find(Path(load_dir), tag))  # two hosts may see two states of a file system
+        ranks = Ranks(alone=self.world_size == 1)
+        found = ranks.from_rank_0(lambda: find(Path(load_dir), tag))  # two hosts may see two states of a file system
         if found is None:
             if self.global_rank == 0:
                 log.warning("no checkpoint in %s; starting from the beginning", load_dir)
             return None, {}
         path, state = found
-        saved = checkpoint.keys_in(path)
+        saved = keys_in(path)
         has_stepped = state["global_steps"] > state.get("skipped_steps", 0) or any(key.startswith("optimizer/") for key in saved)
         rates = state.get("learning_rates", {})
         # Before anything is changed:
@@ -363,7 +365,7 @@ class SDPEngine(EngineFacts):
             tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer/")}
         try:
             ranks.agree(problem)
-            checkpoint.load(path, tensors | random, state["files"], alone=self.world_size == 1, names=names)
+            load(path, tensors | random, state["files"], alone=self.world_size == 1, names=names)
         except CheckpointError:
             if not before:
                 optimizer_state.clear(self._basic_optimizer)
@@ -397,7 +399,7 @@ class SDPEngine(EngineFacts):
         return self.optimizer
 
     def _materialise_state(self) -> None:
-        checkpoint.materialise_state(self._basic_optimizer)
+        materialise_state(self._basic_optimizer)
 
     def _scale_state(self) -> dict[str, float] | None:
         """A dynamic loss scale and its counts."""

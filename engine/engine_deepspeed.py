@@ -16,9 +16,9 @@ from .backends.deepspeed import DeepSpeedBackend
 from .clip import clip_
 from .consistency import check_loss_scale
 from .deepspeed_state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
+from .distributed.traffic import Traffic
 from .engine import SDPEngine
 from .memory import StateBytes
-from .traffic import Traffic
 
 
 class DeepSpeedSDPEngine(SDPEngine):

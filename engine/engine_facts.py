@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from .backends.base import Backend
 from .batch_size import BatchSize
 from .config.schema import Config
+from .distributed.traffic import Traffic
 from .environment.detect import detect
 from .layout import Layout
 from .memory import StateBytes, measure_state_bytes, predict_state_bytes
-from .traffic import Traffic
 from .traffic_plan import describe_formula, plan_traffic
 
 

@@ -16,13 +16,13 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from .batch import call_model, loss_of, target_count, to_device
+from .distributed.traffic import passes_on
 from .errors import DataError
 from .gather import Rank, assemble, gather_inside, padded_shard
 from .layout import Layout
 from .lockstep import Lockstep
 from .neurons import Slices
 from .subnetwork import PassThrough
-from .traffic import passes_on
 from .units import Unit
 
 CHUNK = 8  # batches that share one pass of units over the network

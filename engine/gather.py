@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .distributed.mesh import Coordinates
+from .distributed.process_groups import Communicators
+from .distributed.tensor_collectives import TensorRanks
+from .distributed.tensors import local_tensor
+from .distributed.traffic import Traffic
 from .layout import Layout, TensorInfo
-from .mesh import Coordinates
-from .process_groups import Communicators
-from .sync import local_tensor
-from .tensor_collectives import TensorRanks
-from .traffic import Traffic
 
 
 class Rank(Protocol):

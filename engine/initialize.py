@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +15,22 @@ from torch.optim import Optimizer
 from .batch_size import BatchSize
 from .config.load import load_config
 from .config.schema import Config, FP16Section, SDPSection
-from .consistency import check_alike, check_placement
+from .consistency import check_placement
 from .construct import build_backend
+from .distributed.agreement import check_alike
+from .distributed.join import join
+from .distributed.mesh import mesh_of
 from .engine import SDPEngine
-from .environment.detect import detect, publish
 from .environment.exit import watch
 from .errors import ConfigError
 from .initialisation import seed_of
 from .layout import Layout, draws_of
 from .loader import EpochLoader, ResumableLoader
-from .mesh import mesh_of
 from .optim import make_optimizer
 from .place import warnings_of
 from .schedules import build_scheduler
 
 log = logging.getLogger("sdp")
-
-
-def join(timeout_seconds: float | None = None) -> torch.device:
-    """Join the processes that a launcher started (or be the only one) and choose this rank's device.
-
-    Gloo on a CPU, NCCL on CUDA. ``timeout_seconds``: how long a collective may take (None: torch's default). Does nothing to a
-    process group that exists already. Raises LaunchError where the launcher's variables are incomplete.
-    """
-    cuda = torch.cuda.is_available()
-    if dist.is_initialized():  # by the user's own script, which has chosen its device too
-        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    found = detect()
-    device = torch.device("cuda", found.local_rank if found else 0) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if found is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        publish(found)
-        timeout = timedelta(seconds=timeout_seconds) if timeout_seconds is not None else None
-        dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None)
-        log.info("rank %d of %d, from the variables of %s", found.rank, found.world_size, found.source)
-    return device
 
 
 def initialize(

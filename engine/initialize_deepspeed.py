@@ -21,13 +21,13 @@ from .batch_size import BatchSize
 from .clock import clock
 from .config.schema import Config
 from .construct import cut, give_values, take_values_of_rank_0, values_to_give
+from .distributed.traffic import Traffic
 from .engine_deepspeed import DeepSpeedSDPEngine
 from .environment.detect import alone_if_unlaunched
 from .errors import ConfigError, ModelError
 from .layout import Layout, Shard
 from .optim import make_optimizer
 from .schedules import build_scheduler
-from .traffic import Traffic
 
 log = logging.getLogger("sdp")
 

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from .config.schema import Config
+from .distributed.mesh import Coordinates, Holders, Mesh
+from .distributed.tensor_parallel import TP, parameter_cuts
 from .errors import ConfigError, ModelError
-from .mesh import Coordinates, Holders, Mesh
+from .module_paths import parents
 from .place import place
 from .placement import Placement
 from .sync import Bucket, Refresh, plan_buckets
-from .tensor_parallel import TP, parameter_cuts
 from .units import SHARED, Slice, Unit, find_neuron_units, find_units, unit_of_parameters
 
 
@@ -263,12 +264,6 @@ class Layout:
     def counts_norm(self, info: TensorInfo, at: Coordinates, *, sharded: bool) -> bool:
         """Whether the rank at ``at`` counts its part of this parameter in the global norm: one holder does, and one copy."""
         return info.holders[:1] == (at.sdp,) and (sharded or at.fsdp == 0) and (info.tp_dim is not None or at.tp == 0)
-
-
-def parents(name: str) -> Iterator[str]:
-    """The paths of the modules in which ``name`` lies, the nearest first."""
-    while name := name.rpartition(".")[0]:
-        yield name
 
 
 def _require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:

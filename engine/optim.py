@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from .config.schema import NamedParams
 from .config.section import Beta, NonNegative, Section, parse_section
+from .distributed.tensors import local_tensor
 from .errors import ConfigError, suggestion
-from .sync import local_tensor
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 

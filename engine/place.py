@@ -13,12 +13,13 @@ import numpy as np
 from scipy import sparse
 
 from .config.schema import SDPSection
+from .distributed.mesh import Holders
 from .errors import ConfigError, PlacementError
-from .mesh import Holders
+from .module_paths import resolve_name
 from .packing import Packing, connect, fill, in_step, level, shuffle
 from .placement import COMMUNICATORS, Placement, spectral_gap
 from .profiles import capacities, explicit_profile, holder_counts, shaped_counts
-from .units import Unit, resolve_name
+from .units import Unit
 
 _EXACT = 256  # groups × units up to which integer programming takes seconds at most
 _CLOSE = 1.002  # slowest over its lower bound: closer is not worth a search

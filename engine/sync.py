@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .mesh import Holders
+from .distributed.mesh import Holders
+from .distributed.tensor_collectives import TensorRanks
+from .distributed.tensors import local_tensor
+from .distributed.traffic import Traffic, passes_on
 from .placement import Delivery
-from .tensor_collectives import TensorRanks
-from .traffic import Traffic, passes_on
 
 BUCKETS = 4  # of a unit: the first is on its way while backward is in the same block, and links have another to send while one is summed
 LEAST_BYTES, MOST_BYTES = 2**19, 64 * 2**20  # of a bucket, in float32: below, latency decides; above, memory
@@ -77,11 +78,6 @@ class Refresh(Delivery):
 
     block: str
     names: tuple[str, ...]
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass

@@ -6,10 +6,8 @@ gathers and recomputation are those of a real step (torch's FakeTensorMode gives
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,14 +24,16 @@ from .checkpoint import materialise_state
 from .config.schema import Config
 from .construct import allocate, build_native
 from .device_operators import Device, operators_of
+from .distributed.fake_world import fake_world
+from .distributed.tensors import local_tensor
+from .distributed.traffic import Kind
 from .engine import SDPEngine
 from .errors import LaunchError
-from .layout import Layout, parents
+from .layout import Layout
 from .ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, Ledger, Window
 from .memory import StateBytes, predict_state_bytes
+from .module_paths import parents
 from .optim import make_optimizer
-from .sync import local_tensor
-from .traffic import Kind
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 2  # traced of a step at most: the second is what all later ones are
@@ -253,20 +253,6 @@ def _run(
         steps=size.accumulation / accumulation,
         blocks=len(layout.blocks),
     )
-
-
-@contextmanager
-def fake_world(rank: int, size: int) -> Iterator[None]:
-    """This process as ``rank`` of ``size`` whose others exist in name only: collectives return at once."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's own deprecated names, called by torch
-            yield
-    finally:
-        dist.destroy_process_group()
 
 
 def watched_step(

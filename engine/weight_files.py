@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from .backends.deepspeed_private import weights_of_zero_checkpoint
-from .checkpoint import Ranks
+from .distributed.agreement import Ranks
+from .distributed.hosts import machine_id
 from .errors import CheckpointError, ModelError
 from .initialisation import Filler, ModuleInit
 from .layout import Layout, TensorInfo
-from .nodes import machine_id
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _FILE_BYTES = 2**30

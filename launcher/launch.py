@@ -12,10 +12,10 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..engine.distributed.hosts import split_tensor_group
 from ..engine.environment.child import child_environment, variables_with
 from ..engine.environment.detect import detect
 from ..engine.errors import ConfigError, LaunchError
-from ..engine.nodes import split_tensor_group
 from . import slurm
 from .commands import SILENT_SECONDS, Start, deepspeed_command, flavour_of, mpirun_command, require, stop_command, train_command
 from .hosts import Host, check_host, describe, read_hostfile, select, world_size

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ..engine.batch_size import BatchSize
 from ..engine.config.schema import Config
+from ..engine.distributed.mesh import mesh_of
 from ..engine.errors import LaunchError
-from ..engine.mesh import mesh_of
 from ..engine.profiles import capacities
 
 # One of these exists where a driver is loaded: NVIDIA, NVIDIA under WSL, AMD.

@@ -16,9 +16,9 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..engine.config.section import PositiveInt, Section
+from ..engine.distributed.tensor_parallel import Column, Gather, Head, Row, Style, Vocabulary, Whole
 from ..engine.errors import ConfigError, ModelError
 from ..engine.initialisation import Constant, Init, Normal
-from ..engine.tensor_parallel import Column, Gather, Head, Row, Style, Vocabulary, Whole
 from ..engine.units import Branch
 from .loss import LanguageModelHead
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..engine.tensor_collectives import TensorRanks, autocast_precision, gather_vocabulary, log_softmax, own_ids
+from ..engine.distributed.tensor_collectives import TensorRanks, autocast_precision, gather_vocabulary, log_softmax, own_ids
 
 IGNORE_INDEX = -100
 """Label of a token that does not count in the loss (Hugging Face's convention)."""

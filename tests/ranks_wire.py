@@ -91,7 +91,7 @@ def collectives() -> dict[str, float]:
     """Bytes on the wire of all ranks over those of the formula, for each kind of collective on 4 MiB of float32."""
     import torch
     import torch.distributed as dist
-    from sdp.engine.traffic import passes_on, sent_bytes
+    from sdp.engine.distributed.traffic import passes_on, sent_bytes
 
     world, whole = dist.get_world_size(), torch.zeros(1 << 20)
     part = torch.zeros(whole.numel() // world)

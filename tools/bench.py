@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 from ..engine.backends import deepspeed_private
 from ..engine.config.schema import SDPSection
+from ..engine.distributed.join import join
 from ..engine.environment.detect import alone_if_unlaunched, detect
 from ..engine.errors import ConfigError, LaunchError
-from ..engine.initialize import initialize, join
+from ..engine.initialize import initialize
 from ..engine.place import place
 from ..engine.placement import Placement
 from ..engine.units import find_neuron_units, find_units

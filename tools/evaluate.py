@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from ..engine import checkpoint
 from ..engine.backends.base import Backend
 from ..engine.batch import target_count
 from ..engine.batch_size import BatchSize
+from ..engine.checkpoint import load, weights_of
 from ..engine.construct import build_backend
+from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError
 from ..engine.layout import Layout
 from ..engine.loader import evaluation_batches
-from ..engine.mesh import Mesh
 from ..models.registry import build_model
 from . import saved_run
 from .corpus import Corpus, open_prepared
@@ -115,7 +115,7 @@ def _load(saved: SavedRun, corpus: Corpus) -> Backend:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = build_backend(model, saved.config, layout, device)
     buffers = {name: buffer for name, buffer in backend.module.named_buffers() if name in layout.buffers}
-    checkpoint.load(saved.checkpoint, checkpoint.weights_of({**backend.parameters, **buffers}), saved.state["files"], alone=True)
+    load(saved.checkpoint, weights_of({**backend.parameters, **buffers}), saved.state["files"], alone=True)
     backend.module.eval()
     return backend
 

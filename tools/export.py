@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from ..data.huggingface import write_tokenizer
 from ..data.tokenizers import load_tokenizer
-from ..engine import checkpoint
+from ..engine.checkpoint import load, weights_of
 from ..engine.checkpoint_files import damaged_file
 from ..engine.errors import CheckpointError, ConfigError
 from ..models.registry import build_model, huggingface_config
@@ -104,7 +104,7 @@ def _write_weights(path: Path, out: Path, shapes: Mapping[str, torch.Size], dtyp
     files = files if len(shards) > 1 else [f"{WEIGHTS}.safetensors"]
     for file, names in zip(files, shards, strict=True):
         tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
-        checkpoint.load(path, checkpoint.weights_of(tensors), files={}, alone=True)  # checked already
+        load(path, weights_of(tensors), files={}, alone=True)  # checked already
         save_file(tensors, out / file, metadata={"format": "pt"})
         del tensors  # before the next file's are allocated
     if len(files) > 1:

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from ..engine.config.schema import Config
+from ..engine.distributed.mesh import mesh_of
 from ..engine.errors import ConfigError, SDPError
 from ..engine.layout import Layout
 from ..engine.memory import predict_state_bytes
-from ..engine.mesh import mesh_of
 from ..engine.optim import make_optimizer
 from .fit_batch import Step, own_share, stated_step
 from .fit_reasons import Choice, Trial, closest_of, reasons_of

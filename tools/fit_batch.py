@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..engine.batch_size import BatchSize
 from ..engine.config.schema import Config
+from ..engine.distributed.mesh import mesh_of
 from ..engine.errors import ConfigError
-from ..engine.mesh import mesh_of
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from ..data.image_sets import facts_of_set
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, BytesTokenizer
 from ..engine.batch_size import BatchSize
 from ..engine.config.schema import Config, SDPSection
+from ..engine.distributed.mesh import Coordinates, Mesh, mesh_of
 from ..engine.errors import ConfigError, SDPError
-from ..engine.layout import Layout, parents
+from ..engine.layout import Layout
 from ..engine.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS
-from ..engine.mesh import Coordinates, Mesh, mesh_of
+from ..engine.module_paths import parents
 from ..engine.place import warnings_of
 from ..engine.trace import StepTrace, sequence, trace_step
 from ..engine.traffic_plan import Collective, CollectivePlan

@@ -20,9 +20,9 @@ import torch
 
 from ..engine.config.load import load_config
 from ..engine.device_operators import Device
+from ..engine.distributed.mesh import mesh_of
 from ..engine.environment.detect import export
 from ..engine.layout import Layout
-from ..engine.mesh import mesh_of
 from ..engine.trace import trace_step
 from ..models.registry import build_model
 from .memory_table import Variant, variants

@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine import checkpoint
 from ..engine.backends.reference import ReferenceBackend
 from ..engine.backends.vectorized import VectorizedBackend
 from ..engine.batch import call_model, loss_of, map_leaves, to_device
 from ..engine.batch_size import BatchSize
+from ..engine.checkpoint import load, weights_of
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config
 from ..engine.construct import give_values, values_to_give
+from ..engine.distributed.mesh import Mesh, mesh_of
 from ..engine.errors import ConfigError
 from ..engine.layout import Layout, Shard
 from ..engine.loader import ResumableLoader
-from ..engine.mesh import Mesh, mesh_of
 from ..engine.units import SHARED
 from ..models.registry import build_model
 from .bias_estimate import FEWEST, Bias, Differences, Products, apparent_by_batches, estimate
@@ -135,8 +135,8 @@ def measure(config: Config, out: Path, batches: int, *, same_data: bool = False,
     give_values(model, layout, values_to_give(model, config, layout), device, Shard())
     if saved is not None:
         buffers = {name: buffer for name, buffer in model.named_buffers() if name in layout.buffers}
-        tensors = checkpoint.weights_of({**dict(model.named_parameters()), **buffers})
-        checkpoint.load(saved.checkpoint, tensors, saved.state["files"], alone=True)
+        tensors = weights_of({**dict(model.named_parameters()), **buffers})
+        load(saved.checkpoint, tensors, saved.state["files"], alone=True)
     size = BatchSize.resolve(config, mesh)
     products = compare(config, model, layout, _batches(config, corpus, size, mesh, batches, same_data=same_data))
     return Measured(

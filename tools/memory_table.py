@@ -26,15 +26,16 @@ from typing import Any
 import torch
 
 from ..engine.config.load import load_config
+from ..engine.distributed.fake_world import fake_world
+from ..engine.distributed.mesh import mesh_of
+from ..engine.distributed.tensors import local_tensor
 from ..engine.engine import SDPEngine
 from ..engine.errors import ConfigError, DivergedError, PlacementError, SDPError
 from ..engine.initialize import initialize
 from ..engine.layout import Layout
 from ..engine.ledger import ACTIVATIONS
 from ..engine.memory_probe import peak_tensor_bytes
-from ..engine.mesh import mesh_of
-from ..engine.sync import local_tensor
-from ..engine.trace import fake_world, trace_step, watched_step
+from ..engine.trace import trace_step, watched_step
 from ..models.registry import build_model
 from .files import write_whole
 

@@ -30,14 +30,14 @@ from ..engine.batch_size import BatchSize
 from ..engine.compile import compile_units
 from ..engine.config.schema import Config, NamedParams
 from ..engine.construct import give_values, values_to_give
+from ..engine.distributed.mesh import mesh_of
+from ..engine.distributed.traffic import Traffic
 from ..engine.engine import SDPEngine
 from ..engine.environment.detect import alone_if_unlaunched
 from ..engine.errors import ConfigError, SDPError
 from ..engine.initialize import initialize
 from ..engine.layout import Layout, Shard
-from ..engine.mesh import mesh_of
 from ..engine.optim import build_optimizer
-from ..engine.traffic import Traffic
 from .forecast import dense_config, model_and_batch
 
 DDP, SMALLER = "ddp", "smaller-ddp"

@@ -14,10 +14,10 @@ from ..engine.backends.deepspeed_private import is_zero_checkpoint
 from ..engine.batch_size import BatchSize
 from ..engine.checkpoint_files import latest, locate, read_state
 from ..engine.config.schema import Config
+from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError
 from ..engine.layout import Layout
 from ..engine.loader import evaluation_batches
-from ..engine.mesh import Mesh
 from ..engine.optim import make_optimizer
 from ..engine.schedules import build_scheduler
 from ..engine.weight_files import WeightFiles, fillers_from

@@ -16,14 +16,15 @@ import torch.distributed as dist
 from ..engine.backends.deepspeed_private import is_zero_checkpoint
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config
+from ..engine.distributed.hosts import machine_id, split_tensor_group, told_apart
+from ..engine.distributed.join import join
+from ..engine.distributed.mesh import mesh_of
 from ..engine.engine import SDPEngine
 from ..engine.environment.detect import detect, place_file
 from ..engine.errors import PeerLostError
 from ..engine.heartbeat import Heartbeat
-from ..engine.initialize import initialize, join
+from ..engine.initialize import initialize
 from ..engine.memory import PeakMemory
-from ..engine.mesh import mesh_of
-from ..engine.nodes import machine_id, split_tensor_group, told_apart
 from ..models.registry import build_model, section_from_huggingface
 from . import preflight
 from .corpus import open_corpus

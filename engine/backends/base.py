@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..distributed.traffic import Traffic
 from ..layout import Layout, Shard
 from ..recalibration import Statistics
-from ..traffic import Traffic
 
 
 class Backend(Protocol):

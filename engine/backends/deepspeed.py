@@ -17,14 +17,14 @@ from torch import nn
 
 from ..buffers import agree_on_buffers
 from ..clip import squared_norm
+from ..distributed.mesh import Coordinates
+from ..distributed.traffic import Traffic
 from ..evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
 from ..layout import Layout, Shard
-from ..mesh import Coordinates
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough
 from ..sync import GradientSync, WeightRefresh
-from ..traffic import Traffic
 from .deepspeed_groups import GroupsOfRanks
 from .deepspeed_private import LossScale, MasterCopies, ZeroState, local_part, logged_all_reduce, logged_broadcast, set_gradient_norm
 from .deepspeed_shards import Bundle, EarlyLaunch, Piece, RoutedRefresh, ShardSync, pieces_of

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from ..distributed.process_groups import Communicators
 from ..layout import Layout
-from ..process_groups import Communicators
 from .deepspeed_shards import Bundle, Route, rank_sets, routes_of
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..mesh import Holders, Mesh
+from ..distributed.mesh import Holders, Mesh
+from ..distributed.traffic import Traffic, passes_on
 from ..sync import Refresh, WeightRefresh
-from ..traffic import Traffic, passes_on
 
 ALIGNMENT = 2  # ZeRO 1 and 2 pad a group to this many times the ranks
 

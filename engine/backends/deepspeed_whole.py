@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..process_groups import Communicators
+from ..distributed.process_groups import Communicators
 from .deepspeed_private import local_part
 from .deepspeed_shards import Bundle, pieces_of
 

@@ -16,16 +16,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ..branch_scale import BranchScale
 from ..buffers import agree_on_buffers
 from ..clip import squared_norm
+from ..distributed.process_groups import Communicators
+from ..distributed.tensor_collectives import TensorRanks
+from ..distributed.traffic import Traffic
 from ..errors import ModelError
 from ..evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
 from ..layout import Layout, Shard
-from ..process_groups import Communicators
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough
 from ..sync import GradientSync, WeightRefresh
-from ..tensor_collectives import TensorRanks
-from ..traffic import Traffic
 from ..units import SHARED
 from .fsdp2_comm import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients, gather_stream
 

@@ -20,10 +20,10 @@ from ..batch import call_model, loss_of, merge_outputs, split_rows, target_count
 from ..branch_scale import BranchScale
 from ..buffers import BufferMean, held_entries, persistent_buffers
 from ..clip import squared_norm
+from ..distributed.traffic import Traffic
 from ..layout import Layout, Shard
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough, frozen_view, masked
-from ..traffic import Traffic
 from ..units import Slice, goes_into_sum
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case
-from sdp.engine.consistency import _first_difference, _text
+from sdp.engine.distributed.agreement import _first_difference, _text
 from sdp.engine.errors import ConfigError
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sdp.engine.batch_size import BatchSize
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError
-from sdp.engine.mesh import Mesh
 
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

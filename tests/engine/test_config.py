@@ -10,8 +10,8 @@ import pytest
 from sdp.engine.batch_size import BatchSize
 from sdp.engine.config.load import json_schema, load_config
 from sdp.engine.config.schema import Config
+from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import ConfigError, SDPError
-from sdp.engine.mesh import mesh_of
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clipp1ng": 1.0}, "gradient_clipp1ng: unknown key, did you mean gradient_clipping?"),

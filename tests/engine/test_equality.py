@@ -29,6 +29,7 @@ from ranks_cases import (
     train,
 )
 from sdp.engine import sync
+from sdp.engine.sync import LEAST_BYTES
 from sdp.engine.units import find_neuron_units
 
 FACTORS: dict[str, Sequence[Any]] = {
@@ -274,7 +275,7 @@ def _in_pieces(case: Case, least: int) -> tuple[Result, int]:
 )
 def test_units_that_are_reduced_in_pieces_train_alike(ranks: RankPool, case: Case) -> None:
     """The tests' units are smaller than the smallest bucket; here they are cut as large ones are."""
-    whole, pieces = (ranks.run(_in_pieces, case, least, world=case.world) for least in (sync.LEAST_BYTES, 1))
+    whole, pieces = (ranks.run(_in_pieces, case, least, world=case.world) for least in (LEAST_BYTES, 1))
     for (_, few), (_, many) in zip(whole, pieces, strict=True):
         assert many > 1.5 * few
     assert_same_run([result for result, _ in pieces], reference(case), case)

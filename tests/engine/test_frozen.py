@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, one_step
-from sdp.engine.mesh import Mesh
-from sdp.engine.sync import local_tensor
+from sdp.engine.distributed.mesh import Mesh
+from sdp.engine.distributed.tensors import local_tensor
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode

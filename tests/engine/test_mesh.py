@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError
-from sdp.engine.mesh import Mesh
 
 
 @given(sdp=st.integers(1, 6), fsdp=st.integers(1, 6), tp=st.integers(1, 4))

@@ -13,9 +13,9 @@ import torch
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, one_step, whole
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import CheckpointError, ModelError
 from sdp.engine.layout import Layout
-from sdp.engine.mesh import Mesh
 from sdp.engine.neurons import SlicedConv2d, SlicedLinear, Slices, slice_layers
 from sdp.engine.units import Branch, find_neuron_units
 from torch import nn

@@ -12,7 +12,7 @@ import ranks_models as models
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, one_step
-from sdp.engine import sync
+from sdp.engine.sync import plan_buckets
 
 
 def _events(case: Case) -> list[str]:
@@ -53,12 +53,12 @@ def test_a_unit_is_cut_into_few_buckets() -> None:
     sizes = {"embedding": 40, "a.1": 1, "a.2": 1, "a.3": 3, "a.4": 3, "a.5": 8, "b.1": 100, "b.2": 30, "b.3": 30, "b.4": 240, "norm": 1}
     numels = {name: size * mega for name, size in sizes.items()} | {"c.1": mega // 8, "c.2": mega // 8, "c.3": mega // 4, "c.4": mega // 4}
     units = {name: name[0] if "." in name else "shared" for name in numels}
-    buckets = sync.plan_buckets(numels, lambda name: (0, 1), units.__getitem__, lambda name: name == "norm")
+    buckets = plan_buckets(numels, lambda name: (0, 1), units.__getitem__, lambda name: name == "norm")
     assert [bucket.names for bucket in buckets] == [
         ("c.3", "c.4"), ("c.1", "c.2"), ("b.4",), ("b.2", "b.3"), ("b.1",), ("a.5",), ("a.4",), ("a.2", "a.3"), ("a.1",),
         ("embedding",), ("norm",),
     ]  # fmt: skip
-    shared = sync.plan_buckets({"x": 4, "y": 4}, lambda name: (0, 1), lambda name: "shared", lambda name: False)
+    shared = plan_buckets({"x": 4, "y": 4}, lambda name: (0, 1), lambda name: "shared", lambda name: False)
     assert [bucket.names for bucket in shared] == [("x", "y")]
 
 

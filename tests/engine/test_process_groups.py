@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
-from sdp.engine.mesh import Mesh
-from sdp.engine.process_groups import Communicators
+from sdp.engine.distributed.mesh import Mesh
+from sdp.engine.distributed.process_groups import Communicators
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 HOLDER_SETS = [(0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 3), (2,)]

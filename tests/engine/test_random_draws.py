@@ -8,9 +8,9 @@ import pytest
 import sdp
 import torch
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError
 from sdp.engine.layout import Layout
-from sdp.engine.mesh import Mesh
 from sdp.models.registry import build_model
 
 MODEL = {

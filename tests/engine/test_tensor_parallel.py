@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, full_gradients
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.mesh import Mesh
+from sdp.engine.distributed.process_groups import tensor_group
+from sdp.engine.distributed.tensor_collectives import TensorRanks, scatter_sequence, vocabulary_embedding
+from sdp.engine.distributed.tensor_parallel import Column, Gather, Row, Style, Vocabulary, Whole, parallelise, parameter_cuts
+from sdp.engine.distributed.traffic import Traffic
 from sdp.engine.errors import ModelError
 from sdp.engine.layout import Layout, Shard
-from sdp.engine.mesh import Mesh
-from sdp.engine.process_groups import tensor_group
-from sdp.engine.tensor_collectives import TensorRanks, scatter_sequence, vocabulary_embedding
-from sdp.engine.tensor_parallel import Column, Gather, Row, Style, Vocabulary, Whole, parallelise, parameter_cuts
-from sdp.engine.traffic import Traffic
 from sdp.models.loss import linear_cross_entropy
 from torch import nn
 

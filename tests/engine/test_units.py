@@ -8,7 +8,8 @@ import pytest
 import ranks_models as models
 import torch
 from sdp.engine.errors import ModelError, PlacementError
-from sdp.engine.units import find_units, resolve_name, unit_of_parameters
+from sdp.engine.module_paths import resolve_name
+from sdp.engine.units import find_units, unit_of_parameters
 from torch import nn
 
 

@@ -6,9 +6,9 @@ from importlib import resources
 
 import pytest
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError
 from sdp.engine.layout import Layout
-from sdp.engine.mesh import Mesh
 from sdp.models.llama import Llama
 from sdp.models.registry import build_model
 

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from sdp.data.shards import TokenDataset
 from sdp.data.tokenizers import load_tokenizer
-from sdp.engine import checkpoint
+from sdp.engine.checkpoint import load, write
 from sdp.engine.checkpoint_files import read_state
+from sdp.engine.distributed.agreement import Ranks
 from sdp.launcher.main import main
 from sdp.models.llama import Llama
 from sdp.models.registry import build_model
@@ -35,7 +36,7 @@ def our_model(run: Path, tag: str = "step-4") -> torch.nn.Module:
     saved = saved_run.find(Namespace(run=run, step=None, checkpoint=tag, set=[]))
     model = Llama(build_model(saved.config.model, load_tokenizer(saved.data).vocab_size).config)
     tensors = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    checkpoint.load(saved.checkpoint, tensors, saved.state["files"], alone=True)
+    load(saved.checkpoint, tensors, saved.state["files"], alone=True)
     return model.eval()
 
 
@@ -252,7 +253,7 @@ def test_the_memory_is_that_of_two_shards_not_of_the_model(trained_run, tmp_path
     tensors = {name: torch.full(tuple(shape), 0.5) for name, shape in shapes.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     assert size > 200e6
-    checkpoint.write(tmp_path / "run" / "checkpoints", "step-4", tensors, state, checkpoint.Ranks(alone=True))
+    write(tmp_path / "run" / "checkpoints", "step-4", tensors, state, Ranks(alone=True))
     del tensors
     arguments = [tmp_path / "run", tmp_path / "out", str(dtype).removeprefix("torch."), "50MB", "12MB"]
     measured = subprocess.run([sys.executable, "-P", "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=300)

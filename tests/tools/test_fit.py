@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.config.schema import Config
+from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import ConfigError
-from sdp.engine.mesh import mesh_of
 from sdp.launcher import main as command_line
 from sdp.launcher.layout import Degrees
 from sdp.launcher.main import main

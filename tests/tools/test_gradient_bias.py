@@ -13,9 +13,9 @@ import torch
 from sdp.data.prepare import prepare
 from sdp.engine.config.load import load_config
 from sdp.engine.construct import give_values, values_to_give
+from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import DivergedError
 from sdp.engine.layout import Layout, Shard
-from sdp.engine.mesh import mesh_of
 from sdp.launcher.main import main
 from sdp.models.registry import build_model
 from sdp.tools.bias_estimate import Bias, Differences, Products, apparent_by_batches, estimate

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from sdp.data.tokenizers import load_tokenizer
-from sdp.engine import checkpoint
+from sdp.engine.checkpoint import load
 from sdp.launcher.main import main
 from sdp.models.llama import Llama
 from sdp.models.registry import build_model
@@ -61,7 +61,7 @@ class Ours:
         self.tokenizer = load_tokenizer(saved.data)
         self.model = Llama(build_model(saved.config.model, self.tokenizer.vocab_size).config)
         tensors = {f"model/{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
-        checkpoint.load(saved.checkpoint, tensors, saved.state["files"], alone=True)
+        load(saved.checkpoint, tensors, saved.state["files"], alone=True)
 
     @torch.no_grad()
     def log_likelihood(self, context: list[int], ids: list[int]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sdp.engine.traffic import Kind, Scope
+from sdp.engine.distributed.traffic import Kind, Scope
 from sdp.engine.traffic_plan import Collective
 from sdp.tools.machine import Machine, StepTime, step_time
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import SDPError
-from sdp.engine.mesh import Mesh
 from sdp.launcher.main import main
 from sdp.tools import preflight
 

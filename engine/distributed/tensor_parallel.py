@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import ModelError
+from ..errors import ModelError
+from ..module_paths import match_patterns
 from .tensor_collectives import TensorRanks, gather_sequence, scatter_sequence, vocabulary_embedding
-from .units import match_patterns
 
 TP = "tensor_parallel.autotp_size"
 

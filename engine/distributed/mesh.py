@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .config.schema import Config
-from .errors import ConfigError
+from ..config.schema import Config
+from ..errors import ConfigError
 
 Holders = tuple[int, ...]
 

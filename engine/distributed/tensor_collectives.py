@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .errors import ModelError
+from ..errors import ModelError
 from .traffic import Kind, Traffic
 
 SEQUENCE = 1  # the dimension of tokens in (B, S, …)

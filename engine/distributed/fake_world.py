@@ -1,0 +1,23 @@
+"""A process group without processes, for one rank that is traced or planned."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """This process as ``rank`` of ``size`` whose others exist in name only: collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own deprecated names, called by torch
+            yield
+    finally:
+        dist.destroy_process_group()

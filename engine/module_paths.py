@@ -1,0 +1,48 @@
+"""Paths of modules inside a model: patterns, endings and parents."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from .errors import ModelError, PlacementError, suggestion
+
+
+def resolve_name(name: str, known: Iterable[str]) -> str:
+    """The module or unit that ``name`` means: its whole path, or an ending of exactly one path ("layers.0").
+
+    Raises :class:`PlacementError`.
+    """
+    known = list(known)
+    if name in known:
+        return name
+    endings = [path for path in known if path.endswith(f".{name}")]
+    if len(endings) == 1:
+        return endings[0]
+    if endings:
+        raise PlacementError(f"sdp.placement: {name!r} could be {endings[0]!r} or {endings[1]!r}; write the whole path")
+    raise PlacementError(f"sdp.placement: {name!r} is no module of the model{suggestion(name, known)}")
+
+
+def match_patterns(modules: Mapping[str, nn.Module], patterns: Sequence[str], source: str = "sdp.units") -> set[str]:
+    """The names in ``modules`` that a pattern matches. Raises :class:`ModelError`, naming its ``source``, for one that matches nothing."""
+    matched: set[str] = set()
+    for pattern in patterns:
+        hits = {name for name in modules if _matches(name, pattern)}
+        if not hits:
+            raise ModelError(f"{source}: {pattern!r} matches no module of the model{suggestion(pattern, modules)}")
+        matched |= hits
+    return matched
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, globs = name.split("."), pattern.split(".")
+    return len(parts) == len(globs) and all(fnmatch.fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True))
+
+
+def parents(name: str) -> Iterator[str]:
+    """The paths of the modules in which ``name`` lies, the nearest first."""
+    while name := name.rpartition(".")[0]:
+        yield name
