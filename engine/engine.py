@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from . import optimizer_state, scheduler_state
 from .backends.base import Backend
-from .batch import call_model, loss_of
-from .batch_size import BatchSize
+from .batch.call import call_model, loss_of
+from .batch.size import BatchSize
 from .checkpoint import Saver, find, keys_in, load, materialise_state
 from .checkpoint_files import check_tag
 from .checkpoint_state import SavedState, set_random_state

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .backends.base import Backend
-from .batch_size import BatchSize
+from .batch.size import BatchSize
 from .config.schema import Config
 from .distributed.traffic import Traffic
 from .environment.detect import detect

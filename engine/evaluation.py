@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from .batch import call_model, loss_of, target_count, to_device
+from .batch.call import call_model, loss_of, target_count, to_device
 from .distributed.traffic import passes_on
 from .errors import DataError
 from .gather import Rank, assemble, gather_inside, padded_shard

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .batch_size import BatchSize
+from .batch.loader import EpochLoader, ResumableLoader
+from .batch.size import BatchSize
 from .config.load import load_config
 from .config.schema import Config, FP16Section, SDPSection
 from .consistency import check_placement
@@ -25,7 +26,6 @@ from .environment.exit import watch
 from .errors import ConfigError
 from .initialisation import seed_of
 from .layout import Layout, draws_of
-from .loader import EpochLoader, ResumableLoader
 from .optim import make_optimizer
 from .place import warnings_of
 from .schedules import build_scheduler

@@ -17,7 +17,7 @@ from .backends import deepspeed_private
 from .backends.deepspeed import DeepSpeedBackend
 from .backends.deepspeed_groups import GroupsOfRanks
 from .backends.deepspeed_shards import Bundle, partition_numel
-from .batch_size import BatchSize
+from .batch.size import BatchSize
 from .clock import clock
 from .config.schema import Config
 from .construct import cut, give_values, take_values_of_rank_0, values_to_give

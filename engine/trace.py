@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 from .backends.fsdp2_comm import unreduced_gradients
-from .batch import loss_of, tensors_in
-from .batch_size import BatchSize
+from .batch.call import loss_of, tensors_in
+from .batch.size import BatchSize
 from .checkpoint import materialise_state
 from .config.schema import Config
 from .construct import allocate, build_native

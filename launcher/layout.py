@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.batch_size import BatchSize
+from ..engine.batch.size import BatchSize
 from ..engine.config.schema import Config
 from ..engine.distributed.mesh import mesh_of
 from ..engine.errors import LaunchError

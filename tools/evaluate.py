@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from ..engine.backends.base import Backend
-from ..engine.batch import target_count
-from ..engine.batch_size import BatchSize
+from ..engine.batch.call import target_count
+from ..engine.batch.loader import evaluation_batches
+from ..engine.batch.size import BatchSize
 from ..engine.checkpoint import load, weights_of
 from ..engine.construct import build_backend
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError
 from ..engine.layout import Layout
-from ..engine.loader import evaluation_batches
 from ..models.registry import build_model
 from . import saved_run
 from .corpus import Corpus, open_prepared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.batch_size import BatchSize
+from ..engine.batch.size import BatchSize
 from ..engine.config.schema import Config
 from ..engine.distributed.mesh import mesh_of
 from ..engine.errors import ConfigError

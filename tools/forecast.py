@@ -14,7 +14,7 @@ from torch import nn
 
 from ..data.image_sets import facts_of_set
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, BytesTokenizer
-from ..engine.batch_size import BatchSize
+from ..engine.batch.size import BatchSize
 from ..engine.config.schema import Config, SDPSection
 from ..engine.distributed.mesh import Coordinates, Mesh, mesh_of
 from ..engine.errors import ConfigError, SDPError

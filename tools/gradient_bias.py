@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from ..engine.backends.reference import ReferenceBackend
 from ..engine.backends.vectorized import VectorizedBackend
-from ..engine.batch import call_model, loss_of, map_leaves, to_device
-from ..engine.batch_size import BatchSize
+from ..engine.batch.call import call_model, loss_of, map_leaves, to_device
+from ..engine.batch.loader import ResumableLoader
+from ..engine.batch.size import BatchSize
 from ..engine.checkpoint import load, weights_of
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config
@@ -34,7 +35,6 @@ from ..engine.construct import give_values, values_to_give
 from ..engine.distributed.mesh import Mesh, mesh_of
 from ..engine.errors import ConfigError
 from ..engine.layout import Layout, Shard
-from ..engine.loader import ResumableLoader
 from ..engine.units import SHARED
 from ..models.registry import build_model
 from .bias_estimate import FEWEST, Bias, Differences, Products, apparent_by_batches, estimate

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from ..engine.activations import checkpoint_activations
 from ..engine.backends import deepspeed_private
-from ..engine.batch import call_model, loss_of
-from ..engine.batch_size import BatchSize
+from ..engine.batch.call import call_model, loss_of
+from ..engine.batch.size import BatchSize
 from ..engine.compile import compile_units
 from ..engine.config.schema import Config, NamedParams
 from ..engine.construct import give_values, values_to_give

@@ -11,13 +11,13 @@ from torch import nn
 from ..data.image_sets import check_source, facts_of_set
 from ..data.images import check_packages
 from ..engine.backends.deepspeed_private import is_zero_checkpoint
-from ..engine.batch_size import BatchSize
+from ..engine.batch.loader import evaluation_batches
+from ..engine.batch.size import BatchSize
 from ..engine.checkpoint_files import latest, locate, read_state
 from ..engine.config.schema import Config
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError
 from ..engine.layout import Layout
-from ..engine.loader import evaluation_batches
 from ..engine.optim import make_optimizer
 from ..engine.schedules import build_scheduler
 from ..engine.weight_files import WeightFiles, fillers_from

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.batch_size import BatchSize
+from ..engine.batch.size import BatchSize
 from ..engine.clock import clock
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config

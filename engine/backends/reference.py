@@ -16,7 +16,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from ..batch import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
+from ..batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
 from ..branch_scale import BranchScale
 from ..buffers import BufferMean, held_entries, persistent_buffers
 from ..clip import squared_norm

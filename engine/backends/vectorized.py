@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..batch import split_rows, target_count, tensors_in
+from ..batch.call import split_rows, target_count, tensors_in
 from ..errors import ModelError
 from ..layout import Layout
 from ..units import Slice, find_neuron_units, goes_into_sum

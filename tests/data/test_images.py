@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from sdp.data.image_sets import load_arrays, prepare_images
 from sdp.data.images import Batches, ImageArrays, ImageFolder
+from sdp.engine.batch.loader import ResumableLoader, evaluation_batches
 from sdp.engine.errors import DataError
-from sdp.engine.loader import ResumableLoader, evaluation_batches
 
 pytest.importorskip("kornia")
 

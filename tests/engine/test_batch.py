@@ -10,7 +10,7 @@ import pytest
 import ranks_models as models
 import sdp
 import torch
-from sdp.engine.batch import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
+from sdp.engine.batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
 from sdp.engine.errors import DataError, ModelError
 from torch import nn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sdp.engine.batch_size import BatchSize
+from sdp.engine.batch.size import BatchSize
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.engine.batch_size import BatchSize
+from sdp.engine.batch.size import BatchSize
 from sdp.engine.config.load import json_schema, load_config
 from sdp.engine.config.schema import Config
 from sdp.engine.distributed.mesh import mesh_of

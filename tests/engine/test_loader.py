@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sdp.engine.batch.loader import EpochLoader, ResumableBatchSampler, ResumableLoader, evaluation_batches
 from sdp.engine.errors import CheckpointError, DataError
-from sdp.engine.loader import EpochLoader, ResumableBatchSampler, ResumableLoader, evaluation_batches
 from torch.utils.data import Dataset
 
 

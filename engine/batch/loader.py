@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from .errors import CheckpointError, DataError, SDPError
+from ..errors import CheckpointError, DataError, SDPError
 
 
 class ResumableBatchSampler:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .errors import DataError, ModelError
+from ..errors import DataError, ModelError
 
 IGNORED_LABEL = -100  # torch's and Hugging Face's ignore_index
 _TREES = "use tensors, tuples, lists, mappings or dataclasses"

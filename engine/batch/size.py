@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config.schema import Config
-from .distributed.mesh import Mesh
-from .errors import ConfigError
+from ..config.schema import Config
+from ..distributed.mesh import Mesh
+from ..errors import ConfigError
 
 
 @dataclass(frozen=True)
