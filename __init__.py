@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from .engine.errors import PlacementError as PlacementError
     from .engine.errors import SDPError as SDPError
     from .engine.initialize import initialize as initialize
-    from .engine.placement import Placement as Placement
+    from .engine.placement.placement import Placement as Placement
+    from .engine.placement.units import Unit as Unit
     from .engine.scripts import add_config_arguments as add_config_arguments
-    from .engine.units import Unit as Unit
 
 _HOMES = {
     "Config": "config",
@@ -35,10 +35,10 @@ _HOMES = {
     "SDPError": "errors",
     "initialize": "initialize",
     "Mesh": "distributed.mesh",
-    "Placement": "placement",
+    "Placement": "placement.placement",
     "add_config_arguments": "scripts",
     "init_distributed": "distributed.join",
-    "Unit": "units",
+    "Unit": "placement.units",
 }
 __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .distributed.mesh import Coordinates
-from .layout import Layout
+from .placement.layout import Layout
 
 
 class BufferedRank(Protocol):

@@ -12,8 +12,8 @@ from .backends.base import Backend
 from .checkpoint import tensors_of
 from .checkpoint_part import Part
 from .distributed.tensors import local_tensor
-from .layout import TensorInfo
 from .optimizer_state import OptimizerState
+from .placement.tensor_info import TensorInfo
 
 
 class SavedState:

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from .distributed.agreement import _differ
 from .distributed.tensors import local_tensor
 from .errors import DivergenceError, PlacementError
-from .layout import Layout
-from .placement import Placement
-from .units import SHARED
+from .placement.layout import Layout
+from .placement.placement import Placement
+from .placement.units import SHARED
 
 CHUNK = 1 << 20
 

@@ -28,8 +28,9 @@ from .distributed.tensors import local_tensor
 from .distributed.traffic import Traffic
 from .errors import ModelError
 from .initialisation import Filler, ModuleInit, plan_initialisation
-from .layout import Layout, Shard, TensorInfo
 from .neurons import slice_layers
+from .placement.layout import Layout
+from .placement.tensor_info import Shard, TensorInfo
 from .subnetwork import PassThrough, carve, freeze
 from .weight_files import WeightFiles, converted, filled_from, fillers_from
 

@@ -15,10 +15,10 @@ from .backends.deepspeed_whole import untrained_part
 from .checkpoint_part import Part
 from .checkpoint_state import SavedState
 from .consistency import CHUNK, compare_sums
-from .layout import TensorInfo
 from .memory import StateBytes, state_tensors
 from .optimizer_state import OptimizerState
-from .units import SHARED
+from .placement.tensor_info import TensorInfo
+from .placement.units import SHARED
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 

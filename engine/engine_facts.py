@@ -12,8 +12,8 @@ from .batch.size import BatchSize
 from .config.schema import Config
 from .distributed.traffic import Traffic
 from .environment.detect import detect
-from .layout import Layout
 from .memory import StateBytes, measure_state_bytes, predict_state_bytes
+from .placement.layout import Layout
 from .traffic_plan import describe_formula, plan_traffic
 
 

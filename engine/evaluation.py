@@ -19,11 +19,11 @@ from .batch.call import call_model, loss_of, target_count, to_device
 from .distributed.traffic import passes_on
 from .errors import DataError
 from .gather import Rank, assemble, gather_inside, padded_shard
-from .layout import Layout
 from .lockstep import Lockstep
 from .neurons import Slices
+from .placement.layout import Layout
+from .placement.units import Unit
 from .subnetwork import PassThrough
-from .units import Unit
 
 CHUNK = 8  # batches that share one pass of units over the network
 

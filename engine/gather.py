@@ -14,7 +14,8 @@ from .distributed.process_groups import Communicators
 from .distributed.tensor_collectives import TensorRanks
 from .distributed.tensors import local_tensor
 from .distributed.traffic import Traffic
-from .layout import Layout, TensorInfo
+from .placement.layout import Layout
+from .placement.tensor_info import TensorInfo
 
 
 class Rank(Protocol):

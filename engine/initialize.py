@@ -25,9 +25,9 @@ from .engine import SDPEngine
 from .environment.exit import watch
 from .errors import ConfigError
 from .initialisation import seed_of
-from .layout import Layout, draws_of
 from .optim import make_optimizer
-from .place import warnings_of
+from .placement.layout import Layout, draws_of
+from .placement.policies import warnings_of
 from .schedules import build_scheduler
 
 log = logging.getLogger("sdp")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .distributed.tensors import local_tensor
-from .layout import Layout
+from .placement.layout import Layout
 
 STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2}  # of a parameter's size, float32
 

@@ -20,7 +20,8 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .errors import ModelError
-from .layout import Layout, TensorInfo
+from .placement.layout import Layout
+from .placement.tensor_info import TensorInfo
 
 
 @dataclass

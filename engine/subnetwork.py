@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import ModelError
-from .placement import Placement
-from .units import Unit
+from .placement.placement import Placement
+from .placement.units import Unit
 
 _REMEDY = 'leave it out of sdp.units, list it in sdp.protect, or use sdp.masking "backward"'
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -28,56 +27,7 @@ from .distributed.mesh import Holders
 from .distributed.tensor_collectives import TensorRanks
 from .distributed.tensors import local_tensor
 from .distributed.traffic import Traffic, passes_on
-from .placement import Delivery
-
-BUCKETS = 4  # of a unit: the first is on its way while backward is in the same block, and links have another to send while one is summed
-LEAST_BYTES, MOST_BYTES = 2**19, 64 * 2**20  # of a bucket, in float32: below, latency decides; above, memory
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Canonical parameter names that are reduced together, and the groups that hold them."""
-
-    holders: Holders
-    names: tuple[str, ...]
-
-
-def plan_buckets(
-    numels: Mapping[str, int],
-    holders_of: Callable[[str], Holders],
-    unit_of: Callable[[str], str],
-    comes_last: Callable[[str], bool],
-) -> list[Bucket]:
-    """Buckets in launch order from the full model's trainable parameters (name → elements, in the model's order).
-
-    Last parameter first, as backward makes gradients, but those that ``comes_last`` (FSDP2 hands out the root's own at the very
-    end) after all others, which would have to wait for them. Neighbours of one unit share a bucket up to a ``BUCKETS``-th of it, but
-    no less than ``LEAST_BYTES`` and no more than ``MOST_BYTES``; a parameter is never cut. Every rank computes the same list.
-    """
-    buckets: list[Bucket] = []
-    size, last = 0, None
-    of_unit: Counter[str] = Counter()
-    for name, numel in numels.items():
-        of_unit[unit_of(name)] += numel * 4
-    backwards = list(numels)[::-1]
-    for name in sorted(backwards, key=comes_last):  # stable
-        nbytes = numels[name] * 4
-        most = min(MOST_BYTES, max(LEAST_BYTES, -(-of_unit[unit_of(name)] // BUCKETS)))
-        if last == unit_of(name) and size + nbytes <= most:
-            buckets[-1] = Bucket(buckets[-1].holders, (name, *buckets[-1].names))
-            size += nbytes
-        else:
-            buckets.append(Bucket(holders_of(name), (name,)))
-            size, last = nbytes, unit_of(name)
-    return buckets
-
-
-@dataclass(frozen=True)
-class Refresh(Delivery):
-    """A holder sends the parameters ``names`` of a unit in ``block`` to groups without it."""
-
-    block: str
-    names: tuple[str, ...]
+from .placement.buckets import Bucket, Refresh
 
 
 @dataclass

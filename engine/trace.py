@@ -29,11 +29,11 @@ from .distributed.tensors import local_tensor
 from .distributed.traffic import Kind
 from .engine import SDPEngine
 from .errors import LaunchError
-from .layout import Layout
 from .ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, Ledger, Window
 from .memory import StateBytes, predict_state_bytes
 from .module_paths import parents
 from .optim import make_optimizer
+from .placement.layout import Layout
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 2  # traced of a step at most: the second is what all later ones are

@@ -9,7 +9,7 @@ from typing import Literal
 
 from .distributed.mesh import Coordinates, Holders
 from .distributed.traffic import Kind, Scope, Traffic, sent_bytes
-from .layout import Layout
+from .placement.layout import Layout
 
 FLOAT32 = 4
 CONTROL_BYTES = 16  # the squared gradient norm and the loss, a float64 each

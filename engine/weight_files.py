@@ -21,7 +21,8 @@ from .distributed.agreement import Ranks
 from .distributed.hosts import machine_id
 from .errors import CheckpointError, ModelError
 from .initialisation import Filler, ModuleInit
-from .layout import Layout, TensorInfo
+from .placement.layout import Layout
+from .placement.tensor_info import TensorInfo
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _FILE_BYTES = 2**30

@@ -10,7 +10,7 @@ from ..engine.batch.size import BatchSize
 from ..engine.config.schema import Config
 from ..engine.distributed.mesh import mesh_of
 from ..engine.errors import LaunchError
-from ..engine.profiles import capacities
+from ..engine.placement.profiles import capacities
 
 # One of these exists where a driver is loaded: NVIDIA, NVIDIA under WSL, AMD.
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")

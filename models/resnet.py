@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..engine.config.section import PositiveInt, Section
 from ..engine.errors import ConfigError, ModelError
 from ..engine.initialisation import Constant, Init, Normal, Uniform
-from ..engine.units import Branch
+from ..engine.placement.units import Branch
 from .classification import Measure, measured
 
 STAGES = (1, 2, 3, 4)  # of two blocks each; the first block of a stage after the first halves the image and doubles the channels

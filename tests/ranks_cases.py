@@ -12,7 +12,7 @@ import ranks_models as models
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.units import find_neuron_units
+from sdp.engine.placement.units import find_neuron_units
 from torch.distributed.tensor import DTensor
 
 ROWS = 2  # per micro-batch

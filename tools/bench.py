@@ -26,9 +26,9 @@ from ..engine.distributed.join import join
 from ..engine.environment.detect import alone_if_unlaunched, detect
 from ..engine.errors import ConfigError, LaunchError
 from ..engine.initialize import initialize
-from ..engine.place import place
-from ..engine.placement import Placement
-from ..engine.units import find_neuron_units, find_units
+from ..engine.placement.placement import Placement
+from ..engine.placement.policies import place
+from ..engine.placement.units import find_neuron_units, find_units
 from . import side_by_side
 from .contestants import (
     ADAMW,

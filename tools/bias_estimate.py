@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..engine.errors import DivergedError
-from ..engine.layout import Layout
-from ..engine.units import SHARED, Slice
+from ..engine.placement.layout import Layout
+from ..engine.placement.units import SHARED, Slice
 
 FEWEST = 4  # batches: the jackknife takes one out of pairs of the others
 ROUNDING = 1e-6  # relative: what the order of float32's sums may make of equal gradients

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
-from ..engine.placement import Placement
+from ..engine.placement.placement import Placement
 from .metrics import Run
 
 STATE_PARTS = ("parameters", "gradients", "optimizer", "frozen")  # the last since backward masking

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..engine.engine import SDPEngine
 from ..engine.initialize import initialize
-from ..engine.placement import Placement
+from ..engine.placement.placement import Placement
 from ..models.registry import build_model
 from .race import Batch, Contestant
 

@@ -22,7 +22,7 @@ from ..engine.checkpoint import load, weights_of
 from ..engine.construct import build_backend
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError
-from ..engine.layout import Layout
+from ..engine.placement.layout import Layout
 from ..models.registry import build_model
 from . import saved_run
 from .corpus import Corpus, open_prepared

@@ -18,10 +18,10 @@ from ..engine.batch.size import BatchSize
 from ..engine.config.schema import Config, SDPSection
 from ..engine.distributed.mesh import Coordinates, Mesh, mesh_of
 from ..engine.errors import ConfigError, SDPError
-from ..engine.layout import Layout
 from ..engine.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS
 from ..engine.module_paths import parents
-from ..engine.place import warnings_of
+from ..engine.placement.layout import Layout
+from ..engine.placement.policies import warnings_of
 from ..engine.trace import StepTrace, sequence, trace_step
 from ..engine.traffic_plan import Collective, CollectivePlan
 from ..models.registry import MODELS, build_model

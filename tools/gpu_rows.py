@@ -22,7 +22,7 @@ from ..engine.config.load import load_config
 from ..engine.device_operators import Device
 from ..engine.distributed.mesh import mesh_of
 from ..engine.environment.detect import export
-from ..engine.layout import Layout
+from ..engine.placement.layout import Layout
 from ..engine.trace import trace_step
 from ..models.registry import build_model
 from .memory_table import Variant, variants

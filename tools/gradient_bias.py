@@ -34,8 +34,9 @@ from ..engine.config.schema import Config
 from ..engine.construct import give_values, values_to_give
 from ..engine.distributed.mesh import Mesh, mesh_of
 from ..engine.errors import ConfigError
-from ..engine.layout import Layout, Shard
-from ..engine.units import SHARED
+from ..engine.placement.layout import Layout
+from ..engine.placement.tensor_info import Shard
+from ..engine.placement.units import SHARED
 from ..models.registry import build_model
 from .bias_estimate import FEWEST, Bias, Differences, Products, apparent_by_batches, estimate
 from .corpus import Corpus, open_corpus, open_prepared

@@ -32,9 +32,9 @@ from ..engine.distributed.tensors import local_tensor
 from ..engine.engine import SDPEngine
 from ..engine.errors import ConfigError, DivergedError, PlacementError, SDPError
 from ..engine.initialize import initialize
-from ..engine.layout import Layout
 from ..engine.ledger import ACTIVATIONS
 from ..engine.memory_probe import peak_tensor_bytes
+from ..engine.placement.layout import Layout
 from ..engine.trace import trace_step, watched_step
 from ..models.registry import build_model
 from .files import write_whole

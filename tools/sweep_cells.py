@@ -14,7 +14,7 @@ from torch import nn
 
 from ..engine.config.load import load_config
 from ..engine.errors import ConfigError
-from ..engine.units import find_units
+from ..engine.placement.units import find_units
 from ..models.registry import build_model
 from .forecast import forecast
 from .machine import Machine

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..distributed.traffic import Traffic
-from ..layout import Layout, Shard
+from ..placement.layout import Layout
+from ..placement.tensor_info import Shard
 from ..recalibration import Statistics
 
 

@@ -21,7 +21,8 @@ from ..distributed.mesh import Coordinates
 from ..distributed.traffic import Traffic
 from ..evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
-from ..layout import Layout, Shard
+from ..placement.layout import Layout
+from ..placement.tensor_info import Shard
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough
 from ..sync import GradientSync, WeightRefresh

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from ..distributed.process_groups import Communicators
-from ..layout import Layout
+from ..placement.layout import Layout
 from .deepspeed_shards import Bundle, Route, rank_sets, routes_of
 
 

@@ -22,11 +22,12 @@ from ..distributed.traffic import Traffic
 from ..errors import ModelError
 from ..evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
-from ..layout import Layout, Shard
+from ..placement.layout import Layout
+from ..placement.tensor_info import Shard
+from ..placement.units import SHARED
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough
 from ..sync import GradientSync, WeightRefresh
-from ..units import SHARED
 from .fsdp2_comm import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients, gather_stream
 
 

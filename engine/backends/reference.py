@@ -21,10 +21,11 @@ from ..branch_scale import BranchScale
 from ..buffers import BufferMean, held_entries, persistent_buffers
 from ..clip import squared_norm
 from ..distributed.traffic import Traffic
-from ..layout import Layout, Shard
+from ..placement.layout import Layout
+from ..placement.tensor_info import Shard
+from ..placement.units import Slice, goes_into_sum
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork import PassThrough, frozen_view, masked
-from ..units import Slice, goes_into_sum
 
 
 class ReferenceBackend:

@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..batch.call import split_rows, target_count, tensors_in
 from ..errors import ModelError
-from ..layout import Layout
-from ..units import Slice, find_neuron_units, goes_into_sum
+from ..placement.layout import Layout
+from ..placement.units import Slice, find_neuron_units, goes_into_sum
 from .reference import ReferenceBackend
 
 _HERE, _INSTEAD = 'sdp.engine "vectorized"', 'use "reference"'

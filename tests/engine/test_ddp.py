@@ -87,7 +87,7 @@ def test_capacity_1_equals_ddp(ranks: RankPool, case: Case) -> None:
 def test_ddp_sends_what_its_plan_says(ranks: RankPool, model: str) -> None:
     from sdp.engine.config.load import load_config
     from sdp.engine.distributed.mesh import Mesh
-    from sdp.engine.layout import Layout
+    from sdp.engine.placement.layout import Layout
     from sdp.engine.traffic_plan import data_parallel_traffic
 
     case = Case(4, 1, placement="full", model=model, accumulation=3)

@@ -29,8 +29,8 @@ from ranks_cases import (
     train,
 )
 from sdp.engine import sync
-from sdp.engine.sync import LEAST_BYTES
-from sdp.engine.units import find_neuron_units
+from sdp.engine.placement.buckets import LEAST_BYTES
+from sdp.engine.placement.units import find_neuron_units
 
 FACTORS: dict[str, Sequence[Any]] = {
     "masking": ["forward", "backward"],

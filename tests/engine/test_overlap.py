@@ -12,7 +12,7 @@ import ranks_models as models
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, one_step
-from sdp.engine.sync import plan_buckets
+from sdp.engine.placement.buckets import plan_buckets
 
 
 def _events(case: Case) -> list[str]:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from sdp.engine.config.schema import SDPSection
 from sdp.engine.consistency import check_placement
 from sdp.engine.errors import ConfigError, PlacementError
-from sdp.engine.packing import Packing, connect, fill, shuffle
-from sdp.engine.place import place, warnings_of
-from sdp.engine.placement import COMMUNICATORS, Placement
-from sdp.engine.units import Unit, find_neuron_units, find_units
+from sdp.engine.placement.packing import Packing, connect, fill, shuffle
+from sdp.engine.placement.placement import COMMUNICATORS, Placement
+from sdp.engine.placement.policies import place, warnings_of
+from sdp.engine.placement.units import Unit, find_neuron_units, find_units
 from sdp.models.registry import build_model
 
 # The eight basic blocks of ResNet-18 for 32 × 32 images (He et al., arXiv 1512.03385; stem of stride 1, as usual on CIFAR): convolutions
@@ -250,7 +250,7 @@ def test_the_order_of_equal_units_changes_only_who_waits(groups: int, capacity: 
     except PlacementError:
         assume(False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sdp.engine.place.in_step", lambda packing, held, bundles, work: held)
+        patch.setattr("sdp.engine.placement.policies.in_step", lambda packing, held, bundles, work: held)
         plain = placed(units(costs, costs[::-1]), **values)
     for key in {(costs[unit], costs[-1 - unit]) for unit in range(len(costs))} if groups <= 5 else ():  # else in bundles of equal sums
         alike = [unit for unit in range(len(costs)) if (costs[unit], costs[-1 - unit]) == key]

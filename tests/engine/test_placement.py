@@ -12,10 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from sdp.engine.config.schema import SDPSection
 from sdp.engine.errors import ConfigError, PlacementError
-from sdp.engine.place import place
-from sdp.engine.placement import Placement
-from sdp.engine.profiles import holder_counts
-from sdp.engine.units import Unit
+from sdp.engine.placement.placement import Placement
+from sdp.engine.placement.policies import place
+from sdp.engine.placement.profiles import holder_counts
+from sdp.engine.placement.units import Unit
 
 
 def units(*costs: int) -> list[Unit]:

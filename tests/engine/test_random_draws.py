@@ -10,7 +10,7 @@ import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError
-from sdp.engine.layout import Layout
+from sdp.engine.placement.layout import Layout
 from sdp.models.registry import build_model
 
 MODEL = {

@@ -9,9 +9,9 @@ import pytest
 import ranks_models as models
 import torch
 from sdp.engine.errors import ModelError
-from sdp.engine.placement import Placement
+from sdp.engine.placement.placement import Placement
+from sdp.engine.placement.units import find_units
 from sdp.engine.subnetwork import PassThrough, carve, masked
-from sdp.engine.units import find_units
 from torch import nn
 
 

@@ -21,7 +21,8 @@ from sdp.engine.distributed.tensor_collectives import TensorRanks, scatter_seque
 from sdp.engine.distributed.tensor_parallel import Column, Gather, Row, Style, Vocabulary, Whole, parallelise, parameter_cuts
 from sdp.engine.distributed.traffic import Traffic
 from sdp.engine.errors import ModelError
-from sdp.engine.layout import Layout, Shard
+from sdp.engine.placement.layout import Layout
+from sdp.engine.placement.tensor_info import Shard
 from sdp.models.loss import linear_cross_entropy
 from torch import nn
 

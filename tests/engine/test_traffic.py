@@ -13,9 +13,9 @@ from ranks_cases import Case, engine_of, native, one_step
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.distributed.traffic import Traffic, sent_bytes
-from sdp.engine.layout import Layout
-from sdp.engine.placement import WAYS, Placement
-from sdp.engine.sync import Refresh
+from sdp.engine.placement.buckets import Refresh
+from sdp.engine.placement.layout import Layout
+from sdp.engine.placement.placement import WAYS, Placement
 from sdp.engine.traffic_plan import describe_formula, plan_traffic
 
 TABLE = [

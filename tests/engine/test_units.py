@@ -9,7 +9,7 @@ import ranks_models as models
 import torch
 from sdp.engine.errors import ModelError, PlacementError
 from sdp.engine.module_paths import resolve_name
-from sdp.engine.units import find_units, unit_of_parameters
+from sdp.engine.placement.units import find_units, unit_of_parameters
 from torch import nn
 
 

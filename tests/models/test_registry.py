@@ -8,7 +8,7 @@ import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError
-from sdp.engine.layout import Layout
+from sdp.engine.placement.layout import Layout
 from sdp.models.llama import Llama
 from sdp.models.registry import build_model
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sdp.engine.errors import ConfigError, ModelError
 from sdp.engine.initialisation import plan_initialisation
-from sdp.engine.units import find_units
+from sdp.engine.placement.units import find_units
 from sdp.models.registry import build_model
 from sdp.models.swin import Swin, SwinConfig
 from torch.utils.flop_counter import FlopCounterMode

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from sdp.engine.placement import Placement
+from sdp.engine.placement.placement import Placement
 from sdp.tools.metrics import Run, RunFiles, read_run
 
 MIB = 2**20

@@ -9,7 +9,7 @@ import pytest
 from runs_made_up import make_run
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, DataError
-from sdp.engine.placement import Placement
+from sdp.engine.placement.placement import Placement
 from sdp.tools.metrics import RunFiles, read_run
 
 

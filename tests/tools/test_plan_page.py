@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sdp.engine.placement import Placement
+from sdp.engine.placement.placement import Placement
 from sdp.launcher.main import main
 from sdp.tools.plan_map import map_of
 

@@ -8,9 +8,9 @@ import pytest
 from sdp.data.prepare import prepare
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
-from sdp.engine.place import place
-from sdp.engine.profiles import explicit_profile
-from sdp.engine.units import find_neuron_units, find_units
+from sdp.engine.placement.policies import place
+from sdp.engine.placement.profiles import explicit_profile
+from sdp.engine.placement.units import find_neuron_units, find_units
 from sdp.models.registry import build_model
 from sdp.tools import profile_sweep as sweep
 from sdp.tools import sweep_cells as made

@@ -19,9 +19,9 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse import csgraph
 
-from .distributed.mesh import Holders
-from .distributed.traffic import passes_on
-from .errors import PlacementError
+from ..distributed.mesh import Holders
+from ..distributed.traffic import passes_on
+from ..errors import PlacementError
 
 COMMUNICATORS = 16  # of a rank, at most, in the placements that draw holder sets: NCCL's buffers cost tens of MB each
 WAYS = 4  # communicators a group up to which holders share out what one of them could send

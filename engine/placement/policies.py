@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy import sparse
 
-from .config.schema import SDPSection
-from .distributed.mesh import Holders
-from .errors import ConfigError, PlacementError
-from .module_paths import resolve_name
+from ..config.schema import SDPSection
+from ..distributed.mesh import Holders
+from ..errors import ConfigError, PlacementError
+from ..module_paths import resolve_name
 from .packing import Packing, connect, fill, in_step, level, shuffle
 from .placement import COMMUNICATORS, Placement, spectral_gap
 from .profiles import capacities, explicit_profile, holder_counts, shaped_counts
@@ -259,7 +259,7 @@ def _filling(packing: Packing, *, balance: bool) -> tuple[np.ndarray, int]:
     assert best is not None
     covers = badness(best)[0] == 0
     if best.size <= _EXACT:
-        from .optimum import optimum  # SciPy's solvers take 0.4 s to import, which most runs need not wait for
+        from .integer_program import optimum  # SciPy's solvers take 0.4 s to import, which most runs need not wait for
 
         found = optimum(packing, int(best.sum()) if covers else len(packing.size))
         if found is not None:

@@ -12,8 +12,8 @@ from itertools import groupby
 
 from torch import nn
 
-from .errors import ModelError
-from .module_paths import match_patterns, resolve_name
+from ..errors import ModelError
+from ..module_paths import match_patterns, resolve_name
 
 SHARED = "shared"
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence, Set
 
 import numpy as np
 
-from .config.schema import SDPSection
-from .errors import ConfigError
+from ..config.schema import SDPSection
+from ..errors import ConfigError
 
 
 def capacities(section: SDPSection) -> Sequence[float]:
