@@ -26,7 +26,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.optim import Optimizer
 
 from .checkpoint_files import (
     PARTIAL,
@@ -51,7 +50,7 @@ from .checkpoint_pieces import PiecewisePlanner
 from .checkpoint_reader import SafeReader
 from .distributed.agreement import Ranks
 from .errors import CheckpointError
-from .optimizer_state import COUNT, OptimizerState
+from .optim.optimizer_state import COUNT, OptimizerState
 
 T = TypeVar("T")
 
@@ -117,21 +116,6 @@ def tensors_of(
             else:
                 tensors[key] = part
     return tensors
-
-
-def materialise_state(optimizer: Optimizer) -> None:
-    """Give every parameter the optimizer state that its first step would make, without changing any weight or gradient."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    gradients = {parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]}
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 class Saver:

@@ -12,7 +12,7 @@ from .backends.base import Backend
 from .checkpoint import tensors_of
 from .checkpoint_part import Part
 from .distributed.tensors import local_tensor
-from .optimizer_state import OptimizerState
+from .optim.optimizer_state import OptimizerState
 from .placement.tensor_info import TensorInfo
 
 

@@ -16,7 +16,7 @@ from .checkpoint_part import Part
 from .checkpoint_state import SavedState
 from .consistency import CHUNK, compare_sums
 from .memory import StateBytes, state_tensors
-from .optimizer_state import OptimizerState
+from .optim.optimizer_state import OptimizerState
 from .placement.tensor_info import TensorInfo
 from .placement.units import SHARED
 

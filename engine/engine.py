@@ -13,22 +13,23 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from . import optimizer_state, scheduler_state
 from .backends.base import Backend
 from .batch.call import call_model, loss_of
 from .batch.size import BatchSize
-from .checkpoint import Saver, find, keys_in, load, materialise_state
+from .checkpoint import Saver, find, keys_in, load
 from .checkpoint_files import check_tag
 from .checkpoint_state import SavedState, set_random_state
-from .clip import clip_
 from .config.schema import Config
 from .consistency import check_holders
 from .distributed.agreement import Ranks, agreed_rates
 from .distributed.tensors import local_tensor
 from .engine_facts import EngineFacts
 from .errors import CheckpointError, ConfigError, DivergedError
+from .optim import optimizer_state
+from .optim.clip import clip_
+from .optim.optimizer_state import materialise_state
+from .optim.schedules import Schedule, fitting, of_another_kind
 from .recalibration import tracks_statistics, with_statistics
-from .schedules import Schedule
 
 log = logging.getLogger("sdp")
 
@@ -343,7 +344,7 @@ class SDPEngine(EngineFacts):
         # Before anything is changed:
         if self.loader is not None and state["loader"] is not None:
             self.loader.sampler.checked_position(state["loader"])
-        if self.lr_scheduler is not None and scheduler_state.of_another_kind(state["scheduler"], self.lr_scheduler.state_dict()):
+        if self.lr_scheduler is not None and of_another_kind(state["scheduler"], self.lr_scheduler.state_dict()):
             raise CheckpointError(f"{path}: has the state of another kind of learning-rate scheduler; take the one that wrote it")
         ranks.agree(self._merged(path, rates))
         before = bool(self.optimizer.state)
@@ -383,7 +384,7 @@ class SDPEngine(EngineFacts):
         self._set_scale_state(state.get("loss_scale"))
         if self.lr_scheduler is not None and state["scheduler"] is not None:
             saved_schedule = self._of_scheduler(state["scheduler"])
-            self.lr_scheduler.load_state_dict(scheduler_state.fitting(saved_schedule, self.lr_scheduler.state_dict()))
+            self.lr_scheduler.load_state_dict(fitting(saved_schedule, self.lr_scheduler.state_dict()))
         elif (self.lr_scheduler is None) != (state["scheduler"] is None) and self.global_rank == 0:
             which = ("the state of a scheduler", "none: the learning rates of then stay")
             which = which if self.lr_scheduler is None else ("no scheduler's state", "one, which begins at its first step")

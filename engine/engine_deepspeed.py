@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from . import scheduler_state
 from .backends.deepspeed import DeepSpeedBackend
-from .clip import clip_
 from .consistency import check_loss_scale
 from .deepspeed_state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
 from .distributed.traffic import Traffic
 from .engine import SDPEngine
 from .memory import StateBytes
+from .optim.clip import clip_
+from .optim.schedules import shared
 
 
 class DeepSpeedSDPEngine(SDPEngine):
@@ -128,7 +128,7 @@ class DeepSpeedSDPEngine(SDPEngine):
         return [first.get(options, groups[0]["lr"]) for options in range(self._backend.options_count)]
 
     def _of_scheduler(self, state: dict[str, Any]) -> dict[str, Any]:
-        return scheduler_state.shared(state)  # its groups are of the units that a rank holds
+        return shared(state)  # its groups are of the units that a rank holds
 
     def _names_of_groups(self) -> list[list[str]]:
         infos = self.layout.parameters

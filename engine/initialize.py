@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from .engine import SDPEngine
 from .environment.exit import watch
 from .errors import ConfigError
 from .initialisation import seed_of
-from .optim import make_optimizer
+from .optim.optimizers import make_optimizer
+from .optim.param_groups import freeze_others, groups_here, named_groups
+from .optim.schedules import scheduler_of
 from .placement.layout import Layout, draws_of
 from .placement.policies import warnings_of
-from .schedules import build_scheduler
 
 log = logging.getLogger("sdp")
 
@@ -71,8 +72,8 @@ def initialize(
     mesh = mesh_of(settings, 1 if reference else dist.get_world_size())
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups, grouped = _named_groups(model_parameters, optimizer, names)
-    _freeze_others(model, groups)
+    groups, grouped = named_groups(model_parameters, optimizer, names)
+    freeze_others(model, groups)
     layout = Layout.of(model, settings, mesh)
     if draws_of(model):
         torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else dist.get_rank()))
@@ -85,9 +86,9 @@ def initialize(
         engine, note = initialize_deepspeed(model, settings, layout, batch, device, groups, optimizer, lr_scheduler, grouped=grouped)
         return _finish(engine, note, training_data, collate_fn, device)
     backend = build_backend(model, settings, layout, device)
-    here = _groups_here(groups, layout, backend.parameters)
+    here = groups_here(groups, layout, backend.parameters)
     built, note = make_optimizer(settings.optimizer, optimizer, here, device, grouped=grouped)
-    scheduler = _build_scheduler(settings, lr_scheduler, built)
+    scheduler = scheduler_of(settings, lr_scheduler, built)
     return _finish(SDPEngine(backend, settings, batch, built, scheduler), note, training_data, collate_fn, device)
 
 
@@ -160,59 +161,6 @@ def _loader(engine: SDPEngine, dataset: Any, collate_fn: Callable[[list[Any]], A
 
 
 # -- optimizer and schedule ------------------------------------------------------------------------------------------------------
-
-
-def _named_groups(model_parameters: Iterable[Any] | None, optimizer: Any, names: Mapping[int, str]) -> tuple[list[dict[str, Any]], bool]:
-    """Parameter groups with canonical names in place of the uncut model's parameters, and whether the user gave groups."""
-    if isinstance(optimizer, Optimizer):
-        if optimizer.state:
-            raise ConfigError(
-                "sdp.initialize: the optimizer has stepped before, or makes state as it is made, as Adagrad does; give one without state"
-            )
-        given: list[Any] = optimizer.param_groups
-    elif model_parameters is not None:
-        given = list(model_parameters)
-    else:
-        return [{"params": list(names.values())}], False
-    grouped = bool(given) and isinstance(given[0], Mapping)
-    if not grouped:
-        given = [{"params": given}]
-    groups = []
-    for group in given:
-        parameters = group["params"]
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        unknown = [p for p in parameters if id(p) not in names]
-        if unknown:
-            raise ConfigError(
-                f"sdp.initialize: a parameter of shape {tuple(unknown[0].shape)} is given to the optimizer but is none of the model's"
-            )
-        groups.append({**group, "params": [names[id(p)] for p in parameters]})
-    return groups, grouped
-
-
-def _freeze_others(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
-    """What no group trains needs no gradient: it would be averaged and kept for nothing, and counted in the norm."""
-    trained = {name for group in groups for name in group["params"]}
-    for name, parameter in model.named_parameters():
-        if name not in trained:
-            parameter.requires_grad_(False)
-
-
-def _groups_here(groups: list[dict[str, Any]], layout: Layout, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """The groups with this rank's parameters, or slices; a group may become empty, so that all ranks have the same groups."""
-    here = []
-    for group in groups:
-        held = [parameters[info.name] for name in group["params"] for info in layout.wholes[name] if info.name in parameters]
-        here.append({**group, "params": [parameter for parameter in held if parameter.requires_grad]})
-    return here
-
-
-def _build_scheduler(config: Config, given: Any, optimizer: Optimizer) -> Any:
-    if given is not None:
-        return given if hasattr(given, "step") else given(optimizer)
-    if config.scheduler is None:
-        return None
-    return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
 
 
 def _announce(engine: SDPEngine, optimizer_note: str) -> None:

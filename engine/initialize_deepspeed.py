@@ -25,10 +25,10 @@ from .distributed.traffic import Traffic
 from .engine_deepspeed import DeepSpeedSDPEngine
 from .environment.detect import alone_if_unlaunched
 from .errors import ConfigError, ModelError
-from .optim import make_optimizer
+from .optim.optimizers import make_optimizer
+from .optim.schedules import build_scheduler
 from .placement.layout import Layout
 from .placement.tensor_info import Shard
-from .schedules import build_scheduler
 
 log = logging.getLogger("sdp")
 

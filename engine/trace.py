@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from .backends.fsdp2_comm import unreduced_gradients
 from .batch.call import loss_of, tensors_in
 from .batch.size import BatchSize
-from .checkpoint import materialise_state
 from .config.schema import Config
 from .construct import allocate, build_native
 from .device_operators import Device, operators_of
@@ -32,7 +31,8 @@ from .errors import LaunchError
 from .ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, Ledger, Window
 from .memory import StateBytes, predict_state_bytes
 from .module_paths import parents
-from .optim import make_optimizer
+from .optim.optimizer_state import materialise_state
+from .optim.optimizers import make_optimizer
 from .placement.layout import Layout
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from ..engine.config.schema import Config
 from ..engine.distributed.mesh import mesh_of
 from ..engine.errors import ConfigError, SDPError
 from ..engine.memory import predict_state_bytes
-from ..engine.optim import make_optimizer
+from ..engine.optim.optimizers import make_optimizer
 from ..engine.placement.layout import Layout
 from .fit_batch import Step, own_share, stated_step
 from .fit_reasons import Choice, Trial, closest_of, reasons_of

@@ -36,7 +36,7 @@ from ..engine.engine import SDPEngine
 from ..engine.environment.detect import alone_if_unlaunched
 from ..engine.errors import ConfigError, SDPError
 from ..engine.initialize import initialize
-from ..engine.optim import build_optimizer
+from ..engine.optim.optimizers import build_optimizer
 from ..engine.placement.layout import Layout
 from ..engine.placement.tensor_info import Shard
 from .forecast import dense_config, model_and_batch

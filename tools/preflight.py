@@ -17,9 +17,9 @@ from ..engine.checkpoint_files import latest, locate, read_state
 from ..engine.config.schema import Config
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError
-from ..engine.optim import make_optimizer
+from ..engine.optim.optimizers import make_optimizer
+from ..engine.optim.schedules import build_scheduler
 from ..engine.placement.layout import Layout
-from ..engine.schedules import build_scheduler
 from ..engine.weight_files import WeightFiles, fillers_from
 from ..models.registry import build_model, changed_key
 from .corpus import open_prepared, path_of

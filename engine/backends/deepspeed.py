@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ..buffers import agree_on_buffers
-from ..clip import squared_norm
 from ..distributed.mesh import Coordinates
 from ..distributed.traffic import Traffic
 from ..evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
+from ..optim.clip import squared_norm
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
 from ..recalibration import Statistics, batch_statistics

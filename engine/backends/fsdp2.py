@@ -15,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..branch_scale import BranchScale
 from ..buffers import agree_on_buffers
-from ..clip import squared_norm
 from ..distributed.process_groups import Communicators
 from ..distributed.tensor_collectives import TensorRanks
 from ..distributed.traffic import Traffic
 from ..errors import ModelError
 from ..evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
 from ..gather import stream_full_state
+from ..optim.clip import squared_norm
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
 from ..placement.units import SHARED

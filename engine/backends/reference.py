@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from ..batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
 from ..branch_scale import BranchScale
 from ..buffers import BufferMean, held_entries, persistent_buffers
-from ..clip import squared_norm
 from ..distributed.traffic import Traffic
+from ..optim.clip import squared_norm
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
 from ..placement.units import Slice, goes_into_sum

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sdp.engine.clip import clip_, squared_norm
+from sdp.engine.optim.clip import clip_, squared_norm
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e6])

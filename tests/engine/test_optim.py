@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from sdp.engine.errors import ConfigError
-from sdp.engine.optim import AdamKernel, ApexFusedAdam, _apex_kernel, build_optimizer, make_optimizer
+from sdp.engine.optim.apex import AdamKernel, ApexFusedAdam, apex_kernel
+from sdp.engine.optim.optimizers import build_optimizer, make_optimizer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -201,14 +202,14 @@ def with_modules(monkeypatch, *names: str) -> None:
 def test_apex_is_recognised_and_its_namesake_is_not(monkeypatch):
     cuda = torch.device("cuda")
     with_modules(monkeypatch)
-    assert _apex_kernel(cuda) == (None, "NVIDIA Apex is not installed")
+    assert apex_kernel(cuda) == (None, "NVIDIA Apex is not installed")
     with_modules(monkeypatch, "apex")
-    kernel, reason = _apex_kernel(cuda)
+    kernel, reason = apex_kernel(cuda)
     assert kernel is None and "PyPI's unrelated project of that name" in reason
     with_modules(monkeypatch, "apex", "amp_C")
     monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
     monkeypatch.setitem(sys.modules, "apex.optimizers", types.ModuleType("apex.optimizers"))
-    kernel, reason = _apex_kernel(cuda)
+    kernel, reason = apex_kernel(cuda)
     assert kernel is None and "cannot be used (module 'apex.optimizers' has no attribute 'FusedAdam')" in reason
 
 

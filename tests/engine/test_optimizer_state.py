@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, one_step
 from sdp.engine.errors import CheckpointError
-from sdp.engine.optimizer_state import OptimizerState
+from sdp.engine.optim.optimizer_state import OptimizerState
 from torch.optim.adamw import adamw
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, one_step
 from sdp.engine.errors import CheckpointError
-from sdp.engine.scheduler_state import fitting, of_another_kind, shared
+from sdp.engine.optim.schedules import fitting, of_another_kind, shared
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 

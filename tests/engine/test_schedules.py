@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from sdp.engine.errors import CheckpointError, ConfigError
-from sdp.engine.schedules import build_scheduler
+from sdp.engine.optim.schedules import build_scheduler
 
 CASES = [
     ("WarmupLR", {}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -16,8 +17,9 @@ import torch
 from pydantic import Field, model_validator
 from torch.optim import Optimizer
 
-from .config.section import NonNegative, NonNegativeInt, PositiveInt, Section, parse_section
-from .errors import CheckpointError, ConfigError, suggestion
+from ..config.schema import Config
+from ..config.section import NonNegative, NonNegativeInt, PositiveInt, Section, parse_section
+from ..errors import CheckpointError, ConfigError, suggestion
 
 log = logging.getLogger(__name__)
 
@@ -258,3 +260,37 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
         raise ConfigError(f'scheduler.type: unknown schedule "{type}"{hint}')
     schema, schedule = SCHEDULES[type]
     return schedule(optimizer, parse_section(schema, params, "scheduler.params"))  # type: ignore[call-arg]
+
+
+def shared(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` without what it lists by parameter group (``base_lrs``), where groups are those of one rank; schedulers inside it stay."""
+    kept = {key: value for key, value in state.items() if not isinstance(value, list | tuple) or _of_schedulers(value)}
+    return {key: [shared(each) for each in value] if isinstance(value, list | tuple) else value for key, value in kept.items()}
+
+
+def fitting(saved: Any, own: Any) -> Any:
+    """``saved`` for a scheduler whose state is ``own``, from which what is missing comes, and lists of other lengths."""
+    if isinstance(own, Counter):  # milestones: settings, whose numbers JSON made words
+        return own
+    if isinstance(saved, Mapping) and isinstance(own, Mapping):
+        return {**own, **{key: fitting(value, own[key]) if key in own else value for key, value in saved.items()}}
+    if isinstance(saved, list | tuple) and isinstance(own, list | tuple):
+        return [fitting(*pair) for pair in zip(saved, own, strict=True)] if len(saved) == len(own) else own
+    return saved
+
+
+def of_another_kind(saved: Any, own: Any) -> bool:
+    """Whether they count steps in different words, so that a run would begin its schedule anew."""
+    return isinstance(saved, Mapping) and isinstance(own, Mapping) and bool(saved) and not saved.keys() & own.keys()
+
+
+def _of_schedulers(values: list[Any] | tuple[Any, ...]) -> bool:
+    return bool(values) and all(isinstance(value, Mapping) for value in values)
+
+
+def scheduler_of(config: Config, given: Any, optimizer: Optimizer) -> Any:
+    if given is not None:
+        return given if hasattr(given, "step") else given(optimizer)
+    if config.scheduler is None:
+        return None
+    return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .distributed.tensors import local_tensor
+from ..distributed.tensors import local_tensor
 
 
 def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

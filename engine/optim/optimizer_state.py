@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 COUNT = "step"
 
@@ -76,3 +76,18 @@ def clear(optimizer: Optimizer) -> None:
         group.pop(COUNT, None)
         if COUNT in optimizer.defaults:
             group[COUNT] = optimizer.defaults[COUNT]
+
+
+def materialise_state(optimizer: Optimizer) -> None:
+    """Give every parameter the optimizer state that its first step would make, without changing any weight or gradient."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    gradients = {parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]}
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

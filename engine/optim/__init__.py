@@ -1,0 +1,1 @@
+"""Optimizers, their parameter groups and state, learning-rate schedules, and clipping."""
