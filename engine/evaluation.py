@@ -20,10 +20,10 @@ from .distributed.traffic import passes_on
 from .errors import DataError
 from .gather import Rank, assemble, gather_inside, padded_shard
 from .lockstep import Lockstep
-from .neurons import Slices
 from .placement.layout import Layout
 from .placement.units import Unit
-from .subnetwork import PassThrough
+from .subnetwork.carve import PassThrough
+from .subnetwork.neurons import Slices
 
 CHUNK = 8  # batches that share one pass of units over the network
 

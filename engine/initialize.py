@@ -24,12 +24,12 @@ from .distributed.mesh import mesh_of
 from .engine import SDPEngine
 from .environment.exit import watch
 from .errors import ConfigError
-from .initialisation import seed_of
 from .optim.optimizers import make_optimizer
 from .optim.param_groups import freeze_others, groups_here, named_groups
 from .optim.schedules import scheduler_of
 from .placement.layout import Layout, draws_of
 from .placement.policies import warnings_of
+from .subnetwork.initialisation import seed_of
 
 log = logging.getLogger("sdp")
 

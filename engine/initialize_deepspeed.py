@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .activations import checkpoint_activations
 from .backends import deepspeed_private
 from .backends.deepspeed import DeepSpeedBackend
 from .backends.deepspeed_groups import GroupsOfRanks
@@ -20,7 +19,7 @@ from .backends.deepspeed_shards import Bundle, partition_numel
 from .batch.size import BatchSize
 from .clock import clock
 from .config.schema import Config
-from .construct import cut, give_values, take_values_of_rank_0, values_to_give
+from .construct import values_to_give
 from .distributed.traffic import Traffic
 from .engine_deepspeed import DeepSpeedSDPEngine
 from .environment.detect import alone_if_unlaunched
@@ -29,6 +28,8 @@ from .optim.optimizers import make_optimizer
 from .optim.schedules import build_scheduler
 from .placement.layout import Layout
 from .placement.tensor_info import Shard
+from .subnetwork.activations import checkpoint_activations
+from .subnetwork.materialise import cut, give_values, take_values_of_rank_0
 
 log = logging.getLogger("sdp")
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .errors import ModelError
-from .neurons import SlicedBatchNorm
+from .subnetwork.neurons import SlicedBatchNorm
 
 Statistics = dict[str, torch.Tensor]  # canonical name of a buffer → its value
 

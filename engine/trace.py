@@ -21,7 +21,7 @@ from .backends.fsdp2_comm import unreduced_gradients
 from .batch.call import loss_of, tensors_in
 from .batch.size import BatchSize
 from .config.schema import Config
-from .construct import allocate, build_native
+from .construct import build_native
 from .device_operators import Device, operators_of
 from .distributed.fake_world import fake_world
 from .distributed.tensors import local_tensor
@@ -34,6 +34,7 @@ from .module_paths import parents
 from .optim.optimizer_state import materialise_state
 from .optim.optimizers import make_optimizer
 from .placement.layout import Layout
+from .subnetwork.materialise import allocate
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 2  # traced of a step at most: the second is what all later ones are

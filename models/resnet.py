@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..engine.config.section import PositiveInt, Section
 from ..engine.errors import ConfigError, ModelError
-from ..engine.initialisation import Constant, Init, Normal, Uniform
 from ..engine.placement.units import Branch
+from ..engine.subnetwork.initialisation import Constant, Init, Normal, Uniform
 from .classification import Measure, measured
 
 STAGES = (1, 2, 3, 4)  # of two blocks each; the first block of a stage after the first halves the image and doubles the channels

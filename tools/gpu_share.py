@@ -17,9 +17,9 @@ from ..engine.distributed.fake_world import fake_world
 from ..engine.distributed.tensors import local_tensor
 from ..engine.engine import SDPEngine
 from ..engine.errors import DivergedError
-from ..engine.initialisation import Constant, Init, Normal
 from ..engine.initialize import initialize
 from ..engine.memory import PeakMemory
+from ..engine.subnetwork.initialisation import Constant, Init, Normal
 from ..models.registry import build_model
 from .gpu_rows import GROUPS, Job, Planned
 

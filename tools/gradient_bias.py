@@ -31,12 +31,13 @@ from ..engine.batch.size import BatchSize
 from ..engine.checkpoint import load, weights_of
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config
-from ..engine.construct import give_values, values_to_give
+from ..engine.construct import values_to_give
 from ..engine.distributed.mesh import Mesh, mesh_of
 from ..engine.errors import ConfigError
 from ..engine.placement.layout import Layout
 from ..engine.placement.tensor_info import Shard
 from ..engine.placement.units import SHARED
+from ..engine.subnetwork.materialise import give_values
 from ..models.registry import build_model
 from .bias_estimate import FEWEST, Bias, Differences, Products, apparent_by_batches, estimate
 from .corpus import Corpus, open_corpus, open_prepared

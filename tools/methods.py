@@ -23,13 +23,11 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..engine.activations import checkpoint_activations
 from ..engine.backends import deepspeed_private
 from ..engine.batch.call import call_model, loss_of
 from ..engine.batch.size import BatchSize
-from ..engine.compile import compile_units
 from ..engine.config.schema import Config, NamedParams
-from ..engine.construct import give_values, values_to_give
+from ..engine.construct import values_to_give
 from ..engine.distributed.mesh import mesh_of
 from ..engine.distributed.traffic import Traffic
 from ..engine.engine import SDPEngine
@@ -39,6 +37,9 @@ from ..engine.initialize import initialize
 from ..engine.optim.optimizers import build_optimizer
 from ..engine.placement.layout import Layout
 from ..engine.placement.tensor_info import Shard
+from ..engine.subnetwork.activations import checkpoint_activations
+from ..engine.subnetwork.compile import compile_units
+from ..engine.subnetwork.materialise import give_values
 from .forecast import dense_config, model_and_batch
 
 DDP, SMALLER = "ddp", "smaller-ddp"

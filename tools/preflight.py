@@ -20,7 +20,7 @@ from ..engine.errors import ConfigError
 from ..engine.optim.optimizers import make_optimizer
 from ..engine.optim.schedules import build_scheduler
 from ..engine.placement.layout import Layout
-from ..engine.weight_files import WeightFiles, fillers_from
+from ..engine.subnetwork.weight_files import WeightFiles, fillers_from
 from ..models.registry import build_model, changed_key
 from .corpus import open_prepared, path_of
 from .metrics import CONFIG

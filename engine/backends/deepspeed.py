@@ -24,7 +24,7 @@ from ..optim.clip import squared_norm
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
 from ..recalibration import Statistics, batch_statistics
-from ..subnetwork import PassThrough
+from ..subnetwork.carve import PassThrough
 from ..sync import GradientSync, WeightRefresh
 from .deepspeed_groups import GroupsOfRanks
 from .deepspeed_private import LossScale, MasterCopies, ZeroState, local_part, logged_all_reduce, logged_broadcast, set_gradient_norm

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ..branch_scale import BranchScale
 from ..buffers import agree_on_buffers
 from ..distributed.process_groups import Communicators
 from ..distributed.tensor_collectives import TensorRanks
@@ -26,7 +25,8 @@ from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
 from ..placement.units import SHARED
 from ..recalibration import Statistics, batch_statistics
-from ..subnetwork import PassThrough
+from ..subnetwork.branch_scale import BranchScale
+from ..subnetwork.carve import PassThrough
 from ..sync import GradientSync, WeightRefresh
 from .fsdp2_comm import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients, gather_stream
 

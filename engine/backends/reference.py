@@ -17,7 +17,6 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from ..batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
-from ..branch_scale import BranchScale
 from ..buffers import BufferMean, held_entries, persistent_buffers
 from ..distributed.traffic import Traffic
 from ..optim.clip import squared_norm
@@ -25,7 +24,8 @@ from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
 from ..placement.units import Slice, goes_into_sum
 from ..recalibration import Statistics, batch_statistics
-from ..subnetwork import PassThrough, frozen_view, masked
+from ..subnetwork.branch_scale import BranchScale
+from ..subnetwork.carve import PassThrough, frozen_view, masked
 
 
 class ReferenceBackend:

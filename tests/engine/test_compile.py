@@ -89,7 +89,7 @@ def test_the_reference_is_not_compiled() -> None:
 
 def test_without_a_compiler_it_is_one_line(tmp_path: Path) -> None:
     program = (
-        "import sdp, sys, torch; from sdp.engine.compile import compile_units\n"
+        "import sdp, sys, torch; from sdp.engine.subnetwork.compile import compile_units\n"
         "try: compile_units(torch.nn.Sequential(), [], torch.device('cpu'))\n"
         "except sdp.engine.errors.ConfigError as error: print(error)"
     )

@@ -439,7 +439,7 @@ def _save_plain(stage: int, folder: str) -> Any:
 
 def _started_from(case: Case, folder: str, scratch: str) -> tuple[Any, int]:
     """The weights at the start, and how often this rank converted the checkpoint."""
-    from sdp.engine import weight_files
+    from sdp.engine.subnetwork import weight_files
 
     conversions: list[Path] = []
     convert = weight_files.weights_of_zero_checkpoint

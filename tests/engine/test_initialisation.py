@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import RankPool
 from ranks_cases import Case, engine_of, reference
-from sdp.engine.initialisation import BLOCK_ELEMENTS, Constant, Init, Normal, Uniform, fill_rows, seed_of
+from sdp.engine.subnetwork.initialisation import BLOCK_ELEMENTS, Constant, Init, Normal, Uniform, fill_rows, seed_of
 from torch import nn
 
 

@@ -19,9 +19,9 @@ from ranks_cases import Case, full_gradients
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError, ModelError, PlacementError
-from sdp.engine.neurons import SlicedBatchNorm, Slices
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.units import Branch, find_neuron_units, find_units
+from sdp.engine.subnetwork.neurons import SlicedBatchNorm, Slices
 from torch import nn
 
 GROUPS = 2

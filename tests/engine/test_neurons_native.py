@@ -15,9 +15,9 @@ from ranks_cases import Case, data_rank_of, engine_of, one_step, whole
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import CheckpointError, ModelError
-from sdp.engine.neurons import SlicedConv2d, SlicedLinear, Slices, slice_layers
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.units import Branch, find_neuron_units
+from sdp.engine.subnetwork.neurons import SlicedConv2d, SlicedLinear, Slices, slice_layers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 

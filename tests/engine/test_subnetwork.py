@@ -11,7 +11,7 @@ import torch
 from sdp.engine.errors import ModelError
 from sdp.engine.placement.placement import Placement
 from sdp.engine.placement.units import find_units
-from sdp.engine.subnetwork import PassThrough, carve, masked
+from sdp.engine.subnetwork.carve import PassThrough, carve, masked
 from torch import nn
 
 

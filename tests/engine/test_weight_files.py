@@ -18,11 +18,11 @@ import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of
 from safetensors.torch import load_file, save_file
-from sdp.engine import weight_files
 from sdp.engine.distributed.agreement import Ranks
 from sdp.engine.distributed.tensors import local_tensor
 from sdp.engine.errors import ModelError
-from sdp.engine.weight_files import WeightFiles
+from sdp.engine.subnetwork import weight_files
+from sdp.engine.subnetwork.weight_files import WeightFiles
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from sdp.engine.errors import ConfigError, ModelError
-from sdp.engine.initialisation import plan_initialisation
 from sdp.engine.placement.units import find_units
+from sdp.engine.subnetwork.initialisation import plan_initialisation
 from sdp.models.registry import build_model
 from sdp.models.resnet import ResNet, ResNetConfig
 

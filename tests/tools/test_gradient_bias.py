@@ -12,11 +12,12 @@ import pytest
 import torch
 from sdp.data.prepare import prepare
 from sdp.engine.config.load import load_config
-from sdp.engine.construct import give_values, values_to_give
+from sdp.engine.construct import values_to_give
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import DivergedError
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.tensor_info import Shard
+from sdp.engine.subnetwork.materialise import give_values
 from sdp.launcher.main import main
 from sdp.models.registry import build_model
 from sdp.tools.bias_estimate import Bias, Differences, Products, apparent_by_batches, estimate

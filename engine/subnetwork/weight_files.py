@@ -16,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from .backends.deepspeed_private import weights_of_zero_checkpoint
-from .distributed.agreement import Ranks
-from .distributed.hosts import machine_id
-from .errors import CheckpointError, ModelError
+from ..backends.deepspeed_private import weights_of_zero_checkpoint
+from ..distributed.agreement import Ranks
+from ..distributed.hosts import machine_id
+from ..errors import CheckpointError, ModelError
+from ..placement.layout import Layout
+from ..placement.tensor_info import TensorInfo
 from .initialisation import Filler, ModuleInit
-from .placement.layout import Layout
-from .placement.tensor_info import TensorInfo
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _FILE_BYTES = 2**30

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 
 def compile_units(model: nn.Module, blocks: Collection[str], device: torch.device, *, sliced: bool = False) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .errors import ModelError
-from .placement.placement import Placement
-from .placement.units import Unit
+from ..errors import ModelError
+from ..placement.placement import Placement
+from ..placement.units import Unit
 
 _REMEDY = 'leave it out of sdp.units, list it in sdp.protect, or use sdp.masking "backward"'
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..placement.layout import Layout
+from ..placement.units import Unit, goes_into_sum
+from .carve import PassThrough, hidden_state, signature_of
 from .neurons import Slices
-from .placement.layout import Layout
-from .placement.units import Unit, goes_into_sum
-from .subnetwork import PassThrough, hidden_state, signature_of
 
 
 class BranchScale:

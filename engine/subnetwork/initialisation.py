@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import ModelError
+from ..errors import ModelError
 
 BLOCK_ELEMENTS = 1 << 16
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .errors import ModelError
-from .placement.layout import Layout
-from .placement.tensor_info import TensorInfo
+from ..errors import ModelError
+from ..placement.layout import Layout
+from ..placement.tensor_info import TensorInfo
 
 
 @dataclass

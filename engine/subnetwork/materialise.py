@@ -1,0 +1,103 @@
+"""Cut a model to what a group holds, allocate that part, and give it values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config.schema import Config
+from ..distributed.tensors import local_tensor
+from ..errors import ModelError
+from ..placement.layout import Layout
+from ..placement.tensor_info import Shard, TensorInfo
+from .carve import PassThrough, carve, freeze
+from .initialisation import Filler, ModuleInit
+from .neurons import slice_layers
+
+
+def allocate(model: nn.Module, layout: Layout, device: torch.device) -> None:
+    """Put a model of the meta device on ``device``, without values, and tie again what is tied."""
+    model.to_empty(device=device)
+    _restore_ties(model, layout.aliases)
+
+
+def cut(model: nn.Module, config: Config, layout: Layout, group: int, compute_dtype: torch.dtype) -> dict[str, PassThrough]:
+    """Cut ``model`` in place to what ``group`` holds, or freeze the rest; the stand-ins of units that are skipped, by name."""
+    if config.sdp.granularity == "neuron":
+        slice_layers(model, layout, group, compute_dtype)
+    elif layout.keeps_frozen:
+        freeze(model, layout.units, layout.placement, group, compute_dtype)
+    else:
+        return carve(model, layout.units, layout.placement, group)
+    return {}
+
+
+def require_float32(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            raise ModelError(
+                f"parameter {name!r} is {parameter.dtype}; master weights are float32: call model.float() first, and set "
+                "bf16.enabled to compute in bfloat16"
+            )
+
+
+def take_values_of_rank_0(model: nn.Module, device: torch.device) -> None:
+    """Parameters and buffers of every rank become rank 0's, one at a time."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        value = tensor.detach().to(device).contiguous()
+        dist.broadcast(value, src=0)
+        tensor.detach().copy_(value)
+
+
+def give_values(
+    model: nn.Module,
+    layout: Layout,
+    plan: Sequence[ModuleInit] | None,
+    device: torch.device,
+    shard: Shard,
+    frozen: Collection[str] = (),
+) -> None:
+    """Put the model on ``device``; where it was on the meta device, allocate and fill this rank's shards alone. ``frozen`` copies get no
+    values: they come from a holder.
+    """
+    if plan is None:
+        model.to(device)
+        return
+    allocate(model, layout, device)
+    tensors = {name: p for name, p in model.named_parameters() if name not in frozen} | dict(model.named_buffers())
+    here: dict[str, list[str]] = {}
+    for name in tensors:
+        here.setdefault(layout.parameters[name].canonical if name in layout.parameters else name, []).append(name)
+    for init in plan:
+        if not any(name in here for name in init.names):
+            continue  # of a unit that is not held
+        for canonical, fill in init.fillers().items():
+            for name in here.get(canonical, ()):
+                local = local_tensor(tensors[name].detach())
+                if local.numel():
+                    _fill(local, fill, layout.parameters.get(name), shard)
+
+
+def _fill(local: torch.Tensor, fill: Filler, info: TensorInfo | None, shard: Shard) -> None:
+    """Give ``local`` its elements of the whole; of one cut across its rows, all columns of these are made for a moment."""
+    if info is None:  # a buffer
+        fill(local, 0)
+        return
+    offset = info.offset(shard)
+    dim = info.cut.dim if info.cut else info.tp_dim
+    if not dim:  # whole rows
+        fill(local, offset[0] if offset else 0)
+        return
+    rows = local.new_empty((local.shape[0], *info.full_shape[1:]))
+    fill(rows, offset[0])
+    local.copy_(rows.narrow(dim, offset[dim], local.shape[dim]))
+
+
+def _restore_ties(model: nn.Module, aliases: Mapping[str, str]) -> None:
+    """``to_empty`` unties: give every further name of a tied parameter the canonical one's tensor again."""
+    for alias, name in aliases.items():
+        parent, _, key = alias.rpartition(".")
+        setattr(model.get_submodule(parent), key, model.get_parameter(name))
