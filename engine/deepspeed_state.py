@@ -14,11 +14,11 @@ from .backends.deepspeed_shards import partition_numel
 from .backends.deepspeed_whole import untrained_part
 from .checkpoint_part import Part
 from .checkpoint_state import SavedState
-from .consistency import CHUNK, compare_sums
 from .memory import StateBytes, state_tensors
 from .optim.optimizer_state import OptimizerState
 from .placement.tensor_info import TensorInfo
 from .placement.units import SHARED
+from .sync.consistency import CHUNK, compare_sums
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 

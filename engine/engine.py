@@ -20,7 +20,6 @@ from .checkpoint import Saver, find, keys_in, load
 from .checkpoint_files import check_tag
 from .checkpoint_state import SavedState, set_random_state
 from .config.schema import Config
-from .consistency import check_holders
 from .distributed.agreement import Ranks, agreed_rates
 from .distributed.tensors import local_tensor
 from .engine_facts import EngineFacts
@@ -30,6 +29,7 @@ from .optim.clip import clip_
 from .optim.optimizer_state import materialise_state
 from .optim.schedules import Schedule, fitting, of_another_kind
 from .recalibration import tracks_statistics, with_statistics
+from .sync.consistency import check_holders
 
 log = logging.getLogger("sdp")
 

@@ -12,13 +12,13 @@ import torch
 from torch.optim import Optimizer
 
 from .backends.deepspeed import DeepSpeedBackend
-from .consistency import check_loss_scale
 from .deepspeed_state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
 from .distributed.traffic import Traffic
 from .engine import SDPEngine
 from .memory import StateBytes
 from .optim.clip import clip_
 from .optim.schedules import shared
+from .sync.consistency import check_loss_scale
 
 
 class DeepSpeedSDPEngine(SDPEngine):

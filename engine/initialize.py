@@ -16,7 +16,6 @@ from .batch.loader import EpochLoader, ResumableLoader
 from .batch.size import BatchSize
 from .config.load import load_config
 from .config.schema import Config, FP16Section, SDPSection
-from .consistency import check_placement
 from .construct import build_backend
 from .distributed.agreement import check_alike
 from .distributed.join import join
@@ -30,6 +29,7 @@ from .optim.schedules import scheduler_of
 from .placement.layout import Layout, draws_of
 from .placement.policies import warnings_of
 from .subnetwork.initialisation import seed_of
+from .sync.consistency import check_placement
 
 log = logging.getLogger("sdp")
 

@@ -25,7 +25,8 @@ from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork.carve import PassThrough
-from ..sync import GradientSync, WeightRefresh
+from ..sync.gradients import GradientSync
+from ..sync.weights import WeightRefresh
 from .deepspeed_groups import GroupsOfRanks
 from .deepspeed_private import LossScale, MasterCopies, ZeroState, local_part, logged_all_reduce, logged_broadcast, set_gradient_norm
 from .deepspeed_shards import Bundle, EarlyLaunch, Piece, RoutedRefresh, ShardSync, pieces_of

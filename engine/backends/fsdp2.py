@@ -27,7 +27,8 @@ from ..placement.units import SHARED
 from ..recalibration import Statistics, batch_statistics
 from ..subnetwork.branch_scale import BranchScale
 from ..subnetwork.carve import PassThrough
-from ..sync import GradientSync, WeightRefresh
+from ..sync.gradients import GradientSync
+from ..sync.weights import WeightRefresh
 from .fsdp2_comm import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients, gather_stream
 
 

@@ -28,9 +28,9 @@ from ranks_cases import (
     reference,
     train,
 )
-from sdp.engine import sync
 from sdp.engine.placement.buckets import LEAST_BYTES
 from sdp.engine.placement.units import find_neuron_units
+from sdp.engine.sync import gradients as sync
 
 FACTORS: dict[str, Sequence[Any]] = {
     "masking": ["forward", "backward"],

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, one_step
-from sdp.engine.consistency import checksum
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.distributed.tensors import local_tensor
 from sdp.engine.errors import DivergenceError
+from sdp.engine.sync.consistency import checksum
 
 
 def _digests(engine: Any) -> dict[str, str]:

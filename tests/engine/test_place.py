@@ -11,12 +11,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sdp.engine.config.schema import SDPSection
-from sdp.engine.consistency import check_placement
 from sdp.engine.errors import ConfigError, PlacementError
 from sdp.engine.placement.packing import Packing, connect, fill, shuffle
 from sdp.engine.placement.placement import COMMUNICATORS, Placement
 from sdp.engine.placement.policies import place, warnings_of
 from sdp.engine.placement.units import Unit, find_neuron_units, find_units
+from sdp.engine.sync.consistency import check_placement
 from sdp.models.registry import build_model
 
 # The eight basic blocks of ResNet-18 for 32 × 32 images (He et al., arXiv 1512.03385; stem of stride 1, as usual on CIFAR): convolutions

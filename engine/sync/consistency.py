@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .distributed.agreement import _differ
-from .distributed.tensors import local_tensor
-from .errors import DivergenceError, PlacementError
-from .placement.layout import Layout
-from .placement.placement import Placement
-from .placement.units import SHARED
+from ..distributed.agreement import _differ
+from ..distributed.tensors import local_tensor
+from ..errors import DivergenceError, PlacementError
+from ..placement.layout import Layout
+from ..placement.placement import Placement
+from ..placement.units import SHARED
 
 CHUNK = 1 << 20
 

@@ -1,0 +1,80 @@
+"""Refresh the frozen copies of weights that other groups train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..distributed.mesh import Holders
+from ..distributed.tensors import local_tensor
+from ..distributed.traffic import Traffic, passes_on
+from ..placement.buckets import Refresh
+
+
+class WeightRefresh:
+    """Brings one rank's frozen copies up to date with the holders' weights, and sends its own weights to others' copies.
+
+    ``parameters``: this rank's, held and frozen, by canonical name; ``groups[source, members]``: the communicator, absent where this rank
+    is none of them. Shards align, since FSDP2 cuts the first dimension alike in all groups, so each goes straight into its place;
+    holders' weights are cast to ``dtype``, the copies', on the way. ``broadcast`` starts to send what the member ``source`` has.
+    """
+
+    def __init__(
+        self,
+        refreshes: Sequence[Refresh],
+        parameters: Mapping[str, torch.Tensor],
+        groups: Mapping[tuple[int, Holders], dist.ProcessGroup],
+        traffic: Traffic,
+        dtype: torch.dtype,
+        broadcast: Callable[[torch.Tensor, int, dist.ProcessGroup], Any] = lambda tensor, source, group: dist.broadcast(
+            tensor, group_src=source, group=group, async_op=True
+        ),
+    ):
+        self._broadcast = broadcast
+        self._refreshes = [refresh for refresh in refreshes if (refresh.source, refresh.members) in groups]
+        self._parameters, self._groups, self._traffic, self._dtype = parameters, groups, traffic, dtype
+        self._pending: dict[str, list[tuple[dist.Work, torch.Tensor]]] = {}
+
+    @property
+    def blocks(self) -> list[str]:
+        """Names of the blocks of which this rank sends or receives something, each once."""
+        return list(dict.fromkeys(refresh.block for refresh in self._refreshes))
+
+    def start(self, names: Collection[str]) -> None:
+        """Begin to send and receive those of ``names`` that concern this rank, in one order on all ranks."""
+        self.finish()
+        for refresh in self._refreshes:
+            pending = self._pending.setdefault(refresh.block, [])
+            for name in refresh.names:
+                for tensor, group, source in self._parts(refresh, name) if name in names else ():
+                    if tensor.numel() == 0:  # a shard may be empty, in all groups then
+                        continue
+                    here, ranks = dist.get_rank(group), dist.get_world_size(group)
+                    if here == source:
+                        tensor = tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+                    if passes_on(here, source, ranks):
+                        self._traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
+                    work = self._broadcast(tensor, source, group)
+                    assert work is not None
+                    pending.append((work, tensor))  # the tensor must live until it is sent
+
+    def _parts(self, refresh: Refresh, name: str) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
+        """What this rank has of a parameter, by communicators, each with the place of the rank in it that sends."""
+        group = self._groups[refresh.source, refresh.members]
+        yield local_tensor(self._parameters[name].detach()), group, refresh.members.index(refresh.source)
+
+    def wait(self, block: str, stream: torch.Stream | None = None) -> None:
+        """Wait for one block's weights. On CUDA it is the current stream that waits, and ``stream``, which gathers them."""
+        for work, _ in self._pending.pop(block, ()):
+            work.wait()
+            if stream is not None:
+                with torch.cuda.stream(stream):  # type: ignore[arg-type]
+                    work.wait()
+
+    def finish(self) -> None:
+        """Wait for all that is on its way."""
+        for block in list(self._pending):
+            self.wait(block)
