@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .accounting.clock import clock
 from .backends.base import Backend
 from .backends.deepspeed_private import is_zero_checkpoint
 from .backends.fsdp2 import FSDP2Backend
 from .backends.reference import ReferenceBackend
 from .backends.vectorized import VectorizedBackend
-from .clock import clock
 from .config.schema import Config
 from .distributed.agreement import Ranks
 from .distributed.mesh import Coordinates

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .accounting.memory import StateBytes, state_tensors
 from .backends.deepspeed import DeepSpeedBackend
 from .backends.deepspeed_private import local_part
 from .backends.deepspeed_shards import partition_numel
 from .backends.deepspeed_whole import untrained_part
 from .checkpoint_part import Part
 from .checkpoint_state import SavedState
-from .memory import StateBytes, state_tensors
 from .optim.optimizer_state import OptimizerState
 from .placement.tensor_info import TensorInfo
 from .placement.units import SHARED

@@ -7,14 +7,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from .accounting.memory import StateBytes, measure_state_bytes, predict_state_bytes
+from .accounting.traffic_plan import describe_formula, plan_traffic
 from .backends.base import Backend
 from .batch.size import BatchSize
 from .config.schema import Config
 from .distributed.traffic import Traffic
 from .environment.detect import detect
-from .memory import StateBytes, measure_state_bytes, predict_state_bytes
 from .placement.layout import Layout
-from .traffic_plan import describe_formula, plan_traffic
 
 
 class EngineFacts:

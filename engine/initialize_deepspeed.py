@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from .accounting.clock import clock
 from .backends import deepspeed_private
 from .backends.deepspeed import DeepSpeedBackend
 from .backends.deepspeed_groups import GroupsOfRanks
 from .backends.deepspeed_shards import Bundle, partition_numel
 from .batch.size import BatchSize
-from .clock import clock
 from .config.schema import Config
 from .construct import values_to_give
 from .distributed.traffic import Traffic

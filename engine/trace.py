@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
+from .accounting.memory import StateBytes, predict_state_bytes
 from .backends.fsdp2_comm import unreduced_gradients
 from .batch.call import loss_of, tensors_in
 from .batch.size import BatchSize
@@ -29,7 +30,6 @@ from .distributed.traffic import Kind
 from .engine import SDPEngine
 from .errors import LaunchError
 from .ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, Ledger, Window
-from .memory import StateBytes, predict_state_bytes
 from .module_paths import parents
 from .optim.optimizer_state import materialise_state
 from .optim.optimizers import make_optimizer

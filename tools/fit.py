@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.accounting.memory import predict_state_bytes
 from ..engine.config.schema import Config
 from ..engine.distributed.mesh import mesh_of
 from ..engine.errors import ConfigError, SDPError
-from ..engine.memory import predict_state_bytes
 from ..engine.optim.optimizers import make_optimizer
 from ..engine.placement.layout import Layout
 from .fit_batch import Step, own_share, stated_step

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..data.image_sets import facts_of_set
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, BytesTokenizer
+from ..engine.accounting.traffic_plan import Collective, CollectivePlan
 from ..engine.batch.size import BatchSize
 from ..engine.config.schema import Config, SDPSection
 from ..engine.distributed.mesh import Coordinates, Mesh, mesh_of
@@ -23,7 +24,6 @@ from ..engine.module_paths import parents
 from ..engine.placement.layout import Layout
 from ..engine.placement.policies import warnings_of
 from ..engine.trace import StepTrace, sequence, trace_step
-from ..engine.traffic_plan import Collective, CollectivePlan
 from ..models.registry import MODELS, build_model
 from .corpus import open_prepared, path_of
 from .machine import LINKS, Link, Machine, StepTime, step_time

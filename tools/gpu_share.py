@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ..engine.accounting.memory import PeakMemory
 from ..engine.distributed.fake_world import fake_world
 from ..engine.distributed.tensors import local_tensor
 from ..engine.engine import SDPEngine
 from ..engine.errors import DivergedError
 from ..engine.initialize import initialize
-from ..engine.memory import PeakMemory
 from ..engine.subnetwork.initialisation import Constant, Init, Normal
 from ..models.registry import build_model
 from .gpu_rows import GROUPS, Job, Planned

@@ -10,9 +10,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
+from ..engine.accounting.traffic_plan import Collective
 from ..engine.config.schema import Config
 from ..engine.device_operators import Device
-from ..engine.traffic_plan import Collective
 
 Link = Literal["inside a node", "between nodes"]
 LINKS: tuple[Link, Link] = ("inside a node", "between nodes")

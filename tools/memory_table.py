@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ..engine.accounting.memory_probe import peak_tensor_bytes
 from ..engine.config.load import load_config
 from ..engine.distributed.fake_world import fake_world
 from ..engine.distributed.mesh import mesh_of
@@ -33,7 +34,6 @@ from ..engine.engine import SDPEngine
 from ..engine.errors import ConfigError, DivergedError, PlacementError, SDPError
 from ..engine.initialize import initialize
 from ..engine.ledger import ACTIVATIONS
-from ..engine.memory_probe import peak_tensor_bytes
 from ..engine.placement.layout import Layout
 from ..engine.trace import trace_step, watched_step
 from ..models.registry import build_model

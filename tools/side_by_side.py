@@ -34,8 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..engine.accounting.clock import clock
+from ..engine.accounting.memory_probe import peak_tensor_bytes
 from ..engine.batch.size import BatchSize
-from ..engine.clock import clock
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config
 from ..engine.distributed.join import join
@@ -43,7 +44,6 @@ from ..engine.distributed.mesh import mesh_of
 from ..engine.distributed.tensors import local_tensor
 from ..engine.environment.detect import Environment, detect
 from ..engine.errors import ConfigError, DivergedError
-from ..engine.memory_probe import peak_tensor_bytes
 from . import scaling
 from .forecast import model_and_batch
 from .methods import DENSE, OUTER_EVERY, SAME_STEPS, Runner, build, default_methods, is_sdp, variant, why_not

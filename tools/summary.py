@@ -11,9 +11,9 @@ from typing import Any
 import numpy
 import torch
 
+from ..engine.accounting.memory import state_tensors
+from ..engine.accounting.traffic_plan import data_parallel_traffic
 from ..engine.engine import SDPEngine
-from ..engine.memory import state_tensors
-from ..engine.traffic_plan import data_parallel_traffic
 from .corpus import Corpus
 from .metrics import read_run
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..engine.accounting.memory import PeakMemory
 from ..engine.backends.deepspeed_private import is_zero_checkpoint
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config
@@ -24,7 +25,6 @@ from ..engine.environment.detect import detect, place_file
 from ..engine.errors import PeerLostError
 from ..engine.heartbeat import Heartbeat
 from ..engine.initialize import initialize
-from ..engine.memory import PeakMemory
 from ..models.registry import build_model, section_from_huggingface
 from . import preflight
 from .corpus import open_corpus

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
+from ..engine.accounting.clock import clock
+from ..engine.accounting.memory import PeakMemory
+from ..engine.accounting.memory_probe import peak_tensor_bytes
 from ..engine.batch.call import loss_of, to_device
 from ..engine.batch.loader import evaluation_batches
 from ..engine.checkpoint_files import latest, locate
-from ..engine.clock import clock
 from ..engine.config.schema import Config
 from ..engine.engine import SDPEngine
 from ..engine.errors import CheckpointError, ConfigError, DivergedError
 from ..engine.heartbeat import Heartbeat
-from ..engine.memory import PeakMemory
-from ..engine.memory_probe import peak_tensor_bytes
 from ..engine.recalibration import tracks_statistics
 from .corpus import Corpus
 from .metrics import RunFiles, read_run

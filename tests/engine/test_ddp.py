@@ -85,10 +85,10 @@ def test_capacity_1_equals_ddp(ranks: RankPool, case: Case) -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "llama-tied"])
 def test_ddp_sends_what_its_plan_says(ranks: RankPool, model: str) -> None:
+    from sdp.engine.accounting.traffic_plan import data_parallel_traffic
     from sdp.engine.config.load import load_config
     from sdp.engine.distributed.mesh import Mesh
     from sdp.engine.placement.layout import Layout
-    from sdp.engine.traffic_plan import data_parallel_traffic
 
     case = Case(4, 1, placement="full", model=model, accumulation=3)
     layout = Layout.of(models.build(model), load_config(case.config()), Mesh(4))

@@ -721,8 +721,8 @@ def test_monitor_flops_profiler_and_comms_logger_work(ranks: RankPool, tmp_path:
 def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
     """Bytes of the whole model, at most alive before DeepSpeed cuts this rank's part, and of what it holds; names of units that it has."""
     import sdp
+    from sdp.engine.accounting.memory_probe import _LiveStorages
     from sdp.engine.backends import deepspeed_private
-    from sdp.engine.memory_probe import _LiveStorages
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 16, "num_attention_heads": 2}

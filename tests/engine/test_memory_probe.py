@@ -9,7 +9,7 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.memory_probe import peak_tensor_bytes
+from sdp.engine.accounting.memory_probe import peak_tensor_bytes
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile

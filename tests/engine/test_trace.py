@@ -10,10 +10,10 @@ import pytest
 import sdp
 import torch
 from ranks import RankPool
+from sdp.engine.accounting.memory_probe import peak_tensor_bytes
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import LaunchError
-from sdp.engine.memory_probe import peak_tensor_bytes
 from sdp.engine.placement.layout import Layout
 from sdp.engine.trace import StepTrace, _settings, trace_step
 from sdp.models.registry import build_model

@@ -10,13 +10,13 @@ import pytest
 import ranks_models as models
 from ranks import RankPool
 from ranks_cases import Case, engine_of, native, one_step
+from sdp.engine.accounting.traffic_plan import describe_formula, plan_traffic
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.distributed.traffic import Traffic, sent_bytes
 from sdp.engine.placement.buckets import Refresh
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.placement import WAYS, Placement
-from sdp.engine.traffic_plan import describe_formula, plan_traffic
 
 TABLE = [
     Case(groups, fsdp, stage, accumulation, placement="full" if groups == 1 else "mixed")

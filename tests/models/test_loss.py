@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from sdp.engine.memory_probe import peak_tensor_bytes
+from sdp.engine.accounting.memory_probe import peak_tensor_bytes
 from sdp.models.llama import Llama, LlamaConfig
 from sdp.models.loss import IGNORE_INDEX, LanguageModelHead, linear_cross_entropy
 from torch import Tensor, nn

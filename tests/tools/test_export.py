@@ -226,7 +226,7 @@ MODELS = {  # the second has one tensor in most files, and in bfloat16 takes hal
 MEASURE = """
 import sys
 import torch
-from sdp.engine.memory import PeakMemory
+from sdp.engine.accounting.memory import PeakMemory
 from sdp.launcher.main import main
 import sdp.tools.export
 run, out, dtype, big, small = sys.argv[1:]

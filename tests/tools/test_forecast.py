@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from sdp.data.tokenizers import BytesTokenizer
+from sdp.engine.accounting.memory_probe import peak_tensor_bytes
+from sdp.engine.accounting.traffic_plan import plan_collectives
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.fake_world import fake_world
 from sdp.engine.initialize import initialize
-from sdp.engine.memory_probe import peak_tensor_bytes
 from sdp.engine.subnetwork.activations import checkpoint_activations
 from sdp.engine.trace import StepTrace, trace_step
-from sdp.engine.traffic_plan import plan_collectives
 from sdp.launcher.main import main
 from sdp.models.registry import build_model
 from sdp.tools import forecast as forecasts

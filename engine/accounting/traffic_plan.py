@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .distributed.mesh import Coordinates, Holders
-from .distributed.traffic import Kind, Scope, Traffic, sent_bytes
-from .placement.layout import Layout
+from ..distributed.mesh import Coordinates, Holders
+from ..distributed.traffic import Kind, Scope, Traffic, sent_bytes
+from ..placement.layout import Layout
 
 FLOAT32 = 4
 CONTROL_BYTES = 16  # the squared gradient norm and the loss, a float64 each

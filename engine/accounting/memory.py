@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .distributed.tensors import local_tensor
-from .placement.layout import Layout
+from ..distributed.tensors import local_tensor
+from ..placement.layout import Layout
 
 STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2}  # of a parameter's size, float32
 

@@ -1,0 +1,1 @@
+"""Bytes and seconds: planned and counted."""
