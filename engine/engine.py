@@ -24,11 +24,11 @@ from .distributed.agreement import Ranks, agreed_rates
 from .distributed.tensors import local_tensor
 from .engine_facts import EngineFacts
 from .errors import CheckpointError, ConfigError, DivergedError
+from .full_model.recalibration import tracks_statistics, with_statistics
 from .optim import optimizer_state
 from .optim.clip import clip_
 from .optim.optimizer_state import materialise_state
 from .optim.schedules import Schedule, fitting, of_another_kind
-from .recalibration import tracks_statistics, with_statistics
 from .sync.consistency import check_holders
 
 log = logging.getLogger("sdp")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..distributed.traffic import Traffic
+from ..full_model.recalibration import Statistics
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
-from ..recalibration import Statistics
 
 
 class Backend(Protocol):

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..buffers import agree_on_buffers
 from ..distributed.mesh import Coordinates
 from ..distributed.traffic import Traffic
-from ..evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
-from ..gather import stream_full_state
+from ..full_model.buffers import agree_on_buffers
+from ..full_model.evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
+from ..full_model.gather import stream_full_state
+from ..full_model.recalibration import Statistics, batch_statistics
 from ..optim.clip import squared_norm
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
-from ..recalibration import Statistics, batch_statistics
 from ..subnetwork.carve import PassThrough
 from ..sync.gradients import GradientSync
 from ..sync.weights import WeightRefresh

@@ -13,18 +13,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ..buffers import agree_on_buffers
 from ..distributed.process_groups import Communicators
 from ..distributed.tensor_collectives import TensorRanks
 from ..distributed.traffic import Traffic
 from ..errors import ModelError
-from ..evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
-from ..gather import stream_full_state
+from ..full_model.buffers import agree_on_buffers
+from ..full_model.evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
+from ..full_model.gather import stream_full_state
+from ..full_model.recalibration import Statistics, batch_statistics
 from ..optim.clip import squared_norm
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
 from ..placement.units import SHARED
-from ..recalibration import Statistics, batch_statistics
 from ..subnetwork.branch_scale import BranchScale
 from ..subnetwork.carve import PassThrough
 from ..sync.gradients import GradientSync

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, one_step, reference
 from sdp.engine.errors import DataError
-from sdp.engine.evaluation import StreamedEvaluation
-from sdp.engine.lockstep import Lockstep
+from sdp.engine.full_model.evaluation import StreamedEvaluation
+from sdp.engine.full_model.lockstep import Lockstep
 from torch import nn
 
 TABLE = [

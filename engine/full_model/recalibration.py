@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .errors import ModelError
-from .subnetwork.neurons import SlicedBatchNorm
+from ..errors import ModelError
+from ..subnetwork.neurons import SlicedBatchNorm
 
 Statistics = dict[str, torch.Tensor]  # canonical name of a buffer → its value
 

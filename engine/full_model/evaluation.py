@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from .batch.call import call_model, loss_of, target_count, to_device
-from .distributed.traffic import passes_on
-from .errors import DataError
+from ..batch.call import call_model, loss_of, target_count, to_device
+from ..distributed.traffic import passes_on
+from ..errors import DataError
+from ..placement.layout import Layout
+from ..placement.units import Unit
+from ..subnetwork.carve import PassThrough
+from ..subnetwork.neurons import Slices
 from .gather import Rank, assemble, gather_inside, padded_shard
 from .lockstep import Lockstep
-from .placement.layout import Layout
-from .placement.units import Unit
-from .subnetwork.carve import PassThrough
-from .subnetwork.neurons import Slices
 
 CHUNK = 8  # batches that share one pass of units over the network
 

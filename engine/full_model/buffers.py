@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from .distributed.mesh import Coordinates
-from .placement.layout import Layout
+from ..distributed.mesh import Coordinates
+from ..placement.layout import Layout
 
 
 class BufferedRank(Protocol):

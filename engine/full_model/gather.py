@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .distributed.mesh import Coordinates
-from .distributed.process_groups import Communicators
-from .distributed.tensor_collectives import TensorRanks
-from .distributed.tensors import local_tensor
-from .distributed.traffic import Traffic
-from .placement.layout import Layout
-from .placement.tensor_info import TensorInfo
+from ..distributed.mesh import Coordinates
+from ..distributed.process_groups import Communicators
+from ..distributed.tensor_collectives import TensorRanks
+from ..distributed.tensors import local_tensor
+from ..distributed.traffic import Traffic
+from ..placement.layout import Layout
+from ..placement.tensor_info import TensorInfo
 
 
 class Rank(Protocol):

@@ -1,0 +1,1 @@
+"""The full model from its parts: gathered, evaluated, and its batch-norm statistics."""
