@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .accounting.clock import clock
-from .backends.base import Backend
+from .backend import Backend
 from .backends.deepspeed_private import is_zero_checkpoint
 from .backends.fsdp2 import FSDP2Backend
 from .backends.reference import ReferenceBackend

@@ -13,8 +13,8 @@ from .backends.deepspeed import DeepSpeedBackend
 from .backends.deepspeed_private import local_part
 from .backends.deepspeed_shards import partition_numel
 from .backends.deepspeed_whole import untrained_part
-from .checkpoint_part import Part
-from .checkpoint_state import SavedState
+from .checkpoint.dcp import Part
+from .checkpoint.state import SavedState
 from .optim.optimizer_state import OptimizerState
 from .placement.tensor_info import TensorInfo
 from .placement.units import SHARED

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .backends.base import Backend
+from .backend import Backend
 from .batch.call import call_model, loss_of
 from .batch.size import BatchSize
-from .checkpoint import Saver, find, keys_in, load
-from .checkpoint_files import check_tag
-from .checkpoint_state import SavedState, set_random_state
+from .checkpoint.files import check_tag
+from .checkpoint.load import find, keys_in, load
+from .checkpoint.save import Saver
+from .checkpoint.state import SavedState, set_random_state
 from .config.schema import Config
 from .distributed.agreement import Ranks, agreed_rates
 from .distributed.tensors import local_tensor

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from .accounting.memory import StateBytes, measure_state_bytes, predict_state_bytes
 from .accounting.traffic_plan import describe_formula, plan_traffic
-from .backends.base import Backend
+from .backend import Backend
 from .batch.size import BatchSize
 from .config.schema import Config
 from .distributed.traffic import Traffic

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from ..engine.backends.base import Backend
+from ..engine.backend import Backend
 from ..engine.batch.call import target_count
 from ..engine.batch.loader import evaluation_batches
 from ..engine.batch.size import BatchSize
-from ..engine.checkpoint import load, weights_of
+from ..engine.checkpoint.load import load
+from ..engine.checkpoint.state import weights_of
 from ..engine.construct import build_backend
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError

@@ -21,8 +21,9 @@ from safetensors.torch import save_file
 
 from ..data.huggingface import write_tokenizer
 from ..data.tokenizers import load_tokenizer
-from ..engine.checkpoint import load, weights_of
-from ..engine.checkpoint_files import damaged_file
+from ..engine.checkpoint.files import damaged_file
+from ..engine.checkpoint.load import load
+from ..engine.checkpoint.state import weights_of
 from ..engine.errors import CheckpointError, ConfigError
 from ..models.registry import build_model, huggingface_config
 from . import saved_run

@@ -28,7 +28,8 @@ from ..engine.backends.vectorized import VectorizedBackend
 from ..engine.batch.call import call_model, loss_of, map_leaves, to_device
 from ..engine.batch.loader import ResumableLoader
 from ..engine.batch.size import BatchSize
-from ..engine.checkpoint import load, weights_of
+from ..engine.checkpoint.load import load
+from ..engine.checkpoint.state import weights_of
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config
 from ..engine.construct import values_to_give

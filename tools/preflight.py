@@ -13,7 +13,7 @@ from ..data.images import check_packages
 from ..engine.backends.deepspeed_private import is_zero_checkpoint
 from ..engine.batch.loader import evaluation_batches
 from ..engine.batch.size import BatchSize
-from ..engine.checkpoint_files import latest, locate, read_state
+from ..engine.checkpoint.files import latest, locate, read_state
 from ..engine.config.schema import Config
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError

@@ -18,7 +18,7 @@ from ..engine.accounting.memory import PeakMemory
 from ..engine.accounting.memory_probe import peak_tensor_bytes
 from ..engine.batch.call import loss_of, to_device
 from ..engine.batch.loader import evaluation_batches
-from ..engine.checkpoint_files import latest, locate
+from ..engine.checkpoint.files import latest, locate
 from ..engine.config.schema import Config
 from ..engine.engine import SDPEngine
 from ..engine.errors import CheckpointError, ConfigError, DivergedError

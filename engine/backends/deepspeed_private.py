@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checkpoint_files import check_tag
+from ..checkpoint.files import check_tag
 from ..environment.detect import set_default
 from ..errors import CheckpointError, ConfigError
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of, one_step, whole
-from sdp.engine import checkpoint_pieces
-from sdp.engine.checkpoint_files import encode_state, hash_files, read_state
-from sdp.engine.checkpoint_reader import SafeReader
+from sdp.engine.checkpoint import dcp
+from sdp.engine.checkpoint.dcp import PIECE_BYTES, SafeReader
+from sdp.engine.checkpoint.files import encode_state, hash_files, read_state
 from sdp.engine.errors import CheckpointError
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -115,11 +115,11 @@ def test_runs_of_other_regimes_continue_each_other(ranks: RankPool, tmp_path: Pa
 
 
 def _save_in_pieces(case: Case, folder: str, piece_bytes: int) -> tuple[Any, Any]:
-    limit, checkpoint_pieces.PIECE_BYTES = checkpoint_pieces.PIECE_BYTES, piece_bytes
+    limit, dcp.PIECE_BYTES = PIECE_BYTES, piece_bytes
     try:
         return _train_and_save(case, folder)
     finally:
-        checkpoint_pieces.PIECE_BYTES = limit
+        dcp.PIECE_BYTES = limit
 
 
 @pytest.mark.parametrize("source", [SOURCE, Case(2, 1, optimizer="adamw", neurons=2, model="llama")], ids=str)

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from ranks_cases import Case, engine_of, one_step
-from sdp.engine import checkpoint, checkpoint_files
-from sdp.engine.checkpoint_files import encode_state, hash_files, is_ours, is_whole, latest, read_state
-from sdp.engine.checkpoint_pickle import read_pickled_metadata
+from sdp.engine.checkpoint import files as checkpoint_files
+from sdp.engine.checkpoint import load as checkpoint
+from sdp.engine.checkpoint.files import encode_state, hash_files, is_ours, is_whole, latest, read_state
+from sdp.engine.checkpoint.pickled_metadata import read_pickled_metadata
 from sdp.engine.errors import CheckpointError
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from sdp.data.shards import TokenDataset
 from sdp.data.tokenizers import load_tokenizer
-from sdp.engine.checkpoint import load, write
-from sdp.engine.checkpoint_files import read_state
+from sdp.engine.checkpoint.files import read_state
+from sdp.engine.checkpoint.load import load
+from sdp.engine.checkpoint.save import write
 from sdp.engine.distributed.agreement import Ranks
 from sdp.launcher.main import main
 from sdp.models.llama import Llama

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from sdp.data.tokenizers import load_tokenizer
-from sdp.engine.checkpoint import load
+from sdp.engine.checkpoint.load import load
 from sdp.launcher.main import main
 from sdp.models.llama import Llama
 from sdp.models.registry import build_model

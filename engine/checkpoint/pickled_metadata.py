@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickletools
 from typing import Any
 
-from .checkpoint_metadata import dtype_named
+from .metadata import dtype_named
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _CHUNK, _INDEX, _METADATA = f"{_DCP}.ChunkStorageMetadata", f"{_DCP}.MetadataIndex", f"{_DCP}.Metadata"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from .backends.base import Backend
-from .checkpoint import tensors_of
-from .checkpoint_part import Part
-from .distributed.tensors import local_tensor
-from .optim.optimizer_state import OptimizerState
-from .placement.tensor_info import TensorInfo
+from ..backend import Backend
+from ..distributed.tensors import local_tensor
+from ..errors import CheckpointError
+from ..optim.optimizer_state import OptimizerState
+from ..placement.tensor_info import TensorInfo
+from .dcp import Part
 
 
 class SavedState:
@@ -85,3 +85,41 @@ def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
     """Put this rank's generators back, as :meth:`SavedState.random_state` gave them."""
     for key, value in states.items():
         (torch.cuda.set_rng_state if "/cuda/" in key else torch.set_rng_state)(value)
+
+
+def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The model's tensors by key, ``model/NAME``; shards stay shards."""
+    return {f"model/{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def tensors_of(
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    states: OptimizerState,
+    placed: Callable[[str, torch.Tensor], tuple[str, Any]],
+) -> dict[str, Any]:
+    """Everything that is a tensor, by key: ``model/NAME`` and ``optimizer/NAME/KEY``; shards stay shards.
+
+    ``placed(name, tensor)``: the canonical name of the parameter ``name`` here, and a tensor of its shape as DCP is to see it. Several
+    slices of one parameter become one part of it; of a number (a step count) they have equal ones: the first's. Raises
+    :class:`CheckpointError` for slices with any other state.
+    """
+    tensors = weights_of(buffers)
+    for name, parameter in parameters.items():
+        here = {"model/{}": parameter.detach()}
+        here |= {f"optimizer/{{}}/{key}": value for key, value in states.of(parameter, placed(name, here["model/{}"])[0]).items()}
+        for pattern, value in here.items():
+            canonical, part = placed(name, value)
+            key = pattern.format(canonical)
+            if value.shape != parameter.shape:
+                if value.dim() and canonical != name:
+                    raise CheckpointError(
+                        f"the optimizer's {key.rpartition('/')[2]!r} of {name} has not the shape of its parameter, so that no other layout "
+                        'could go on with it; use AdamW or SGD, or sdp.granularity "block"'
+                    )
+                tensors.setdefault(key, value)
+            elif isinstance(part, Part) and key in tensors:
+                tensors[key] = tensors[key].joined(part)
+            else:
+                tensors[key] = part
+    return tensors

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..distributed.traffic import Traffic
-from ..full_model.recalibration import Statistics
-from ..placement.layout import Layout
-from ..placement.tensor_info import Shard
+from .distributed.traffic import Traffic
+from .full_model.recalibration import Statistics
+from .placement.layout import Layout
+from .placement.tensor_info import Shard
 
 
 class Backend(Protocol):

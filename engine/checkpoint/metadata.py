@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .checkpoint_files import write_durably
+from .files import write_durably
 
 METADATA = "metadata.json"
 TENSOR_FILES = ".distcp"

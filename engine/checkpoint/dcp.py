@@ -1,0 +1,178 @@
+"""torch.distributed.checkpoint (DCP), adapted: untrusted metadata, parts of tensors, and pieces of bounded size."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..errors import CheckpointError
+from .files import (
+    file_sizes,
+    open_regular,
+    read_state,
+)
+from .metadata import METADATA, build_metadata
+from .pickled_metadata import read_pickled_metadata
+
+PICKLED_METADATA = ".metadata"  # of checkpoints of format 2
+
+
+class _RegularFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        if mode != "rb":
+            raise ValueError(f"a checkpoint is opened to read it, not in mode {mode!r}")
+        with open_regular(Path(path)) as file:
+            yield file
+
+
+class SafeReader(FileSystemReader):
+    """DCP's reader of a directory. It raises :class:`CheckpointError` for files that are not what this engine writes.
+
+    DCP reads the tensors themselves with ``torch.load(weights_only=True)``.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(str(path))
+        self.fs = _RegularFiles()
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata, read once. All of the checkpoint's files are checked, but not their hashes."""
+        if self._metadata is None:
+            self._metadata = self._read()
+        return self._metadata
+
+    def _read(self) -> Metadata:
+        path = Path(self.path)
+        state = read_state(path)
+        sizes = file_sizes(path, state["files"])
+        name = METADATA if state["format"] >= 3 else PICKLED_METADATA
+        try:
+            if name not in sizes:
+                raise ValueError("it is missing")
+            with open_regular(path / name) as file:
+                content = file.read()
+            decoded = json.loads(content) if name == METADATA else read_pickled_metadata(content)
+            return build_metadata(decoded, sizes, self.load_id)
+        except (OSError, ValueError, RecursionError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            where = path / name
+            raise CheckpointError(f"{where}: damaged or forged ({reason}); resume from an older checkpoint") from None
+
+
+class Part(torch.Tensor):
+    """Stands for a tensor of the ``whole`` shape, of which ``locals`` lie at ``offsets``; nothing can be computed with it."""
+
+    locals: list[torch.Tensor]
+    offsets: list[torch.Size]
+
+    @staticmethod
+    def __new__(cls, locals: Sequence[torch.Tensor], offsets: Sequence[Sequence[int]], whole: torch.Size) -> Part:
+        part = torch.Tensor._make_wrapper_subclass(cls, whole, dtype=locals[0].dtype, device=locals[0].device)
+        part.locals, part.offsets = list(locals), [torch.Size(offset) for offset in offsets]
+        return part
+
+    def joined(self, other: Part) -> Part:
+        """Both parts of one tensor."""
+        return Part([*self.locals, *other.locals], [*self.offsets, *other.offsets], self.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{func} of a part of a tensor")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        places = zip(self.locals, self.offsets, strict=True)
+        return f"Part({', '.join(f'{tuple(local.shape)} at {tuple(at)}' for local, at in places)} of {tuple(self.shape)})"
+
+    # DCP's protocol for tensors that are not DTensors (torch.distributed._checkpointable).
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        places = zip(self.locals, self.offsets, strict=True)
+        return [ChunkStorageMetadata(at, local.shape) for local, at in places if local.numel()]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.locals[0])
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return next(local for local, at in zip(self.locals, self.offsets, strict=True) if at == index.offset and local.numel())
+
+
+PIECE_BYTES = 8 * 2**20  # reading takes twice that; sharding a 70B model over 512 ranks makes more pieces than this does
+
+
+class PiecewisePlanner(DefaultSavePlanner):
+    """DCP's planner with every chunk cut along its rows, into pieces of at most ``PIECE_BYTES`` (one row, where a row is larger)."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self._chunks: dict[MetadataIndex, tuple[WriteItem, int]] = {}
+        self.plan = dataclasses.replace(plan, items=[piece for item in plan.items for piece in self._pieces(item)])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.index not in self._chunks:
+            return super().resolve_data(write_item)
+        item, start = self._chunks[write_item.index]
+        chunk, data = write_item.tensor_data, super().resolve_data(item)
+        assert chunk is not None and isinstance(data, torch.Tensor)
+        return data.narrow(0, start, chunk.chunk.sizes[0])
+
+    def _pieces(self, item: WriteItem) -> Iterator[WriteItem]:
+        data = item.tensor_data
+        if data is None or not data.chunk.sizes:
+            yield item
+            return
+        offsets, sizes = data.chunk.offsets, data.chunk.sizes
+        row_bytes = math.prod(sizes[1:]) * data.properties.dtype.itemsize
+        rows = max(1, PIECE_BYTES // max(1, row_bytes))
+        if sizes[0] <= rows:
+            yield item
+            return
+        for start in range(0, sizes[0], rows):
+            at = torch.Size((offsets[0] + start, *offsets[1:]))
+            piece = ChunkStorageMetadata(at, torch.Size((min(rows, sizes[0] - start), *sizes[1:])))
+            index = MetadataIndex(item.index.fqn, at)
+            self._chunks[index] = item, start
+            yield WriteItem(index, WriteItemType.SHARD, tensor_data=dataclasses.replace(data, chunk=piece))
+
+
+def _cause(error: CheckpointException) -> str:
+    return _first_line(next(iter(error.failures.values()))[0])
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def _without_single_process_warning() -> Iterator[None]:
+    """DCP warns that one process writes alone, which is what the reference engine means to do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

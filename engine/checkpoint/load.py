@@ -1,0 +1,115 @@
+"""Checkpoints under the canonical names of the full model: any layout in, any layout out.
+
+``torch.distributed.checkpoint`` (DCP) writes and reads the tensors. Every rank writes its own shards, and
+holders' equal copies are written once. ``metadata.json`` lists the tensors. ``state.json`` holds the
+rest, and a hash of every file. A checkpoint is written under a hidden name and then renamed, so that a
+tag never names half a checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ..distributed.agreement import Ranks
+from ..errors import CheckpointError
+from ..optim.optimizer_state import COUNT
+from .dcp import SafeReader, _cause, _without_single_process_warning
+from .files import (
+    STATE,
+    check_tag,
+    damaged_file,
+    latest,
+    locate,
+    read_state,
+    share_of,
+)
+
+T = TypeVar("T")
+
+
+def find(directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint ``directory/tag`` (None: the newest) and its state.
+
+    None if ``tag`` is None and there is no checkpoint. Nothing in ``directory`` is changed. The path is a hidden one
+    where a save that replaces the checkpoint was killed; see :func:`~sdp.engine.checkpoint.files.locate`.
+    """
+    tag = check_tag(tag) if tag is not None else latest(directory)
+    if tag is None and (directory / STATE).exists():
+        raise CheckpointError(f"{directory}: is a checkpoint itself; name the directory it is in, with the tag {directory.name!r}")
+    if tag is None:
+        return None
+    path = locate(directory, tag)
+    return path, read_state(path)
+
+
+def keys_in(path: Path) -> set[str]:
+    """The keys of the tensors in the checkpoint at ``path``; none where its metadata cannot be read, which :func:`load` tells."""
+    try:
+        return set(SafeReader(path).read_metadata().state_dict_metadata)
+    except CheckpointError:
+        return set()
+
+
+def load(
+    path: Path, tensors: dict[str, Any], files: Mapping[str, str], *, alone: bool, names: Collection[str] | None = None
+) -> None:  # fmt: skip
+    """Fill ``tensors`` in place from the checkpoint at ``path``, whatever the layout that wrote it; collective unless ``alone``.
+
+    ``files``: their hashes by name, from its state. ``names``: all tensors of the full model, where nothing that the checkpoint holds may
+    be left out; else ``tensors`` may be some of it. Raises :class:`CheckpointError` on every rank if it is damaged, or of another model or
+    optimizer.
+    """
+    ranks = Ranks(alone)
+    ranks.agree(damaged_file(path, share_of(files, ranks.rank, ranks.count)))
+    reader = SafeReader(path)
+    ranks.agree(_obstacle(path, reader, tensors))
+    if names is not None:
+        saved = sorted(reader.read_metadata().state_dict_metadata)
+        # A bit for each: there are thousands, on thousands of ranks.
+        mine = sum(1 << index for index, key in enumerate(saved) if key in tensors)
+        everyones = functools.reduce(operator.or_, ranks.gather(mine))
+        ranks.agree(_left_out(path, names, [key for index, key in enumerate(saved) if not everyones >> index & 1]))
+    try:
+        with _without_single_process_warning():
+            dcp.load(tensors, storage_reader=reader, no_dist=alone)
+    except CheckpointException as error:  # the same on every rank
+        raise CheckpointError(f"{path}: its tensors are damaged or missing, resume from an older checkpoint ({_cause(error)})") from None
+
+
+def _obstacle(path: Path, reader: SafeReader, tensors: Mapping[str, Any]) -> str | None:
+    """Why this rank's ``tensors`` cannot be loaded from ``path``."""
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except CheckpointError as error:
+        return str(error)
+    for key, tensor in tensors.items():
+        entry = saved.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            return f"{path}: holds no {key!r}; it was written for another model or optimizer, choose the configuration that wrote it"
+        if tuple(entry.size) != tuple(tensor.shape):
+            return f"{path}: {key!r} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} here; it is of another model"
+    return None
+
+
+def _left_out(path: Path, names: Collection[str], unread: Iterable[str]) -> str | None:
+    """What of ``unread``, the tensors of the checkpoint that no rank would load, may not be left: weights that are none of ``names``, and
+    optimizer state. Counts of steps are left to the optimizers, of which some have none.
+    """
+    other = "it was written for another {}, choose the configuration that wrote it"
+    for key in unread:
+        if key.startswith("model/") and key.removeprefix("model/") not in names:
+            return f"{path}: holds {key!r}, which this model has not; {other.format('model')}"
+        if key.startswith("optimizer/") and key.rpartition("/")[2] != COUNT:
+            return (
+                f"{path}: holds {key!r}, which this optimizer does not keep from its first step on; "
+                f"{other.format('optimizer, or with that parameter trained')}, or start another run from its weights"
+            )
+    return None

@@ -1,0 +1,166 @@
+"""Write a checkpoint: aside first, then renamed, in the background where asked."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from ..distributed.agreement import Ranks
+from ..errors import CheckpointError
+from .dcp import Part, PiecewisePlanner, _cause, _without_single_process_warning
+from .files import (
+    PARTIAL,
+    STATE,
+    encode_state,
+    hash_files,
+    is_ours,
+    make_room,
+    prune,
+    publish,
+    write_durably,
+)
+from .metadata import METADATA, MetadataWriter
+
+_SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote
+
+
+class Saver:
+    """Writes checkpoints one after the other; in a thread of its own where asked, on a copy in host memory."""
+
+    def __init__(self, *, alone: bool, device: torch.device):
+        self._alone, self._device = alone, device
+        self._group: dist.ProcessGroup | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[Path] | None = None
+
+    def save(
+        self, directory: Path, tag: str, tensors: dict[str, Any], state: Mapping[str, Any], *, keep: int | None, background: bool
+    ) -> None:
+        """Write the checkpoint ``directory/tag`` and remove all but the newest ``keep``. Collective; waits for the one before.
+
+        In the ``background`` it returns once the tensors are copied, and what fails is raised by :meth:`wait`.
+        """
+        self.wait()
+        encode_state(state)  # what is not JSON is said now
+        if not background:
+            write(directory, tag, tensors, state, Ranks(self._alone), keep=keep)
+            return
+        if self._thread is None:
+            # A thread begins on the first device, whoever starts it.
+            use = (lambda: torch.cuda.set_device(self._device)) if self._device.type == "cuda" else None
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=use)
+            # Its collectives must not mix with those of the training loop.
+            self._group = None if self._alone else dist.new_group(backend="gloo")  # type: ignore[assignment]
+        self._pending = self._thread.submit(write, directory, tag, _copied(tensors), state, Ranks(self._alone, self._group), keep=keep)
+
+    def wait(self, *, block: bool = True) -> None:
+        """Raise what the save in the background failed with; unless ``block``, only if it has ended."""
+        pending = self._pending
+        if pending is not None and (block or pending.done()):
+            self._pending = None
+            pending.result()
+
+
+def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies in host memory."""
+    options = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+    )  # fmt: skip
+    copies = DefaultStager(options).stage({key: value.locals if isinstance(value, Part) else value for key, value in tensors.items()})
+    assert isinstance(copies, dict)
+    parts = {key: Part(copies[key], value.offsets, value.shape) for key, value in tensors.items() if isinstance(value, Part)}
+    return {**copies, **parts}
+
+
+def write(
+    directory: Path, tag: str, tensors: dict[str, Any], state: Mapping[str, Any], ranks: Ranks, *, keep: int | None = None
+) -> Path:  # fmt: skip
+    """Write the checkpoint ``directory/tag``; collective among ``ranks``. Returns its path.
+
+    Raises :class:`CheckpointError` on every rank if ``state`` is not JSON or nothing can be written; what was half written is removed.
+    """
+    aside = directory / f".{tag}{PARTIAL}"
+
+    def finish(files: dict[str, str]) -> None:
+        files |= hash_files([aside / METADATA])
+        write_durably(aside / STATE, encode_state({**state, "files": files}))
+        publish(directory, tag)
+        if keep is not None:
+            prune(directory, keep, tag)
+
+    _on_rank_0(lambda: make_room(directory, tag), ranks)
+    try:
+        ranks.agree(_unless_shared(aside, ranks.rank))
+        _write_tensors(aside, tensors, ranks)
+        own = _attempt(lambda: hash_files(aside.glob(f"__{ranks.rank}_*.distcp")))
+        everyones = ranks.gather(own)
+        ranks.agree(own if isinstance(own, str) else None)
+        _on_rank_0(lambda: finish({name: digest for files in everyones for name, digest in files.items()}), ranks)
+    except CheckpointError:
+        if ranks.rank == 0 and is_ours(aside):
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
+        raise
+    return directory / tag
+
+
+def _write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
+    try:
+        with _without_single_process_warning():
+            dcp.save(
+                tensors,
+                storage_writer=MetadataWriter(aside),
+                planner=PiecewisePlanner(),
+                no_dist=ranks.alone,
+                process_group=ranks.group,
+            )
+    except CheckpointException as error:  # the same on every rank
+        raise CheckpointError(f"cannot write the checkpoint: {_cause(error)}") from None
+
+
+def _unless_shared(aside: Path, rank: int) -> str | None:
+    """What is wrong if this rank does not see the directory that rank 0 made."""
+    deadline = time.monotonic() + _SHARED_SECONDS
+    while not aside.is_dir():
+        if time.monotonic() > deadline:
+            return (
+                f"rank {rank} on {socket.gethostname()} does not see {aside.parent}, which rank 0 made; checkpoints need a directory "
+                "that all hosts share"
+            )
+        time.sleep(0.1)
+    return None
+
+
+def _on_rank_0(action: Callable[[], Any], ranks: Ranks) -> None:
+    """Run ``action`` on rank 0 while the others wait; its failure is everyone's."""
+    problem = None
+    if ranks.rank == 0:
+        try:
+            action()
+        except OSError as error:
+            problem = _cannot_write(error)
+        except CheckpointError as error:
+            problem = str(error)
+    ranks.agree(problem)
+
+
+def _attempt(action: Callable[[], Any]) -> Any:
+    """What ``action`` returns, or the text of its OSError."""
+    try:
+        return action()
+    except OSError as error:
+        return _cannot_write(error)
+
+
+def _cannot_write(error: OSError) -> str:
+    return f"cannot write the checkpoint: {error}"
