@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from .engine.errors import ModelError as ModelError
     from .engine.errors import PlacementError as PlacementError
     from .engine.errors import SDPError as SDPError
+    from .engine.initialize import add_config_arguments as add_config_arguments
     from .engine.initialize import initialize as initialize
     from .engine.placement.placement import Placement as Placement
     from .engine.placement.units import Unit as Unit
-    from .engine.scripts import add_config_arguments as add_config_arguments
 
 _HOMES = {
     "Config": "config",
@@ -36,7 +36,7 @@ _HOMES = {
     "initialize": "initialize",
     "Mesh": "distributed.mesh",
     "Placement": "placement.placement",
-    "add_config_arguments": "scripts",
+    "add_config_arguments": "initialize",
     "init_distributed": "distributed.join",
     "Unit": "placement.units",
 }

@@ -11,10 +11,10 @@ from torch import nn
 
 from .accounting.clock import clock
 from .backend import Backend
-from .backends.deepspeed_private import is_zero_checkpoint
-from .backends.fsdp2 import FSDP2Backend
-from .backends.reference import ReferenceBackend
-from .backends.vectorized import VectorizedBackend
+from .backends.deepspeed.zero_checkpoint import converted, is_zero_checkpoint
+from .backends.fsdp2.backend import FSDP2Backend
+from .backends.reference.backend import ReferenceBackend
+from .backends.reference.vectorized import VectorizedBackend
 from .config.schema import Config
 from .distributed.agreement import Ranks
 from .distributed.mesh import Coordinates
@@ -31,7 +31,7 @@ from .subnetwork.carve import PassThrough
 from .subnetwork.compile import compile_units
 from .subnetwork.initialisation import ModuleInit, plan_initialisation
 from .subnetwork.materialise import cut, give_values, require_float32, take_values_of_rank_0
-from .subnetwork.weight_files import WeightFiles, converted, filled_from, fillers_from
+from .subnetwork.weight_files import WeightFiles, filled_from, fillers_from
 
 
 def build_backend(model: nn.Module, config: Config, layout: Layout, device: torch.device) -> Backend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -81,7 +82,7 @@ def initialize(
         check_placement(layout.placement, device)
         check_alike({"the model's parameters": _parameters(layout)}, device)
     if settings.sdp.engine == "deepspeed":
-        from .initialize_deepspeed import initialize_deepspeed  # deepspeed is optional
+        from .backends.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional
 
         engine, note = initialize_deepspeed(model, settings, layout, batch, device, groups, optimizer, lr_scheduler, grouped=grouped)
         return _finish(engine, note, training_data, collate_fn, device)
@@ -205,3 +206,11 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
                 log.warning("fp16.%s has no effect at zero_optimization.stage 0, where DeepSpeed halves the scale at every overflow", key)
     if config.hints:
         log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(config.hints))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE``, which :func:`sdp.initialize` reads from ``args``; returns the parser."""
+    group = parser.add_argument_group("DeepSpeed", "configuration, as DeepSpeed names it")
+    group.add_argument("--deepspeed", action="store_true", help="accepted as DeepSpeed's scripts have it; sdp is used either way")
+    group.add_argument("--deepspeed_config", metavar="FILE", default=None, help="JSON file of DeepSpeed's keys, and a section sdp")
+    return parser

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 from .accounting.memory import StateBytes, predict_state_bytes
-from .backends.fsdp2_comm import unreduced_gradients
+from .backends.fsdp2.collectives import unreduced_gradients
 from .batch.call import loss_of, tensors_in
 from .batch.size import BatchSize
 from .config.schema import Config

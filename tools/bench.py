@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.backends import deepspeed_private
+from ..engine.backends.deepspeed.private import forget_process_groups, load
 from ..engine.config.schema import SDPSection
 from ..engine.distributed.join import join
 from ..engine.environment.detect import alone_if_unlaunched, detect
@@ -219,8 +219,8 @@ def _one_of_many_by_neurons(args: argparse.Namespace, _: Placement) -> Compariso
 
 def _under_deepspeed(args: argparse.Namespace, stage: int) -> Comparison:
     """With one group nothing is installed: DeepSpeed's own engine, by its own call and through ours."""
-    package = deepspeed_private.load()
-    deepspeed_private.forget_process_groups()
+    package = load()
+    forget_process_groups()
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_clipping": MAX_NORM,

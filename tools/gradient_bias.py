@@ -1,6 +1,6 @@
 """``sdp gradient-bias CONFIG``: how far SDP's gradient is from the dense model's in expectation, under either masking, at given weights.
 
-All groups are workers of this process, and compute what ``engine/backends/reference.py`` specifies, in float32. For each of N batches
+All groups are workers of this process, and compute what ``engine/backends/reference/backend.py`` specifies, in float32. For each of N batches
 there are three gradients on the same rows: of the configured placement under forward and under backward masking, and of the dense model,
 which every group holds whole. Nothing is trained. ``bias_estimate.py`` says how bias is told from sampling noise: under backward masking
 holders read other rows than the dense mean does, so it differs from that on every batch, but not in expectation.
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.backends.reference import ReferenceBackend
-from ..engine.backends.vectorized import VectorizedBackend
+from ..engine.backends.reference.backend import ReferenceBackend
+from ..engine.backends.reference.vectorized import VectorizedBackend
 from ..engine.batch.call import call_model, loss_of, map_leaves, to_device
 from ..engine.batch.loader import ResumableLoader
 from ..engine.batch.size import BatchSize

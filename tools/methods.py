@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..engine.backends import deepspeed_private
+from ..engine.backends.deepspeed.private import forget_process_groups, load, set_verbosity
 from ..engine.batch.call import call_model, loss_of
 from ..engine.batch.size import BatchSize
 from ..engine.config.schema import Config, NamedParams
@@ -232,9 +232,9 @@ class _Dense:
         return Runner(self.parameters, self.model, optimizer, self._loop(self.model, optimizer, nullcontext))
 
     def deepspeed(self, stage: int) -> Runner:
-        package = deepspeed_private.load()
-        deepspeed_private.forget_process_groups()
-        deepspeed_private.set_verbosity({})
+        package = load()
+        forget_process_groups()
+        set_verbosity({})
         bucket = min(self.parameters, _BUCKET // 4)
         settings = {
             "train_micro_batch_size_per_gpu": self.batch.micro,

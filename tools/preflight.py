@@ -10,7 +10,7 @@ from torch import nn
 
 from ..data.image_sets import check_source, facts_of_set
 from ..data.images import check_packages
-from ..engine.backends.deepspeed_private import is_zero_checkpoint
+from ..engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint
 from ..engine.batch.loader import evaluation_batches
 from ..engine.batch.size import BatchSize
 from ..engine.checkpoint.files import latest, locate, read_state

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine.accounting.memory import PeakMemory
-from ..engine.backends.deepspeed_private import is_zero_checkpoint
+from ..engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config
 from ..engine.distributed.hosts import machine_id, split_tensor_group, told_apart

@@ -20,11 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import CheckpointError
-from .files import (
-    file_sizes,
-    open_regular,
-    read_state,
-)
+from .files import file_sizes, open_regular, read_state
 from .metadata import METADATA, build_metadata
 from .pickled_metadata import read_pickled_metadata
 

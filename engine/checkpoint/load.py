@@ -22,15 +22,7 @@ from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
 from ..optim.optimizer_state import COUNT
 from .dcp import SafeReader, _cause, _without_single_process_warning
-from .files import (
-    STATE,
-    check_tag,
-    damaged_file,
-    latest,
-    locate,
-    read_state,
-    share_of,
-)
+from .files import STATE, check_tag, damaged_file, latest, locate, read_state, share_of
 
 T = TypeVar("T")
 

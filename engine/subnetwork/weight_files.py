@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
-from ..backends.deepspeed_private import weights_of_zero_checkpoint
-from ..distributed.agreement import Ranks
-from ..distributed.hosts import machine_id
-from ..errors import CheckpointError, ModelError
+from ..errors import ModelError
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 from .initialisation import Filler, ModuleInit
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-_FILE_BYTES = 2**30
 T = TypeVar("T")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -88,50 +80,6 @@ class WeightFiles:
         """Rows [start, start + len(out)) of the tensor ``key`` into ``out``, in its dtype."""
         handle = self._handles[key]
         out.copy_(handle.get_slice(key)[start : start + out.shape[0]] if out.dim() else handle.get_tensor(key))
-
-
-def converted(directory: Path, ranks: Ranks) -> WeightFiles:
-    """The weights in a checkpoint of DeepSpeed's of a dense model: one rank of each host converts them. Collective.
-
-    What it writes to the host's folder for temporary files (4 bytes per parameter) leaves the disk's listing once all ranks have it
-    open. Raises :class:`CheckpointError` on every rank.
-    """
-    with contextlib.ExitStack() as undo:
-        scratch = tempfile.TemporaryDirectory  # of every rank, by which it is seen who is on one host: names of hosts may be equal
-        own = _together(directory, ranks, lambda: undo.enter_context(scratch(prefix="sdp-weights-", ignore_cleanup_errors=True)))
-        # Hosts may share such a folder too, where one of them removing its files would take them from the others.
-        places: list[tuple[str, str]] = ranks.gather((own, machine := machine_id()))
-        first = next(rank for rank, (folder, other) in enumerate(places) if other == machine and os.path.isdir(folder))  # noqa: PTH112
-        converts = ranks.rank in ranks.gather(first)
-        _together(directory, ranks, lambda: _write(weights_of_zero_checkpoint(directory), Path(own)) if converts else None)
-        return _together(directory, ranks, lambda: WeightFiles(Path(places[first][0])))
-
-
-def _together(directory: Path, ranks: Ranks, action: Callable[[], T]) -> T:
-    """What ``action`` returns; a :class:`CheckpointError` on every rank where it fails on one."""
-    try:
-        result, problem = action(), None
-    except (CheckpointError, ModelError) as error:
-        result, problem = None, str(error)
-    except (OSError, SafetensorError) as error:
-        result = None
-        problem = f"the weights of {directory} cannot be written to a temporary folder ({error}); let TMPDIR name one with more room"
-    ranks.agree(problem)
-    return cast("T", result)
-
-
-def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Several safetensors files with an index, each of which is in memory twice while it is written."""
-    where: dict[str, str] = {}
-    while tensors:
-        part: dict[str, torch.Tensor] = {}
-        while tensors and sum(tensor.nbytes for tensor in part.values()) < _FILE_BYTES:
-            name = next(iter(tensors))
-            part[name] = tensors.pop(name).clone(memory_format=torch.contiguous_format)  # those of a group share one storage
-        file = f"model-{len(set(where.values()))}.safetensors"
-        save_file(part, folder / file)
-        where |= dict.fromkeys(part, file)
-    (folder / INDEX).write_text(json.dumps({"weight_map": where}), encoding="utf-8")
 
 
 def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:

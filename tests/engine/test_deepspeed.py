@@ -295,10 +295,10 @@ def test_a_checkpoint_of_another_placement_and_other_group_sizes_goes_on(ranks: 
 def _beside_plain_deepspeed(stage: int, settings: dict[str, Any]) -> tuple[list[float], list[float], int, int]:
     """Losses of DeepSpeed alone and of one group under sdp, and bytes of optimizer state against the prediction."""
     import sdp
-    from sdp.engine.backends import deepspeed_private
+    from sdp.engine.backends.deepspeed.private import forget_process_groups, load
 
-    package = deepspeed_private.load()
-    deepspeed_private.forget_process_groups()
+    package = load()
+    forget_process_groups()
     file = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -422,10 +422,10 @@ def test_the_full_state_has_parameters_that_the_user_froze(ranks: RankPool, stag
 
 def _save_plain(stage: int, folder: str) -> Any:
     """A step of DeepSpeed's own, saved; the weights that it has in float32."""
-    from sdp.engine.backends import deepspeed_private
+    from sdp.engine.backends.deepspeed.private import forget_process_groups, load
 
-    package = deepspeed_private.load()
-    deepspeed_private.forget_process_groups()
+    package = load()
+    forget_process_groups()
     model = models.build("llama-tied")
     optimizer = {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True}}
     file = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
@@ -466,7 +466,7 @@ def test_a_plain_deepspeed_checkpoint_can_be_the_start(ranks: RankPool, tmp_path
 
 
 def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path) -> None:
-    from sdp.engine.backends.deepspeed_private import weights_of_zero_checkpoint
+    from sdp.engine.backends.deepspeed.zero_checkpoint import weights_of_zero_checkpoint
 
     (tmp_path / "latest").write_text("step")
     (tmp_path / "step").mkdir()
@@ -608,9 +608,9 @@ def test_a_script_without_a_launcher_and_any_optimizer_work() -> None:
 
 
 def _without_a_name() -> str:
-    from sdp.engine.backends import deepspeed_private
+    from sdp.engine.backends.deepspeed.private import load
 
-    package = deepspeed_private.load()
+    package = load()
     coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
     kept = coordinator.assert_ints_same_as_other_ranks
     del coordinator.assert_ints_same_as_other_ranks
@@ -722,7 +722,7 @@ def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
     """Bytes of the whole model, at most alive before DeepSpeed cuts this rank's part, and of what it holds; names of units that it has."""
     import sdp
     from sdp.engine.accounting.memory_probe import _LiveStorages
-    from sdp.engine.backends import deepspeed_private
+    from sdp.engine.backends.deepspeed.private import load
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 16, "num_attention_heads": 2}
@@ -735,7 +735,7 @@ def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 4096},
         "sdp": {"groups": 4, "capacity": 0.25, "engine": "deepspeed"},
     }
-    package, handed_over = deepspeed_private.load(), []
+    package, handed_over = load(), []
     with _LiveStorages(torch.device("cpu")) as live, pytest.MonkeyPatch.context() as patch:
         own = package.initialize
         patch.setattr(package, "initialize", lambda **given: (handed_over.append(live.peak), own(**given))[1])

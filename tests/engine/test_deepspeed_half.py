@@ -32,9 +32,9 @@ BAD = 1  # the step in which one rank's gradient is no number
 @contextmanager
 def float16_here(supported: bool = True) -> Iterator[None]:
     """torch computes in half precision on any CPU; DeepSpeed asks for instructions."""
-    from sdp.engine.backends import deepspeed_private
+    from sdp.engine.backends.deepspeed.private import load
 
-    deepspeed_private.load()
+    load()
     with pytest.MonkeyPatch.context() as patch:
         accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
         patch.setattr(accelerator, "is_fp16_supported", lambda: supported)
@@ -302,7 +302,7 @@ def test_fp16_goes_to_deepspeed_and_through_a_resolved_file() -> None:
 
 
 def test_a_device_without_float16_is_told() -> None:
-    from sdp.engine.backends.deepspeed_private import require_float16
+    from sdp.engine.backends.deepspeed.private import require_float16
 
     with float16_here(False), pytest.raises(ConfigError, match=r"^fp16.enabled: true is not supported on .*; use bf16$"):
         require_float16()
@@ -312,12 +312,13 @@ def test_a_device_without_float16_is_told() -> None:
 
 def test_weights_laid_side_by_side_are_refused() -> None:
     """DeepSpeed does so for its FusedAdam, which runs on GPUs alone: of the optimizer that it makes only what tells them apart is here."""
-    from sdp.engine.backends import deepspeed_private
+    from sdp.engine.backends.deepspeed import private
+    from sdp.engine.backends.deepspeed.private import check_engine, load
 
-    package = deepspeed_private.load()
-    engine = SimpleNamespace(**dict.fromkeys(deepspeed_private._OF_ENGINE.split()), optimizer=SimpleNamespace(fp32_groups_flat=[]))
+    package = load()
+    engine = SimpleNamespace(**dict.fromkeys(private._OF_ENGINE.split()), optimizer=SimpleNamespace(fp32_groups_flat=[]))
     with pytest.raises(ConfigError, match=r"^bfloat16 at zero_optimization.stage 0: DeepSpeed lays .*; set optimizer.params.torch_adam"):
-        deepspeed_private.check_engine(package, engine, 0, "bfloat16")
+        check_engine(package, engine, 0, "bfloat16")
 
 
 # -- what is there before ------------------------------------------------------------------------------------------------------------------
@@ -333,7 +334,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_checkpoint_of_deepspeeds_is_told_in_one_line(tmp_path: Path, content: Any) -> None:
-    from sdp.engine.backends.deepspeed_private import is_zero_checkpoint, weights_of_zero_checkpoint
+    from sdp.engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint, weights_of_zero_checkpoint
 
     (tmp_path / "latest").write_text("step")
     (tmp_path / "step").mkdir()
@@ -350,7 +351,7 @@ def test_a_damaged_checkpoint_of_deepspeeds_is_told_in_one_line(tmp_path: Path, 
 
 
 def test_a_checkpoint_of_deepspeeds_leads_nowhere_else_and_does_not_hang(tmp_path: Path) -> None:
-    from sdp.engine.backends.deepspeed_private import is_zero_checkpoint, weights_of_zero_checkpoint
+    from sdp.engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint, weights_of_zero_checkpoint
 
     for tag in ("../step", "/etc", "a/b"):
         (tmp_path / "latest").write_text(tag)
@@ -368,14 +369,14 @@ def test_a_checkpoint_of_deepspeeds_leads_nowhere_else_and_does_not_hang(tmp_pat
 
 
 def test_what_others_put_into_torch_stays() -> None:
-    from sdp.engine.backends import deepspeed_private
+    from sdp.engine.backends.deepspeed.private import forget_process_groups, load
 
-    deepspeed_private.load()
+    load()
     zero = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     own = torch.nn.functional.linear
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero.InsertPostInitMethodToModuleSubClasses, "linear_bk", own, raising=False)
         for there, then in ((zero.zero3_linear_wrap, own), (somebody := lambda *given: own(*given), somebody)):
             patch.setattr(torch.nn.functional, "linear", there)
-            deepspeed_private.forget_process_groups()
+            forget_process_groups()
             assert torch.nn.functional.linear is then

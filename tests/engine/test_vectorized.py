@@ -11,7 +11,7 @@ import ranks_models as models
 import sdp
 import torch
 from ranks_cases import RELATIVE, Case, assert_same_run, train
-from sdp.engine.backends.vectorized import _close
+from sdp.engine.backends.reference.vectorized import _close
 from sdp.engine.errors import ConfigError, ModelError
 from sdp.models.registry import build_model
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ranks import RankPool
 from ranks_cases import Case, data_rank_of, engine_of
 from safetensors.torch import load_file, save_file
+from sdp.engine.backends.deepspeed.zero_checkpoint import converted
 from sdp.engine.distributed.agreement import Ranks
 from sdp.engine.distributed.tensors import local_tensor
 from sdp.engine.errors import ModelError
@@ -213,7 +214,7 @@ def _converted(scratch: str) -> tuple[list[float], list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", scratch)
         patch.setattr(weight_files, "weights_of_zero_checkpoint", lambda _: {"weight": torch.full((2,), float(dist.get_rank()))})
-        files, value = weight_files.converted(Path("checkpoint"), Ranks(alone=False)), torch.empty(2)
+        files, value = converted(Path("checkpoint"), Ranks(alone=False)), torch.empty(2)
     files.fill(value, 0, "weight")
     dist.barrier()
     return value.tolist(), [path.name for path in Path(scratch).iterdir()]

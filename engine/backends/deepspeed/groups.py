@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ..distributed.process_groups import Communicators
-from ..placement.layout import Layout
-from .deepspeed_shards import Bundle, Route, rank_sets, routes_of
+from ...distributed.process_groups import Communicators
+from ...placement.layout import Layout
+from .partitions import Bundle, Route, rank_sets, routes_of
 
 
 class GroupsOfRanks:

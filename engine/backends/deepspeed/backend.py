@@ -15,22 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed.mesh import Coordinates
-from ..distributed.traffic import Traffic
-from ..full_model.buffers import agree_on_buffers
-from ..full_model.evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
-from ..full_model.gather import stream_full_state
-from ..full_model.recalibration import Statistics, batch_statistics
-from ..optim.clip import squared_norm
-from ..placement.layout import Layout
-from ..placement.tensor_info import Shard
-from ..subnetwork.carve import PassThrough
-from ..sync.gradients import GradientSync
-from ..sync.weights import WeightRefresh
-from .deepspeed_groups import GroupsOfRanks
-from .deepspeed_private import LossScale, MasterCopies, ZeroState, local_part, logged_all_reduce, logged_broadcast, set_gradient_norm
-from .deepspeed_shards import Bundle, EarlyLaunch, Piece, RoutedRefresh, ShardSync, pieces_of
-from .deepspeed_whole import Gathered
+from ...distributed.mesh import Coordinates
+from ...distributed.traffic import Traffic
+from ...full_model.buffers import agree_on_buffers
+from ...full_model.evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
+from ...full_model.gather import stream_full_state
+from ...full_model.recalibration import Statistics, batch_statistics
+from ...optim.clip import squared_norm
+from ...placement.layout import Layout
+from ...placement.tensor_info import Shard
+from ...subnetwork.carve import PassThrough
+from ...sync.gradients import GradientSync
+from ...sync.weights import WeightRefresh
+from .groups import GroupsOfRanks
+from .optimizer import LossScale, MasterCopies, ZeroState, local_part
+from .parameters import Gathered
+from .partitions import Bundle, EarlyLaunch, Piece, RoutedRefresh, ShardSync, pieces_of
+from .private import logged_all_reduce, logged_broadcast, set_gradient_norm
 
 
 class DeepSpeedBackend:

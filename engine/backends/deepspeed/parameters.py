@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed.process_groups import Communicators
-from .deepspeed_private import local_part
-from .deepspeed_shards import Bundle, pieces_of
+from ...distributed.process_groups import Communicators
+from .optimizer import local_part
+from .partitions import Bundle, pieces_of
 
 if TYPE_CHECKING:
-    from .deepspeed import DeepSpeedBackend
+    from .backend import DeepSpeedBackend
 
 
 def untrained_part(backend: DeepSpeedBackend, name: str) -> list[tuple[int, torch.Tensor]]:

@@ -12,24 +12,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .accounting.clock import clock
-from .backends import deepspeed_private
-from .backends.deepspeed import DeepSpeedBackend
-from .backends.deepspeed_groups import GroupsOfRanks
-from .backends.deepspeed_shards import Bundle, partition_numel
-from .batch.size import BatchSize
-from .config.schema import Config
-from .construct import values_to_give
-from .distributed.traffic import Traffic
-from .engine_deepspeed import DeepSpeedSDPEngine
-from .environment.detect import alone_if_unlaunched
-from .errors import ConfigError, ModelError
-from .optim.optimizers import make_optimizer
-from .optim.schedules import build_scheduler
-from .placement.layout import Layout
-from .placement.tensor_info import Shard
-from .subnetwork.activations import checkpoint_activations
-from .subnetwork.materialise import cut, give_values, take_values_of_rank_0
+from ...accounting.clock import clock
+from ...batch.size import BatchSize
+from ...config.schema import Config
+from ...construct import values_to_give
+from ...distributed.traffic import Traffic
+from ...environment.detect import alone_if_unlaunched
+from ...errors import ConfigError, ModelError
+from ...optim.optimizers import make_optimizer
+from ...optim.schedules import build_scheduler
+from ...placement.layout import Layout
+from ...placement.tensor_info import Shard
+from ...subnetwork.activations import checkpoint_activations
+from ...subnetwork.materialise import cut, give_values, take_values_of_rank_0
+from .backend import DeepSpeedBackend
+from .engine import DeepSpeedSDPEngine
+from .groups import GroupsOfRanks
+from .optimizer import unstepped
+from .partitions import Bundle, partition_numel
+from .private import check_engine, forget_process_groups, let_groups_differ, load, require_float16, set_verbosity
 
 log = logging.getLogger("sdp")
 
@@ -50,11 +51,11 @@ def initialize_deepspeed(
 
     ``groups``: the user's parameter groups by canonical names. With one group all is DeepSpeed's as the file and the arguments say.
     """
-    package = deepspeed_private.load()
+    package = load()
     if config.fp16.enabled:
-        deepspeed_private.require_float16()
-    deepspeed_private.forget_process_groups()
-    deepspeed_private.set_verbosity(config.deepspeed)
+        require_float16()
+    forget_process_groups()
+    set_verbosity(config.deepspeed)
     installed, stage = layout.mesh.sdp > 1, config.zero_optimization.stage
     compute_dtype = getattr(torch, config.precision)
     plan = values_to_give(model, config, layout)
@@ -88,14 +89,14 @@ def initialize_deepspeed(
         if installed:
             scheduler = _scheduler(config, lr_scheduler, given, [bundle.options for bundle in held])
             _hand_over(settings, config)
-            building = deepspeed_private.unstepped(given)
+            building = unstepped(given)
     process_groups = GroupsOfRanks(layout, bundles, stage)
     if stage == 3:
         # DeepSpeed's default cuts a large unit into several groups.
         settings["zero_optimization"] = {"sub_group_size": 10**12, **settings.get("zero_optimization", {})}
     _refuse_small_sub_groups(config, bundles, layout)
     if stage == 3 and (installed or dist.get_world_size() == 1):  # which asks for a launcher's variables, to compare a rank with itself
-        deepspeed_private.let_groups_differ()
+        let_groups_differ()
     unbuilt = given is None or not isinstance(given, Optimizer)
     try:
         with alone_if_unlaunched(), building:  # DeepSpeed asks for a launcher's variables
@@ -111,7 +112,7 @@ def initialize_deepspeed(
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(f'sdp.engine "deepspeed": DeepSpeed refuses its configuration ({reason}); change what it names') from error
     engine = made[0]
-    deepspeed_private.check_engine(package, engine, stage, config.precision)
+    check_engine(package, engine, stage, config.precision)
     backend = DeepSpeedBackend(
         engine, layout, bundles, process_groups, stand_ins, device, stage=stage, compute_dtype=compute_dtype, traffic=Traffic()
     )

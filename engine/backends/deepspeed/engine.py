@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .accounting.memory import StateBytes
-from .backends.deepspeed import DeepSpeedBackend
-from .deepspeed_state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
-from .distributed.traffic import Traffic
-from .engine import SDPEngine
-from .optim.clip import clip_
-from .optim.schedules import shared
-from .sync.consistency import check_loss_scale
+from ...accounting.memory import StateBytes
+from ...distributed.traffic import Traffic
+from ...engine import SDPEngine
+from ...optim.clip import clip_
+from ...optim.schedules import shared
+from ...sync.consistency import check_loss_scale
+from .backend import DeepSpeedBackend
+from .state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
 
 
 class DeepSpeedSDPEngine(SDPEngine):

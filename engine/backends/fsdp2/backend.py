@@ -13,23 +13,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ..distributed.process_groups import Communicators
-from ..distributed.tensor_collectives import TensorRanks
-from ..distributed.traffic import Traffic
-from ..errors import ModelError
-from ..full_model.buffers import agree_on_buffers
-from ..full_model.evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
-from ..full_model.gather import stream_full_state
-from ..full_model.recalibration import Statistics, batch_statistics
-from ..optim.clip import squared_norm
-from ..placement.layout import Layout
-from ..placement.tensor_info import Shard
-from ..placement.units import SHARED
-from ..subnetwork.branch_scale import BranchScale
-from ..subnetwork.carve import PassThrough
-from ..sync.gradients import GradientSync
-from ..sync.weights import WeightRefresh
-from .fsdp2_comm import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients, gather_stream
+from ...distributed.process_groups import Communicators
+from ...distributed.tensor_collectives import TensorRanks
+from ...distributed.traffic import Traffic
+from ...errors import ModelError
+from ...full_model.buffers import agree_on_buffers
+from ...full_model.evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
+from ...full_model.gather import stream_full_state
+from ...full_model.recalibration import Statistics, batch_statistics
+from ...optim.clip import squared_norm
+from ...placement.layout import Layout
+from ...placement.tensor_info import Shard
+from ...placement.units import SHARED
+from ...subnetwork.branch_scale import BranchScale
+from ...subnetwork.carve import PassThrough
+from ...sync.gradients import GradientSync
+from ...sync.weights import WeightRefresh
+from .collectives import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients, gather_stream
 
 
 class FSDP2Backend:

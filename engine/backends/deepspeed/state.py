@@ -8,17 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .accounting.memory import StateBytes, state_tensors
-from .backends.deepspeed import DeepSpeedBackend
-from .backends.deepspeed_private import local_part
-from .backends.deepspeed_shards import partition_numel
-from .backends.deepspeed_whole import untrained_part
-from .checkpoint.dcp import Part
-from .checkpoint.state import SavedState
-from .optim.optimizer_state import OptimizerState
-from .placement.tensor_info import TensorInfo
-from .placement.units import SHARED
-from .sync.consistency import CHUNK, compare_sums
+from ...accounting.memory import StateBytes, state_tensors
+from ...checkpoint.dcp import Part
+from ...checkpoint.state import SavedState
+from ...optim.optimizer_state import OptimizerState
+from ...placement.tensor_info import TensorInfo
+from ...placement.units import SHARED
+from ...sync.consistency import CHUNK, compare_sums
+from .backend import DeepSpeedBackend
+from .optimizer import local_part
+from .parameters import untrained_part
+from .partitions import partition_numel
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from ..distributed.traffic import Traffic
+from ...distributed.traffic import Traffic
 
 
 class CountingAllGather(DefaultAllGather):

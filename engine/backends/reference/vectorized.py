@@ -15,11 +15,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..batch.call import split_rows, target_count, tensors_in
-from ..errors import ModelError
-from ..placement.layout import Layout
-from ..placement.units import Slice, find_neuron_units, goes_into_sum
-from .reference import ReferenceBackend
+from ...batch.call import split_rows, target_count, tensors_in
+from ...errors import ModelError
+from ...placement.layout import Layout
+from ...placement.units import Slice, find_neuron_units, goes_into_sum
+from .backend import ReferenceBackend
 
 _HERE, _INSTEAD = 'sdp.engine "vectorized"', 'use "reference"'
 _RELATIVE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # by which outputs may differ from the reference's, of the largest element

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..distributed.mesh import Holders, Mesh
-from ..distributed.traffic import Traffic, passes_on
-from ..placement.buckets import Refresh
-from ..sync.weights import WeightRefresh
+from ...distributed.mesh import Holders, Mesh
+from ...distributed.traffic import Traffic, passes_on
+from ...placement.buckets import Refresh
+from ...sync.weights import WeightRefresh
 
 ALIGNMENT = 2  # ZeRO 1 and 2 pad a group to this many times the ranks
 

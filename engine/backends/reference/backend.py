@@ -16,16 +16,16 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from ..batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
-from ..distributed.traffic import Traffic
-from ..full_model.buffers import BufferMean, held_entries, persistent_buffers
-from ..full_model.recalibration import Statistics, batch_statistics
-from ..optim.clip import squared_norm
-from ..placement.layout import Layout
-from ..placement.tensor_info import Shard
-from ..placement.units import Slice, goes_into_sum
-from ..subnetwork.branch_scale import BranchScale
-from ..subnetwork.carve import PassThrough, frozen_view, masked
+from ...batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
+from ...distributed.traffic import Traffic
+from ...full_model.buffers import BufferMean, held_entries, persistent_buffers
+from ...full_model.recalibration import Statistics, batch_statistics
+from ...optim.clip import squared_norm
+from ...placement.layout import Layout
+from ...placement.tensor_info import Shard
+from ...placement.units import Slice, goes_into_sum
+from ...subnetwork.branch_scale import BranchScale
+from ...subnetwork.carve import PassThrough, frozen_view, masked
 
 
 class ReferenceBackend:

@@ -1,0 +1,1 @@
+"""DeepSpeed shards a group's state; everything that touches DeepSpeed is here."""

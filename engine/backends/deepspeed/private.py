@@ -1,0 +1,159 @@
+"""Everything that touches DeepSpeed's private names: the versions it was tested with, a check that the names are there, and their use.
+
+Nothing else in the package imports ``deepspeed``. What its optimizers have on a rank: ZeRO's flat partitions, float32 copies of whole
+parameters, the scale of the loss.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...environment.detect import set_default
+from ...errors import ConfigError
+
+log = logging.getLogger("sdp")
+
+TESTED = ("0.19.8",)
+_BETWEEN_GROUPS = "sdp_between_groups"  # in the tables of DeepSpeed's communication logger
+
+# Module → names in it that are used, or replaced, here.
+_NAMES = {
+    "deepspeed.ops": ("__compatible_ops__",),
+    "deepspeed.accelerator": ("get_accelerator",),
+    "deepspeed.comm.comm": ("cdb", "all_reduce", "broadcast"),
+    "deepspeed.utils.groups": ("_WORLD_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu"),
+    "deepspeed.runtime.zero.partitioned_param_coordinator": ("assert_ints_same_as_other_ranks",),
+    "deepspeed.runtime.zero.partition_parameters": (
+        "assert_ints_same_as_other_ranks",
+        "Init",
+        "InsertPostInitMethodToModuleSubClasses",
+        "zero3_linear_wrap",
+    ),
+    "deepspeed.runtime.zero.stage3": ("assert_ints_same_as_other_ranks",),
+    "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
+}
+# Attributes of the optimizer that DeepSpeed makes, by ZeRO stage. At stage 0 it is torch's, but for what computes in half precision.
+_COPIES = "fp16_groups fp32_groups overflow_checker loss_scale_config _update_scale"
+_FLAT = """
+    averaged_gradients all_grad_tensors micro_step_id reset_cpu_buffers single_partition_of_fp32_groups bit16_groups partition_size
+    cpu_offload update_lp_params check_grad_overflow check_overflow _wait_for_offload_copies loss_scaler _update_scale
+"""
+_PARTITIONED = """
+    averaged_gradients fp32_partitioned_groups_flat fp16_groups sub_group_to_group_id offload_optimizer persistent_parameters
+    _overflow_check_and_loss_scale_update _loss_scale_update_and_overflow_cleanup loss_scaler _update_scale
+    _reassign_or_swap_out_partitioned_parameters partition_grads _get_param_partition_rank
+"""
+_OF_OPTIMIZER = {0: "", 1: _FLAT, 2: _FLAT, 3: _PARTITIONED}
+_OF_ENGINE = "enable_backward_allreduce basic_optimizer micro_steps global_steps global_samples skipped_steps _global_grad_norm"
+
+
+def load() -> Any:
+    """The package ``deepspeed``, set up for this machine and checked. Raises :class:`ConfigError` where it cannot be used."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError('sdp.engine: "deepspeed" needs the package deepspeed; pip install "sdp-engine[deepspeed]"')
+    if not torch.cuda.is_available():
+        set_default("DS_ACCELERATOR", "cpu")
+    deepspeed = importlib.import_module("deepspeed")
+    for module, names in _NAMES.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            raise _unsupported(deepspeed, module) from None
+        _require(deepspeed, found, names, module)
+    if deepspeed.__version__ not in TESTED:
+        log.warning("DeepSpeed %s has all names that are needed, but was not tested (tested: %s)", deepspeed.__version__, ", ".join(TESTED))
+    # Or C++ is compiled at start, for minutes, for a collective in shared memory that gloo replaces.
+    importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def set_verbosity(file: Mapping[str, Any]) -> None:
+    """DeepSpeed's own lines are printed where the file asks for some."""
+    asked = any((file.get(section) or {}).get("enabled") for section in ("comms_logger", "flops_profiler"))
+    asked = asked or bool(file.get("wall_clock_breakdown")) or "steps_per_print" in file
+    logging.getLogger("DeepSpeed").setLevel(logging.INFO if asked else logging.WARNING)
+
+
+def check_engine(deepspeed: Any, engine: Any, stage: int, precision: str) -> None:
+    """Raise :class:`ConfigError` where an object that DeepSpeed made lacks a name that is needed."""
+    _require(deepspeed, engine, _OF_ENGINE.split(), type(engine).__name__)
+    if hasattr(engine.optimizer, "fp32_groups_flat"):
+        raise ConfigError(
+            f"{precision} at zero_optimization.stage 0: DeepSpeed lays the weights of its FusedAdam side by side, so that they are not "
+            "found again; set optimizer.params.torch_adam to true, or use stage 1"
+        )
+    if stage and engine.optimizer.optimizer is not engine.basic_optimizer:  # its Adagrad, which it then has in one group for all
+        raise ConfigError(
+            f"optimizer: under ZeRO DeepSpeed makes another {type(engine.basic_optimizer).__name__} than the one that it was given, whose "
+            "state a checkpoint would lack; use another optimizer, or zero_optimization.stage 0"
+        )
+    names = _COPIES if stage == 0 and precision != "float32" else _OF_OPTIMIZER[stage]
+    _require(deepspeed, engine.optimizer, names.split(), type(engine.optimizer).__name__)
+
+
+def require_float16() -> None:
+    """Raise :class:`ConfigError` where DeepSpeed does not compute in float16 on this device."""
+    accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    if not accelerator.is_fp16_supported():
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
+        raise ConfigError(f"fp16.enabled: true is not supported on {name}, as DeepSpeed finds; use bf16")
+
+
+def _require(deepspeed: Any, owner: Any, names: Sequence[str], where: str) -> None:
+    for name in names:
+        if not hasattr(owner, name):
+            raise _unsupported(deepspeed, f"{where}.{name}")
+
+
+def _unsupported(deepspeed: Any, name: str) -> ConfigError:
+    return ConfigError(
+        f"DeepSpeed {deepspeed.__version__} is not supported (tested: {', '.join(TESTED)}): it has no {name}; "
+        f"install deepspeed=={TESTED[-1]}"
+    )
+
+
+def forget_process_groups() -> None:
+    """Drop what an engine before has left in this process: its process groups may be gone, or another layout's.
+
+    ZeRO 3 puts a ``linear`` of its own into torch, under which gradients become ready in another order: ranks of a group of which only
+    some had such an engine would reduce different parameters together.
+    """
+    comm: Any = importlib.import_module("deepspeed.comm.comm")
+    comm.cdb = None
+    groups = importlib.import_module("deepspeed.utils.groups")
+    for name in _NAMES["deepspeed.utils.groups"]:
+        setattr(groups, name, None)
+    patches: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    if torch.nn.functional.linear is patches.zero3_linear_wrap:  # and not what somebody else has put there since
+        torch.nn.functional.linear = patches.InsertPostInitMethodToModuleSubClasses.linear_bk
+
+
+def let_groups_differ() -> None:
+    """ZeRO 3 compares its parameters with rank 0's of the *world*, whose modules are others; inside a group they are equal."""
+    for module in ("partitioned_param_coordinator", "partition_parameters", "stage3"):
+        found: Any = importlib.import_module(f"deepspeed.runtime.zero.{module}")
+        found.assert_ints_same_as_other_ranks = lambda ints: None
+
+
+def logged_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """An asynchronous all-reduce that DeepSpeed's communication logger sees."""
+    comm = importlib.import_module("deepspeed.comm")
+    return comm.all_reduce(tensor, group=group, async_op=True, log_name=_BETWEEN_GROUPS)
+
+
+def logged_broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
+    """An asynchronous broadcast from the member ``source`` of the group that DeepSpeed's communication logger sees."""
+    comm = importlib.import_module("deepspeed.comm")
+    return comm.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True, log_name=_BETWEEN_GROUPS)
+
+
+def set_gradient_norm(engine: Any, norm: float) -> None:
+    """What the engine's ``get_global_grad_norm()`` says from now on."""
+    engine._global_grad_norm = norm

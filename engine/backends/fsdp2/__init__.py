@@ -1,0 +1,1 @@
+"""The native backend: FSDP2 inside a group."""

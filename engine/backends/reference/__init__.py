@@ -1,0 +1,1 @@
+"""The executable specification: all groups' workers in one process."""
