@@ -19,11 +19,12 @@ from ..engine.batch.size import BatchSize
 from ..engine.config.schema import Config, SDPSection
 from ..engine.distributed.mesh import Coordinates, Mesh, mesh_of
 from ..engine.errors import ConfigError, SDPError
-from ..engine.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS
 from ..engine.module_paths import parents
 from ..engine.placement.layout import Layout
 from ..engine.placement.policies import warnings_of
-from ..engine.trace import StepTrace, sequence, trace_step
+from ..engine.tracing.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS
+from ..engine.tracing.repetition import sequence
+from ..engine.tracing.step import StepTrace, trace_step
 from ..models.registry import MODELS, build_model
 from .corpus import open_prepared, path_of
 from .machine import LINKS, Link, Machine, StepTime, step_time

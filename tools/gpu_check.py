@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..engine.device_operators import Device
 from ..engine.environment.detect import detect
 from ..engine.errors import ConfigError, LaunchError
+from ..engine.tracing.operators import Device
 from .files import write_whole
 from .gpu_rows import CONFIGS, DENSE, GROUPS, NAMES, Job, Planned, Plans, Row, job_of, rows
 from .gpu_share import NOMINAL_TFLOPS, Share, matmul_rate, measure

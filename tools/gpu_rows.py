@@ -19,11 +19,11 @@ from typing import Any, Self
 import torch
 
 from ..engine.config.load import load_config
-from ..engine.device_operators import Device
 from ..engine.distributed.mesh import mesh_of
 from ..engine.environment.detect import export
 from ..engine.placement.layout import Layout
-from ..engine.trace import trace_step
+from ..engine.tracing.operators import Device
+from ..engine.tracing.step import trace_step
 from ..models.registry import build_model
 from .memory_table import Variant, variants
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..engine.accounting.traffic_plan import Collective
 from ..engine.config.schema import Config
-from ..engine.device_operators import Device
+from ..engine.tracing.operators import Device
 
 Link = Literal["inside a node", "between nodes"]
 LINKS: tuple[Link, Link] = ("inside a node", "between nodes")

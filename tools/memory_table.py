@@ -33,9 +33,9 @@ from ..engine.distributed.tensors import local_tensor
 from ..engine.engine import SDPEngine
 from ..engine.errors import ConfigError, DivergedError, PlacementError, SDPError
 from ..engine.initialize import initialize
-from ..engine.ledger import ACTIVATIONS
 from ..engine.placement.layout import Layout
-from ..engine.trace import trace_step, watched_step
+from ..engine.tracing.ledger import ACTIVATIONS
+from ..engine.tracing.step import trace_step, watched_step
 from ..models.registry import build_model
 from .files import write_whole
 

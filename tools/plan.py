@@ -12,8 +12,8 @@ from typing import Any
 
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config
-from ..engine.device_operators import DEVICES, device_here
 from ..engine.errors import ConfigError
+from ..engine.tracing.operators import DEVICES, device_here
 from ..launcher.hosts import read_hostfile
 from .files import write_whole
 from .fit import Fit, find_fit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ..engine.ledger import KINDS
+from ..engine.tracing.ledger import KINDS
 from .forecast import Forecast
 from .plan_map import map_of
 from .quantities import decimal

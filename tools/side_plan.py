@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..engine.config.schema import Config
-from ..engine.device_operators import device_here
 from ..engine.errors import ConfigError
+from ..engine.tracing.operators import device_here
 from .forecast import Forecast, RankForecast, forecast, with_buckets
 from .machine import Machine, StepTime, step_time
 from .methods import DDP, OUTER_EVERY, SMALLER, is_sdp, variant

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from sdp.engine.accounting.memory_probe import peak_tensor_bytes
 from sdp.engine.config.load import load_config
-from sdp.engine.device_operators import Device, operators_of
 from sdp.engine.distributed.fake_world import fake_world
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.placement.layout import Layout
-from sdp.engine.trace import StepTrace, trace_step
+from sdp.engine.tracing.operators import Device, operators_of
+from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.models.registry import build_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 

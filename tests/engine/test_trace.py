@@ -15,7 +15,8 @@ from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import LaunchError
 from sdp.engine.placement.layout import Layout
-from sdp.engine.trace import StepTrace, _settings, trace_step
+from sdp.engine.tracing.repetition import _settings
+from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.models.registry import build_model
 from torch import nn
 

@@ -19,7 +19,7 @@ from sdp.engine.config.load import load_config
 from sdp.engine.distributed.fake_world import fake_world
 from sdp.engine.initialize import initialize
 from sdp.engine.subnetwork.activations import checkpoint_activations
-from sdp.engine.trace import StepTrace, trace_step
+from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.launcher.main import main
 from sdp.models.registry import build_model
 from sdp.tools import forecast as forecasts
