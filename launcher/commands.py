@@ -13,6 +13,7 @@ from typing import Literal
 from ..engine.environment.child import child_environment, search_program, variables_with
 from ..engine.errors import LaunchError
 from .hosts import Host, include_text, slots_text, world_size
+from .local import PACKAGE
 from .words import encode, is_safe
 
 Flavour = Literal["openmpi", "mpich", "intel"]
@@ -42,7 +43,7 @@ class Start:
 
 def train_command(start: Start) -> list[str]:
     """One rank's command, where the launcher's own variables say all about its place."""
-    return [start.python, "-P", "-m", f"{_package()}.main", *start.words]
+    return [start.python, "-P", "-m", PACKAGE, *start.words]
 
 
 def deepspeed_command(start: Start, hosts: Sequence[Host], hostfile: Path, master: tuple[str, int]) -> tuple[list[str], dict[str, str]]:
@@ -73,7 +74,7 @@ def deepspeed_command(start: Start, hosts: Sequence[Host], hostfile: Path, maste
 
 def stop_command(start: Start, hosts: Sequence[Host], master: tuple[str, int], number: int) -> list[str]:
     """What signals every rank of such a run by ``number``, on all hosts at once; with the variables of its runner."""
-    words = [start.python, "-P", "-m", f"{_package()}.stop", f"{master[0]}:{master[1]}", str(number)]
+    words = [start.python, "-P", "-m", f"{__package__}.stop", f"{master[0]}:{master[1]}", str(number)]
     settings = [f"{name}={value}" for name, value in start.search_path.items()]
     return ["pdsh", "-R", "ssh", "-f", "1024", "-w", ",".join(host.name for host in hosts), shlex.join(["env", *settings, *words])]
 
@@ -122,7 +123,7 @@ def require(program: str, why: str) -> None:
 
 def _rank_command(start: Start, hosts: Sequence[Host], master: tuple[str, int]) -> list[str]:
     words = [slots_text(hosts), f"{master[0]}:{master[1]}", *start.words]
-    return [start.python, "-P", "-m", f"{_package()}.rank", *map(encode, words)]
+    return [start.python, "-P", "-m", f"{__package__}.rank", *map(encode, words)]
 
 
 def _check_exports(variables: Mapping[str, str]) -> None:
@@ -143,7 +144,3 @@ def _check_env_file(path: Path) -> None:
             raise LaunchError(
                 f'{path}:{number}: {line!r}: expected NAME=VALUE without " $ ` \\ %h; DeepSpeed allows no comments or blank lines here'
             )
-
-
-def _package() -> str:
-    return __name__.rpartition(".")[0]

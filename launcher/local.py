@@ -23,6 +23,7 @@ from .supervised import FatalError, described_end
 
 GRACE_SECONDS = 10.0
 
+PACKAGE = __name__.partition(".")[0]  # ``sdp``
 _POLL_SECONDS = 0.05
 # Failures come in company: a rank that fails breaks the collectives of the others. This long after the first, those
 # that have ended are compared, so that the cause is reported and not what followed from it.
@@ -105,7 +106,7 @@ def start_local(
     later; after a signal to this process ``stop_seconds`` later (default: the same), so that a checkpoint can be written.
     The exit code is 0, 2 if the rank that failed first ended with 2 (the user's mistake), 1 for other failures,
     or 128 + the signal; where a rank fails on its way out after a signal and says why, its code. ``command`` replaces
-    ``python -m sdp.launcher.main``.
+    ``python -m sdp``.
     Raises :class:`LaunchError` where a process or log cannot be started.
     """
     threads = thread_settings(processes)
@@ -255,7 +256,7 @@ def caught_signals() -> Iterator[list[int]]:
 def own_command() -> list[str]:
     """What runs the command line that runs here."""
     # -P: a folder "sdp" in the working directory must not take the place of the package that runs here.
-    return [sys.executable, "-P", "-m", __name__.rpartition(".")[0] + ".main"]
+    return [sys.executable, "-P", "-m", PACKAGE]
 
 
 def search_path() -> dict[str, str]:

@@ -35,7 +35,7 @@ def run_witnessed(argv: Sequence[str], settings: Mapping[str, str], rank: int, c
     """Run ``sdp`` with ``argv`` and ``settings`` in its environment in a process of its own, and return its exit code, 128 + a signal's.
 
     Signals to this process reach that one; where another one ends it, this process says so in one line. ``command`` replaces
-    ``python -m sdp.launcher.main``. Raises :class:`LaunchError` where it cannot be started.
+    ``python -m sdp``. Raises :class:`LaunchError` where it cannot be started.
     """
     with tempfile.TemporaryFile() as file:  # without a name that a process which is killed could leave behind
         os.set_inheritable(file.fileno(), True)

@@ -17,7 +17,7 @@ import sdp
 from processes import until
 
 SCRIPTS = Path(__file__).parent / "cluster"
-SDP = [sys.executable, "-P", "-m", "sdp.launcher.main"]
+SDP = [sys.executable, "-P", "-m", "sdp"]
 ON_ETH0 = ["--env", "GLOO_SOCKET_IFNAME=eth0"]
 LAUNCH = [*SDP, "launch", *ON_ETH0]
 # Three short steps of it on the hosts' own shards, and nothing that a step does not need; --dump-dir's value stands last.
@@ -133,7 +133,7 @@ def finish(process: subprocess.Popen[str], seconds: float) -> int:
 
 def is_rank(pid: int) -> bool:
     """Whether the process is ``sdp train``, and not what started it."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2:5] == [b"-m", b"sdp.launcher.main", b"train"]
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2:5] == [b"-m", b"sdp", b"train"]
 
 
 def _prepare(folder: Path) -> None:

@@ -45,7 +45,7 @@ class Life:
         started = []
         for node, host in enumerate(["a", self.host]):
             place = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-port", str(self.port)]
-            command = [*TORCHRUN, *place, "-m", "sdp.launcher.main", "train", *train, "--set", "env.GLOO_SOCKET_IFNAME=eth0"]
+            command = [*TORCHRUN, *place, "-m", "sdp", "train", *train, "--set", "env.GLOO_SOCKET_IFNAME=eth0"]
             started.append(self.hosts.start(*command, log=self.log(phase) + "-b" * node, host=host))
         return started
 

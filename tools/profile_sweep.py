@@ -55,7 +55,7 @@ def run_cell(cell: Cell, out: Path, data: Path | None) -> str | None:
 
 
 def _train(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "sdp.launcher.main", "train", str(config), "--dump-dir", str(folder)]
+    command = [sys.executable, "-P", "-m", "sdp", "train", str(config), "--dump-dir", str(folder)]
     # Nobody asks for the memory of these runs: what is freed need not go back to the system at once, which takes a third of their time.
     allocator = {name: str(1 << 30) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")}
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **allocator})

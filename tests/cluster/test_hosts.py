@@ -32,7 +32,7 @@ def test_the_quickstart_has_the_losses_of_a_local_start(
 
 
 def test_the_quickstart_by_torchrun(hosts: Hosts, local: dict[str, Future[list[float]]]) -> None:
-    words = ["--nnodes", "2", "--nproc-per-node", "2", "--master-port", "29590", "-m", "sdp.launcher.main", "train", *QUICKSTART[:-1]]
+    words = ["--nnodes", "2", "--nproc-per-node", "2", "--master-port", "29590", "-m", "sdp", "train", *QUICKSTART[:-1]]
     words += ["env.GLOO_SOCKET_IFNAME=eth0", "--dump-dir", "torchrun"]
     other = hosts.start(*TORCHRUN, "--node-rank", "1", *words, log="torchrun-j.log", host="j")
     assert hosts.run(*TORCHRUN, "--node-rank", "0", *words) == pytest.approx(local["quickstart"].result(), rel=1e-6)

@@ -246,7 +246,7 @@ def test_two_at_once_are_refused(tmp_path):
 def test_interrupted_run_is_silent_and_can_be_repeated(tmp_path):
     inputs, out = write_json_lines(tmp_path / "a.jsonl", TEXTS * 1500), tmp_path / "out"
     arguments = ["prepare", "--input", inputs, "--output", str(out), "--tokenizer", "bytes", "--workers", "2"]
-    command_line = [sys.executable, "-P", "-m", "sdp.launcher.main", *arguments]
+    command_line = [sys.executable, "-P", "-m", "sdp", *arguments]
     process = subprocess.Popen(command_line, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not list(out.glob("*.tmp")):
         assert process.poll() is None
@@ -295,9 +295,7 @@ def test_hub_that_cannot_be_reached_is_one_line_within_seconds(tmp_path):
     arguments = ["prepare", "--output", str(tmp_path / "out"), "--tokenizer", "hf:some/name"]
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     started = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", "sdp.launcher.main", *arguments], capture_output=True, text=True, env=environment, check=False
-    )
+    result = subprocess.run([sys.executable, "-P", "-m", "sdp", *arguments], capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.startswith("sdp: error: tokenizer 'hf:some/name' cannot be loaded: no such directory, not in the cache, and")

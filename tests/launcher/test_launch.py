@@ -67,7 +67,7 @@ def train_words(printed: str) -> list[str]:
 def test_local(capsys: pytest.CaptureFixture[str]) -> None:
     printed = dry_run(capsys, "--launcher", "local", "--gpus-per-node", "4", "run.json", "--fsdp", "2")
     assert command_of(printed)[:2] == [PYTHON, "-P"]
-    assert command_of(printed)[3:] == ["sdp.launcher.main", "train", "run.json", "--fsdp", "2", "--nproc", "4"]
+    assert command_of(printed)[3:] == ["sdp", "train", "run.json", "--fsdp", "2", "--nproc", "4"]
 
 
 def test_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -428,7 +428,7 @@ def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
     }
     (folder / "small.json").write_text(json.dumps(config))
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
-    head = [PYTHON, "-P", "-m", "sdp.launcher.main"]
+    head = [PYTHON, "-P", "-m", "sdp"]
     launched = subprocess.run(
         [*head, "launch", "--launcher", "local", "--gpus-per-node", "2", "--env", "NCCL_DEBUG=a b", "small.json", "--dump-dir", "one run"],
         env=environ, capture_output=True, text=True, timeout=240,
@@ -455,7 +455,7 @@ EXAMPLES = {
 def test_examples_for_clusters(folder: Path, name: str) -> None:
     """Each starts a configuration that is there, on every GPU of its nodes, and says what its network needs; nothing is warned of."""
     root = Path(sdp.__path__[0])
-    (folder / "sdp").write_text(f'#!/bin/sh\nexec {shlex.quote(PYTHON)} -P -m sdp.launcher.main "$@"\n')
+    (folder / "sdp").write_text(f'#!/bin/sh\nexec {shlex.quote(PYTHON)} -P -m sdp "$@"\n')
     (folder / "sdp").chmod(0o755)
     (folder / "hosts").write_text("worker-0 slots=8\nworker-1 slots=8\n")
     environ = dict(os.environ, PYTHONPATH=str(root.parent), PATH=f"{folder}:{os.environ['PATH']}", HOSTFILE=str(folder / "hosts"))

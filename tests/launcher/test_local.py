@@ -281,8 +281,8 @@ def test_program_that_cannot_be_started_is_the_users_mistake(tmp_path: Path) -> 
 
 def test_ranks_import_the_package_of_the_launcher(tmp_path: Path) -> None:
     """Neither an unset PYTHONPATH nor another ``sdp`` in the working directory leads a rank to another package."""
-    (tmp_path / "sdp/launcher").mkdir(parents=True)
-    for file in ("sdp/__init__.py", "sdp/launcher/__init__.py", "sdp/launcher/main.py"):
+    (tmp_path / "sdp").mkdir()
+    for file in ("sdp/__init__.py", "sdp/__main__.py"):
         (tmp_path / file).write_text("raise SystemExit('decoy')")
     # Rank 0 prints usage of the real command line; the path of the package is in sys.modules of a rank.
     driver = f"""

@@ -61,7 +61,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def sdp_command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environ |= {"PYTHONPATH": str(Path(sdp.__path__[0]).parent), **variables}
-    command = [sys.executable, "-m", "sdp.launcher.main", *words]
+    command = [sys.executable, "-m", "sdp", *words]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
 
 
@@ -123,7 +123,7 @@ def test_ends_quietly_where_nobody_reads_the_output_any_more() -> None:
     ours, theirs = os.pipe()
     os.close(ours)
     environ = {**os.environ, "PYTHONPATH": str(Path(sdp.__path__[0]).parent)}
-    command = [sys.executable, "-P", "-m", "sdp.launcher.main", "config", "--schema"]
+    command = [sys.executable, "-P", "-m", "sdp", "config", "--schema"]
     done = subprocess.run(command, env=environ, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     os.close(theirs)
     assert (done.returncode, done.stderr) == (141, "")
@@ -134,7 +134,7 @@ def test_ends_quietly_where_nobody_reads_the_output_any_more() -> None:
 def test_a_full_disk_under_the_output_is_said_in_a_line(words: list[str], unbuffered: str) -> None:
     environ = {**os.environ, "PYTHONPATH": str(Path(sdp.__path__[0]).parent), "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-P", "-m", "sdp.launcher.main", *words]
+        command = [sys.executable, "-P", "-m", "sdp", *words]
         done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (2, "sdp: error: standard output cannot be written (No space left on device)\n")
 

@@ -55,7 +55,7 @@ def trained_run(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     }  # fmt: skip
     path = folder / "config.json"
     path.write_text(json.dumps(config))
-    command = [sys.executable, "-P", "-m", "sdp.launcher.main", "train", path, "--fsdp", "2", "--dump-dir", folder / "run"]
+    command = [sys.executable, "-P", "-m", "sdp", "train", path, "--fsdp", "2", "--dump-dir", folder / "run"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     return folder / "run"

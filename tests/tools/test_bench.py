@@ -21,7 +21,7 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, because it makes process groups."""
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environ |= {"PYTHONPATH": str(Path(sdp.__path__[0]).parent)}
-    command = [sys.executable, "-P", "-m", "sdp.launcher.main", "bench", *TINY, *words]
+    command = [sys.executable, "-P", "-m", "sdp", "bench", *TINY, *words]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=120)
 
 

@@ -49,7 +49,7 @@ class Job:
 
     def __init__(self, config: Path, dump_dir: Path, *more: str, file_bytes: int | None = None, address_bytes: int | None = None):
         self.dump_dir = dump_dir
-        command = [sys.executable, "-P", "-m", "sdp.launcher.main", "train", str(config), "--dump-dir", str(dump_dir), *more]
+        command = [sys.executable, "-P", "-m", "sdp", "train", str(config), "--dump-dir", str(dump_dir), *more]
         limits = {resource.RLIMIT_FSIZE: file_bytes, resource.RLIMIT_AS: address_bytes}
 
         def limit() -> None:

@@ -50,7 +50,7 @@ def write(config: dict, tmp_path: Path) -> Path:
 
 
 def sdp(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-P", "-m", "sdp.launcher.main", *map(str, arguments)]
+    command = [sys.executable, "-P", "-m", "sdp", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 

@@ -32,7 +32,7 @@ def test_a_run_in_groups_of_unequal_size_is_the_references(trained_run, tmp_path
     path.write_text(json.dumps(config))
     reference = {**config, "sdp": {**config["sdp"], "engine": "reference"}, "zero_optimization": {}}
     (tmp_path / "reference.json").write_text(json.dumps(reference))
-    command = [sys.executable, "-P", "-m", "sdp.launcher.main", "train", path, "--dump-dir", tmp_path / "run"]
+    command = [sys.executable, "-P", "-m", "sdp", "train", path, "--dump-dir", tmp_path / "run"]
     for more in (["--set", "training.steps=2"], ["--resume"]):
         finished = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300)
         assert finished.returncode == 0, finished.stderr

@@ -40,7 +40,7 @@ def write(config: dict, tmp_path: Path) -> str:
 
 
 def sdp(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-P", "-m", "sdp.launcher.main", *map(str, arguments)]
+    command = [sys.executable, "-P", "-m", "sdp", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
