@@ -9,19 +9,17 @@ import signal
 import site
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine.environment.child import allocator_settings, child_environment, search_path_settings, thread_settings
 from ..engine.environment.detect import ERROR_FILE, PARENT_PID, PLACE_FILE, free_port, local_environment, publish
 from ..engine.errors import LaunchError
-from ..engine.heartbeat import Place
-from .supervised import FatalError, described_end
-
-GRACE_SECONDS = 10.0
+from .heartbeat import Place
+from .signals import GRACE_SECONDS, caught_signals
+from .supervision import FatalError, described_end
 
 PACKAGE = __name__.partition(".")[0]  # ``sdp``
 _POLL_SECONDS = 0.05
@@ -235,22 +233,6 @@ def _lateness(rank: _Rank, failure: FatalError) -> tuple[bool, bool, float, int]
     """
     killed = failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT
     return not killed, failure.exit_code != 2, failure.time, rank.rank
-
-
-@contextlib.contextmanager
-def caught_signals() -> Iterator[list[int]]:
-    """Collects SIGINT, SIGTERM and SIGHUP instead of dying of them; those that are ignored (nohup) stay ignored."""
-    received: list[int] = []
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                previous[number] = signal.signal(number, lambda caught, _: received.append(caught))
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def own_command() -> list[str]:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..engine.environment.detect import Supervision, detect, export, supervision
 from ..engine.environment.exit import leaves_at_once
 from ..engine.errors import ConfigError, PeerLostError, SDPError
-from .supervised import report_fatal, tie_to_parent
+from .supervision import report_fatal, tie_to_parent
 
 if TYPE_CHECKING:
     from ..engine.config.schema import Config
@@ -203,7 +203,7 @@ def _train(args: argparse.Namespace) -> int:
     Adds to ``args``, for ``tools.train``: ``overrides``, all that changes CONFIG in the form of ``--set``, ``on_stall`` and ``guarded``.
     """
     from ..engine.config.load import load_config
-    from .layout import Degrees, visible_devices
+    from .degrees import Degrees, visible_devices
 
     _complete_train_arguments(args)
     config = load_config(args.config, args.overrides)
@@ -255,9 +255,9 @@ def _complete_train_arguments(args: argparse.Namespace) -> None:
 def _launch(args: argparse.Namespace) -> int:
     """Find the mistakes in the words for ``sdp train`` here, once, and start it on every rank."""
     from ..engine.config.load import load_config
-    from .launch import check, run
-    from .layout import Degrees
-    from .slurm import status
+    from .cluster.launch import check, run
+    from .cluster.slurm import status
+    from .degrees import Degrees
 
     check(args)
     if args.status is not None:
@@ -335,7 +335,7 @@ def _tool_command(name: str, help_text: str) -> _Command:
 
 
 def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    from .launch import add_arguments
+    from .cluster.launch import add_arguments
 
     add_arguments(parser)
 

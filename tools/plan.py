@@ -14,7 +14,7 @@ from ..engine.config.load import load_config
 from ..engine.config.schema import Config
 from ..engine.errors import ConfigError
 from ..engine.tracing.operators import DEVICES, device_here
-from ..launcher.hosts import read_hostfile
+from ..launcher.cluster.hosts import read_hostfile
 from .files import write_whole
 from .fit import Fit, find_fit
 from .forecast import Forecast, alternatives, forecast

@@ -118,7 +118,7 @@ def _checked(args: argparse.Namespace, place: Environment | None, *, speaks: boo
     world = place.world_size if place is not None else args.nproc or config.sdp.groups
     names = _names(args, config, world, speaks=speaks)
     if place is None:
-        from ..launcher.layout import visible_devices
+        from ..launcher.degrees import visible_devices
 
         devices = visible_devices()
         if 0 < devices < world:

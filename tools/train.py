@@ -23,8 +23,8 @@ from ..engine.distributed.mesh import mesh_of
 from ..engine.engine import SDPEngine
 from ..engine.environment.detect import detect, place_file
 from ..engine.errors import PeerLostError
-from ..engine.heartbeat import Heartbeat
 from ..engine.initialize import initialize
+from ..launcher.heartbeat import Heartbeat
 from ..models.registry import build_model, section_from_huggingface
 from . import preflight
 from .corpus import open_corpus

@@ -23,7 +23,7 @@ from ..engine.config.schema import Config
 from ..engine.engine import SDPEngine
 from ..engine.errors import CheckpointError, ConfigError, DivergedError
 from ..engine.full_model.recalibration import tracks_statistics
-from ..engine.heartbeat import Heartbeat
+from ..launcher.heartbeat import Heartbeat
 from .corpus import Corpus
 from .metrics import RunFiles, read_run
 from .monitors import Monitors, evaluation_scalars, train_scalars

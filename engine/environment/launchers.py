@@ -1,7 +1,7 @@
 """Which variables each launcher sets: one row per launcher, a predicate where the rank variable alone says too little.
 
 Seen in real starts of torchrun (torch 2.13), Open MPI 4.1, MPICH 4.0 and SLURM 22.05, and in DeepSpeed's
-``launcher/launch.py``.
+``launcher/cluster/launch.py``.
 """
 
 from __future__ import annotations

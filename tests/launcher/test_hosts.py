@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sdp.engine.errors import LaunchError
-from sdp.launcher.binding import near_cores
-from sdp.launcher.hosts import Host, describe, include_text, parse_slots, read_hostfile, select, slots_text
-from sdp.launcher.words import decode, encode, is_safe
+from sdp.launcher.cluster.hosts import Host, describe, include_text, parse_slots, read_hostfile, select, slots_text
+from sdp.launcher.cluster.numa import near_cores
+from sdp.launcher.cluster.quoting import decode, encode, is_safe
 
 THREE = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1, 2, 3)), Host("worker-2", (0, 1))]
 

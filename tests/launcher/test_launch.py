@@ -12,10 +12,10 @@ import sdp
 from sdp.data.prepare import prepare
 from sdp.engine.errors import LaunchError
 from sdp.launcher import main as command_line
-from sdp.launcher.commands import Start, deepspeed_command, mpirun_command, stop_command
-from sdp.launcher.hosts import Host
-from sdp.launcher.rank import place_settings
-from sdp.launcher.words import decode
+from sdp.launcher.cluster.commands import Start, deepspeed_command, mpirun_command, stop_command
+from sdp.launcher.cluster.hosts import Host
+from sdp.launcher.cluster.quoting import decode
+from sdp.launcher.cluster.rank import place_settings
 
 PYTHON = sys.executable
 HOSTILE = [
@@ -58,7 +58,7 @@ def command_of(printed: str) -> list[str]:
 
 
 def train_words(printed: str) -> list[str]:
-    """What ``sdp.launcher.rank`` gives to ``sdp train``, of the last rank's command."""
+    """What ``sdp.launcher.cluster.rank`` gives to ``sdp train``, of the last rank's command."""
     words = command_of(printed)
     last = max(index for index, word in enumerate(words) if word.endswith("launcher.rank"))
     return [decode(word) for word in words[last + 3 :]]
@@ -94,7 +94,7 @@ def test_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
         PYTHON,
         "-P",
         "-m",
-        "sdp.launcher.rank",
+        "sdp.launcher.cluster.rank",
         "0,1/1,3",
         "worker-0:29500",
     ]
@@ -109,7 +109,16 @@ def test_what_stops_a_run_under_deepspeed() -> None:
     start = Start(["train"], "/usr/bin/python", Path("/w"), {"PYTHONPATH": "/a b;c"})
     command = stop_command(start, [Host("a", (0,)), Host("b", (0, 1))], ("a", 29500), 15)
     assert command[:-1] == ["pdsh", "-R", "ssh", "-f", "1024", "-w", "a,b"]
-    assert shlex.split(command[-1]) == ["env", "PYTHONPATH=/a b;c", "/usr/bin/python", "-P", "-m", "sdp.launcher.stop", "a:29500", "15"]
+    assert shlex.split(command[-1]) == [
+        "env",
+        "PYTHONPATH=/a b;c",
+        "/usr/bin/python",
+        "-P",
+        "-m",
+        "sdp.launcher.cluster.stop",
+        "a:29500",
+        "15",
+    ]
 
 
 def test_open_mpi(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +138,7 @@ def test_mpich(capsys: pytest.CaptureFixture[str]) -> None:
     hosts = command[command.index("-hosts") :]
     assert command[0] == "mpiexec"
     assert hosts[:4] == ["-hosts", "worker-0:2,worker-1:4", "-n", "6"]
-    assert hosts[4:] == [PYTHON, "-P", "-m", "sdp.launcher.rank", "0,1/0,1,2,3", "worker-0:29500", "train", "run.json"]
+    assert hosts[4:] == [PYTHON, "-P", "-m", "sdp.launcher.cluster.rank", "0,1/0,1,2,3", "worker-0:29500", "train", "run.json"]
 
 
 def test_intel_mpi(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +146,7 @@ def test_intel_mpi(capsys: pytest.CaptureFixture[str]) -> None:
     assert command[command.index("I_MPI_PIN") :][:2] == ["I_MPI_PIN", "0"]
     first, second = " ".join(command).split(" : ")
     assert "-host worker-0 -n 2 " in first
-    assert second.startswith(f"-host worker-1 -n 4 {PYTHON} -P -m sdp.launcher.rank 0,1/0,1,2,3 worker-0:29500 train run.json")
+    assert second.startswith(f"-host worker-1 -n 4 {PYTHON} -P -m sdp.launcher.cluster.rank 0,1/0,1,2,3 worker-0:29500 train run.json")
 
 
 def test_slurm(capsys: pytest.CaptureFixture[str]) -> None:

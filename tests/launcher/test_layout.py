@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, LaunchError
-from sdp.launcher.layout import Degrees
+from sdp.launcher.degrees import Degrees
 
 
 def _degrees(groups: int, fsdp: int | None = None, tp: int = 1, *, batch: dict[str, int] | None = None, **section: Any) -> Degrees:

@@ -21,7 +21,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, {folder!r})
 from sdp.engine.environment.detect import supervision
-from sdp.launcher.supervised import report_fatal, tie_to_parent
+from sdp.launcher.supervision import report_fatal, tie_to_parent
 above = supervision()
 tie_to_parent(above.parent_pid)
 rank = int(os.environ["RANK"])
@@ -253,7 +253,7 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
 
 
 def test_rank_whose_launcher_is_gone_ends_at_once() -> None:
-    code = "from sdp.launcher.supervised import tie_to_parent\ntie_to_parent(1)\nprint('still here')"
+    code = "from sdp.launcher.supervision import tie_to_parent\ntie_to_parent(1)\nprint('still here')"
     environ = {**os.environ, "PYTHONPATH": PACKAGE_FOLDER}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")

@@ -11,8 +11,11 @@ from types import SimpleNamespace
 import pytest
 import sdp
 from sdp.engine.errors import DataError, DivergenceError
-from sdp.launcher import layout, local, supervised
+from sdp.launcher import degrees as layout
+from sdp.launcher import local
 from sdp.launcher import main as command_line
+from sdp.launcher import supervision as supervised
+from sdp.launcher.supervision import FatalError
 
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -282,7 +285,7 @@ def test_supervised_rank_leaves_its_error_to_the_launcher(
     monkeypatch.setattr(command_line, "tie_to_parent", lambda _: None)
     training.outcome = DataError("empty corpus")
     assert command_line.main(["train", str(config)]) == 2
-    report = supervised.FatalError.read(tmp_path / "rank.error")
+    report = FatalError.read(tmp_path / "rank.error")
     assert report is not None
     assert (report.exit_code, report.text) == (2, "sdp: error: empty corpus")
     assert capsys.readouterr().err == ("sdp: error: empty corpus\n" if printed else "")

@@ -12,8 +12,8 @@ import pytest
 import sdp
 from processes import until
 from sdp.engine.errors import LaunchError
-from sdp.launcher.stop import ranks_of
-from sdp.launcher.watched import run_watched
+from sdp.launcher.cluster.stop import ranks_of
+from sdp.launcher.cluster.watch import run_watched
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_ended_when_it_hangs_after_its_job(capfdbinary: pytest.CaptureFixture[by
 
 
 def test_ranks_that_a_launcher_leaves_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdp.launcher.watched.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("sdp.launcher.cluster.watch.GRACE_SECONDS", 0.2)
     told: list[tuple[int, bool]] = []
 
     def tell(process: subprocess.Popen[bytes], number: int, hurry: bool) -> None:
@@ -59,7 +59,7 @@ def test_killed_by_a_signal() -> None:
 
 def test_signals_are_passed_on(tmp_path: Path) -> None:
     script = f"trap 'echo told > {tmp_path}/told; exit 5' USR1; echo > {tmp_path}/ready; while :; do sleep 0.1; done"
-    code = "import os, sys; from sdp.launcher.watched import run_watched; sys.exit(run_watched(['sh', '-c', sys.argv[1]], os.environ, 20))"
+    code = "import os, sys; from sdp.launcher.cluster.watch import run_watched; sys.exit(run_watched(['sh', '-c', sys.argv[1]], os.environ, 20))"
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
     process = subprocess.Popen([sys.executable, "-P", "-c", code, script], env=environ)
     try:
@@ -86,7 +86,7 @@ def test_the_ranks_of_a_run_are_signalled_and_nothing_else() -> None:
             assert rank.stdout is not None
             assert rank.stdout.readline() == b"0\n"
         assert sorted(ranks_of("host:x", "1111")) == sorted(rank.pid for rank in runs[0])
-        stop = [sys.executable, "-P", "-m", "sdp.launcher.stop", "host:x:1111", str(int(signal.SIGINT))]
+        stop = [sys.executable, "-P", "-m", "sdp.launcher.cluster.stop", "host:x:1111", str(int(signal.SIGINT))]
         assert subprocess.run(stop, env=_told("")).returncode == 0
         assert [rank.wait(20) for rank in runs[0]] == [-signal.SIGINT] * 2
         assert [rank.poll() for rank in runs[1]] == [None, None]

@@ -12,11 +12,11 @@ import pytest
 import sdp
 from processes import alive, until
 from sdp.engine.environment.child import child_environment
-from sdp.engine.heartbeat import Place
+from sdp.launcher.heartbeat import Place
 
 _WITNESS = """
 import sys
-from sdp.launcher.witness import run_witnessed
+from sdp.launcher.cluster.witness import run_witnessed
 sys.exit(run_witnessed(sys.argv[2:], {"FROM": "the launcher"}, 3, [sys.executable, "-c", sys.argv[1]]))
 """
 _PLACE = Place(3, "here", 8, "backward", 0.0)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from processes import alive, until
 from sdp.data.prepare import prepare
-from sdp.engine.heartbeat import Place
+from sdp.launcher.heartbeat import Place
 
 STEPS, SAVE_EVERY, RANKS = 8, 2, 2
 HOST = socket.gethostname()

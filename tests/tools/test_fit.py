@@ -16,7 +16,7 @@ from sdp.engine.config.schema import Config
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import ConfigError
 from sdp.launcher import main as command_line
-from sdp.launcher.layout import Degrees
+from sdp.launcher.degrees import Degrees
 from sdp.launcher.main import main
 from sdp.tools import fit as fit_module
 from sdp.tools import plan as plan_module

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import RankPool
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, DivergedError
-from sdp.launcher import layout as launcher_layout
+from sdp.launcher import degrees as launcher_layout
 from sdp.launcher.main import main
 from sdp.tools import processors
 from sdp.tools.forecast import alternatives

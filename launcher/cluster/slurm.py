@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.environment.child import search_program
-from ..engine.errors import LaunchError
+from ...engine.environment.child import search_program
+from ...engine.errors import LaunchError
 from .commands import Start, train_command
 
 FOLDER, SCRIPT, EVENTS = "slurm", "job.sh", "events"

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ..engine.environment.child import child_environment, search_program, variables_with
-from ..engine.errors import LaunchError
+from ...engine.environment.child import child_environment, search_program, variables_with
+from ...engine.errors import LaunchError
+from ..local import PACKAGE
 from .hosts import Host, include_text, slots_text, world_size
-from .local import PACKAGE
-from .words import encode, is_safe
+from .quoting import encode, is_safe
 
 Flavour = Literal["openmpi", "mpich", "intel"]
 

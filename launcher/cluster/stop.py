@@ -1,4 +1,4 @@
-"""Signal the ranks of one run on this host: ``python -m sdp.launcher.stop HOST:PORT NUMBER``, with the address of the run's rank 0.
+"""Signal the ranks of one run on this host: ``python -m sdp.launcher.cluster.stop HOST:PORT NUMBER``, with the address of the run's rank 0.
 
 DeepSpeed's runner answers Ctrl-C with a ``pkill -f`` on every host: it ends all DeepSpeed runs of the user there, and leaves none of them
 the time for a checkpoint.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.errors import LaunchError, suggestion
+from ...engine.errors import LaunchError, suggestion
 
 # Nothing that a shell, pdsh (n[1-3], %h), ssh (-oProxyCommand) or the syntax of --include could read as more than a name.
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

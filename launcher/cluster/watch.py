@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from ..engine.errors import LaunchError
-from .local import GRACE_SECONDS, caught_signals
+from ...engine.errors import LaunchError
+from ..signals import GRACE_SECONDS, caught_signals
 
 _POLL_SECONDS = 0.1
 # A rank says why it ends; what mpirun says (Open MPI 4 and 5) when it ends the others.

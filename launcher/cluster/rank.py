@@ -1,6 +1,6 @@
 """What ``sdp launch`` has a foreign launcher start for each rank: it completes the rank's environment and runs ``sdp train``.
 
-``python -m sdp.launcher.rank SLOTS HOST:PORT WORD…``, in the alphabet of ``words.py``. DeepSpeed numbers the local ranks of unequal hosts
+``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT WORD…``, in the alphabet of ``words.py``. DeepSpeed numbers the local ranks of unequal hosts
 in another order, and mpirun names no master and gives no host its own devices: here all are made equal.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ..engine.environment.child import thread_settings
-from ..engine.environment.detect import detect, export
-from ..engine.errors import LaunchError
-from .binding import bind_near_device
+from ...engine.environment.child import thread_settings
+from ...engine.environment.detect import detect, export
+from ...engine.errors import LaunchError
+from ..supervision import report_fatal
 from .hosts import parse_slots
-from .supervised import report_fatal
+from .numa import bind_near_device
+from .quoting import decode
 from .witness import run_witnessed
-from .words import decode
 
 
 def main(argv: Sequence[str] | None = None) -> int:

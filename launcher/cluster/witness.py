@@ -19,12 +19,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..engine.environment.child import child_environment
-from ..engine.environment.detect import PARENT_PID, PLACE_FILE
-from ..engine.errors import LaunchError
-from ..engine.heartbeat import Place
-from .local import own_command, search_path
-from .supervised import HOLD_BACK_SECONDS, PREFIX, described_end
+from ...engine.environment.child import child_environment
+from ...engine.environment.detect import PARENT_PID, PLACE_FILE
+from ...engine.errors import LaunchError
+from ..heartbeat import Place
+from ..local import own_command, search_path
+from ..supervision import HOLD_BACK_SECONDS, PREFIX, described_end
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Waits until nobody has the other end of its pipe, then kills its own group, itself too. Other signals to the group are not for it.

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..engine.environment.detect import Supervision, detect
 from ..engine.errors import LaunchError
-from ..engine.heartbeat import Place
+from .heartbeat import Place
 
 PREFIX = "sdp: error: "
 _PR_SET_PDEATHSIG = 1

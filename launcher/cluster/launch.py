@@ -12,16 +12,16 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..engine.distributed.hosts import split_tensor_group
-from ..engine.environment.child import child_environment, variables_with
-from ..engine.environment.detect import detect
-from ..engine.errors import ConfigError, LaunchError
+from ...engine.distributed.hosts import split_tensor_group
+from ...engine.environment.child import child_environment, variables_with
+from ...engine.environment.detect import detect
+from ...engine.errors import ConfigError, LaunchError
+from ..degrees import Degrees, visible_devices
+from ..local import search_path
 from . import slurm
 from .commands import SILENT_SECONDS, Start, deepspeed_command, flavour_of, mpirun_command, require, stop_command, train_command
 from .hosts import Host, check_host, describe, read_hostfile, select, world_size
-from .layout import Degrees, visible_devices
-from .local import search_path
-from .watched import run_watched, tell_by, tell_by_mpirun
+from .watch import run_watched, tell_by, tell_by_mpirun
 
 _LAUNCHERS = ("local", "deepspeed", "mpirun", "slurm")
 _SBATCH_OPTIONS = ("partition", "account", "qos", "time", "constraint", "cpus-per-task")

@@ -1,0 +1,1 @@
+"""Start ranks on several hosts: DeepSpeed's launcher, mpirun and SLURM."""
