@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
 from ..engine.placement.placement import Placement
 from .metrics import Run
+from .shared.table import Spread
 
 STATE_PARTS = ("parameters", "gradients", "optimizer", "frozen")  # the last since backward masking
 WARM_UP_STEPS = 3  # allocators and caches settle; left out of medians
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The same quantity on the rank where it is smallest and where it is largest."""
-
-    smallest: float
-    largest: float
-
-    @classmethod
-    def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """None where no rank knows its value."""
-        known = [value for value in values if value is not None]
-        return cls(min(known), max(known)) if known else None
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from .fit_batch import Step, own_share, stated_step
 from .fit_reasons import Choice, Trial, closest_of, reasons_of
 from .forecast import Forecast, forecast, model_and_batch, require_planned
 from .machine import Machine
-from .out_of_memory import remedies
-from .quantities import decimal
+from .shared.quantities import decimal
+from .shared.remedies import remedies
 
 MOST_RANKS = 1024  # of a group
 _DEGREES = (1, 2, 4, 8)  # of tensor parallelism, beside the stated one

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..engine.config.schema import Config
 from .fit_batch import Step
 from .forecast import Forecast
-from .quantities import decimal
+from .shared.quantities import decimal
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ import torch
 from ..engine.environment.detect import detect
 from ..engine.errors import ConfigError, LaunchError
 from ..engine.tracing.operators import Device
-from .files import write_whole
 from .gpu_rows import CONFIGS, DENSE, GROUPS, NAMES, Job, Planned, Plans, Row, job_of, rows
 from .gpu_share import NOMINAL_TFLOPS, Share, matmul_rate, measure
+from .shared.files import write_whole
 
 MINUTES = 7.5
 MATMUL, TINY_MATMUL = 8192, 128

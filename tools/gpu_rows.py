@@ -25,7 +25,7 @@ from ..engine.placement.layout import Layout
 from ..engine.tracing.operators import Device
 from ..engine.tracing.step import trace_step
 from ..models.registry import build_model
-from .memory_table import Variant, variants
+from .shared.variants import Variant, variants
 
 GROUPS = 8
 DENSE = Variant(1.0)

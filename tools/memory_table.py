@@ -37,7 +37,8 @@ from ..engine.placement.layout import Layout
 from ..engine.tracing.ledger import ACTIVATIONS
 from ..engine.tracing.step import trace_step, watched_step
 from ..models.registry import build_model
-from .files import write_whole
+from .shared.files import write_whole
+from .shared.variants import Variant, variants
 
 GROUPS = 4
 CAPACITIES = (0.25, 0.5, 0.75, 1.0)
@@ -72,26 +73,6 @@ TASKS = {
     "swin_t": Task({"name": "swin_t", "num_classes": 1000, "image_size": 224}, 2, 224, 3),
     "llama_134m": Task(_LLAMA_134M, 1, 256, 5),
 }
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Of a model: what a row is of. At capacity 1 granularity and masking are "" : all are the dense model."""
-
-    capacity: float
-    granularity: str = ""
-    masking: str = ""
-
-    @property
-    def name(self) -> str:
-        return " ".join(filter(None, [f"{self.capacity:g}", self.granularity, self.masking])) if self.granularity else "1 dense"
-
-
-def variants(capacities: Sequence[float], granularities: Sequence[str], maskings: Sequence[str]) -> list[Variant]:
-    """Every row of a model, the dense one once."""
-    below = [capacity for capacity in capacities if capacity < 1]
-    dense = [Variant(1.0)] if 1.0 in capacities else []
-    return [Variant(*key) for key in itertools.product(below, granularities, maskings)] + dense
 
 
 def config_of(task: Task, variant: Variant, placement: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from ..engine.config.schema import Config
 from ..engine.errors import ConfigError, DataError
 from ..engine.placement.placement import Placement
-from .files import write_whole
+from .shared.files import write_whole
 
 log = logging.getLogger("sdp")
 

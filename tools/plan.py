@@ -15,14 +15,14 @@ from ..engine.config.schema import Config
 from ..engine.errors import ConfigError
 from ..engine.tracing.operators import DEVICES, device_here
 from ..launcher.cluster.hosts import read_hostfile
-from .files import write_whole
 from .fit import Fit, find_fit
 from .forecast import Forecast, alternatives, forecast
 from .machine import LINKS, Machine, default_world, evenly, filled
 from .plan_command import fit_command, plan_command, train_command
 from .plan_page import page
-from .quantities import decimal, quantity
-from .table import Row, Table, bytes_row, plain_row, text_row
+from .shared.files import write_whole
+from .shared.quantities import decimal, quantity
+from .shared.table import Row, Table, bytes_row, plain_row, text_row
 from .train import with_initial_model
 
 PEAK_FLOPS, ACHIEVED, INSIDE, BETWEEN = "989TFLOP/s", 0.4, "450GB/s", "50GB/s"

@@ -8,8 +8,8 @@ from html import escape
 from ..engine.tracing.ledger import KINDS
 from .forecast import Forecast
 from .plan_map import map_of
-from .quantities import decimal
-from .table import Table
+from .shared.quantities import decimal
+from .shared.table import Table
 
 _LIGHT = ("#2f5d8a", "#5b9bd5", "#9cc3e6", "#b9a5d6", "#b4b4b4", "#e8a33d", "#5f9e5f")
 _DARK = ("#4f87bf", "#7db2e3", "#3f6b93", "#9a86bd", "#808080", "#d8922c", "#6fb06f")

@@ -11,7 +11,7 @@ from pathlib import Path
 from .comparison import Baseline, Facts, facts_of_all, find_baseline
 from .metrics import PLOT, Run, read_run
 from .plot import plot_loss
-from .table import Row, Table, bytes_row, plain_row, text_row
+from .shared.table import Row, Table, bytes_row, plain_row, text_row
 
 WIDTH = 100  # columns
 

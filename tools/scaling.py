@@ -14,8 +14,8 @@ from typing import Any
 
 from ..engine.config.load import load_config
 from ..engine.errors import ConfigError, SDPError
-from .files import write_whole
 from .plot import plot_lines
+from .shared.files import write_whole
 from .side_report import REPORT
 
 OPTION = "--workers"

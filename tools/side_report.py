@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import write_whole
 from .methods import DDP, is_sdp
 from .plot import plot_bars, plot_lines
+from .shared.files import write_whole
 from .side_plan import Plan
 
 REPORT = "report.json"

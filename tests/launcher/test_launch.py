@@ -11,11 +11,11 @@ import pytest
 import sdp
 from sdp.data.prepare import prepare
 from sdp.engine.errors import LaunchError
-from sdp.launcher import main as command_line
 from sdp.launcher.cluster.commands import Start, deepspeed_command, mpirun_command, stop_command
 from sdp.launcher.cluster.hosts import Host
 from sdp.launcher.cluster.quoting import decode
 from sdp.launcher.cluster.rank import place_settings
+from sdp.launcher.main import main
 
 PYTHON = sys.executable
 HOSTILE = [
@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    code = command_line.main(["launch", "--dry-run", *words])
+    code = main(["launch", "--dry-run", *words])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     return out
@@ -174,7 +174,7 @@ def test_slurm(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("degree", [2, 4])
 def test_tensor_parallelism_across_hosts_is_warned_of(capsys: pytest.CaptureFixture[str], launcher: list[str], degree: int) -> None:
     settings = ["--set", "sdp.groups=1", "--tp", str(degree)]
-    assert command_line.main(["launch", "--dry-run", "--launcher", *launcher, "run.json", *settings]) == 0
+    assert main(["launch", "--dry-run", "--launcher", *launcher, "run.json", *settings]) == 0
     said = capsys.readouterr().err
     names = "node 0 and node 1" if launcher[0] == "slurm" else "worker-0 and worker-1"
     assert (f"sdp: WARNING: tensor parallelism of 4 ranks crosses the network: ranks 0 to 3 are on {names}" in said) == (degree == 4)
@@ -325,7 +325,7 @@ def test_refused(capsys: pytest.CaptureFixture[str], words: list[str], message: 
     Path("local-host").write_text("localhost slots=2\nworker-1 slots=2\n")
     Path("per-cent").write_text("n%h slots=2\n")
     Path("earlier/checkpoints/step-1").mkdir(parents=True)
-    assert command_line.main(["launch", "--dry-run", *words]) == 2
+    assert main(["launch", "--dry-run", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -335,13 +335,13 @@ def test_refused(capsys: pytest.CaptureFixture[str], words: list[str], message: 
 @pytest.mark.parametrize("line", ["A=%h", "A=a%%b", "A=$(touch pwned)", "A=`touch pwned`", 'A="x"', "# comment", "", "export A=1"])
 def test_deepspeed_env_file_that_the_runner_would_trip_over(capsys: pytest.CaptureFixture[str], line: str) -> None:
     Path(".deepspeed_env").write_text(f"NCCL_DEBUG=INFO\n{line}\n")
-    assert command_line.main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
+    assert main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
     assert ".deepspeed_env:2:" in capsys.readouterr().err
 
 
 def test_deepspeed_exports_that_a_remote_shell_would_expand(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "$(touch pwned)")
-    assert command_line.main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
+    assert main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
     assert "UCX_TLS='$(touch pwned)'" in capsys.readouterr().err
 
 
@@ -353,7 +353,7 @@ def test_deepspeed_environment_file_of_another_name(
     file.parent.mkdir(exist_ok=True)
     file.write_text("NCCL_DEBUG=$(touch pwned)\n")
     monkeypatch.setenv("DS_ENV_FILE", where if file.parent == folder else str(file))
-    assert command_line.main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
+    assert main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
     assert "other_env:1:" in capsys.readouterr().err
 
 
@@ -377,7 +377,7 @@ def test_deepspeed_keeps_the_users_ssh_options(monkeypatch: pytest.MonkeyPatch) 
 def test_started_ranks_are_not_launched_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert command_line.main(["launch", "--launcher", "local", "run.json"]) == 2
+    assert main(["launch", "--launcher", "local", "run.json"]) == 2
     assert "its ranks run sdp train themselves" in capsys.readouterr().err
 
 

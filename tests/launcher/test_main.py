@@ -15,6 +15,7 @@ from sdp.launcher import degrees as layout
 from sdp.launcher import local
 from sdp.launcher import main as command_line
 from sdp.launcher import supervision as supervised
+from sdp.launcher.main import STOP_SECONDS, main
 from sdp.launcher.supervision import FatalError
 
 LAUNCHER_VARIABLES = (
@@ -144,7 +145,7 @@ def test_a_full_disk_under_the_output_is_said_in_a_line(words: list[str], unbuff
 
 def test_another_broken_pipe_is_a_failure(config: Path, training: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     training.outcome = BrokenPipeError("of a worker")
-    assert command_line.main(["train", str(config), "--groups", "1"]) == 1
+    assert main(["train", str(config), "--groups", "1"]) == 1
     assert "BrokenPipeError: of a worker" in capsys.readouterr().err
 
 
@@ -175,7 +176,7 @@ def test_a_process_that_used_torch_distributed_leaves_without_ending_the_interpr
 
 
 def test_config_prints_all_defaults_and_overrides(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["config", str(config), "--set", "sdp.groups=4", "sdp.seed=7"]) == 0
+    assert main(["config", str(config), "--set", "sdp.groups=4", "sdp.seed=7"]) == 0
     resolved = json.loads(capsys.readouterr().out)
     assert resolved["sdp"]["groups"] == 4
     assert resolved["sdp"]["seed"] == 7
@@ -183,39 +184,39 @@ def test_config_prints_all_defaults_and_overrides(config: Path, capsys: pytest.C
 
 
 def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["config", "--schema"]) == 0
+    assert main(["config", "--schema"]) == 0
     assert "sdp" in json.loads(capsys.readouterr().out)["properties"]
 
 
 def test_several_values_may_follow_one_set(config: Path, training: SimpleNamespace) -> None:
     words = ["train", "--set", "sdp.groups=1", "sdp.seed=7", str(config), "--set", "training.steps=3"]
-    assert command_line.main(words) == 0
+    assert main(words) == 0
     assert training.args.overrides == ["sdp.groups=1", "sdp.seed=7", "training.steps=3"]
     assert training.args.config == config
 
 
 def test_env_section_reaches_the_processes_to_be_started(config: Path, training: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")  # the run's file goes over what the shell has
-    assert command_line.main(["train", str(config), "--set", "env.NCCL_SOCKET_IFNAME=ib0"]) == 0
+    assert main(["train", str(config), "--set", "env.NCCL_SOCKET_IFNAME=ib0"]) == 0
     assert training.started
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
 def test_starts_a_process_for_each_group(config: Path, training: SimpleNamespace, tmp_path: Path) -> None:
     words = ["train", str(config), "--groups", "4", "--dump-dir", str(tmp_path / "run")]
-    assert command_line.main(words) == 0
+    assert main(words) == 0
     assert training.args is None
-    assert training.started == ((words, 4, tmp_path / "run/logs"), {"on_cpu": True, "stop_seconds": command_line.STOP_SECONDS})
+    assert training.started == ((words, 4, tmp_path / "run/logs"), {"on_cpu": True, "stop_seconds": STOP_SECONDS})
 
 
 def test_default_dump_directory_is_named_after_the_config(config: Path, training: SimpleNamespace) -> None:
-    assert command_line.main(["train", str(config)]) == 0
+    assert main(["train", str(config)]) == 0
     assert training.started[0][2] == Path("runs/small/logs")
 
 
 @pytest.mark.parametrize("words", [["--groups", "1"], ["--set", "sdp.engine=reference"]])
 def test_one_process_runs_here(config: Path, training: SimpleNamespace, words: list[str]) -> None:
-    assert command_line.main(["train", str(config), *words]) == 0
+    assert main(["train", str(config), *words]) == 0
     assert training.started is None
     assert training.args.dump_dir == Path("runs/small")
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
@@ -231,12 +232,12 @@ def test_started_by_torchrun_runs_here(
     config: Path, training: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torchrun(monkeypatch, 1, 4)
-    assert command_line.main(["train", str(config), "--fsdp", "2"]) == 0
+    assert main(["train", str(config), "--fsdp", "2"]) == 0
     assert training.started is None
     assert training.args.fsdp == 2
-    assert command_line.main(["train", str(config), "--fsdp", "4"]) == 2
+    assert main(["train", str(config), "--fsdp", "4"]) == 2
     assert "4 processes (torchrun) are not groups 2" in capsys.readouterr().err
-    assert command_line.main(["train", str(config), "--nproc", "8"]) == 2
+    assert main(["train", str(config), "--nproc", "8"]) == 2
     assert "torchrun started 4 processes" in capsys.readouterr().err
 
 
@@ -257,13 +258,13 @@ def test_errors_become_exit_codes(
     message: str,
 ) -> None:
     training.outcome = outcome
-    assert command_line.main(["train", str(config), "--groups", "1"]) == code
+    assert main(["train", str(config), "--groups", "1"]) == code
     assert capsys.readouterr().err == message
 
 
 def test_failure_of_the_program_shows_a_traceback(config: Path, training: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     training.outcome = ValueError("unexpected")
-    assert command_line.main(["train", str(config), "--groups", "1"]) == 1
+    assert main(["train", str(config), "--groups", "1"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
     assert err.endswith("ValueError: unexpected\n")
@@ -284,7 +285,7 @@ def test_supervised_rank_leaves_its_error_to_the_launcher(
     monkeypatch.setenv("SDP_ERROR_FILE", str(tmp_path / "rank.error"))
     monkeypatch.setattr(command_line, "tie_to_parent", lambda _: None)
     training.outcome = DataError("empty corpus")
-    assert command_line.main(["train", str(config)]) == 2
+    assert main(["train", str(config)]) == 2
     report = FatalError.read(tmp_path / "rank.error")
     assert report is not None
     assert (report.exit_code, report.text) == (2, "sdp: error: empty corpus")

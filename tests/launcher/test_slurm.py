@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from sdp.launcher import main as command_line
+from sdp.launcher.main import main
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def status(capsys: pytest.CaptureFixture[str], folder: Path, events: str, log: s
     (folder / "run/slurm").mkdir(parents=True)
     (folder / "run/slurm/events").write_text("".join(f"100 {event}\n" for event in events.split("; ")))
     (folder / "run/slurm/job-7-rank-1.log").write_text(log)
-    assert command_line.main(["launch", "--launcher", "slurm", "--status", str(folder / "run")]) == 0
+    assert main(["launch", "--launcher", "slurm", "--status", str(folder / "run")]) == 0
     return capsys.readouterr().out.strip()
 
 
@@ -93,7 +93,7 @@ def test_steps_in_the_accounting(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def test_no_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert command_line.main(["launch", "--launcher", "slurm", "--status", str(tmp_path)]) == 2
+    assert main(["launch", "--launcher", "slurm", "--status", str(tmp_path)]) == 2
     assert "submitted no job for it" in capsys.readouterr().err
-    assert command_line.main(["launch", "--launcher", "slurm", "--status", str(tmp_path), "run.json"]) == 2
+    assert main(["launch", "--launcher", "slurm", "--status", str(tmp_path), "run.json"]) == 2
     assert "--status starts nothing" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import sdp
-from sdp.launcher import main as command_line
+from sdp.launcher.main import main
 
 TINY = "--layers 4 --hidden 16 --intermediate 32 --heads 2 --vocab-size 64 --sequence 8 --micro-batch 2 --repeats 3 --warmup 1".split()
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
@@ -86,7 +86,7 @@ def test_the_terminal_shows_every_timing(outcome: tuple[str, dict[str, Any]]) ->
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["bench", *TINY, *words]) == 2
+    assert main(["bench", *TINY, *words]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert message in err
@@ -95,7 +95,7 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.Ca
 def test_refuses_a_launcher_of_several_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    assert command_line.main(["bench", *TINY]) == 2
+    assert main(["bench", *TINY]) == 2
     assert "sdp bench times one rank" in capsys.readouterr().err
 
 

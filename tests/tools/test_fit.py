@@ -15,7 +15,7 @@ from sdp.engine.config.load import load_config
 from sdp.engine.config.schema import Config
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import ConfigError
-from sdp.launcher import main as command_line
+from sdp.launcher import main
 from sdp.launcher.degrees import Degrees
 from sdp.launcher.main import main
 from sdp.tools import fit as fit_module
@@ -25,6 +25,7 @@ from sdp.tools.fit_batch import Step, own_share, stated_step
 from sdp.tools.fit_reasons import Choice
 from sdp.tools.forecast import Forecast, forecast
 from sdp.tools.machine import Machine, evenly
+from sdp.tools.shared import arguments
 
 LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG: dict[str, Any] = {
@@ -275,14 +276,14 @@ def started_by(command: str) -> tuple[int, Forecast]:
     """The ranks that ``sdp train`` or ``sdp launch`` would start here, and their plan."""
     program, name, *words = shlex.split(command)
     assert program == "sdp"
-    words = command_line._one_value_per_set(words)
-    parser = command_line._Parser()
+    words = arguments._one_value_per_set(words)
+    parser = arguments._Parser()
     if name == "launch":
-        command_line._add_launch_arguments(parser)
+        main._add_launch_arguments(parser)
         launch = parser.parse_args(words)
-        words, parser = launch.words, command_line._Parser()
+        words, parser = launch.words, arguments._Parser()
         world = launch.nodes * launch.gpus_per_node if launch.nodes else -1
-    command_line._add_train_arguments(parser)
+    main._add_train_arguments(parser)
     args = parser.parse_args(words)
     config = load_config(args.config, args.set)
     world = args.nproc if name == "train" else world

@@ -22,7 +22,7 @@ from sdp.tools import gpu_check, gpu_rows, gpu_share
 from sdp.tools.gpu_check import Check, Result, TimeIsUp, cut_off_after, expected_seconds, goals_of
 from sdp.tools.gpu_rows import CONFIGS, DENSE, NAMES, UNCOMPILED, Job, Planned, Plans, Row, job_of, rows
 from sdp.tools.gpu_share import FLASH, UPDATE, Share, WrongKernelError, require_kernels, require_training, timed
-from sdp.tools.memory_table import Variant
+from sdp.tools.shared.variants import Variant
 
 ROOT = Path(gpu_check.__file__).parent.parent
 NEEDED = {"torch", "numpy", "scipy", "pydantic", "einops", "safetensors"}

@@ -11,7 +11,7 @@ import torch
 from sdp.engine.errors import ConfigError
 from sdp.launcher.main import main
 from sdp.tools.machine import Machine, evenly, filled
-from sdp.tools.quantities import decimal, quantity
+from sdp.tools.shared.quantities import decimal, quantity
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .comparison import Spread
+
+@dataclass(frozen=True)
+class Spread:
+    """The same quantity on the rank where it is smallest and where it is largest."""
+
+    smallest: float
+    largest: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        """None where no rank knows its value."""
+        known = [value for value in values if value is not None]
+        return cls(min(known), max(known)) if known else None
+
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB")

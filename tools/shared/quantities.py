@@ -6,7 +6,7 @@ import math
 import re
 from typing import Literal
 
-from ..engine.errors import ConfigError
+from ...engine.errors import ConfigError
 
 _UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
