@@ -197,7 +197,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _check_files(config: Config, args: argparse.Namespace) -> None:
     """Find here, once, what every rank would find only after it has imported torch: another run in the dump directory, no data."""
-    from ..tools.metrics import require_no_other_run
+    from ..tools.runs.run_files import require_no_other_run
 
     require_no_other_run(args.dump_dir, resume=args.resume)
     if config.data.name is None and config.data.path is not None:
@@ -234,7 +234,7 @@ def _launch(args: argparse.Namespace) -> int:
     _complete_train_arguments(train)
     config = load_config(train.config, train.overrides)
     if args.launcher in ("local", "slurm"):  # rank 0 has the dump directory of this host; a job would find so after its time in the queue
-        from ..tools.metrics import require_no_other_run
+        from ..tools.runs.run_files import require_no_other_run
 
         require_no_other_run(train.dump_dir, resume=train.resume)
     return run(args, ["train", *words], train.dump_dir, Degrees(config, train.fsdp))

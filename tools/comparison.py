@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ..engine.placement.placement import Placement
-from .metrics import Run
+from .runs.run_files import Run
 from .shared.table import Spread
 
 STATE_PARTS = ("parameters", "gradients", "optimizer", "frozen")  # the last since backward masking

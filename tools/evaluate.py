@@ -25,10 +25,10 @@ from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError
 from ..engine.placement.layout import Layout
 from ..models.registry import build_model
-from . import saved_run
-from .corpus import Corpus, open_prepared
-from .metrics import read_run
-from .saved_run import SavedRun
+from .runs import saved_run
+from .runs.dataset import Corpus, open_prepared
+from .runs.run_files import read_run
+from .runs.saved_run import SavedRun
 
 # The reference engine holds the whole model in one process, whatever the layout that trained it, and however fast.
 _IN_ONE_PROCESS = (

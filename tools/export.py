@@ -26,8 +26,8 @@ from ..engine.checkpoint.load import load
 from ..engine.checkpoint.state import weights_of
 from ..engine.errors import CheckpointError, ConfigError
 from ..models.registry import build_model, huggingface_config
-from . import saved_run
-from .saved_run import SavedRun
+from .runs import saved_run
+from .runs.saved_run import SavedRun
 
 WEIGHTS = "model"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -25,8 +25,9 @@ from ..engine.optim.optimizers import make_optimizer
 from ..engine.placement.layout import Layout
 from .fit_batch import Step, own_share, stated_step
 from .fit_reasons import Choice, Trial, closest_of, reasons_of
-from .forecast import Forecast, forecast, model_and_batch, require_planned
+from .forecast import Forecast, forecast, require_planned
 from .machine import Machine
+from .runs.model_inputs import model_and_batch
 from .shared.quantities import decimal
 from .shared.remedies import remedies
 

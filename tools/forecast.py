@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..data.image_sets import facts_of_set
-from ..data.tokenizers import DEFAULT_VOCAB_SIZE, BytesTokenizer
 from ..engine.accounting.traffic_plan import Collective, CollectivePlan
 from ..engine.batch.size import BatchSize
 from ..engine.config.schema import Config, SDPSection
@@ -25,12 +21,10 @@ from ..engine.placement.policies import warnings_of
 from ..engine.tracing.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS
 from ..engine.tracing.repetition import sequence
 from ..engine.tracing.step import StepTrace, trace_step
-from ..models.registry import MODELS, build_model
-from .corpus import open_prepared, path_of
 from .machine import LINKS, Link, Machine, StepTime, step_time
+from .runs.model_inputs import model_and_batch
 
 MOST_TRACES = 8  # groups that differ in what they run, of which the largest are traced
-_FOLDER_IMAGE_SIZE = 224
 
 
 @dataclass(frozen=True)
@@ -339,46 +333,3 @@ def with_buckets(plan: Forecast) -> Forecast:
 def dense_config(config: Config, groups: int, stage: int) -> Config:
     zero = config.zero_optimization.model_copy(update={"stage": stage})
     return config.model_copy(update={"sdp": SDPSection(groups=groups, units=config.sdp.units), "zero_optimization": zero})
-
-
-def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]]]:
-    """How to build the model, and a micro-batch of so many samples, of zeros. The data is looked at where it is there already."""
-    if not config.model:
-        raise ConfigError('model: this section is required to plan, for example {"name": "llama", …}')
-    facts = _facts(config)
-    build = lambda: build_model(config.model, **facts)  # noqa: E731
-    if config.data.name is None:
-        tokens = config.data.sequence_length
-
-        def of_tokens(samples: int) -> dict[str, torch.Tensor]:
-            ids = torch.zeros(samples, tokens, dtype=torch.int64)
-            return {"input_ids": ids, "labels": ids.clone()}
-
-        return build, of_tokens
-    side = facts["image_size"]
-
-    def of_images(samples: int) -> dict[str, torch.Tensor]:
-        return {"images": torch.zeros(samples, 3, side, side), "labels": torch.zeros(samples, dtype=torch.int64)}
-
-    return build, of_images
-
-
-def _facts(config: Config) -> dict[str, int]:
-    """What the model must fit: of the data where it is at hand, else as the configuration says."""
-    data, model = config.data, config.model
-    if data.name in ("digits", "cifar10", "cifar100"):
-        return facts_of_set(data.name)
-    path = path_of(config, Path())
-    if data.path is not None and path.is_dir():
-        return open_prepared(config, path).facts
-    if data.name is None:
-        entry = MODELS.get(str(model.get("name")))
-        if entry is not None and entry.reads != "tokens":
-            raise ConfigError(f'data.name: {model["name"]} reads {entry.reads}; name them, for example "digits"')
-        fixed = BytesTokenizer.vocab_size if data.tokenizer == "bytes" else None
-        return {"vocab_size": data.vocab_size or fixed or model.get("vocab_size") or DEFAULT_VOCAB_SIZE}
-    if "num_classes" not in model:
-        raise ConfigError(
-            f"model.num_classes: {path} is not there to count the classes of; say how many, for example --set model.num_classes=1000"
-        )
-    return {"num_classes": model["num_classes"], "image_size": data.image_size or _FOLDER_IMAGE_SIZE}

@@ -41,10 +41,10 @@ from ..engine.placement.units import SHARED
 from ..engine.subnetwork.materialise import give_values
 from ..models.registry import build_model
 from .bias_estimate import FEWEST, Bias, Differences, Products, apparent_by_batches, estimate
-from .corpus import Corpus, open_corpus, open_prepared
-from .plot import plot_bias
-from .saved_run import SavedRun, check_data, open_run
-from .train import with_initial_model
+from .runs.dataset import Corpus, open_corpus, open_prepared
+from .runs.plot import plot_bias
+from .runs.run_config import with_initial_model
+from .runs.saved_run import SavedRun, check_data, open_run
 
 FORWARD, BACKWARD, DENSE = "forward", "backward", "dense"
 OVERALL = "overall"

@@ -20,10 +20,10 @@ from .forecast import Forecast, alternatives, forecast
 from .machine import LINKS, Machine, default_world, evenly, filled
 from .plan_command import fit_command, plan_command, train_command
 from .plan_page import page
+from .runs.run_config import with_initial_model
 from .shared.files import write_whole
 from .shared.quantities import decimal, quantity
 from .shared.table import Row, Table, bytes_row, plain_row, text_row
-from .train import with_initial_model
 
 PEAK_FLOPS, ACHIEVED, INSIDE, BETWEEN = "989TFLOP/s", 0.4, "450GB/s", "50GB/s"
 PER_NODE = 8

@@ -22,9 +22,9 @@ from ..engine.optim.schedules import build_scheduler
 from ..engine.placement.layout import Layout
 from ..engine.subnetwork.weight_files import WeightFiles, fillers_from
 from ..models.registry import build_model, changed_key
-from .corpus import open_prepared, path_of
-from .metrics import CONFIG
-from .saved_run import check_data
+from .runs.dataset import open_prepared, path_of
+from .runs.run_files import CONFIG
+from .runs.saved_run import check_data
 
 _SOME_VOCABULARY = 256  # stands for that of a corpus not made yet: where units are cut does not depend on it
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.errors import ConfigError, SDPError
-from .metrics import read_run
-from .plot import plot_sweep
+from .runs.plot import plot_sweep
+from .runs.run_files import read_run
 from .sweep_cells import CAPACITIES, DENSE, MATCHED, PROFILES, SMALLER, TASKS, Cell, Sweep
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .comparison import Baseline, Facts, facts_of_all, find_baseline
-from .metrics import PLOT, Run, read_run
-from .plot import plot_loss
+from .runs.plot import plot_loss
+from .runs.run_files import PLOT, Run, read_run
 from .shared.table import Row, Table, bytes_row, plain_row, text_row
 
 WIDTH = 100  # columns

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..engine.config.load import load_config
 from ..engine.errors import ConfigError, SDPError
-from .plot import plot_lines
+from .runs.plot import plot_lines
 from .shared.files import write_whole
 from .side_report import REPORT
 

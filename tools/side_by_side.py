@@ -45,13 +45,13 @@ from ..engine.distributed.tensors import local_tensor
 from ..engine.environment.detect import Environment, detect
 from ..engine.errors import ConfigError, DivergedError
 from . import scaling
-from .forecast import model_and_batch
 from .methods import DENSE, OUTER_EVERY, SAME_STEPS, Runner, build, default_methods, is_sdp, variant, why_not
 from .networks import Link, enter, hosts, shape
 from .processors import stolen, ticks
+from .runs.model_inputs import model_and_batch
+from .runs.run_config import with_initial_model
 from .side_plan import plan_methods
 from .side_report import REPORT, Race, Report, write_report
-from .train import with_initial_model
 from .wire import absent, awaited, collectives_of_this_process, sent_by_this_process, why_not_counted
 
 WARM_UP = 3  # steps: the first allocates, in the second DDP rebuilds its buckets

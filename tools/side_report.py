@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .methods import DDP, is_sdp
-from .plot import plot_bars, plot_lines
+from .runs.plot import plot_bars, plot_lines
 from .shared.files import write_whole
 from .side_plan import Plan
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ..engine.accounting.memory import PeakMemory
-from ..engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint
 from ..engine.config.load import load_config
 from ..engine.config.schema import Config
 from ..engine.distributed.hosts import machine_id, split_tensor_group, told_apart
@@ -25,13 +24,14 @@ from ..engine.environment.detect import detect, place_file
 from ..engine.errors import PeerLostError
 from ..engine.initialize import initialize
 from ..launcher.heartbeat import Heartbeat
-from ..models.registry import build_model, section_from_huggingface
+from ..models.registry import build_model
 from . import preflight
-from .corpus import open_corpus
-from .metrics import RunFiles
 from .monitors import open_monitors
 from .out_of_memory import is_out_of_memory, out_of_memory
 from .profile import parse_steps
+from .runs.dataset import open_corpus
+from .runs.run_config import with_initial_model
+from .runs.run_files import RunFiles
 from .trainer import Trainer
 
 log = logging.getLogger("sdp")
@@ -109,13 +109,6 @@ def _with_absolute_paths(config: Config) -> Config:
         if path is not None
     }
     return config.model_copy(update=changed)
-
-
-def with_initial_model(config: Config) -> Config:
-    """The model section as the model to start from states it; a checkpoint of DeepSpeed's has weights alone."""
-    if config.training.init_from is None or is_zero_checkpoint(Path(config.training.init_from)):
-        return config
-    return config.model_copy(update={"model": section_from_huggingface(Path(config.training.init_from), config.model)})
 
 
 @contextmanager

@@ -24,13 +24,13 @@ from ..engine.engine import SDPEngine
 from ..engine.errors import CheckpointError, ConfigError, DivergedError
 from ..engine.full_model.recalibration import tracks_statistics
 from ..launcher.heartbeat import Heartbeat
-from .corpus import Corpus
-from .metrics import RunFiles, read_run
 from .monitors import Monitors, evaluation_scalars, train_scalars
-from .plot import plot_loss
 from .profile import StepProfiler
 from .progress import Progress, progress
 from .report import render
+from .runs.dataset import Corpus
+from .runs.plot import plot_loss
+from .runs.run_files import RunFiles, read_run
 from .summary import StepFacts, rank_facts, run_summary
 
 log = logging.getLogger("sdp")

@@ -13,7 +13,7 @@ from ranks_cases import Case, data_rank_of, engine_of, one_step
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.tools.export import export
-from sdp.tools.saved_run import SavedRun
+from sdp.tools.runs.saved_run import SavedRun
 
 HOLDERS = [[0], [0, 1], [0, 1], [1]]  # of "mixed" placements of blocks
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sdp.engine.placement.placement import Placement
-from sdp.tools.metrics import Run, RunFiles, read_run
+from sdp.tools.runs.run_files import Run, RunFiles, read_run
 
 MIB = 2**20
 KIND = "between groups/all_reduce"

@@ -7,8 +7,8 @@ import pytest
 from sdp.data.prepare import prepare
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, DataError, SDPError
-from sdp.tools import corpus as room
-from sdp.tools.corpus import open_corpus
+from sdp.tools.runs import dataset as room
+from sdp.tools.runs.dataset import open_corpus
 
 
 @pytest.fixture

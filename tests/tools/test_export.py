@@ -19,7 +19,7 @@ from sdp.engine.distributed.agreement import Ranks
 from sdp.launcher.main import main
 from sdp.models.llama import Llama
 from sdp.models.registry import build_model
-from sdp.tools import saved_run
+from sdp.tools.runs import saved_run
 from texts import AWKWARD
 
 transformers = pytest.importorskip("transformers")

@@ -25,6 +25,7 @@ from sdp.models.registry import build_model
 from sdp.tools import forecast as forecasts
 from sdp.tools.forecast import Forecast, alternatives, distributed_data_parallel, forecast
 from sdp.tools.machine import Machine
+from sdp.tools.runs.model_inputs import model_and_batch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -118,7 +119,7 @@ def test_peaks_are_each_groups_own(layers: int, sdp: dict[str, Any]) -> None:
     model = LLAMA | {"num_hidden_layers": layers, "intermediate_size": 512}
     changed: dict[str, Any] = {"sdp": {"capacity": 0.5} | sdp, "model": model, "zero_optimization": {"stage": 0}}
     plan = planned((sdp["groups"],), **changed, activation_checkpointing={"mode": "full"})
-    build, batch = forecasts.model_and_batch(plan.config)
+    build, batch = model_and_batch(plan.config)
     of_groups = {group: alike.trace.peak for alike in plan.groups for group in alike.groups}
     assert of_groups == {
         group: trace_step(build, plan.config, plan.layout, batch, group, whole=True).peak for group in range(sdp["groups"])
@@ -234,6 +235,6 @@ def test_tensor_parallel_ranks_send_half_precision_under_autocast() -> None:
 def test_bytes_have_their_own_vocabulary_before_data_is_there() -> None:
     model = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
     config = load_config(CONFIG | {"model": model, "data": {"sequence_length": 16, "tokenizer": "bytes"}})
-    build, _ = forecasts.model_and_batch(config)
+    build, _ = model_and_batch(config)
     with torch.device("meta"):
         assert build().config.vocab_size == BytesTokenizer.vocab_size  # type: ignore[union-attr]

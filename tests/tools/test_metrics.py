@@ -10,7 +10,7 @@ from runs_made_up import make_run
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, DataError
 from sdp.engine.placement.placement import Placement
-from sdp.tools.metrics import RunFiles, read_run
+from sdp.tools.runs.run_files import RunFiles, read_run
 
 
 def line(step: int, loss: float = 1.0) -> dict[str, float]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from runs_made_up import MIB, make_run
 from sdp.launcher.main import main
-from sdp.tools.metrics import Run, read_run
-from sdp.tools.plot import plot_loss
 from sdp.tools.report import as_json, render
+from sdp.tools.runs.plot import plot_loss
+from sdp.tools.runs.run_files import Run, read_run
 
 
 def row(table: str, label: str) -> list[str]:

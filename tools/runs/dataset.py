@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from ..data.image_sets import prepare_images
-from ..data.images import Batches, ImageArrays, ImageFolder
-from ..data.index import load_index
-from ..data.prepare import prepare
-from ..data.shards import TokenDataset
-from ..data.tokenizers import request_of
-from ..engine.config.schema import Config
-from ..engine.errors import ConfigError, SDPError
+from ...data.image_sets import prepare_images
+from ...data.images import Batches, ImageArrays, ImageFolder
+from ...data.index import load_index
+from ...data.prepare import prepare
+from ...data.shards import TokenDataset
+from ...data.tokenizers import request_of
+from ...engine.config.schema import Config
+from ...engine.errors import ConfigError, SDPError
 
 log = logging.getLogger("sdp")
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..engine.config.schema import Config
-from ..engine.errors import ConfigError, DataError
-from ..engine.placement.placement import Placement
-from .shared.files import write_whole
+from ...engine.config.schema import Config
+from ...engine.errors import ConfigError, DataError
+from ...engine.placement.placement import Placement
+from ..shared.files import write_whole
 
 log = logging.getLogger("sdp")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..engine.errors import ConfigError
-from .metrics import Run
+from ...engine.errors import ConfigError
+from .run_files import Run
 
 SIZE_INCHES, DPI = (10.0, 6.25), 160  # 1600 × 1000 pixels
 _SMOOTHED: dict[str, Any] = {"linewidth": 1.8}

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.image_sets import INDEX_FILE as IMAGE_INDEX
-from ..data.image_sets import load_image_index
-from ..data.index import load_index
-from ..data.tokenizers import INDEX_FILE
-from ..engine.checkpoint.files import STATE, check_tag, latest, locate, read_state
-from ..engine.config.load import load_config
-from ..engine.config.schema import Config
-from ..engine.errors import CheckpointError, ConfigError
-from .corpus import path_of
-from .metrics import CONFIG
+from ...data.image_sets import INDEX_FILE as IMAGE_INDEX
+from ...data.image_sets import load_image_index
+from ...data.index import load_index
+from ...data.tokenizers import INDEX_FILE
+from ...engine.checkpoint.files import STATE, check_tag, latest, locate, read_state
+from ...engine.config.load import load_config
+from ...engine.config.schema import Config
+from ...engine.errors import CheckpointError, ConfigError
+from .dataset import path_of
+from .run_files import CONFIG
 
 
 @dataclass(frozen=True)

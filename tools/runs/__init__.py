@@ -1,0 +1,1 @@
+"""What a run is on disk: its files, data, checkpoints and plots."""

@@ -1,0 +1,16 @@
+"""The configuration of a run, completed by the model that it starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint
+from ...engine.config.schema import Config
+from ...models.registry import section_from_huggingface
+
+
+def with_initial_model(config: Config) -> Config:
+    """The model section as the model to start from states it; a checkpoint of DeepSpeed's has weights alone."""
+    if config.training.init_from is None or is_zero_checkpoint(Path(config.training.init_from)):
+        return config
+    return config.model_copy(update={"model": section_from_huggingface(Path(config.training.init_from), config.model)})
