@@ -22,8 +22,8 @@ from sdp.data.shards import TokenDataset
 from sdp.data.tokenizers import load_tokenizer
 from sdp.data.writer import only_writer
 from sdp.engine.errors import DataError, LaunchError
-from sdp.launcher.main import main
 from sdp.tools import prepare as command
+from sdp.tools.cli import main
 
 TEXTS = [f"Document {i}\n\n" + "\n".join(f"    line {i * j}: some text" for j in range(i % 7 + 1)) for i in range(60)]
 

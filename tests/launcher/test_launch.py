@@ -15,7 +15,7 @@ from sdp.launcher.cluster.commands import Start, deepspeed_command, mpirun_comma
 from sdp.launcher.cluster.hosts import Host
 from sdp.launcher.cluster.quoting import decode
 from sdp.launcher.cluster.rank import place_settings
-from sdp.launcher.main import main
+from sdp.tools.cli import main
 
 PYTHON = sys.executable
 HOSTILE = [

@@ -291,7 +291,7 @@ from pathlib import Path
 sys.path.insert(0, {PACKAGE_FOLDER!r})
 import sdp
 from sdp.launcher import local
-show = "import sdp, sdp.launcher.main; print(sdp.__path__[0])"
+show = "import sdp, sdp.tools.cli; print(sdp.__path__[0])"
 print(sdp.__path__[0], flush=True)
 sys.exit(local.start_local([], 1, Path("logs"), command=[*local.own_command()[:2], "-c", show])
     or local.start_local(["version"], 1, Path("logs")))

@@ -13,10 +13,11 @@ import sdp
 from sdp.engine.errors import DataError, DivergenceError
 from sdp.launcher import degrees as layout
 from sdp.launcher import local
-from sdp.launcher import main as command_line
 from sdp.launcher import supervision as supervised
-from sdp.launcher.main import STOP_SECONDS, main
 from sdp.launcher.supervision import FatalError
+from sdp.tools import cli as command_line
+from sdp.tools.cli import main
+from sdp.tools.train.command import STOP_SECONDS
 
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -54,7 +55,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         calls.started = (args, options)
         return 0
 
-    monkeypatch.setitem(sys.modules, "sdp.tools.train", SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, "sdp.tools.train.rank", SimpleNamespace(run=run))
     monkeypatch.setattr(local, "start_local", start_local)
     monkeypatch.setattr(local, "_tune_allocator", lambda: None)
     monkeypatch.setattr(layout, "visible_devices", lambda: 0)
@@ -109,7 +110,7 @@ def test_partial_launcher_environment_is_a_mistake(config: Path) -> None:
 def test_help_config_and_launch_do_not_import_torch(config: Path) -> None:
     code = f"""
 import sys
-from sdp.launcher.main import main
+from sdp.tools.cli import main
 try:
     main(["--help"])
 except SystemExit as end:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from sdp.launcher.main import main
+from sdp.tools.cli import main
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sdp.engine.checkpoint.dcp import SafeReader
 from sdp.engine.checkpoint.files import encode_state, hash_files, read_state
-from sdp.launcher.main import main
+from sdp.tools.cli import main
 
 
 def evaluated(capsys, *arguments: object) -> dict:

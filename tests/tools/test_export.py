@@ -16,9 +16,9 @@ from sdp.engine.checkpoint.files import read_state
 from sdp.engine.checkpoint.load import load
 from sdp.engine.checkpoint.save import write
 from sdp.engine.distributed.agreement import Ranks
-from sdp.launcher.main import main
 from sdp.models.llama import Llama
 from sdp.models.registry import build_model
+from sdp.tools.cli import main
 from sdp.tools.runs import saved_run
 from texts import AWKWARD
 
@@ -228,7 +228,7 @@ MEASURE = """
 import sys
 import torch
 from sdp.engine.accounting.memory import PeakMemory
-from sdp.launcher.main import main
+from sdp.tools.cli import main
 import sdp.tools.export
 run, out, dtype, big, small = sys.argv[1:]
 assert main(["export", run, out + "-first", "--dtype", dtype, "--max-shard-size", small]) == 0  # what is imported and cached once

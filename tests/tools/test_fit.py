@@ -15,11 +15,12 @@ from sdp.engine.config.load import load_config
 from sdp.engine.config.schema import Config
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import ConfigError
-from sdp.launcher import main
 from sdp.launcher.degrees import Degrees
-from sdp.launcher.main import main
+from sdp.tools import cli as main
 from sdp.tools import fit as fit_module
+from sdp.tools import launch
 from sdp.tools import plan as plan_module
+from sdp.tools.cli import main
 from sdp.tools.fit import find_fit
 from sdp.tools.fit_batch import Step, own_share, stated_step
 from sdp.tools.fit_reasons import Choice
@@ -276,14 +277,14 @@ def started_by(command: str) -> tuple[int, Forecast]:
     """The ranks that ``sdp train`` or ``sdp launch`` would start here, and their plan."""
     program, name, *words = shlex.split(command)
     assert program == "sdp"
-    words = arguments._one_value_per_set(words)
-    parser = arguments._Parser()
+    words = arguments.one_value_per_set(words)
+    parser = arguments.Parser()
     if name == "launch":
-        main._add_launch_arguments(parser)
+        launch._add_launch_arguments(parser)
         launch = parser.parse_args(words)
-        words, parser = launch.words, arguments._Parser()
+        words, parser = launch.words, arguments.Parser()
         world = launch.nodes * launch.gpus_per_node if launch.nodes else -1
-    main._add_train_arguments(parser)
+    command._add_train_arguments(parser)
     args = parser.parse_args(words)
     config = load_config(args.config, args.set)
     world = args.nproc if name == "train" else world

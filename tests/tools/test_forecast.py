@@ -20,9 +20,9 @@ from sdp.engine.distributed.fake_world import fake_world
 from sdp.engine.initialize import initialize
 from sdp.engine.subnetwork.activations import checkpoint_activations
 from sdp.engine.tracing.step import StepTrace, trace_step
-from sdp.launcher.main import main
 from sdp.models.registry import build_model
 from sdp.tools import forecast as forecasts
+from sdp.tools.cli import main
 from sdp.tools.forecast import Forecast, alternatives, distributed_data_parallel, forecast
 from sdp.tools.machine import Machine
 from sdp.tools.runs.model_inputs import model_and_batch

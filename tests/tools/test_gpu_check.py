@@ -41,7 +41,7 @@ def not_needed() -> list[str]:
 
 def check(*words: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, because it makes process groups; the packages that it should do without cannot be imported there."""
-    lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in not_needed()), "from sdp.launcher.main import entry", "entry()"]
+    lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in not_needed()), "from sdp.tools.cli import entry", "entry()"]
     command = [sys.executable, "-P", "-c", "\n".join(lines), "gpu-check", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=550)
 

@@ -18,9 +18,9 @@ from sdp.engine.errors import DivergedError
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.tensor_info import Shard
 from sdp.engine.subnetwork.materialise import give_values
-from sdp.launcher.main import main
 from sdp.models.registry import build_model
 from sdp.tools.bias_estimate import Bias, Differences, Products, apparent_by_batches, estimate
+from sdp.tools.cli import main
 from sdp.tools.gradient_bias import BACKWARD, FORWARD, OVERALL, compare, gradient, in_one_process
 
 GROUPS, MICRO, TOKENS, VOCABULARY = 4, 2, 12, 31

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sdp.launcher.main import main
+from sdp.tools.cli import main
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from sdp.data.tokenizers import load_tokenizer
 from sdp.engine.checkpoint.load import load
-from sdp.launcher.main import main
 from sdp.models.llama import Llama
 from sdp.models.registry import build_model
+from sdp.tools.cli import main
 from sdp.tools.runs import saved_run
 
 MISSING = [name for name in ("lm_eval", "accelerate", "transformers") if importlib.util.find_spec(name) is None]

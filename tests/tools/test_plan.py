@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sdp.engine.errors import ConfigError
-from sdp.launcher.main import main
+from sdp.tools.cli import main
 from sdp.tools.machine import Machine, evenly, filled
 from sdp.tools.shared.quantities import decimal, quantity
 

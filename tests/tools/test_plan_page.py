@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from sdp.engine.placement.placement import Placement
-from sdp.launcher.main import main
+from sdp.tools.cli import main
 from sdp.tools.plan_map import map_of
 
 CONFIG = {

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from sdp.launcher.main import main
+from sdp.tools.cli import main
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from sdp.tools.progress import progress
+from sdp.tools.train.progress import progress
 
 
 def train(total: int = 5, start: int = 0, enabled: bool = True, every: int = 2) -> None:

@@ -15,8 +15,8 @@ from ranks import RankPool
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, DivergedError
 from sdp.launcher import degrees as launcher_layout
-from sdp.launcher.main import main
 from sdp.tools import processors
+from sdp.tools.cli import main
 from sdp.tools.forecast import alternatives
 from sdp.tools.machine import Machine
 from sdp.tools.methods import DENSE, Runner, default_methods, variant, why_not

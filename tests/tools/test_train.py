@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from sdp.data.prepare import prepare
-from sdp.launcher.main import main
+from sdp.tools.cli import main
 
 STEPS = 6
 

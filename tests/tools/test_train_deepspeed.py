@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sdp.launcher.main import main
+from sdp.tools.cli import main
 
 
 def lines(path: Path) -> list[dict]:

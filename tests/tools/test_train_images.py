@@ -13,8 +13,8 @@ import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import SDPError
-from sdp.launcher.main import main
-from sdp.tools import preflight
+from sdp.tools.cli import main
+from sdp.tools.train import preflight
 
 pytest.importorskip("kornia")
 pytest.importorskip("sklearn")

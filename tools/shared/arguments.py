@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from ...engine.errors import ConfigError
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Wrong arguments are the user's mistake like any other: one line, exit code 2."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -20,7 +20,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def _one_value_per_set(argv: Sequence[str]) -> list[str]:
+def one_value_per_set(argv: Sequence[str]) -> list[str]:
     """``--set a=1 b=2`` as ``--set a=1 --set b=2``; argparse's own lists would swallow the CONFIG that follows."""
     spread: list[str] = []
     setting = False
@@ -32,13 +32,13 @@ def _one_value_per_set(argv: Sequence[str]) -> list[str]:
     return spread
 
 
-def _positive(text: str) -> int:
+def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
-def _add_config_arguments(parser: argparse.ArgumentParser, config_help: str, nargs: str | None = None) -> None:
+def add_config_arguments(parser: argparse.ArgumentParser, config_help: str, nargs: str | None = None) -> None:
     parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=config_help)
     parser.add_argument(
         "--set",

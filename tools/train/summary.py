@@ -11,11 +11,11 @@ from typing import Any
 import numpy
 import torch
 
-from ..engine.accounting.memory import state_tensors
-from ..engine.accounting.traffic_plan import data_parallel_traffic
-from ..engine.engine import SDPEngine
-from .runs.dataset import Corpus
-from .runs.run_files import read_run
+from ...engine.accounting.memory import state_tensors
+from ...engine.accounting.traffic_plan import data_parallel_traffic
+from ...engine.engine import SDPEngine
+from ..runs.dataset import Corpus
+from ..runs.run_files import read_run
 
 WARM_UP_STEPS = 3  # the first allocates state, the second is probed
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..engine.config.schema import Config, MonitorSection
-from ..engine.errors import ConfigError
+from ...engine.config.schema import Config, MonitorSection
+from ...engine.errors import ConfigError
 
 # A curve for every key of a line in metrics.jsonl or evaluations.jsonl.
 TRAIN_TAGS = {

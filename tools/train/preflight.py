@@ -8,23 +8,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..data.image_sets import check_source, facts_of_set
-from ..data.images import check_packages
-from ..engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint
-from ..engine.batch.loader import evaluation_batches
-from ..engine.batch.size import BatchSize
-from ..engine.checkpoint.files import latest, locate, read_state
-from ..engine.config.schema import Config
-from ..engine.distributed.mesh import Mesh
-from ..engine.errors import ConfigError
-from ..engine.optim.optimizers import make_optimizer
-from ..engine.optim.schedules import build_scheduler
-from ..engine.placement.layout import Layout
-from ..engine.subnetwork.weight_files import WeightFiles, fillers_from
-from ..models.registry import build_model, changed_key
-from .runs.dataset import open_prepared, path_of
-from .runs.run_files import CONFIG
-from .runs.saved_run import check_data
+from ...data.image_sets import check_source, facts_of_set
+from ...data.images import check_packages
+from ...engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint
+from ...engine.batch.loader import evaluation_batches
+from ...engine.batch.size import BatchSize
+from ...engine.checkpoint.files import latest, locate, read_state
+from ...engine.config.schema import Config
+from ...engine.distributed.mesh import Mesh
+from ...engine.errors import ConfigError
+from ...engine.optim.optimizers import make_optimizer
+from ...engine.optim.schedules import build_scheduler
+from ...engine.placement.layout import Layout
+from ...engine.subnetwork.weight_files import WeightFiles, fillers_from
+from ...models.registry import build_model, changed_key
+from ..runs.dataset import open_prepared, path_of
+from ..runs.run_files import CONFIG
+from ..runs.saved_run import check_data
 
 _SOME_VOCABULARY = 256  # stands for that of a corpus not made yet: where units are cut does not depend on it
 

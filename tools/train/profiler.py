@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ..engine.errors import ConfigError
+from ...engine.errors import ConfigError
 
 log = logging.getLogger("sdp")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..engine.config.schema import Config
-from ..engine.engine import SDPEngine
-from ..engine.errors import OutOfMemoryError
-from .shared.remedies import remedies
+from ...engine.config.schema import Config
+from ...engine.engine import SDPEngine
+from ...engine.errors import OutOfMemoryError
+from ..shared.remedies import remedies
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 

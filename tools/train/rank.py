@@ -13,25 +13,25 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..engine.accounting.memory import PeakMemory
-from ..engine.config.load import load_config
-from ..engine.config.schema import Config
-from ..engine.distributed.hosts import machine_id, split_tensor_group, told_apart
-from ..engine.distributed.join import join
-from ..engine.distributed.mesh import mesh_of
-from ..engine.engine import SDPEngine
-from ..engine.environment.detect import detect, place_file
-from ..engine.errors import PeerLostError
-from ..engine.initialize import initialize
-from ..launcher.heartbeat import Heartbeat
-from ..models.registry import build_model
+from ...engine.accounting.memory import PeakMemory
+from ...engine.config.load import load_config
+from ...engine.config.schema import Config
+from ...engine.distributed.hosts import machine_id, split_tensor_group, told_apart
+from ...engine.distributed.join import join
+from ...engine.distributed.mesh import mesh_of
+from ...engine.engine import SDPEngine
+from ...engine.environment.detect import detect, place_file
+from ...engine.errors import PeerLostError
+from ...engine.initialize import initialize
+from ...launcher.heartbeat import Heartbeat
+from ...models.registry import build_model
+from ..runs.dataset import open_corpus
+from ..runs.run_config import with_initial_model
+from ..runs.run_files import RunFiles
 from . import preflight
 from .monitors import open_monitors
 from .out_of_memory import is_out_of_memory, out_of_memory
-from .profile import parse_steps
-from .runs.dataset import open_corpus
-from .runs.run_config import with_initial_model
-from .runs.run_files import RunFiles
+from .profiler import parse_steps
 from .trainer import Trainer
 
 log = logging.getLogger("sdp")

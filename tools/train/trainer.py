@@ -13,24 +13,24 @@ from typing import Any
 
 import torch
 
-from ..engine.accounting.clock import clock
-from ..engine.accounting.memory import PeakMemory
-from ..engine.accounting.memory_probe import peak_tensor_bytes
-from ..engine.batch.call import loss_of, to_device
-from ..engine.batch.loader import evaluation_batches
-from ..engine.checkpoint.files import latest, locate
-from ..engine.config.schema import Config
-from ..engine.engine import SDPEngine
-from ..engine.errors import CheckpointError, ConfigError, DivergedError
-from ..engine.full_model.recalibration import tracks_statistics
-from ..launcher.heartbeat import Heartbeat
+from ...engine.accounting.clock import clock
+from ...engine.accounting.memory import PeakMemory
+from ...engine.accounting.memory_probe import peak_tensor_bytes
+from ...engine.batch.call import loss_of, to_device
+from ...engine.batch.loader import evaluation_batches
+from ...engine.checkpoint.files import latest, locate
+from ...engine.config.schema import Config
+from ...engine.engine import SDPEngine
+from ...engine.errors import CheckpointError, ConfigError, DivergedError
+from ...engine.full_model.recalibration import tracks_statistics
+from ...launcher.heartbeat import Heartbeat
+from ..report import render
+from ..runs.dataset import Corpus
+from ..runs.plot import plot_loss
+from ..runs.run_files import RunFiles, read_run
 from .monitors import Monitors, evaluation_scalars, train_scalars
-from .profile import StepProfiler
+from .profiler import StepProfiler
 from .progress import Progress, progress
-from .report import render
-from .runs.dataset import Corpus
-from .runs.plot import plot_loss
-from .runs.run_files import RunFiles, read_run
 from .summary import StepFacts, rank_facts, run_summary
 
 log = logging.getLogger("sdp")

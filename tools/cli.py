@@ -1,0 +1,158 @@
+"""The command line ``sdp``: parses arguments, starts processes where none were started, turns errors into exit codes.
+
+Exit codes: 0 done, 2 the user's mistake (one line, no traceback), 1 a failure of the program, 130 interrupted, 141 nobody reads the output
+any more. Commands are imported only when they are used: ``sdp --help``, ``sdp config`` and ``sdp launch`` do not import torch, nor does
+``sdp train`` that refuses its arguments, unless it must count devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import errno
+import importlib
+import logging
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ..engine.environment.detect import Supervision, supervision
+from ..engine.environment.exit import leaves_at_once
+from ..engine.errors import PeerLostError, SDPError
+from ..launcher.supervision import report_fatal, tie_to_parent
+from .shared.arguments import Parser, one_value_per_set
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class _Command:
+    """A sub-command: its own arguments and what runs it."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def entry() -> NoReturn:
+    """The process ``sdp``: run its command line, and end it."""
+    code: int | None = None
+
+    def leave() -> None:
+        if code is not None and "torch.distributed" in sys.modules:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    leaves_at_once()
+    atexit.register(leave)  # the first registered, so the last called
+    code = main()
+    sys.exit(code)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: this process's) and return its exit code."""
+    above = supervision()  # the launcher of ours that started this process
+    if above is not None:
+        tie_to_parent(above.parent_pid)
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv), above)
+        sys.stdout.flush()  # here, where a reader that left is noticed, not while the interpreter ends
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except SDPError as error:
+        report_fatal("sdp: error: " + " ".join(str(error).split()), error.exit_code, above, follows=isinstance(error, PeerLostError))
+        return error.exit_code
+    except BrokenPipeError:
+        if above is None and _reader_left():
+            return 128 + signal.SIGPIPE  # as a shell reports programs that the signal ends
+        report_fatal(traceback.format_exc().rstrip(), 1, above)
+        return 1
+    except OSError as error:
+        if above is None and error.filename is None and error.errno in _NO_ROOM and _output_fails():
+            report_fatal(f"sdp: error: standard output cannot be written ({error.strerror})", 2, above)
+            return 2
+        report_fatal(traceback.format_exc().rstrip(), 1, above)
+        return 1
+    except Exception:
+        report_fatal(traceback.format_exc().rstrip(), 1, above)
+        return 1
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads standard output any more (``sdp plan … | head``); what is left of it then goes nowhere."""
+    output = select.poll()
+    try:
+        output.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # it is no file, but an object of whoever called
+        return False
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0)):
+        return False
+    _discard_output()
+    return True
+
+
+def _output_fails() -> bool:
+    """Whether what is still to be written to standard output cannot be (``sdp plan … > plan.txt`` on a full disk); it goes nowhere then."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")  # unbuffered, nothing is left to flush; where this works a traceback follows
+    except ValueError:  # it is no file, but an object of whoever called
+        return False
+    except OSError:
+        _discard_output()
+        return True
+    return False
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(argv: list[str], above: Supervision | None) -> int:
+    parser = Parser(prog="sdp", description="Subnetwork Data Parallelism: pre-train with a part of the network per device group.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, command in _COMMANDS.items():
+        own = commands.add_parser(name, help=command.help, description=command.help)
+        if name == chosen:
+            command.add_arguments(own)
+    args = parser.parse_args(one_value_per_set(argv))
+    args.argv, args.above = argv, above
+    return _COMMANDS[args.command].run(args)
+
+
+def _tool(name: str) -> Any:
+    return importlib.import_module(f".{name}", __package__)
+
+
+def _tool_command(name: str, help_text: str) -> _Command:
+    """A command whose arguments stand in its own module, imported when it is used."""
+    return _Command(help_text, lambda parser: _tool(name).add_arguments(parser), lambda args: _tool(name).run(args))
+
+
+_COMMANDS = {
+    "train": _tool_command("train.command", "train a model from one JSON file"),
+    "launch": _tool_command("launch", "start sdp train on this host or a cluster: local, deepspeed, mpirun, slurm"),
+    "prepare": _tool_command("prepare", "turn text into memory-mapped token shards"),
+    "config": _tool_command("config", "print a configuration with all defaults, or the schema"),
+    "plan": _tool_command("plan", "what a run will need, compute and send, before anything is started"),
+    "bench": _tool_command("bench", "compare ways to train a model side by side, or one rank with a hand-written loop"),
+    "gpu-check": _tool_command("gpu_check", "measure a rank's share of dense and SDP runs on this GPU"),
+    "gradient-bias": _tool_command("gradient_bias", "bias of SDP's gradient against the dense model's, told from sampling noise"),
+    "evaluate": _tool_command("evaluate", "held-out loss of the full model of a checkpoint"),
+    "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
+    "report": _tool_command("report", "summarise and compare finished runs"),
+    "version": _tool_command("version", "print versions"),
+}
+
+
+if __name__ == "__main__":
+    entry()

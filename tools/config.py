@@ -1,0 +1,24 @@
+"""``sdp config``: print a configuration with all defaults, or the schema."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ..engine.errors import ConfigError
+from .shared.arguments import add_config_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser, "the JSON file to resolve", nargs="?")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of all keys instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..engine.config.load import json_schema, load_config
+
+    if args.schema == (args.config is not None):
+        raise ConfigError("give either a CONFIG to resolve or --schema; see sdp config --help")
+    shown = json_schema() if args.schema else load_config(args.config, args.set).resolved()
+    print(json.dumps(shown, indent=2, ensure_ascii=False))
+    return 0

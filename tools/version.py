@@ -1,0 +1,33 @@
+"""``sdp version``: print the versions of this package and of what it uses."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from configparser import ConfigParser
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``sdp version`` has no arguments."""
+
+
+def run(_: argparse.Namespace) -> int:
+    print(f"sdp {_own_version()}, Python {platform.python_version()}, torch {_version_of('torch')}")
+    return 0
+
+
+def _own_version() -> str:
+    """A checkout's setup.cfg goes first: another release may be installed beside it."""
+    metadata = ConfigParser()
+    metadata.read(Path(__file__).absolute().parent.parent / "setup.cfg", encoding="utf-8")
+    return metadata.get("metadata", "version", fallback="") or _version_of("sdp-engine")
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return installed_version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
