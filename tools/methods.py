@@ -40,7 +40,7 @@ from ..engine.placement.tensor_info import Shard
 from ..engine.subnetwork.activations import checkpoint_activations
 from ..engine.subnetwork.compile import compile_units
 from ..engine.subnetwork.materialise import give_values
-from .forecast import dense_config
+from .plan.alternatives import dense_config
 from .runs.model_inputs import model_and_batch
 
 DDP, SMALLER = "ddp", "smaller-ddp"

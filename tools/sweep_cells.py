@@ -16,8 +16,8 @@ from ..engine.config.load import load_config
 from ..engine.errors import ConfigError
 from ..engine.placement.units import find_units
 from ..models.registry import build_model
-from .forecast import forecast
-from .machine import Machine
+from .plan.forecast import forecast
+from .plan.machine import Machine
 
 GROUPS = 8
 CAPACITIES = (0.25, 0.375, 0.5, 0.75)

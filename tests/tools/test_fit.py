@@ -17,15 +17,14 @@ from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import ConfigError
 from sdp.launcher.degrees import Degrees
 from sdp.tools import cli as main
-from sdp.tools import fit as fit_module
 from sdp.tools import launch
-from sdp.tools import plan as plan_module
 from sdp.tools.cli import main
-from sdp.tools.fit import find_fit
-from sdp.tools.fit_batch import Step, own_share, stated_step
-from sdp.tools.fit_reasons import Choice
-from sdp.tools.forecast import Forecast, forecast
-from sdp.tools.machine import Machine, evenly
+from sdp.tools.plan import command as plan_module
+from sdp.tools.plan import fit as fit_module
+from sdp.tools.plan.fit import find_fit
+from sdp.tools.plan.forecast import Forecast, forecast
+from sdp.tools.plan.machine import Machine, evenly
+from sdp.tools.plan.trials import Choice, Step, own_share, stated_step
 from sdp.tools.shared import arguments
 
 LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -21,10 +21,11 @@ from sdp.engine.initialize import initialize
 from sdp.engine.subnetwork.activations import checkpoint_activations
 from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.models.registry import build_model
-from sdp.tools import forecast as forecasts
 from sdp.tools.cli import main
-from sdp.tools.forecast import Forecast, alternatives, distributed_data_parallel, forecast
-from sdp.tools.machine import Machine
+from sdp.tools.plan import forecast as forecasts
+from sdp.tools.plan.alternatives import alternatives, distributed_data_parallel
+from sdp.tools.plan.forecast import Forecast, forecast
+from sdp.tools.plan.machine import Machine
 from sdp.tools.runs.model_inputs import model_and_batch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sdp.engine.errors import ConfigError
 from sdp.tools.cli import main
-from sdp.tools.machine import Machine, evenly, filled
+from sdp.tools.plan.machine import Machine, evenly, filled
 from sdp.tools.shared.quantities import decimal, quantity
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sdp.engine.placement.placement import Placement
 from sdp.tools.cli import main
-from sdp.tools.plan_map import map_of
+from sdp.tools.plan.unit_map import map_of
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

@@ -17,10 +17,10 @@ from sdp.engine.errors import ConfigError, DivergedError
 from sdp.launcher import degrees as launcher_layout
 from sdp.tools import processors
 from sdp.tools.cli import main
-from sdp.tools.forecast import alternatives
-from sdp.tools.machine import Machine
 from sdp.tools.methods import DENSE, Runner, default_methods, variant, why_not
 from sdp.tools.networks import Link
+from sdp.tools.plan.alternatives import alternatives
+from sdp.tools.plan.machine import Machine
 from sdp.tools.side_by_side import _batches, _built, _names, _race, measure
 from sdp.tools.side_plan import plan_methods
 from sdp.tools.side_report import Race, Report, _markdown, write_report

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..engine.accounting.traffic_plan import Collective, CollectivePlan
-from ..engine.batch.size import BatchSize
-from ..engine.config.schema import Config, SDPSection
-from ..engine.distributed.mesh import Coordinates, Mesh, mesh_of
-from ..engine.errors import ConfigError, SDPError
-from ..engine.module_paths import parents
-from ..engine.placement.layout import Layout
-from ..engine.placement.policies import warnings_of
-from ..engine.tracing.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS
-from ..engine.tracing.repetition import sequence
-from ..engine.tracing.step import StepTrace, trace_step
+from ...engine.accounting.traffic_plan import Collective, CollectivePlan
+from ...engine.batch.size import BatchSize
+from ...engine.config.schema import Config
+from ...engine.distributed.mesh import Coordinates, Mesh, mesh_of
+from ...engine.errors import ConfigError
+from ...engine.module_paths import parents
+from ...engine.placement.layout import Layout
+from ...engine.placement.policies import warnings_of
+from ...engine.tracing.ledger import KINDS
+from ...engine.tracing.repetition import sequence
+from ...engine.tracing.step import StepTrace, trace_step
+from ..runs.model_inputs import model_and_batch
 from .machine import LINKS, Link, Machine, StepTime, step_time
-from .runs.model_inputs import model_and_batch
 
 MOST_TRACES = 8  # groups that differ in what they run, of which the largest are traced
 
@@ -275,61 +275,3 @@ def _communicators(layout: Layout, at: Coordinates, collectives: Sequence[Collec
     together = {one.ranks for one in collectives if one.kind != "broadcast"}
     together |= {layout.mesh.neighbours(at.sdp, at.fsdp)} if layout.mesh.tp > 1 else set()
     return len(together) + len(refreshed)
-
-
-def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[Forecast], list[str]]:
-    """The dense model on the same ranks under DDP, FSDP and HSDP, with the same batch, tensor parallelism and recomputation; and a line
-    for each that cannot be planned.
-    """
-    planned, notes = [], []
-    nodes = len(machine.slots)
-    dense = {"DDP": (1, 0), "FSDP (ZeRO-3)": (1, 3), "HSDP": (nodes, 3)}
-    if nodes == 1:
-        notes.append("HSDP: on one node it is FSDP")
-    elif config.tensor_parallel.autotp_size * nodes == world:
-        why = f"tensor parallelism of {config.tensor_parallel.autotp_size} fills a node" if world > nodes else "a node has one rank"
-        notes.append(f"HSDP: {why}, so it has nobody there to share its state with, and is DDP")
-    if notes:
-        del dense["HSDP"]
-    for name, (groups, stage) in dense.items():
-        try:
-            settings = dense_config(config, groups, stage)
-            planned.append(
-                distributed_data_parallel(settings, machine, world) if name == "DDP" else forecast(name, settings, machine, world)
-            )
-        except SDPError as error:
-            notes.append(f"{name}: {error}")
-    return planned, notes
-
-
-def distributed_data_parallel(config: Config, machine: Machine, world: int) -> Forecast:
-    """torch's DDP of a dense ``config`` without sharding. In half precision as torch's documentation has it: weights, gradients and
-    optimizer state in float32, the forward pass under autocast, which keeps cast copies of weights until it ends, and backward as long as
-    it needs them.
-    """
-    precision = getattr(torch, config.precision)
-    if precision != torch.float32:
-        off = {"bf16": config.bf16.model_copy(update={"enabled": False}), "fp16": config.fp16.model_copy(update={"enabled": False})}
-        config = config.model_copy(update=off)
-    return with_buckets(forecast("DDP", config, machine, world, autocast=None if precision == torch.float32 else precision))
-
-
-def with_buckets(plan: Forecast) -> Forecast:
-    """``plan`` with the memory of torch's DDP: gradients are views of buckets that live through the whole step; those of the engine, which
-    were traced, come and go. Gradients of micro-batches before the last, which are not sent, are beside the buckets.
-    """
-
-    def whole(trace: StepTrace) -> StepTrace:
-        state = trace.state
-        earlier = state.gradients if plan.batch.accumulation > 1 else 0
-        kept = {"parameters": state.parameters, GRADIENTS: state.gradients, "optimizer": state.optimizer}
-        beside = {COMMUNICATION: trace.beside[COMMUNICATION] + earlier, ACTIVATIONS: trace.beside[ACTIVATIONS]}
-        at_peak = kept | {"buffers": trace.at_peak.get("buffers", 0)} | beside
-        return replace(trace, at_peak=at_peak, communication=trace.communication + earlier)
-
-    return replace(plan, groups=tuple(replace(group, trace=whole(group.trace)) for group in plan.groups))
-
-
-def dense_config(config: Config, groups: int, stage: int) -> Config:
-    zero = config.zero_optimization.model_copy(update={"stage": stage})
-    return config.model_copy(update={"sdp": SDPSection(groups=groups, units=config.sdp.units), "zero_optimization": zero})

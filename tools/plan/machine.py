@@ -10,9 +10,12 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
-from ..engine.accounting.traffic_plan import Collective
-from ..engine.config.schema import Config
-from ..engine.tracing.operators import Device
+from ...engine.accounting.traffic_plan import Collective
+from ...engine.config.schema import Config
+from ...engine.tracing.operators import Device
+
+PEAK_FLOPS, ACHIEVED, INSIDE, BETWEEN = "989TFLOP/s", 0.4, "450GB/s", "50GB/s"
+
 
 Link = Literal["inside a node", "between nodes"]
 LINKS: tuple[Link, Link] = ("inside a node", "between nodes")

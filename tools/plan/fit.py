@@ -17,19 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.accounting.memory import predict_state_bytes
-from ..engine.config.schema import Config
-from ..engine.distributed.mesh import mesh_of
-from ..engine.errors import ConfigError, SDPError
-from ..engine.optim.optimizers import make_optimizer
-from ..engine.placement.layout import Layout
-from .fit_batch import Step, own_share, stated_step
-from .fit_reasons import Choice, Trial, closest_of, reasons_of
+from ...engine.accounting.memory import predict_state_bytes
+from ...engine.config.schema import Config
+from ...engine.distributed.mesh import mesh_of
+from ...engine.errors import ConfigError, SDPError
+from ...engine.optim.optimizers import make_optimizer
+from ...engine.placement.layout import Layout
+from ..runs.model_inputs import model_and_batch
+from ..shared.quantities import decimal
+from ..shared.remedies import remedies
 from .forecast import Forecast, forecast, require_planned
 from .machine import Machine
-from .runs.model_inputs import model_and_batch
-from .shared.quantities import decimal
-from .shared.remedies import remedies
+from .trials import Choice, Step, Trial, closest_of, own_share, reasons_of, stated_step
 
 MOST_RANKS = 1024  # of a group
 _DEGREES = (1, 2, 4, 8)  # of tensor parallelism, beside the stated one

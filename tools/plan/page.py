@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ..engine.tracing.ledger import KINDS
+from ...engine.tracing.ledger import KINDS
+from ..shared.quantities import decimal
+from ..shared.table import Table
 from .forecast import Forecast
-from .plan_map import map_of
-from .shared.quantities import decimal
-from .shared.table import Table
+from .unit_map import map_of
 
 _LIGHT = ("#2f5d8a", "#5b9bd5", "#9cc3e6", "#b9a5d6", "#b4b4b4", "#e8a33d", "#5f9e5f")
 _DARK = ("#4f87bf", "#7db2e3", "#3f6b93", "#9a86bd", "#808080", "#d8922c", "#6fb06f")

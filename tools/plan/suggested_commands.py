@@ -6,7 +6,7 @@ import argparse
 import shlex
 from collections.abc import Mapping, Sequence
 
-from ..launcher.cluster.hosts import Host, read_hostfile
+from ...launcher.cluster.hosts import Host, read_hostfile
 from .forecast import Forecast
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from ..engine.placement.placement import Placement
+from ...engine.placement.placement import Placement
 
 _MOST_GROUPS, _MOST_UNITS = 128, 512  # drawn
 _WIDTH, _LEFT, _RIGHT = 840, 76, 52  # of the cells, and of what stands beside them

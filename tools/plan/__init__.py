@@ -1,0 +1,1 @@
+"""``sdp plan``: memory, traffic and time of a run before it starts."""
