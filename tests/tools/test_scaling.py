@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sdp.engine.errors import ConfigError, PlacementError
-from sdp.tools.scaling import counts, run, table
+from sdp.tools.bench.workers import counts, run, table
 
 
 def report(speeds: dict[str, float], over: dict[str, float]) -> dict[str, Any]:

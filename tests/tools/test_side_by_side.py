@@ -15,16 +15,19 @@ from ranks import RankPool
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, DivergedError
 from sdp.launcher import degrees as launcher_layout
-from sdp.tools import processors
+from sdp.tools.bench import steal as processors
+from sdp.tools.bench.measure import _batches, _built, _race, measure
+from sdp.tools.bench.methods import DENSE, default_methods, variant, why_not
+from sdp.tools.bench.networks import Link
+from sdp.tools.bench.planned import plan_methods
+from sdp.tools.bench.report import Race, Report, _markdown, write_report
+from sdp.tools.bench.runners import Runner
+from sdp.tools.bench.side_by_side import _names
+from sdp.tools.bench.steal import stolen, ticks
+from sdp.tools.bench.wire import why_not_counted
 from sdp.tools.cli import main
-from sdp.tools.methods import DENSE, Runner, default_methods, variant, why_not
-from sdp.tools.networks import Link
 from sdp.tools.plan.alternatives import alternatives
 from sdp.tools.plan.machine import Machine
-from sdp.tools.side_by_side import _batches, _built, _names, _race, measure
-from sdp.tools.side_plan import plan_methods
-from sdp.tools.side_report import Race, Report, _markdown, write_report
-from sdp.tools.wire import why_not_counted
 
 MODEL = {"name": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 CONFIG: dict[str, Any] = {
@@ -100,7 +103,7 @@ def test_gradients_of_earlier_micro_batches_are_beside_ddps_buckets(ranks: RankP
 
 
 def test_methods_of_another_work_are_told_apart() -> None:
-    from sdp.tools.side_by_side import _require_same_losses
+    from sdp.tools.bench.measure import _require_same_losses
 
     _require_same_losses({"ddp": {"losses": [2.0, 1.0]}, "zero3": {"losses": [2.00001, 1.0]}, "diloco": {"losses": [2.0, 3.0]}})
     with pytest.raises(RuntimeError, match="did not do the same work"):
@@ -163,7 +166,7 @@ def test_bytes_that_the_kernel_does_not_count_are_not_measured(monkeypatch: pyte
 
 def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ticks as proc(5) has them: user, nice, system, idle, iowait, irq, softirq, steal, and guests' that are in the first two."""
-    before = processors.ticks()
+    before = ticks()
     assert before is not None
     assert 0 <= before[0] <= before[1]  # this machine's own
     stat = tmp_path / "stat"
@@ -171,15 +174,15 @@ def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 3})
     others = "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 9 9 9 9 9 9 9 9 9 9\ncpu2 9 9 9 9 9 9 9 9 9 9\n"
     stat.write_text(others + "cpu1 60 5 25 400 5 5 5 15 7 7\ncpu3 40 5 25 400 0 0 5 5 7 7\nintr 1 2\n\n")
-    first = processors.ticks()
+    first = ticks()
     assert first == (20, 1000)
     stat.write_text(others + "cpu1 110 5 35 405 5 5 5 30 17 7\ncpu3 40 5 25 400 0 0 5 25 7 7\n")
-    assert processors.stolen(first, processors.ticks()) == pytest.approx(0.35)
-    assert processors.stolen((21, 900), first) == 0  # counts may go back by a tick
+    assert stolen(first, ticks()) == pytest.approx(0.35)
+    assert stolen((21, 900), first) == 0  # counts may go back by a tick
     for other in ("", "cpu1 1 2 3 4\n", "intr 1 2 3 4 5 6 7 8 9\n"):
         stat.write_text(other)
-        assert processors.ticks() is None
-        assert processors.stolen(first, None) is None
+        assert ticks() is None
+        assert stolen(first, None) is None
     turns = {"ddp": {"seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": 1.0, "collectives": 2.0, "slowest_over_mean": [1.0]}}
     facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
     for share, said in ((0.35, 1), (0.0, 0), (None, 0)):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..engine.config.schema import Config
-from ..engine.errors import ConfigError
-from ..engine.tracing.operators import device_here
+from ...engine.config.schema import Config
+from ...engine.errors import ConfigError
+from ...engine.tracing.operators import device_here
+from ..plan.alternatives import with_buckets
+from ..plan.forecast import Forecast, RankForecast, forecast
+from ..plan.machine import Machine, StepTime, step_time
 from .methods import DDP, OUTER_EVERY, SMALLER, is_sdp, variant
-from .plan.alternatives import with_buckets
-from .plan.forecast import Forecast, RankForecast, forecast
-from .plan.machine import Machine, StepTime, step_time
 
 _IN_BUCKETS = {DDP, "ddp-recompute", "ddp-bf16-gradients", SMALLER}
 _SENT = {"ddp-bf16-gradients": 0.5, "diloco": 1 / OUTER_EVERY}  # of what DDP sends

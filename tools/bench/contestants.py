@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.engine import SDPEngine
-from ..engine.initialize import initialize
-from ..engine.placement.placement import Placement
-from ..models.registry import build_model
+from ...engine.engine import SDPEngine
+from ...engine.initialize import initialize
+from ...engine.placement.placement import Placement
+from ...models.registry import build_model
 from .race import Batch, Contestant
 
 MAX_NORM = 0.1  # so small that every step is clipped: both sides then scale every gradient

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..engine.config.load import load_config
-from ..engine.errors import ConfigError, SDPError
-from .runs.plot import plot_lines
-from .shared.files import write_whole
-from .side_report import REPORT
+from ...engine.config.load import load_config
+from ...engine.errors import ConfigError, SDPError
+from ..runs.plot import plot_lines
+from ..shared.files import write_whole
+from .report import REPORT
 
 OPTION = "--workers"
 

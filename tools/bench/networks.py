@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.environment.child import search_program
-from ..engine.environment.detect import export
-from ..engine.errors import ConfigError, LaunchError
-from ..launcher.signals import caught_signals
+from ...engine.environment.child import search_program
+from ...engine.environment.detect import export
+from ...engine.errors import ConfigError, LaunchError
+from ...launcher.signals import caught_signals
 
 _NETNS, _CLONE_NEWNET = Path("/run/netns"), 0x40000000
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")

@@ -9,27 +9,25 @@ where the loop's model has plain narrower layers. With ``--deepspeed`` also one 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..engine.backends.deepspeed.private import forget_process_groups, load
-from ..engine.config.schema import SDPSection
-from ..engine.distributed.join import join
-from ..engine.environment.detect import alone_if_unlaunched, detect
-from ..engine.errors import ConfigError, LaunchError
-from ..engine.initialize import initialize
-from ..engine.placement.placement import Placement
-from ..engine.placement.policies import place
-from ..engine.placement.units import find_neuron_units, find_units
-from . import side_by_side
+from ...engine.backends.deepspeed.private import forget_process_groups, load
+from ...engine.config.schema import SDPSection
+from ...engine.distributed.join import join
+from ...engine.environment.detect import alone_if_unlaunched
+from ...engine.errors import ConfigError
+from ...engine.initialize import initialize
+from ...engine.placement.placement import Placement
+from ...engine.placement.policies import place
+from ...engine.placement.units import find_neuron_units
 from .contestants import (
     ADAMW,
     MAX_NORM,
@@ -84,12 +82,6 @@ class Comparison:
         return self.timings[1].median_ratio <= self.aim
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    side_by_side.add_arguments(parser)
-    add_plain_arguments(parser.add_argument_group("one rank against a hand-written loop, without CONFIG"))
-
-
 def add_plain_arguments(parser: argparse._ActionsContainer) -> None:
     """Those of the comparison without CONFIG."""
     for name, (default, text) in _NUMBERS.items():
@@ -98,43 +90,6 @@ def add_plain_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--deepspeed", action="store_true", help="time one group under DeepSpeed against DeepSpeed alone too")
     parser.add_argument("--capacity", type=float, default=0.5, metavar="C", help="held fraction of the layers, or neurons (default: 0.5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write settings and every timing there")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Time the comparisons and print them.
-
-    Raises :class:`ConfigError` for sizes that make no model or placement, :class:`LaunchError` under a launcher of several ranks,
-    and RuntimeError if engine and loop do not end with the same weights: then their times compare nothing.
-    """
-    _require_effect(args)
-    if args.config is not None:
-        return side_by_side.run(args)
-    for name in _NUMBERS:
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: {getattr(args, name)} is not a positive whole number")
-    found = detect()
-    if found is not None and found.world_size > 1:
-        raise LaunchError(f"sdp bench times one rank, but {found.source} started {found.world_size}; start it without a launcher")
-    placement = place(
-        SDPSection(groups=args.groups, capacity=args.capacity, profile="uniform"), find_units(llama_of(args, args.layers), "auto")
-    )
-    _require_neurons(args)
-    _require_writable(args.json)
-    settings, comparisons = _settings(args), []
-    _print_settings(settings)
-    with _threads(args.threads):
-        for world, compare in ((1, _one_rank), (args.groups, _one_of_many), (args.groups, _one_of_many_by_neurons)):
-            with _world(world):
-                comparisons.append(compare(args, placement))
-            _print_comparison(comparisons[-1])
-        for stage in DEEPSPEED_STAGES if args.deepspeed else ():
-            with _world(1):
-                comparisons.append(_under_deepspeed(args, stage))
-            _print_comparison(comparisons[-1])
-    if args.json:
-        report = {"settings": settings, "comparisons": [asdict(one) | {"reached": one.reached} for one in comparisons]}
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0
 
 
 def _require_writable(path: Path | None) -> None:
@@ -147,19 +102,6 @@ def _require_writable(path: Path | None) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from None
-
-
-def _require_effect(args: argparse.Namespace) -> None:
-    """Options of the one comparison mean nothing in the other."""
-    plain, beside = argparse.ArgumentParser(), argparse.ArgumentParser()
-    add_plain_arguments(plain)
-    side_by_side.add_arguments(beside)
-    parser, instead = (
-        (plain, "has no effect with CONFIG, which says it") if args.config else (beside, "needs a CONFIG to compare methods on")
-    )
-    for action in parser._actions:
-        if action.dest not in ("help", "config") and getattr(args, action.dest) != action.default:
-            raise ConfigError(f"{action.option_strings[0]}: {instead}; leave it out")
 
 
 def _require_neurons(args: argparse.Namespace) -> None:

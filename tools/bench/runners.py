@@ -1,13 +1,7 @@
-"""The ways to train a model that ``sdp bench CONFIG`` puts side by side: what a user would run, from the libraries themselves.
-
-All get the same model and weights, optimizer, clipping, fused loss, compiled blocks and batch. DDP and FSDP2 are torch's, ZeRO is
-DeepSpeed's. DDP reduces through torch's own ``allreduce_hook``, which does what DDP does without a hook, and can be left out (``wire.py``).
-"""
+"""One training step of every method that ``sdp bench CONFIG`` compares."""
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,35 +17,30 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..engine.backends.deepspeed.private import forget_process_groups, load, set_verbosity
-from ..engine.batch.call import call_model, loss_of
-from ..engine.batch.size import BatchSize
-from ..engine.config.schema import Config, NamedParams
-from ..engine.construct import values_to_give
-from ..engine.distributed.mesh import mesh_of
-from ..engine.distributed.traffic import Traffic
-from ..engine.engine import SDPEngine
-from ..engine.environment.detect import alone_if_unlaunched
-from ..engine.errors import ConfigError, SDPError
-from ..engine.initialize import initialize
-from ..engine.optim.optimizers import build_optimizer
-from ..engine.placement.layout import Layout
-from ..engine.placement.tensor_info import Shard
-from ..engine.subnetwork.activations import checkpoint_activations
-from ..engine.subnetwork.compile import compile_units
-from ..engine.subnetwork.materialise import give_values
-from .plan.alternatives import dense_config
-from .runs.model_inputs import model_and_batch
+from ...engine.backends.deepspeed.private import forget_process_groups, load, set_verbosity
+from ...engine.batch.call import call_model, loss_of
+from ...engine.batch.size import BatchSize
+from ...engine.config.schema import Config, NamedParams
+from ...engine.construct import values_to_give
+from ...engine.distributed.mesh import mesh_of
+from ...engine.distributed.traffic import Traffic
+from ...engine.engine import SDPEngine
+from ...engine.environment.detect import alone_if_unlaunched
+from ...engine.initialize import initialize
+from ...engine.optim.optimizers import build_optimizer
+from ...engine.placement.layout import Layout
+from ...engine.placement.tensor_info import Shard
+from ...engine.subnetwork.activations import checkpoint_activations
+from ...engine.subnetwork.compile import compile_units
+from ...engine.subnetwork.materialise import give_values
+from ..runs.model_inputs import model_and_batch
+from .methods import REPLICAS, is_sdp
 
-DDP, SMALLER = "ddp", "smaller-ddp"
-DENSE = (DDP, "ddp-recompute", "ddp-bf16-gradients", "fsdp2", "hsdp", "zero2", "zero3", "diloco", SMALLER)
-REPLICAS = 2  # of HSDP's shards
-OUTER_EVERY = 50  # steps of a replica of its own between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105)
 _BUCKET = 25 * 2**20  # bytes of a DDP bucket; of DeepSpeed's too, whose default of 5e8 elements is larger than many models
+
+
 _OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the paper's
-_SDP = re.compile(r"sdp-(block|neuron)-(forward|backward)-(0?\.\d+|1|1\.0+|\d(?:\.\d+)?e-\d+)")
-# Methods that make the same steps as DDP, but for rounding.
-SAME_STEPS = {DDP, "ddp-recompute", "fsdp2", "hsdp", "zero2", "zero3"}
+
 
 Batch = Any
 
@@ -72,67 +61,6 @@ class Runner:
     outer: Callable[[], None] | None = None
     counted: Callable[[Sequence[Batch]], dict[str, int]] | None = None
     kept: Callable[[], Sequence[Tensor]] = tuple
-
-
-def default_methods(config: Config) -> list[str]:
-    """All dense ones, and SDP by blocks and by neurons under both maskings at the configuration's capacity; where holders are listed unit
-    by unit or capacities group by group, SDP as configured.
-    """
-    section = config.sdp
-    if isinstance(section.capacity, list) or isinstance(section.profile, list) or isinstance(section.placement, dict):
-        return [*DENSE, "sdp"]
-    # All digits: a name says exactly what is run.
-    return [*DENSE, *(f"sdp-{by}-{masking}-{section.capacity!r}" for by in ("block", "neuron") for masking in ("forward", "backward"))]
-
-
-def is_sdp(name: str) -> bool:
-    return name.startswith("sdp")
-
-
-def variant(name: str, config: Config, layers: int | None = None) -> Config:
-    """The configuration that ``name`` is planned by, and SDP is run by; ``layers``: of the smaller model. Raises :class:`ConfigError`."""
-    if name == "sdp":
-        return config
-    if is_sdp(name):
-        found = _SDP.fullmatch(name)
-        if found is None:
-            raise ConfigError(
-                f"--methods {name}: write sdp (as CONFIG says) or sdp-block-forward-0.5: block or neuron, forward or backward, C"
-            )
-        if isinstance(config.sdp.placement, dict):
-            raise ConfigError(
-                f"--methods {name}: sdp.placement lists the holders of every unit, whatever C; write sdp, for CONFIG as it is"
-            )
-        changed = {"granularity": found[1], "masking": found[2], "capacity": float(found[3])}
-        return config.model_copy(update={"sdp": config.sdp.model_copy(update=changed)})
-    if name not in DENSE:
-        raise ConfigError(f"--methods {name}: unknown; known: {', '.join(DENSE)}, sdp, sdp-block-forward-0.5 …")
-    stage = {"fsdp2": 3, "hsdp": 3, "zero2": 2, "zero3": 3}.get(name, 0)
-    changed = dense_config(config, REPLICAS if name == "hsdp" else 1, stage)
-    if name == "ddp-recompute":
-        activations = config.activation_checkpointing.model_copy(update={"mode": "full"})
-        changed = changed.model_copy(update={"activation_checkpointing": activations})
-    if name == SMALLER and layers is not None:
-        changed = changed.model_copy(update={"model": config.model | {"num_hidden_layers": layers}})
-    return changed
-
-
-def why_not(name: str, config: Config, world: int) -> str | None:
-    """Why the method cannot be run here, or None. Raises :class:`ConfigError` for an unknown one."""
-    own = variant(name, config)
-    if name in ("zero2", "zero3") and importlib.util.find_spec("deepspeed") is None:
-        return 'needs the package deepspeed; pip install "sdp-engine[deepspeed]"'
-    if name == "hsdp" and (world % REPLICAS or world == REPLICAS):
-        return f"needs an even number of ranks, 4 or more; there are {world}"
-    if name == SMALLER and "num_hidden_layers" not in config.model:
-        return "needs a model with num_hidden_layers, to take fewer of them"
-    try:
-        mesh = mesh_of(own, world)
-        BatchSize.resolve(own, mesh)
-        Layout.of(model_and_batch(own)[0](), own, mesh)
-    except SDPError as error:
-        return str(error)
-    return None
 
 
 def build(name: str, config: Config, device: torch.device) -> Runner:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..runs.plot import plot_bars, plot_lines
+from ..shared.files import write_whole
 from .methods import DDP, is_sdp
-from .runs.plot import plot_bars, plot_lines
-from .shared.files import write_whole
-from .side_plan import Plan
+from .planned import Plan
 
 REPORT = "report.json"
 BOUND, OVER_FSDP2, STATE, PEAK, OVERLAP = 0.9, 2.5, 0.01, 1.05, 0.6  # what SDP must reach

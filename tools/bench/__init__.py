@@ -1,0 +1,1 @@
+"""``sdp bench``: what SDP costs and saves, measured in interleaved runs."""

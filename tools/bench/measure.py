@@ -1,0 +1,234 @@
+"""Measure methods in turns on the same ranks."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...engine.accounting.clock import clock
+from ...engine.accounting.memory_probe import peak_tensor_bytes
+from ...engine.batch.size import BatchSize
+from ...engine.config.schema import Config
+from ...engine.distributed.mesh import mesh_of
+from ...engine.distributed.tensors import local_tensor
+from ...engine.errors import DivergedError
+from ..runs.model_inputs import model_and_batch
+from .methods import OUTER_EVERY, SAME_STEPS, is_sdp
+from .networks import Link, shape
+from .report import Race
+from .runners import Runner, build
+from .steal import stolen, ticks
+from .wire import absent, awaited, collectives_of_this_process, sent_by_this_process, why_not_counted
+
+WARM_UP = 3  # steps: the first allocates, in the second DDP rebuilds its buckets
+
+
+LOSS_TOLERANCE = 1e-4  # relative, of the first two steps, between methods that make the same ones
+
+
+def _links(args: argparse.Namespace) -> list[Link]:
+    return [] if args.network is None else [Link.parse(rate) for rate in args.network.split(",")]
+
+
+def measure(
+    configs: Mapping[str, Config], args: argparse.Namespace, config: Config, device: torch.device
+) -> tuple[dict[str, dict[str, Any]], list[Race]]:
+    """What was measured of every method, the same on all ranks. Collective."""
+    batches = _batches(config, device)
+    runners: dict[str, Runner] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    for name, own in configs.items():
+        _say(f"building {name}")
+        runners[name], facts[name] = _built(name, own, batches, device)
+    _require_same_losses(facts)
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, why_not_counted(device))
+    uncounted = next(filter(None, reasons), None)
+    races = []
+    for link in _links(args) or [None]:
+        if link is not None:
+            _say(f"links of {link.rate}")
+            if dist.get_rank() == 0:
+                shape(args.hosts, dist.get_world_size(), link)
+        before = ticks()
+        turns = _race(runners, batches, args, device)
+        share = stolen(before, ticks())
+        (elsewhere,) = _largest([-1.0 if share is None else share])
+        if uncounted is not None:
+            turns = {name: own | {"sent_bytes": None} for name, own in turns.items()}
+        races.append(Race(link and link.rate, link and link.bytes_per_second, turns, uncounted, None if elsewhere < 0 else elsewhere))
+    return facts, races
+
+
+def _race(runners: Mapping[str, Runner], batches: list[Any], args: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
+    """By method: seconds of a step in every round, by ``_MODES``, how much longer its slowest rank computes than the mean one, and, of the
+    rank that has most, bytes sent and collectives in one step. Collective.
+
+    Raises :class:`DivergedError` on every rank where a method's loss or weights are no numbers.
+    """
+    turns: dict[str, dict[str, list[_Turn]]] = {name: {} for name in runners}
+    for number in range(args.rounds):
+        _say(f"round {number + 1} of {args.rounds}")
+        for name in list(runners)[:: 1 if number % 2 == 0 else -1]:
+            for mode, around in _MODES.items():
+                if mode != "not_overlapped_seconds" or is_sdp(name):
+                    turn = _turn(runners[name], batches, args.steps, device, around)
+                    _require_finite(name, turn.finite)
+                    turns[name].setdefault(mode, []).append(turn)
+    return {name: _of_all_ranks(own) for name, own in turns.items()}
+
+
+def _of_all_ranks(turns: Mapping[str, Sequence[_Turn]]) -> dict[str, Any]:
+    """Collective."""
+    busy = [turn.busy for turn in turns["compute_seconds"]]
+    means = torch.tensor(busy, dtype=torch.float64)
+    dist.all_reduce(means)
+    means /= dist.get_world_size()
+    return {mode: _largest([turn.seconds for turn in own]) for mode, own in turns.items()} | {
+        "sent_bytes": statistics.median(_largest([turn.sent for turn in turns["seconds"]])),
+        "collectives": statistics.median(_largest([turn.collectives for turn in turns["seconds"]])),
+        "slowest_over_mean": [most / mean for most, mean in zip(_largest(busy), means.tolist(), strict=True)],
+    }
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Of one step of this rank: seconds, seconds in which its processor or device worked, bytes sent, collectives; ``finite``: whether loss
+    and weights are numbers afterwards.
+    """
+
+    seconds: float
+    busy: float
+    sent: float
+    collectives: float
+    finite: bool
+
+
+_MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "seconds": nullcontext,
+    "compute_seconds": absent,
+    "not_overlapped_seconds": awaited,
+}
+
+
+def _turn(
+    runner: Runner, batches: list[Any], steps: int, device: torch.device, around: Callable[[], AbstractContextManager[None]]
+) -> _Turn:
+    dist.barrier()
+    before, calls = sent_by_this_process(), collectives_of_this_process()
+    with around():
+        loss = runner.step(batches)
+        now = clock(device, waits=True)
+        started, started_work = now(), time.process_time()
+        for _ in range(steps):
+            loss = runner.step(batches)
+        seconds, work = (now() - started) / steps, (time.process_time() - started_work) / steps
+        runner.settle()
+        between, calls_between = sent_by_this_process(), collectives_of_this_process()
+        if runner.outer is not None:
+            dist.barrier()
+            started = now()
+            runner.outer()
+            seconds += (now() - started) / OUTER_EVERY
+    calls_after = collectives_of_this_process() - (1 if runner.outer is not None else 0)  # less the barrier
+    dist.barrier()
+    after = sent_by_this_process()
+    weights = [local_tensor(weight.detach()) for group in runner.optimizer.param_groups for weight in group["params"]]
+    finite = all(bool(torch.isfinite(tensor).all()) for tensor in (loss, *weights))
+
+    def of_a_step(first: float, inner: float, last: float) -> float:
+        return (inner - first) / (steps + 1) + (last - inner) / OUTER_EVERY if runner.outer else (last - first) / (steps + 1)
+
+    # Bytes that the kernel does not count are nobody's: see ``why_not_counted``.
+    sent = 0.0 if before is None or between is None or after is None else of_a_step(before, between, after)
+    busy = seconds if device.type == "cuda" else work
+    return _Turn(seconds, busy, sent, of_a_step(calls, calls_between, calls_after), finite)
+
+
+def _require_finite(name: str, finite: bool) -> None:
+    """Collective, so that no rank waits for one that has ended."""
+    if _largest([float(not finite)]) != [0.0]:
+        raise DivergedError(
+            f"{name}: loss or weights are no numbers after a turn, so its seconds compare nothing; in steps that send nothing each rank "
+            "goes its own way: lower optimizer.params.lr, or set gradient_clipping"
+        )
+
+
+def _batches(config: Config, device: torch.device) -> list[Any]:
+    """The micro-batches of every step of this rank, of random numbers: the same in every run and for every method."""
+    size = BatchSize.resolve(config, mesh_of(config, dist.get_world_size()))
+    build_model, zeros = model_and_batch(config)
+    limit: int = getattr(build_model().config, "vocab_size", 1)  # type: ignore[union-attr]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def micro_batch() -> Any:
+        batch = zeros(size.micro)
+        filled = {key: _random(tensor, limit, generator).to(device) for key, tensor in batch.items()}
+        return filled | ({"labels": filled["input_ids"]} if "input_ids" in filled else {})
+
+    return [micro_batch() for _ in range(size.accumulation)]
+
+
+def _random(like: Tensor, limit: int, generator: torch.Generator) -> Tensor:
+    if like.is_floating_point():
+        return torch.rand(like.shape, generator=generator)
+    return torch.randint(limit, like.shape, generator=generator)
+
+
+def _built(name: str, config: Config, batches: list[Any], device: torch.device) -> tuple[Runner, dict[str, Any]]:
+    """The method after its first steps, and what is known of it then: losses, parameters and bytes of the rank that has most."""
+    others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    runner = build(name, config, device)
+    losses = [_mean(runner.step(batches)) for _ in range(WARM_UP)]
+
+    def step() -> None:
+        runner.step(batches)
+        runner.settle()
+        if runner.outer is not None:
+            runner.outer()
+
+    if runner.outer is not None:
+        runner.outer()  # allocates
+    peak = peak_tensor_bytes(step, runner.module, runner.optimizer, device, kept=runner.kept()) - others
+    facts: dict[str, Any] = {"losses": losses, "parameters": runner.parameters, "peak_bytes": peak}
+    if runner.counted is not None:
+        facts |= runner.counted(batches)
+    return runner, {key: value if key == "losses" else int(_largest([value])[0]) for key, value in facts.items()}
+
+
+def _largest(values: Sequence[float]) -> list[float]:
+    """Of all ranks, one by one. Collective."""
+    totals = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(totals, op=dist.ReduceOp.MAX)
+    return totals.tolist()
+
+
+def _mean(loss: Tensor) -> float:
+    total = loss.double().cpu()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def _require_same_losses(facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises RuntimeError where methods that make the same steps do not: then their times compare nothing."""
+    same = {name: found["losses"][:2] for name, found in facts.items() if name in SAME_STEPS}
+    for name, losses in same.items():
+        first, expected = next(iter(same.items()))
+        if any(not math.isclose(mine, theirs, rel_tol=LOSS_TOLERANCE) for mine, theirs in zip(losses, expected, strict=True)):
+            raise RuntimeError(f"{name} has losses {losses} in its first steps and {first} {expected}: they did not do the same work")
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"sdp bench: {text}", file=sys.stderr, flush=True)
