@@ -145,11 +145,11 @@ _COMMANDS = {
     "config": _tool_command("config", "print a configuration with all defaults, or the schema"),
     "plan": _tool_command("plan.command", "what a run will need, compute and send, before anything is started"),
     "bench": _tool_command("bench.command", "compare ways to train a model side by side, or one rank with a hand-written loop"),
-    "gpu-check": _tool_command("gpu_check", "measure a rank's share of dense and SDP runs on this GPU"),
-    "gradient-bias": _tool_command("gradient_bias", "bias of SDP's gradient against the dense model's, told from sampling noise"),
+    "gpu-check": _tool_command("gpu_check.command", "measure a rank's share of dense and SDP runs on this GPU"),
+    "gradient-bias": _tool_command("gradient_bias.command", "bias of SDP's gradient against the dense model's, told from sampling noise"),
     "evaluate": _tool_command("evaluate", "held-out loss of the full model of a checkpoint"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
-    "report": _tool_command("report", "summarise and compare finished runs"),
+    "report": _tool_command("report.command", "summarise and compare finished runs"),
     "version": _tool_command("version", "print versions"),
 }
 

@@ -18,13 +18,16 @@ from typing import Any
 import pytest
 import torch
 from sdp.engine.errors import ConfigError, DivergedError
-from sdp.tools import gpu_check, gpu_rows, gpu_share
-from sdp.tools.gpu_check import Check, Result, TimeIsUp, cut_off_after, expected_seconds, goals_of
-from sdp.tools.gpu_rows import CONFIGS, DENSE, NAMES, UNCOMPILED, Job, Planned, Plans, Row, job_of, rows
-from sdp.tools.gpu_share import FLASH, UPDATE, Share, WrongKernelError, require_kernels, require_training, timed
+from sdp.tools.gpu_check import check, command, rows
+from sdp.tools.gpu_check import command as gpu_check
+from sdp.tools.gpu_check import share as gpu_share
+from sdp.tools.gpu_check.check import Check, Result, TimeIsUp, cut_off_after, expected_seconds, goals_of
+from sdp.tools.gpu_check.command import add_arguments
+from sdp.tools.gpu_check.rows import CONFIGS, DENSE, NAMES, UNCOMPILED, Job, Planned, Plans, Row, job_of, rows
+from sdp.tools.gpu_check.share import FLASH, UPDATE, Share, WrongKernelError, measure, require_kernels, require_training, timed
 from sdp.tools.shared.variants import Variant
 
-ROOT = Path(gpu_check.__file__).parent.parent
+ROOT = Path(command.__file__).parent.parent
 NEEDED = {"torch", "numpy", "scipy", "pydantic", "einops", "safetensors"}
 HALF = Variant(0.5, "block", "forward")
 ONE_B = CONFIGS[0]
@@ -54,7 +57,7 @@ def tiny(file: Path, *words: str) -> tuple[dict[str, Any], str]:
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    gpu_check.add_arguments(parser)
+    add_arguments(parser)
     return parser.parse_args(words)
 
 
@@ -95,22 +98,22 @@ def test_rows_of_a_configuration_have_one_micro_batch() -> None:
 
 def test_a_variant_of_no_chosen_configuration_is_refused() -> None:
     with pytest.raises(ConfigError, match="of no configuration but llama_1b"):
-        gpu_check.run(arguments("--configs", "llama_134m", "--variants", UNCOMPILED.name))
+        command.run(arguments("--configs", "llama_134m", "--variants", UNCOMPILED.name))
 
 
 def test_a_process_beside_plans_the_same() -> None:
     row = Row("llama_134m", HALF)
     job = job_of(row, tiny=True)
     with Plans({row: job}, workers=1, device="cuda") as plans:
-        here = gpu_rows.planned(job, "cuda")
+        here = rows.planned(job, "cuda")
         assert plans.of(row) == here
-    assert here.peak_memory_bytes < gpu_rows.planned(job, "cpu").peak_memory_bytes
+    assert here.peak_memory_bytes < rows.planned(job, "cpu").peak_memory_bytes
     assert here.flops > 0
     assert here.peak_memory_bytes > here.state_bytes
 
 
 def test_a_dry_run_lists_what_rows_need(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.run(arguments("--dry-run", "--tiny", "--configs", "llama_134m", "--variants", "0.5 block forward")) == 0
+    assert command.run(arguments("--dry-run", "--tiny", "--configs", "llama_134m", "--variants", "0.5 block forward")) == 0
     assert capsys.readouterr().out.startswith("llama_134m  0.5 block forward               2 x 32 tokens  state   0.00 GiB  peak")
 
 
@@ -162,7 +165,7 @@ def test_every_kind_of_share_runs(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.run(arguments("--json", str(tmp_path / "check.json"))) == 0
+    assert command.run(arguments("--json", str(tmp_path / "check.json"))) == 0
     assert "torch finds no CUDA device here; nothing was checked" in capsys.readouterr().out
     assert json.loads((tmp_path / "check.json").read_text()) == {"skipped": "no CUDA device"}
 
@@ -199,13 +202,13 @@ def test_a_row_fails_where_its_kernels_or_its_steps_are_not_those_meant(monkeypa
     job, cpu = job_of(UNCOMPILED, tiny=True), torch.device("cpu")
     with monkeypatch.context() as patch, pytest.raises(WrongKernelError, match="attention ran as aten::_scaled_dot_product_flash"):
         patch.setitem(FLASH, "cpu", {"aten::_scaled_dot_product_cudnn_attention"})
-        gpu_share.measure(job, cpu, tiny=True)
+        measure(job, cpu, tiny=True)
     with monkeypatch.context() as patch, pytest.raises(DivergedError, match="steps were skipped, and the loss is nan"):
         patch.setattr(
             gpu_share, "_draw_weights", lambda engine, rule: [p.data.fill_(float("nan")) for p in engine.parameters_here.values()]
         )
         job.config["training"]["max_skips"] = 100
-        gpu_share.measure(job, cpu, tiny=True)
+        measure(job, cpu, tiny=True)
 
 
 def test_steps_are_timed_for_so_long_but_no_fewer_than_asked_for() -> None:
@@ -387,7 +390,7 @@ def test_goals_that_are_missed_end_in_exit_code_1_but_not_of_tiny_models(tiny: b
 
 def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
-        gpu_check._write(tmp_path, {})
+        check._write(tmp_path, {})
     assert list(tmp_path.parent.glob("*.new")) == []
 
 
@@ -400,5 +403,5 @@ def test_minutes_are_a_positive_number(minutes: str, capsys: pytest.CaptureFixtu
 
 def test_a_list_of_rows_has_no_figures_to_write(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--json: has no effect with --dry-run"):
-        gpu_check.run(arguments("--dry-run", "--json", str(tmp_path / "check.json")))
+        command.run(arguments("--dry-run", "--json", str(tmp_path / "check.json")))
     assert not list(tmp_path.iterdir())

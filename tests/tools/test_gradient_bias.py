@@ -19,9 +19,9 @@ from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.tensor_info import Shard
 from sdp.engine.subnetwork.materialise import give_values
 from sdp.models.registry import build_model
-from sdp.tools.bias_estimate import Bias, Differences, Products, apparent_by_batches, estimate
 from sdp.tools.cli import main
-from sdp.tools.gradient_bias import BACKWARD, FORWARD, OVERALL, compare, gradient, in_one_process
+from sdp.tools.gradient_bias.command import BACKWARD, FORWARD, OVERALL, compare, gradient, in_one_process
+from sdp.tools.gradient_bias.estimate import Bias, Differences, Products, apparent_by_batches, estimate
 
 GROUPS, MICRO, TOKENS, VOCABULARY = 4, 2, 12, 31
 MODEL = {
@@ -231,7 +231,7 @@ def test_convolutions_are_in_float32_while_gradients_are_made(monkeypatch: pytes
         seen.append(torch.backends.cudnn.allow_tf32)
         return gradient(*args)
 
-    monkeypatch.setattr("sdp.tools.gradient_bias.gradient", watched)
+    monkeypatch.setattr("sdp.tools.gradient_bias.command.gradient", watched)
     before = torch.backends.cudnn.allow_tf32
     biases(2)
     assert seen == [False] * 6

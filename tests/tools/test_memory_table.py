@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.tools.memory_table import COLUMNS, TOLERANCE, Task, deviation, main, measure, report
 from sdp.tools.shared.variants import Variant, variants
+from sdp.tools.study.memory import COLUMNS, TOLERANCE, Task, deviation, main, measure, report
 
 TINY = {
     "resnet18": Task({"name": "resnet18", "stem": "cifar", "width": 8, "num_classes": 10, "image_size": 16}, 4, 16, 4),

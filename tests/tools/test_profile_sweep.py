@@ -12,57 +12,69 @@ from sdp.engine.placement.policies import place
 from sdp.engine.placement.profiles import explicit_profile
 from sdp.engine.placement.units import find_neuron_units, find_units
 from sdp.models.registry import build_model
-from sdp.tools import profile_sweep as sweep
-from sdp.tools import sweep_cells as made
+from sdp.tools.study import profiles as sweep
+from sdp.tools.study.cells import (
+    CAPACITIES,
+    DENSE,
+    DROPOUT,
+    GROUPS,
+    NEURON_GROUPS,
+    SMALLER,
+    STOCHASTIC_DEPTH,
+    TASKS,
+    Cell,
+    Sweep,
+    linear,
+    smaller_size,
+)
+from sdp.tools.study.profiles import report, run_cell
 
 
-@pytest.mark.parametrize("capacity", made.CAPACITIES)
+@pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("units", [8, 64])
 def test_linear_falls_at_the_capacitys_mean(units: int, capacity: float) -> None:
-    holders = made.linear(units, capacity)
-    assert sum(holders) == capacity * made.GROUPS * units
-    assert min(holders) >= 1 and max(holders) <= made.GROUPS
+    holders = linear(units, capacity)
+    assert sum(holders) == capacity * GROUPS * units
+    assert min(holders) >= 1 and max(holders) <= GROUPS
     assert sum(holders[: units // 2]) > 1.2 * sum(holders[units // 2 :])
 
 
-@pytest.mark.parametrize("task", made.TASKS)
+@pytest.mark.parametrize("task", TASKS)
 def test_the_smaller_model_is_the_largest_that_a_group_has_memory_for(task: str) -> None:
-    chosen, data = made.TASKS[task], {"vocab_size": 257} if task == "llama" else {"num_classes": 10, "image_size": 8}
+    chosen, data = TASKS[task], {"vocab_size": 257} if task == "llama" else {"num_classes": 10, "image_size": 8}
 
     def count(size: int) -> int:
         return sum(p.numel() for p in build_model({**chosen.config["model"], chosen.size: size}, **data).parameters())
 
     units = sum(unit.numel for unit in find_units(build_model(chosen.config["model"], **data), "auto"))
-    for capacity in made.CAPACITIES:
-        size = made.smaller_size(task, capacity)
+    for capacity in CAPACITIES:
+        size = smaller_size(task, capacity)
         held = count(chosen.full) - (1 - capacity) * units
         assert count(size) <= held < count(size + 1)
 
 
-@pytest.mark.parametrize(
-    "cell", made.Sweep("llama", ["block", "neuron"], made.CAPACITIES, 1, controls=True).cells(), ids=lambda cell: cell.name
-)
-def test_every_configuration_is_one_and_every_group_has_room(tmp_path: Path, cell: made.Cell) -> None:
+@pytest.mark.parametrize("cell", Sweep("llama", ["block", "neuron"], CAPACITIES, 1, controls=True).cells(), ids=lambda cell: cell.name)
+def test_every_configuration_is_one_and_every_group_has_room(tmp_path: Path, cell: Cell) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(cell.config(None)))
     config = load_config(path)
     assert config.train_batch_size in (None, 16)
     if cell.granularity:
         model = build_model(config.model, 257)
-        units = find_units(model, "auto") if cell.granularity == "block" else find_neuron_units(model, made.NEURON_GROUPS)
-        assert len(units) == made.TASKS["llama"].equal_units[cell.granularity]
+        units = find_units(model, "auto") if cell.granularity == "block" else find_neuron_units(model, NEURON_GROUPS)
+        assert len(units) == TASKS["llama"].equal_units[cell.granularity]
         if isinstance(config.sdp.profile, list):
-            assert explicit_profile(config.sdp, config.sdp.profile, cell.capacity * made.GROUPS, len(units)) == config.sdp.profile
+            assert explicit_profile(config.sdp, config.sdp.profile, cell.capacity * GROUPS, len(units)) == config.sdp.profile
         placement = place(config.sdp, units)
-        held = [sum(unit.numel for unit in units if placement.holds(group, unit.index)) for group in range(made.GROUPS)]
+        held = [sum(unit.numel for unit in units if placement.holds(group, unit.index)) for group in range(GROUPS)]
         assert max(held) <= cell.capacity * sum(unit.numel for unit in units)
 
 
 def test_a_sweep_has_every_run_once_and_controls_and_matched_runs_where_they_are_asked_for() -> None:
-    plain = made.Sweep("llama", ["block", "neuron"], [0.25, 0.5], 2).cells()
+    plain = Sweep("llama", ["block", "neuron"], [0.25, 0.5], 2).cells()
     assert len(plain) == len(set(plain)) == 2 * (1 + 2 + 2 * 2 * 3)
     assert [cell.seed for cell in plain] == sorted(cell.seed for cell in plain)
-    more = made.Sweep("llama", ["block"], [0.5], 1, ["depth"], controls=True, matched=True).cells()
+    more = Sweep("llama", ["block"], [0.5], 1, ["depth"], controls=True, matched=True).cells()
     assert [(cell.profile, cell.matched) for cell in more] == [
         ("dense", False), ("dropout", False), ("stochastic depth", False), ("smaller dense", False), ("depth", False),
         ("smaller dense", True), ("depth", True),
@@ -71,9 +83,7 @@ def test_a_sweep_has_every_run_once_and_controls_and_matched_runs_where_they_are
 
 
 def test_controls_are_the_dense_model_with_dropout_and_with_stochastic_depth() -> None:
-    dense, dropout, depth = (
-        made.Cell("llama", "", 1.0, profile, 0).config(None) for profile in (made.DENSE, made.DROPOUT, made.STOCHASTIC_DEPTH)
-    )
+    dense, dropout, depth = (Cell("llama", "", 1.0, profile, 0).config(None) for profile in (DENSE, DROPOUT, STOCHASTIC_DEPTH))
     assert dropout["model"] == dense["model"] | {"attention_dropout": 0.1, "residual_dropout": 0.1}
     assert depth["model"] == dense["model"] | {"stochastic_depth": 0.5}
     assert dropout["sdp"] == depth["sdp"] == dense["sdp"]
@@ -81,9 +91,9 @@ def test_controls_are_the_dense_model_with_dropout_and_with_stochastic_depth() -
 
 def test_a_task_without_controls_or_with_other_profiles_says_so() -> None:
     with pytest.raises(ConfigError, match="--controls: the model of resnet18 has neither dropout nor stochastic depth"):
-        made.Sweep("resnet18", ["block"], [0.5], 1, controls=True)
+        Sweep("resnet18", ["block"], [0.5], 1, controls=True)
     with pytest.raises(ConfigError, match="--profile linear: resnet18 has uniform, depth"):
-        made.Sweep("resnet18", ["block"], [0.5], 1, ["linear"])
+        Sweep("resnet18", ["block"], [0.5], 1, ["linear"])
 
 
 def test_matched_runs_have_the_operations_of_the_dense_run(tmp_path: Path) -> None:
@@ -91,7 +101,7 @@ def test_matched_runs_have_the_operations_of_the_dense_run(tmp_path: Path) -> No
     for number in range(10):
         (tmp_path / f"{number}.txt").write_text(f"text {number}\n" * 100)
     prepare([str(tmp_path / "*.txt")], tmp_path / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
-    cell = made.Cell("llama", "block", 0.5, "uniform", 0, matched=True)
+    cell = Cell("llama", "block", 0.5, "uniform", 0, matched=True)
     config = cell.config(tmp_path / "shards")
     model = build_model(config["model"], 257)
     stated = model.flops_per_token(64)
@@ -103,10 +113,10 @@ def test_matched_runs_have_the_operations_of_the_dense_run(tmp_path: Path) -> No
         "warmup_num_steps": round(steps / 10), "total_num_steps": steps, "decay_num_steps": round(steps / 2)
     }  # fmt: skip
     assert config["training"]["evaluate_every"] == steps
-    assert config["model"] == made.Cell("llama", "block", 0.5, "uniform", 0).config(None)["model"]
+    assert config["model"] == Cell("llama", "block", 0.5, "uniform", 0).config(None)["model"]
 
 
-def planted(out: Path, cell: made.Cell, loss: float) -> None:
+def planted(out: Path, cell: Cell, loss: float) -> None:
     folder = out / cell.name
     folder.mkdir(parents=True)
     for name, content in (
@@ -119,11 +129,11 @@ def planted(out: Path, cell: made.Cell, loss: float) -> None:
 
 def test_a_table_has_means_deviations_and_whether_size_pays(tmp_path: Path) -> None:
     for seed, shift in enumerate((0.0, 0.02)):
-        for profile, loss in ((made.DENSE, 1.6), (made.SMALLER, 1.7)):
-            planted(tmp_path, made.Cell("llama", "", 1.0 if profile == made.DENSE else 0.5, profile, seed), loss + shift)
-        planted(tmp_path, made.Cell("llama", "block", 0.5, "depth", seed), 1.65 + shift)
-    planted(tmp_path, made.Cell("llama", "", 0.75, made.SMALLER, 0), 1.61)
-    text = sweep.report(made.Sweep("llama", ["block"], [0.5, 0.75], 2), tmp_path)
+        for profile, loss in ((DENSE, 1.6), (SMALLER, 1.7)):
+            planted(tmp_path, Cell("llama", "", 1.0 if profile == DENSE else 0.5, profile, seed), loss + shift)
+        planted(tmp_path, Cell("llama", "block", 0.5, "depth", seed), 1.65 + shift)
+    planted(tmp_path, Cell("llama", "", 0.75, SMALLER, 0), 1.61)
+    text = report(Sweep("llama", ["block"], [0.5, 0.75], 2), tmp_path)
     assert "| 0.5 | 1.6100 ± 0.0141 | 1.7100 ± 0.0141 | – | – | 1.6600 ± 0.0141 | yes |" in text
     assert "| 0.75 | 1.6100 ± 0.0141 | 1.6100 | – | – | – | ? |" in text
     assert (tmp_path / "llama.png").stat().st_size > 10_000
@@ -131,11 +141,11 @@ def test_a_table_has_means_deviations_and_whether_size_pays(tmp_path: Path) -> N
 
 
 def test_matched_figures_stand_beside_those_of_as_many_steps(tmp_path: Path) -> None:
-    planted(tmp_path, made.Cell("llama", "", 1.0, made.DENSE, 0), 1.6)
-    planted(tmp_path, made.Cell("llama", "", 1.0, made.DROPOUT, 0), 1.7)
-    planted(tmp_path, made.Cell("llama", "block", 0.5, "depth", 0), 1.65)
-    planted(tmp_path, made.Cell("llama", "block", 0.5, "depth", 0, matched=True), 1.62)
-    text = sweep.report(made.Sweep("llama", ["block"], [0.5], 1, ["depth"], controls=True, matched=True), tmp_path)
+    planted(tmp_path, Cell("llama", "", 1.0, DENSE, 0), 1.6)
+    planted(tmp_path, Cell("llama", "", 1.0, DROPOUT, 0), 1.7)
+    planted(tmp_path, Cell("llama", "block", 0.5, "depth", 0), 1.65)
+    planted(tmp_path, Cell("llama", "block", 0.5, "depth", 0, matched=True), 1.62)
+    text = report(Sweep("llama", ["block"], [0.5], 1, ["depth"], controls=True, matched=True), tmp_path)
     assert "| C | dense | dropout | stochastic depth | smaller dense | depth | size pays |" in text
     assert "| 0.5 | 1.6000 | 1.7000 | – | – | 1.6500 | ? |" in text
     assert "| 0.5, FLOP-matched | 1.6000 (9 steps) | 1.7000 (9 steps) | – | – | 1.6200 (9 steps) | ? |" in text
@@ -153,10 +163,10 @@ def test_a_finished_run_is_not_repeated_and_one_that_was_cut_off_is(tmp_path: Pa
         return subprocess.CompletedProcess([], 1, "", "" if len(trained) == 1 else "one\nlast")
 
     monkeypatch.setattr(sweep, "_train", train)
-    cell = made.Cell("llama", "", 1.0, made.DENSE, 0)
-    assert sweep.run_cell(cell, tmp_path, None) == f"{cell.name}: exit code 1"
-    assert sweep.run_cell(cell, tmp_path, None) is None
+    cell = Cell("llama", "", 1.0, DENSE, 0)
+    assert run_cell(cell, tmp_path, None) == f"{cell.name}: exit code 1"
+    assert run_cell(cell, tmp_path, None) is None
     (tmp_path / cell.name / "summary.json").unlink()
-    assert sweep.run_cell(cell, tmp_path, None) == f"{cell.name}: last"
-    assert sweep.run_cell(cell, tmp_path, tmp_path) is not None  # by other data
+    assert run_cell(cell, tmp_path, None) == f"{cell.name}: last"
+    assert run_cell(cell, tmp_path, tmp_path) is not None  # by other data
     assert len(trained) == 3

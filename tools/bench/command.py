@@ -12,9 +12,7 @@ from ...engine.errors import ConfigError, LaunchError
 from ...engine.placement.policies import place
 from ...engine.placement.units import find_units
 from . import side_by_side
-from .contestants import (
-    llama_of,
-)
+from .contestants import llama_of
 from .overhead import (
     _NUMBERS,
     DEEPSPEED_STAGES,

@@ -24,7 +24,7 @@ from ...engine.engine import SDPEngine
 from ...engine.errors import CheckpointError, ConfigError, DivergedError
 from ...engine.full_model.recalibration import tracks_statistics
 from ...launcher.heartbeat import Heartbeat
-from ..report import render
+from ..report.command import render
 from ..runs.dataset import Corpus
 from ..runs.plot import plot_loss
 from ..runs.run_files import RunFiles, read_run

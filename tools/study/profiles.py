@@ -1,4 +1,4 @@
-"""``python -m sdp.tools.profile_sweep OUT``: which profile of holders over depth learns best at equal memory, all groups in one process.
+"""``python -m sdp.tools.study.profiles OUT``: which profile of holders over depth learns best at equal memory, all groups in one process.
 
 Every cell of a table is a capacity and a profile, its figure the held-out loss of the full model over some seeds. Two columns say what
 they are worth: the dense model, and *a smaller dense model that needs no more memory than a group does*. A comparison means something
@@ -23,10 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..engine.errors import ConfigError, SDPError
-from .runs.plot import plot_sweep
-from .runs.run_files import read_run
-from .sweep_cells import CAPACITIES, DENSE, MATCHED, PROFILES, SMALLER, TASKS, Cell, Sweep
+from ...engine.errors import ConfigError, SDPError
+from ..runs.plot import plot_sweep
+from ..runs.run_files import read_run
+from .cells import CAPACITIES, DENSE, MATCHED, PROFILES, SMALLER, TASKS, Cell, Sweep
 
 
 def result_of(cell: Cell, out: Path) -> dict[str, float] | None:
@@ -140,7 +140,7 @@ def prepared_data(task: str, out: Path) -> Path | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing of the sweep, then print its tables."""
-    parser = argparse.ArgumentParser(prog="python -m sdp.tools.profile_sweep", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m sdp.tools.study.profiles", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", metavar="OUT", type=Path, help="directory of runs, tables and plots")
     parser.add_argument("--task", choices=list(TASKS), default="llama")
     parser.add_argument("--granularity", nargs="+", choices=["block", "neuron"], default=["block"])

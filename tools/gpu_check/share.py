@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ..engine.accounting.memory import PeakMemory
-from ..engine.distributed.fake_world import fake_world
-from ..engine.distributed.tensors import local_tensor
-from ..engine.engine import SDPEngine
-from ..engine.errors import DivergedError
-from ..engine.initialize import initialize
-from ..engine.subnetwork.initialisation import Constant, Init, Normal
-from ..models.registry import build_model
-from .gpu_rows import GROUPS, Job, Planned
+from ...engine.accounting.memory import PeakMemory
+from ...engine.distributed.fake_world import fake_world
+from ...engine.distributed.tensors import local_tensor
+from ...engine.engine import SDPEngine
+from ...engine.errors import DivergedError
+from ...engine.initialize import initialize
+from ...engine.subnetwork.initialisation import Constant, Init, Normal
+from ...models.registry import build_model
+from .rows import GROUPS, Job, Planned
 
 WARM_UP = 2  # after the step that compiles: memory and the optimizer's state are then as in every later one
 LEAST_STEPS, MOST_STEPS, SECONDS = 5, 12, 2.5  # timed: the median of no fewer, then until the time is over

@@ -18,14 +18,14 @@ from typing import Any, Self
 
 import torch
 
-from ..engine.config.load import load_config
-from ..engine.distributed.mesh import mesh_of
-from ..engine.environment.detect import export
-from ..engine.placement.layout import Layout
-from ..engine.tracing.operators import Device
-from ..engine.tracing.step import trace_step
-from ..models.registry import build_model
-from .shared.variants import Variant, variants
+from ...engine.config.load import load_config
+from ...engine.distributed.mesh import mesh_of
+from ...engine.environment.detect import export
+from ...engine.placement.layout import Layout
+from ...engine.tracing.operators import Device
+from ...engine.tracing.step import trace_step
+from ...models.registry import build_model
+from ..shared.variants import Variant, variants
 
 GROUPS = 8
 DENSE = Variant(1.0)
@@ -86,7 +86,7 @@ class Job:
 
 def job_of(row: Row, *, micro_batch: int | None = None, tiny: bool = False) -> Job:
     """The row's ready configuration, with ``micro_batch`` samples in place of this command's own number."""
-    path = Path(__file__).parent.parent / "configs" / f"{row.config}.json"
+    path = Path(__file__).parent.parent.parent / "configs" / f"{row.config}.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["sdp"] |= {"groups": GROUPS, "capacity": row.variant.capacity, "check_interval": 0}
     if row.variant.granularity:

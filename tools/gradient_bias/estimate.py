@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engine.errors import DivergedError
-from ..engine.placement.layout import Layout
-from ..engine.placement.units import SHARED, Slice
+from ...engine.errors import DivergedError
+from ...engine.placement.layout import Layout
+from ...engine.placement.units import SHARED, Slice
 
 FEWEST = 4  # batches: the jackknife takes one out of pairs of the others
 ROUNDING = 1e-6  # relative: what the order of float32's sums may make of equal gradients

@@ -23,28 +23,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.backends.reference.backend import ReferenceBackend
-from ..engine.backends.reference.vectorized import VectorizedBackend
-from ..engine.batch.call import call_model, loss_of, map_leaves, to_device
-from ..engine.batch.loader import ResumableLoader
-from ..engine.batch.size import BatchSize
-from ..engine.checkpoint.load import load
-from ..engine.checkpoint.state import weights_of
-from ..engine.config.load import load_config
-from ..engine.config.schema import Config
-from ..engine.construct import values_to_give
-from ..engine.distributed.mesh import Mesh, mesh_of
-from ..engine.errors import ConfigError
-from ..engine.placement.layout import Layout
-from ..engine.placement.tensor_info import Shard
-from ..engine.placement.units import SHARED
-from ..engine.subnetwork.materialise import give_values
-from ..models.registry import build_model
-from .bias_estimate import FEWEST, Bias, Differences, Products, apparent_by_batches, estimate
-from .runs.dataset import Corpus, open_corpus, open_prepared
-from .runs.plot import plot_bias
-from .runs.run_config import with_initial_model
-from .runs.saved_run import SavedRun, check_data, open_run
+from ...engine.backends.reference.backend import ReferenceBackend
+from ...engine.backends.reference.vectorized import VectorizedBackend
+from ...engine.batch.call import call_model, loss_of, map_leaves, to_device
+from ...engine.batch.loader import ResumableLoader
+from ...engine.batch.size import BatchSize
+from ...engine.checkpoint.load import load
+from ...engine.checkpoint.state import weights_of
+from ...engine.config.load import load_config
+from ...engine.config.schema import Config
+from ...engine.construct import values_to_give
+from ...engine.distributed.mesh import Mesh, mesh_of
+from ...engine.errors import ConfigError
+from ...engine.placement.layout import Layout
+from ...engine.placement.tensor_info import Shard
+from ...engine.placement.units import SHARED
+from ...engine.subnetwork.materialise import give_values
+from ...models.registry import build_model
+from ..runs.dataset import Corpus, open_corpus, open_prepared
+from ..runs.plot import plot_bias
+from ..runs.run_config import with_initial_model
+from ..runs.saved_run import SavedRun, check_data, open_run
+from .estimate import FEWEST, Bias, Differences, Products, apparent_by_batches, estimate
 
 FORWARD, BACKWARD, DENSE = "forward", "backward", "dense"
 OVERALL = "overall"
@@ -241,7 +241,7 @@ def gradient(worker: ReferenceBackend, micro_batches: Sequence[Any]) -> dict[str
 
 
 def to_json(measured: Measured) -> dict[str, Any]:
-    """Every figure; relative to the dense mean's norm, see :class:`~sdp.tools.bias_estimate.Bias`."""
+    """Every figure; relative to the dense mean's norm, see :class:`~sdp.tools.gradient_bias.estimate.Bias`."""
     biases = {
         name: {unit: asdict(bias) | {"shown": bias.shown} for unit, bias in of_units.items()} for name, of_units in measured.biases.items()
     }

@@ -1,4 +1,4 @@
-"""``python -m sdp.tools.memory_table OUT``: bytes per rank by kind, as planned and as measured in a real step, of every variant.
+"""``python -m sdp.tools.study.memory OUT``: bytes per rank by kind, as planned and as measured in a real step, of every variant.
 
 A row is the share of one rank: the first of the group that holds most, of 4 groups with one rank each whose others exist in name only
 (torch's fake process group: collectives return at once). The plan is traced on fake tensors, as ``sdp plan`` does. Measured is the engine
@@ -25,20 +25,20 @@ from typing import Any
 
 import torch
 
-from ..engine.accounting.memory_probe import peak_tensor_bytes
-from ..engine.config.load import load_config
-from ..engine.distributed.fake_world import fake_world
-from ..engine.distributed.mesh import mesh_of
-from ..engine.distributed.tensors import local_tensor
-from ..engine.engine import SDPEngine
-from ..engine.errors import ConfigError, DivergedError, PlacementError, SDPError
-from ..engine.initialize import initialize
-from ..engine.placement.layout import Layout
-from ..engine.tracing.ledger import ACTIVATIONS
-from ..engine.tracing.step import trace_step, watched_step
-from ..models.registry import build_model
-from .shared.files import write_whole
-from .shared.variants import Variant, variants
+from ...engine.accounting.memory_probe import peak_tensor_bytes
+from ...engine.config.load import load_config
+from ...engine.distributed.fake_world import fake_world
+from ...engine.distributed.mesh import mesh_of
+from ...engine.distributed.tensors import local_tensor
+from ...engine.engine import SDPEngine
+from ...engine.errors import ConfigError, DivergedError, PlacementError, SDPError
+from ...engine.initialize import initialize
+from ...engine.placement.layout import Layout
+from ...engine.tracing.ledger import ACTIVATIONS
+from ...engine.tracing.step import trace_step, watched_step
+from ...models.registry import build_model
+from ..shared.files import write_whole
+from ..shared.variants import Variant, variants
 
 GROUPS = 4
 CAPACITIES = (0.25, 0.5, 0.75, 1.0)
@@ -214,7 +214,7 @@ def _saved(path: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the rows that are missing, then print the table of those asked for: exit code 1 where it is not within 3 %."""
-    parser = argparse.ArgumentParser(prog="python -m sdp.tools.memory_table", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m sdp.tools.study.memory", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", metavar="OUT", type=Path, help="directory of memory.json and memory.md")
     parser.add_argument("--model", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES))

@@ -1,18 +1,9 @@
-"""``sdp gpu-check``: what one rank of a dense and of SDP runs needs and does on this GPU, beside the plan, in under 8 minutes.
-
-Every row is one rank's true share of a world of 8 groups whose other ranks exist in name only (torch's fake process group: collectives
-return at once): its memory is exact, its speed an upper bound, that of a network which hides everything. What matters most is measured
-first. The report is written after every row; rows for which no time is left are named.
-"""
+"""The GPU check: rows measured within a time limit, and the goals they must reach."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import math
-import os
-import platform
 import signal
 import time
 import traceback
@@ -25,19 +16,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..engine.environment.detect import detect
-from ..engine.errors import ConfigError, LaunchError
-from ..engine.tracing.operators import Device
-from .gpu_rows import CONFIGS, DENSE, GROUPS, NAMES, Job, Planned, Plans, Row, job_of, rows
-from .gpu_share import NOMINAL_TFLOPS, Share, matmul_rate, measure
-from .shared.files import write_whole
+from ...engine.errors import ConfigError
+from ..shared.files import write_whole
+from .rows import CONFIGS, DENSE, Job, Planned, Row
+from .share import Share
 
-MINUTES = 7.5
-MATMUL, TINY_MATMUL = 8192, 128
-MOST_WORKERS = 6
 # Of the configuration with 1 B the dense model's; of blocks under forward masking; of the plan against the program it is of.
 LEAST_MFU, MOST_PEAK, LEAST_SPEED, PEAK_WITHIN, STATE_WITHIN = 0.50, 1.03, 0.94, 0.05, 0.01
-COUNTED = "2 operations for each multiplication and addition of matrix products, attention over all S x S although half is enough"
+
 
 T = TypeVar("T")
 
@@ -69,110 +55,6 @@ class Goal:
     text: str
     value: float | None
     reached: bool
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there, after every row")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run (default: cuda)")
-    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=CONFIGS, metavar="NAME", help=f"of {', '.join(CONFIGS)}")
-    parser.add_argument(
-        "--variants", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=f'such as "{NAMES[0]}" and "{NAMES[1]}" (default: all)'
-    )
-    parser.add_argument(
-        "--micro-batch", type=_positive, metavar="N", help="samples of a step, for every configuration (default: a number of its own)"
-    )
-    parser.add_argument(
-        "--minutes", type=_minutes, default=MINUTES, metavar="M", help=f"begin no row that would not end by then (default: {MINUTES})"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the rows and what they are planned to need; no GPU is needed")
-    parser.add_argument("--tiny", action="store_true", help="models and batches so small that a CPU does; figures mean nothing then")
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = math.nan
-    if not 0 < minutes < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of minutes")
-    return minutes
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measure the rows and print them: exit code 0 if all were, and every goal was reached, else 1. Without CUDA it says so, and nothing
-    is checked.
-    """
-    started = time.perf_counter()
-    found = detect()
-    if found is not None and found.world_size > 1:
-        raise LaunchError(f"sdp gpu-check measures one rank, but {found.source} started {found.world_size}; start it without a launcher")
-    jobs = {row: job_of(row, micro_batch=args.micro_batch, tiny=args.tiny) for row in rows(args.configs, args.variants)}
-    if not jobs:
-        raise ConfigError(f"--variants: {', '.join(args.variants)} is of no configuration but {CONFIGS[0]}")
-    # A CPU has no core to spare for processes beside; a GPU leaves it most.
-    workers = 0 if args.tiny else min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // 2))
-    if args.dry_run and args.json is not None:
-        raise ConfigError("--json: has no effect with --dry-run, which measures nothing; leave one out")
-    if args.dry_run:
-        return _list(jobs, workers, args.device)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("sdp gpu-check: torch finds no CUDA device here; nothing was checked (--device cpu --tiny shows that the command works)")
-        _write(args.json, {"skipped": "no CUDA device"})
-        return 0
-    if args.device == "cpu" and torch.cuda.is_available():
-        raise ConfigError("--device cpu: the engine takes the GPU where there is one; hide it with CUDA_VISIBLE_DEVICES=")
-    if args.device == "cpu" and not args.tiny:
-        raise ConfigError("--device cpu: the models are too large for a CPU; add --tiny")
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    with Plans(jobs, workers, args.device) as plans:
-        check = _begin(args, device)
-        check.go(
-            jobs, plans.of, lambda job: measure(job, device, tiny=args.tiny), lambda: 60 * args.minutes - time.perf_counter() + started
-        )
-    return check.conclude()
-
-
-def _list(jobs: Mapping[Row, Job], workers: int, device: Device) -> int:
-    with Plans(jobs, workers, device) as plans:
-        for row, job in jobs.items():
-            plan = plans.of(row)
-            print(
-                f"{row.config:<12}{row.name:<30}{job.config['train_micro_batch_size_per_gpu']:3} x {job.sequence} tokens  "
-                f"state {plan.state_bytes / 2**30:6.2f} GiB  peak {plan.peak_memory_bytes / 2**30:6.2f} GiB  "
-                f"{plan.flops / 1e12:7.1f} TFLOP a step",
-                flush=True,
-            )
-    return 0
-
-
-def _begin(args: argparse.Namespace, device: torch.device) -> Check:
-    """Measure what models are compared with, and say how figures are to be read."""
-    rate = matmul_rate(device, TINY_MATMUL if args.tiny else MATMUL)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
-    nominal = NOMINAL_TFLOPS.get(name)
-    settings = {
-        "device": name,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "groups": GROUPS,
-        "tiny": args.tiny,
-        "bf16_matmul_flops_per_second": rate,
-        "nominal_flops_per_second": nominal and nominal * 1e12,
-        "operations": COUNTED,
-        "collectives": "return at once: tokens/s are an upper bound",
-    }
-    beside = f" of {nominal:g} in its data sheet" if nominal else ""
-    print(f"{name}, torch {torch.__version__}; bf16 matrix products, sustained: {rate / 1e12:.1f} TFLOP/s{beside}")
-    print(f"One rank of {GROUPS}; the others exist in name only: collectives return at once, so tokens/s are an upper bound.")
-    print(f"Operations, for MFU and for the bound: {COUNTED}.", flush=True)
-    return Check(settings, rate, nominal and nominal * 1e12, args.json, args.tiny, device)
 
 
 class Check:

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from ..engine.config.load import load_config
-from ..engine.errors import ConfigError
-from ..engine.placement.units import find_units
-from ..models.registry import build_model
-from .plan.forecast import forecast
-from .plan.machine import Machine
+from ...engine.config.load import load_config
+from ...engine.errors import ConfigError
+from ...engine.placement.units import find_units
+from ...models.registry import build_model
+from ..plan.forecast import forecast
+from ..plan.machine import Machine
 
 GROUPS = 8
 CAPACITIES = (0.25, 0.375, 0.5, 0.75)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from .comparison import Baseline, Facts, facts_of_all, find_baseline
-from .runs.plot import plot_loss
-from .runs.run_files import PLOT, Run, read_run
-from .shared.table import Row, Table, bytes_row, plain_row, text_row
+from ..runs.plot import plot_loss
+from ..runs.run_files import PLOT, Run, read_run
+from ..shared.table import Row, Table, bytes_row, plain_row, text_row
+from .facts import Baseline, Facts, facts_of_all, find_baseline
 
 WIDTH = 100  # columns
 

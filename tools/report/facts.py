@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
-from ..engine.placement.placement import Placement
-from .runs.run_files import Run
-from .shared.table import Spread
+from ...engine.placement.placement import Placement
+from ..runs.run_files import Run
+from ..shared.table import Spread
 
 STATE_PARTS = ("parameters", "gradients", "optimizer", "frozen")  # the last since backward masking
 WARM_UP_STEPS = 3  # allocators and caches settle; left out of medians

@@ -1,0 +1,1 @@
+"""``sdp gpu-check``: what plans promise, measured on a GPU."""

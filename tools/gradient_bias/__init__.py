@@ -1,0 +1,1 @@
+"""``sdp gradient-bias``: SDP's gradient against the dense model's."""

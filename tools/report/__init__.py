@@ -1,0 +1,1 @@
+"""``sdp report``: runs compared."""

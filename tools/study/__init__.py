@@ -1,0 +1,1 @@
+"""``sdp study``: experiments over many configurations."""
