@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # ranks.py and ranks_*.py, here and in the ranks
-
-from ranks import RankPool
+from sdp.tests.support.ranks import RankPool
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for its background jobs, and for what those start
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -45,7 +45,8 @@ class StepTrace:
     """One rank's step. Bytes are those that tensors ask for, as ``memory_probe.py`` counts them: libraries' workspaces, the
     communication library's buffers and the allocator's rounding come on top.
 
-    ``state``: as the layout has it. ``at_peak``: what is alive at the peak, by kind (:data:`~sdp.engine.tracing.ledger.KINDS`). ``activations``
+    ``state``: as the layout has it. ``at_peak``: what is alive at the peak, by kind (:data:`~sdp.engine.tracing.ledger.KINDS`).
+    ``activations``
     and ``communication``: the most of either at once, which need not be at the peak; ``beside``: both, when they are most together.
     ``flops``: of the step, as executed, recomputation included. ``tensor_parallel``: whole buffers by collective and number of ranks.
     ``traced_blocks`` of ``blocks`` were run: of a kind with many, what one more adds was multiplied.

@@ -1,7 +1,7 @@
 """What ``sdp launch`` has a foreign launcher start for each rank: it completes the rank's environment and runs ``sdp train``.
 
-``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT WORD…``, in the alphabet of ``words.py``. DeepSpeed numbers the local ranks of unequal hosts
-in another order, and mpirun names no master and gives no host its own devices: here all are made equal.
+The command is ``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT WORD…``, in the alphabet of ``quoting.py``. DeepSpeed numbers the
+local ranks of unequal hosts in another order, and mpirun names no master and gives no host its own devices. Here all become the same.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
-from hosts import LAUNCH, QUICKSTART, SDP, Hosts, finish, needs
-from lives import MPICH, OPEN_MPI, TORCHRUN
+from sdp.tests.support.faults import MPICH, OPEN_MPI, TORCHRUN
+from sdp.tests.support.hosts import LAUNCH, QUICKSTART, SDP, Hosts, finish, needs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("lives", "stories")]  # which begin now, beside these
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import sdp
-from hosts import SDP
-from processes import until
+from sdp.tests.support.hosts import SDP
+from sdp.tests.support.processes import until
 
 pytestmark = pytest.mark.cluster
 MODEL = {"name": "llama", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 4}

@@ -1,10 +1,10 @@
-"""Runs that are stopped, lose a rank and a host, under every launcher, end as if undisturbed; see tests/lives.py."""
+"""Runs that are stopped, lose a rank and a host, under every launcher, end as if undisturbed; see tests/support/faults.py."""
 
 from concurrent.futures import Future
 
 import pytest
-from hosts import Hosts, needs
-from lives import LAUNCHERS, SLOW, Life, meet_the_rest
+from sdp.tests.support.faults import LAUNCHERS, SLOW, Life, meet_the_rest
+from sdp.tests.support.hosts import Hosts, needs
 
 pytestmark = pytest.mark.cluster
 

@@ -18,7 +18,7 @@ from sdp.data.tokenizers import (
     train_sentencepiece,
 )
 from sdp.engine.errors import DataError
-from texts import AWKWARD
+from sdp.tests.support.texts import AWKWARD
 
 TEXTS = [
     "def square(value):\n    if value > 1000:\n\t\treturn value * value\n\n\n        # done  \n",

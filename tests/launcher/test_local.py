@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import sdp
-from processes import alive, until
+from sdp.tests.support.processes import alive, until
 
 HOST = socket.gethostname()
 PACKAGE_FOLDER = str(Path(sdp.__path__[0]).parent)

@@ -1,4 +1,4 @@
-"""Puts the modules that the tests in this folder share on the import path; a corpus and a finished run for those that read one."""
+"""A corpus and a finished run for the tests of commands that read one."""
 
 import json
 import logging
@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 from sdp.data.prepare import prepare
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +28,7 @@ def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This project's own sources and README, in a SentencePiece vocabulary of 512."""
     folder = tmp_path_factory.mktemp("text")
     root = Path(__file__).parent.parent.parent
-    for number, path in enumerate([*sorted((root / "engine").glob("*.py")), root / "README.md"]):
+    for number, path in enumerate([*sorted((root / "engine").rglob("*.py")), root / "README.md"]):
         (folder / f"{number}.txt").write_bytes(path.read_bytes())
     options = {"tokenizer": "sentencepiece", "vocab_size": 512, "held_out": 0.2, "workers": 1, "progress": False}
     prepare([str(folder / "*.txt")], folder / "shards", **options)

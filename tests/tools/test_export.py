@@ -18,9 +18,9 @@ from sdp.engine.checkpoint.save import write
 from sdp.engine.distributed.agreement import Ranks
 from sdp.models.llama import Llama
 from sdp.models.registry import build_model
+from sdp.tests.support.texts import AWKWARD
 from sdp.tools.cli import main
 from sdp.tools.runs import saved_run
-from texts import AWKWARD
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,7 +43,7 @@ def our_model(run: Path, tag: str = "step-4") -> torch.nn.Module:
 
 def texts() -> list[str]:
     root = Path(__file__).parent.parent.parent
-    return AWKWARD + [path.read_text() for path in (root / "README.md", root / "tools" / "table.py", Path(__file__))]
+    return AWKWARD + [path.read_text() for path in (root / "README.md", root / "tools" / "shared" / "table.py", Path(__file__))]
 
 
 def test_what_stands_beside_the_output_is_not_touched(trained_run, tmp_path):

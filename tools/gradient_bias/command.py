@@ -1,7 +1,8 @@
 """``sdp gradient-bias CONFIG``: how far SDP's gradient is from the dense model's in expectation, under either masking, at given weights.
 
-All groups are workers of this process, and compute what ``engine/backends/reference/backend.py`` specifies, in float32. For each of N batches
-there are three gradients on the same rows: of the configured placement under forward and under backward masking, and of the dense model,
+All groups are workers of this process, and compute what ``engine/backends/reference/backend.py`` specifies, in float32. For each of N
+batches there are three gradients on the same rows: of the configured placement under forward and under backward masking,
+and of the dense model,
 which every group holds whole. Nothing is trained. ``bias_estimate.py`` says how bias is told from sampling noise: under backward masking
 holders read other rows than the dense mean does, so it differs from that on every batch, but not in expectation.
 """

@@ -1,0 +1,142 @@
+"""All workers in one pass equal the reference, one after the other; what does not fit into one pass is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sdp
+import torch
+from sdp.engine.backends.reference.vectorized import _close
+from sdp.engine.errors import ConfigError, ModelError
+from sdp.models.registry import build_model
+from sdp.tests.support import models
+from sdp.tests.support.cases import RELATIVE, Case, assert_same_run, train
+
+CASES = [
+    Case(2, 2, model="llama", clip=True),
+    Case(2, model="llama", sizes=(1, 3)),
+    Case(4, 1, model="llama-tied-meta", optimizer="adamw", accumulation=3, placement="cyclic", checkpointing="full"),
+    Case(4, 2, model="llama-meta", optimizer="adamw", placement="profile"),
+    Case(2, 1, model="even-llama", neurons=2, accumulation=3),
+    Case(4, 2, model="llama-of-3", neurons=2, optimizer="adamw", clip=True),
+    Case(2, 2, model="even-llama-tied-meta", neurons=5, placement="cyclic"),
+]
+
+
+def _rows(kind: str, step: int, micro: int, data_ranks: int) -> dict[str, torch.Tensor]:
+    """A batch of which no label is ignored."""
+    batch = models.rows_of_all(kind, step, micro, data_ranks)
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_run_is_the_references(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sdp.tests.support.cases.models", SimpleNamespace(**vars(models) | {"rows_of_all": _rows}))
+    ours, theirs = train(case, "vectorized"), train(replace(case, checkpointing="none"), "reference")
+    assert_same_run([ours], theirs, case)
+    assert ours.gradients is not None and theirs.gradients is not None
+    assert set(ours.gradients) == set(theirs.gradients)
+    for name, gradient in theirs.gradients.items():
+        atol = RELATIVE * gradient.abs().max().item()
+        torch.testing.assert_close(ours.gradients[name], gradient, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_evaluations_are_the_references() -> None:
+    losses = []
+    for engine_name in ("reference", "vectorized"):
+        case = Case(4, 1, model="llama", placement="cyclic")
+        engine = sdp.initialize(model=models.build(case.model), config=case.config(engine_name))[0]
+        batch = _rows(case.model, 0, 0, case.data_ranks)
+        engine(batch)  # an evaluation is not of the rows of the pass before
+        losses.append([engine.evaluate([batch]), *engine.evaluate_subnetworks([batch])])
+    assert losses[1] == pytest.approx(losses[0], rel=RELATIVE)
+    assert len(set(losses[0])) == 5
+
+
+def _config(**sdp_section: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "sdp": {"groups": 2, "capacity": 0.5, "engine": "vectorized", **sdp_section},
+    }
+
+
+def test_a_model_whose_rows_meet_is_refused() -> None:
+    model = build_model({"name": "resnet18", "stem": "cifar", "width": 4}, num_classes=10, image_size=8)
+    with pytest.raises(ModelError, match="mixes the rows of all groups"):
+        sdp.initialize(model=model, config=_config())
+
+
+def _adds_a_bias(model: Any) -> None:
+    """Of zeros at first, so that nothing shows before it is trained."""
+    for layer in model.model.layers:
+        layer.bias = torch.nn.Parameter(torch.zeros(12))
+        layer.register_forward_hook(lambda layer, _, hidden: hidden + layer.bias)
+
+
+def _compares_neurons(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: (args[0] / (1 + args[0].norm(dim=-1, keepdim=True)),))
+
+
+def _goes_past_a_branch(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.__class__ = type("Mlp", (type(layer.mlp),), {"__call__": lambda mlp, hidden: mlp.forward(hidden)})
+
+
+def _mixes_rows(model: Any) -> None:
+    model.model.norm.register_forward_hook(lambda _, __, hidden: hidden + hidden.mean(0, keepdim=True))
+
+
+REFUSED = {
+    "a branch is no block": (lambda _: None, {"units": ["model.layers.*.mlp"]}, r"model\.layers\.0\.mlp does more than add"),
+    "a norm is no block": (lambda _: None, {"units": ["model.layers.*.input_layernorm"]}, "0.input_layernorm does more than add"),
+    "more than branches": (_adds_a_bias, {}, r"model\.layers\.0 does more than add"),
+    "neurons that meet": (_compares_neurons, {"granularity": "neuron"}, r"model\.layers\.0\.mlp does more than add"),
+    "not a call": (_goes_past_a_branch, {"granularity": "neuron"}, "mlp is not called as a module"),
+    "rows that meet": (_mixes_rows, {}, "rows of groups meet in it"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_not_the_reference_in_one_pass_is_refused(why: str) -> None:
+    change, section, message = REFUSED[why]
+    model = models.build("even-llama")
+    change(model)
+    engine = sdp.initialize(model=model, config=_config(**section))[0]
+    with pytest.raises(ModelError, match=message) as error:
+        engine(_rows("llama", 0, 0, 2))
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_states_no_branches_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"Mlp does not state its residual branches \(neuron_branches\(\)\); use \"reference\""):
+        sdp.initialize(model=models.build("mlp"), config=_config())
+
+
+def test_shares_of_unequal_weight_are_refused() -> None:
+    engine = sdp.initialize(model=models.build("llama"), config=_config())[0]
+    batch = _rows("llama", 0, 0, 2)
+    engine(batch)
+    labels = batch["labels"].clone()
+    labels[0, 1] = -100
+    with pytest.raises(ModelError, match="different numbers of targets"):
+        engine({**batch, "labels": labels})
+
+
+@pytest.mark.parametrize(("key", "value"), [("masking", "backward"), ("branch_scale", "train")])
+def test_settings_without_a_meaning_in_one_pass_are_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f'sdp.{key}: "{value}" is not available with sdp.engine "vectorized"'):
+        sdp.initialize(model=models.build("llama"), config=_config(**{key: value}))
+
+
+def test_outputs_that_are_no_finite_numbers_compare_too() -> None:
+    masked = torch.tensor([1.0, -torch.inf, torch.nan])
+    assert _close(masked, masked * 1.00001, 1e-4)
+    assert not _close(masked, torch.tensor([1.0, 2.0, torch.nan]), 1e-4)
+    assert not _close(masked, masked * 1.001, 1e-4)
+    assert _close(torch.empty(0), torch.empty(0), 1e-4) and _close(torch.tensor([True]), torch.tensor([True]), 1e-4)
+    assert not _close(torch.tensor([1]), torch.tensor([2]), 1e-4)

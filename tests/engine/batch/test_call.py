@@ -1,0 +1,190 @@
+"""Batches of every shape: handed to the model, cut for workers and joined again; what is a loss and what a target."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import sdp
+import torch
+from sdp.engine.batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
+from sdp.engine.errors import DataError, ModelError
+from sdp.tests.support import models
+from torch import nn
+
+X, Y = torch.arange(6.0).view(2, 3), torch.tensor([1, 2])
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    hidden: dict[str, torch.Tensor] | None = None
+    kind: str = "fine"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+class Opaque:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+# -- trees -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_joined_field_by_field() -> None:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    one, two = torch.tensor(1.0), torch.tensor(3.0)
+    merged = merge_outputs([Output(one, {"h": X}), Output(two, {"h": X + 1})])
+    assert type(merged) is Output
+    assert merged.hidden is not None
+    assert merged.loss == 2.0
+    assert torch.equal(merged.hidden["h"], torch.cat([X, X + 1]))
+    assert merged.kind == "fine"
+    joined = merge_outputs([CausalLMOutput(loss=one, logits=X), CausalLMOutput(loss=two, logits=X)])
+    assert (joined.loss, joined["loss"], joined.logits.shape) == (2.0, 2.0, (4, 3))
+    nested = merge_outputs([(Pair(one, X), UserDict(a=[Output(one)])), (Pair(two, X), UserDict(a=[Output(two)]))])
+    assert type(nested[0]) is Pair
+    assert nested[0].x == nested[1]["a"][0].loss == 2.0
+    with pytest.raises(ModelError, match="the model returned a Opaque, which cannot be joined over workers; use tensors, tuples"):
+        merge_outputs([{"loss": one, "cache": Opaque([X])}] * 2)
+    assert merge_outputs([("text", Opaque(3))] * 2)[0] == "text"
+    assert merge_outputs([(torch.tensor(2),), (torch.tensor(5),)])[0] == 3.5
+
+
+class ReturnsDataclass(models.Mlp):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
+        return Output(super().forward(x, y))
+
+
+def test_a_dataclass_output_trains_every_worker() -> None:
+    """Its loss is the mean over the workers: the same gradients as the bare loss gives."""
+    config = {"sdp": {"engine": "reference", "groups": 2, "capacity": 0.5}, "train_micro_batch_size_per_gpu": 2}
+    gradients = []
+    for kind in (models.Mlp, ReturnsDataclass):
+        torch.manual_seed(0)
+        engine = sdp.initialize(model=kind(), config=config)[0]
+        engine.backward(engine(models.rows_of_all("mlp", 0, 0, 2)))
+        gradients.append({name: p.grad for name, p in engine.parameters_here.items()})
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("batch", [Frozen(X, Y), Pair(X, Y), UserDict(x=X, y=Y), {"x": X, "y": Y}])
+def test_batches_are_cut_and_moved(batch: Any) -> None:
+    def parts(tree: Any) -> list[torch.Tensor]:
+        return list(tree.values()) if isinstance(tree, dict | UserDict) else [tree.x, tree.y]
+
+    pieces = split_rows(batch, 2)
+    assert [type(piece) for piece in pieces] == [type(batch)] * 2
+    assert [[part.tolist() for part in parts(piece)] for piece in pieces] == [[[[0, 1, 2]], [1]], [[[3, 4, 5]], [2]]]
+    assert all(part.is_meta for part in parts(to_device(batch, torch.device("meta"))))
+    assert not any(part.is_meta for part in parts(batch)), "the caller's batch stays as it is"
+
+
+def test_batches_that_cannot_be_cut() -> None:
+    with pytest.raises(DataError, match="a batch of 2 rows cannot be cut for 3 workers"):
+        split_rows({"x": X}, 3)
+    with pytest.raises(DataError, match="the rows of a Opaque cannot be cut for 2 workers; use tensors, tuples"):
+        split_rows([Opaque(X)], 2)
+
+
+# -- what is a loss, what is a target ------------------------------------------------------------------------------------------------
+
+
+def test_losses() -> None:
+    loss = torch.tensor(2.0)
+    assert all(loss_of(output) is not None for output in (loss, loss[None], {"loss": loss}, (None, loss), Output(loss)))
+    for output in ("no loss", {"logits": loss}, (torch.zeros(2),), None):
+        with pytest.raises(ModelError, match="no loss was found"):
+            loss_of(output)
+    with pytest.raises(ModelError, match="scalar loss"):
+        loss_of(torch.zeros(2))
+
+
+class Labelled(nn.Module):
+    def forward(self, input_ids: Any, labels: Any) -> None: ...
+
+
+class Tagger(Labelled):
+    loss_type = "ForTokenClassification"  # as Hugging Face's models say it
+
+
+class One(nn.Module):
+    def forward(self, batch: Any) -> None: ...
+
+
+def test_targets() -> None:
+    tokens = torch.tensor([[1, 2, -100, 4]])
+    assert target_count(One(), {"input_ids": tokens, "labels": tokens}) == 2  # the first position predicts nothing
+    assert target_count(Labelled(), (tokens, tokens)) == 2, "the same model on the same tensors, by position"
+    assert target_count(One(), (tokens, tokens)) == 3, "nothing says that these are labels of a causal model"
+    assert target_count(Labelled(), (tokens, torch.tensor([1, -100]))) == 1
+    assert target_count(Tagger(), {"input_ids": tokens, "labels": tokens}) == 3
+    assert target_count(One(), (torch.zeros(3, 2), torch.tensor([1, -100, 0]))) == 2
+    assert target_count(One(), {"x": torch.zeros(3, 2), "y": torch.zeros(3, 4)}) == 12
+    assert target_count(One(), Frozen(X, Y)) == 2
+    with pytest.raises(DataError, match="no tensor"):
+        target_count(One(), ["text"])
+
+
+# -- calling -------------------------------------------------------------------------------------------------------------------------
+
+
+class Defaults(nn.Module):
+    def forward(self, x: Any, y: Any = 0, *, z: Any = 0) -> tuple[Any, ...]:
+        return x, y, z
+
+
+class Two(nn.Module):
+    def forward(self, x: Any, y: Any, z: Any = 0) -> tuple[Any, ...]:
+        return x, y, z
+
+
+class AnyKeywords(nn.Module):
+    def forward(self, batch: Any, **more: Any) -> tuple[Any, ...]:
+        return batch, more
+
+
+class AnyPositions(nn.Module):
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        return inputs
+
+
+def test_arguments_are_spread_by_name_and_place() -> None:
+    assert call_model(Defaults(), {"x": 1, "z": 3}) == (1, 0, 3)
+    assert call_model(Defaults(), {"input": 1}) == ({"input": 1}, 0, 0)
+    assert call_model(Defaults(), {"z": 3}) == ({"z": 3}, 0, 0), "x is missing, so these are not its arguments"
+    assert call_model(AnyKeywords(), {"x": 1, "y": 2}) == ({"x": 1, "y": 2}, {})
+    assert call_model(AnyKeywords(), {"batch": 1, "y": 2}) == (1, {"y": 2})
+    assert call_model(Two(), (1, 2)) == (1, 2, 0)
+    assert call_model(Two(), [1, 2, 3]) == (1, 2, 3)
+    assert call_model(AnyPositions(), (1, 2, 3)) == (1, 2, 3)
+    for batch in ((1,), (1, 2)):
+        assert call_model(Defaults(), batch) == (batch, 0, 0), "it fits as the one argument, as DeepSpeed passes it"
+
+
+def test_keys_that_are_too_many_are_named() -> None:
+    with pytest.raises(DataError, match=r"^a batch has w, which Two.forward\(x, y, z\) does not take; leave it out of the batch$"):
+        call_model(Two(), {"x": 1, "y": 2, "w": 3})
+    linear = nn.Linear(1, 1)
+    with pytest.raises(DataError, match=r"^a batch has labels, mask, which Linear.forward\(input\) does not take; leave it out of .* \("):
+        call_model(linear, {"input": X, "labels": 2, "mask": 3})
+    whole = {"x": 1, "labels": 2}
+    assert call_model(Defaults(), whole) == (whole, 0, 0), "it may be the one argument"
+
+
+@pytest.mark.parametrize("batch", [(1, 2, 3, 4), (1,), {"x": 1}, {"x": 1, "w": 2}])
+def test_batches_that_fit_no_call(batch: Any) -> None:
+    with pytest.raises(DataError, match=r"a batch \(.*\) does not fit Two.forward\(x, y, z\): missing a required argument: 'y'"):
+        call_model(Two(), batch)

@@ -1,0 +1,115 @@
+"""What every rank must have alike is compared before any waits for another."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+from sdp.engine.distributed.agreement import _first_difference, _text
+from sdp.engine.errors import ConfigError
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case
+from sdp.tests.support.ranks import RankPool
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+def _start(kind: str, engine: str) -> str:
+    """The error of a rank, of which the last differs in ``kind``."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    config = Case(2, 1, placement="cyclic", stage=int(kind == "offload")).config(engine)
+    changes: dict[str, dict[str, Any]] = {
+        "optimizer": {"optimizer": {"type": "SGD", "params": {"lr": 0.2}}},
+        "gradient_clipping": {"gradient_clipping": 0.5},
+        "seed": {"training": {"seed": 1}},
+        "micro-batch": {"train_micro_batch_size_per_gpu": 3},
+        "placement": {"sdp": config["sdp"] | {"placement": {f"layers.{i}": [0, 1] for i in (3, 1, 2, 0)}}},
+        "DeepSpeed's own": {"zero_optimization": {"stage": 0, "reduce_bucket_size": 500}},
+        "offload": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        "own affairs": {"steps_per_print": 3, "data": {"num_workers": 1}, "training": {"keep": 7}},
+    }
+    if kind == "placement":
+        config["sdp"]["placement"] = {f"layers.{i}": [0, 1] for i in range(4)}
+    config |= changes.get(kind, {}) if last else {}
+    model = models.Mlp()
+    if kind == "model" and last:
+        model.head = torch.nn.Linear(models.WIDTH, models.OUT + 1)
+    if kind == "frozen" and last:
+        model.head.requires_grad_(False)
+    samples = [{"x": torch.zeros(1)}] * (12 if kind == "data" and last else 24)
+    given: dict[str, Any] = {"training_data": samples}
+    if kind == "rate":
+        given["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.2 if last else 0.1)
+        del config["optimizer"], config["scheduler"]
+    try:
+        sdp.initialize(model=model, config=config, **given)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("optimizer", "optimizer.params.lr: rank 0 has 0.1, rank 1 has 0.2; start all with the same configuration, model and data"),
+        ("gradient_clipping", "gradient_clipping: rank 0 has 0, rank 1 has 0.5; "),
+        ("seed", "training.seed: rank 0 has 0, rank 1 has 1; "),
+        ("micro-batch", "train_micro_batch_size_per_gpu: rank 0 has 2, rank 1 has 3; "),
+        ("model", "the model's parameters.head.bias.shape: rank 0 has [3], rank 1 has [4]; "),
+        ("frozen", "the model's parameters.head.bias.is trained: rank 0 has true, rank 1 has false; "),
+        ("rate", "the learning rate of stem.weight: ranks have different values, from 0.1 to 0.2; "),
+        ("data", "the samples of training_data, which the loader shares out: rank 0 has 24, rank 1 has 12; "),
+        ("placement", ""),  # in another order
+        ("own affairs", ""),
+    ],
+)
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=needs_deepspeed)])
+def test_a_rank_that_differs_stops_all(ranks: RankPool, engine: str, kind: str, message: str) -> None:
+    answers = ranks.run(_start, kind, engine, world=2, timeout=60)
+    assert answers[0] == answers[1]
+    assert answers[0].startswith(message)
+    assert bool(answers[0]) == bool(message)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("DeepSpeed's own", "zero_optimization.reduce_bucket_size: rank 0 has nothing, rank 1 has 500; "),
+        ("offload", 'zero_optimization.offload_optimizer.device: rank 0 has "none", rank 1 has "cpu"; '),
+    ],
+)
+def test_deepspeeds_own_settings_are_compared(ranks: RankPool, kind: str, message: str) -> None:
+    assert all(answer.startswith(message) for answer in ranks.run(_start, kind, "deepspeed", world=2, timeout=60))
+
+
+def _own_groups() -> tuple[int, dict[str, float]]:
+    """An optimizer of a group for each parameter that the rank has: ranks have different numbers of them."""
+    config = Case(2, 1).config("fsdp2")
+    del config["optimizer"], config["scheduler"]
+    config["sdp"]["placement"] = {"layers.0": [0], "layers.1": [0], "layers.2": [0, 1], "layers.3": [0, 1]}
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 if p.ndim > 1 else 0.05} for p in parameters], lr=0.1)
+
+    engine = sdp.initialize(model=models.Mlp(), optimizer=optimizer, config=config)[0]
+    return len(engine.get_lr()), engine.rates_of_parameters()
+
+
+def test_ranks_may_have_groups_of_their_own(ranks: RankPool) -> None:
+    (first, rates), (second, others) = ranks.run(_own_groups, world=2)
+    assert first > second
+    assert rates == others
+    assert rates.keys() == {name for name, _ in models.Mlp().named_parameters()}
+    assert all(rate == (0.1 if models.Mlp().get_parameter(name).ndim > 1 else 0.05) for name, rate in rates.items())
+
+
+def test_how_a_number_is_written_is_no_difference() -> None:
+    assert _text({"weight_decay": 0, "betas": [0.9, 1.0]}) == _text({"betas": (0.9, 1), "weight_decay": 0.0})
+    assert _text(0) != _text(False)
+    assert _first_difference("a", {"x": 1, "y": float("nan"), "z": 2}, {"x": 1, "y": float("nan"), "z": 3}) == ("a.z", "2", "3")
+    assert _first_difference("a", {"x": 1}, {"x": True}) == ("a.x", "1", "true")

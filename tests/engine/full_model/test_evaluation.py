@@ -1,0 +1,379 @@
+"""Evaluation of the full model by streamed units, and of every group's own subnetwork."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sdp.engine.errors import DataError
+from sdp.engine.full_model.evaluation import StreamedEvaluation
+from sdp.engine.full_model.lockstep import Lockstep
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, reference
+from sdp.tests.support.ranks import RankPool
+from torch import nn
+
+TABLE = [
+    Case(2, 1, 0, model="llama-tied-meta"),
+    *(Case(2, 2, stage, model="llama") for stage in (1, 2, 3)),
+    Case(4, 2, 3, 3, placement="profile", model="llama-meta"),
+    Case(4, 1, 0, placement="cyclic"),
+    Case(1, 4, 3, placement="full", model="llama-tied"),
+    Case(2, 2, 3, model="even-llama-meta", tp=2),
+    Case(2, 1, 0, model="even-llama-tied", tp=2),
+    Case(4, 1, 0, placement="cyclic", model="even-llama-tied-meta", tp=2),
+    Case(4, 1, 0, placement="cyclic", masking="backward"),
+    Case(2, 2, 3, model="llama-tied-meta", masking="backward"),
+    Case(2, 1, 0, model="even-llama", tp=2, masking="backward"),
+]
+
+
+def _batches(case: Case, rank: int) -> list[Any]:
+    """A different number on every rank, 1 to 11: more than one chunk of lockstep passes; rows and ignored labels differ too."""
+    return [models.micro_batch(case.model, 500 + index, index, rank, rows=1 + (index + rank) % 3) for index in range(1 + 5 * (rank % 3))]
+
+
+def _evaluate(case: Case) -> tuple[float, list[float], Any, list[str]]:
+    engine = engine_of(case)
+    one_step(engine, case, 0, data_rank=data_rank_of(case))
+    engine.step()
+    batches = _batches(case, data_rank_of(case))
+    full, own = engine.evaluate(iter(batches)), engine.evaluate_subnetworks(batches)
+    return full, own, engine.full_state_dict(), [name for name, _ in engine.module.named_parameters()]
+
+
+def _expected(case: Case, state: dict[str, torch.Tensor], ranks: range, held: Any = None) -> float:
+    """The token-weighted mean loss of the full model in this process (or with only the units in ``held``)."""
+    model = models.build(case.model)
+    if next(model.parameters()).is_meta:
+        model.to_empty(device="cpu")
+        if "tied" in case.model:
+            model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
+    model.load_state_dict(state)
+    layers: Any = model.layers if case.model.startswith("mlp") else model.model.layers  # type: ignore[union-attr]
+    for index in range(4):
+        if held is not None and index not in held:
+            layers[index] = _Skip()
+    total = weight = 0.0
+    with torch.no_grad():
+        for rank in ranks:
+            for batch in _batches(case, rank):
+                if "labels" in batch:
+                    tokens = int((batch["labels"][:, 1:] != -100).sum())
+                else:
+                    tokens = batch["y"].numel()
+                total, weight = total + model(**batch).item() * tokens, weight + tokens
+    return total / weight
+
+
+class _Skip(nn.Module):
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_evaluate_is_the_loss_of_the_full_model(ranks: RankPool, case: Case) -> None:
+    results = ranks.run(_evaluate, case, world=case.world)
+    state = results[0][2]
+    expected = _expected(case, state, range(case.data_ranks))
+    assert [result[0] for result in results] == pytest.approx([expected] * case.world, rel=1e-6)
+    holders = engine_of(case, "reference").layout.placement
+    for group in range(case.groups):
+        held = {unit for unit in range(4) if holders.holds(group, unit) or case.masking == "backward"}
+        own = _expected(case, state, range(group * case.fsdp, (group + 1) * case.fsdp), held)
+        assert [result[1][group] for result in results] == pytest.approx([own] * case.world, rel=1e-6), f"group {group}"
+    if case.placement != "full":
+        assert abs(results[0][1][0] - expected) > 1e-4, "a subnetwork's loss is not the full model's"
+
+
+def _own_losses(case: Case) -> list[float]:
+    here = [_equal_rows(case, step, dist.get_rank()) for step in range(2)]
+    return engine_of(case).evaluate_subnetworks(here)
+
+
+def _equal_rows(case: Case, step: int, rank: int) -> Any:
+    return models.micro_batch(case.model, 700 + step, step, rank)
+
+
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+def test_the_reference_gives_every_group_its_own_rows(ranks: RankPool, masking: Any) -> None:
+    case = Case(2, 2, 3, model="llama", masking=masking)
+    native = ranks.run(_own_losses, case, world=case.world)
+    batches = []
+    for step in range(2):
+        parts = [_equal_rows(case, step, rank) for rank in range(case.world)]
+        batches.append({key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+    expected = engine_of(case, "reference").evaluate_subnetworks(batches)
+    assert abs(expected[0] - expected[1]) > 1e-3
+    assert native == [pytest.approx(expected, rel=1e-6)] * case.world
+
+
+def test_bf16_evaluation(ranks: RankPool) -> None:
+    case = Case(2, 2, 3, model="llama", bf16=True)
+    results = ranks.run(_evaluate, case, world=4)
+    assert [result[0] for result in results] == pytest.approx([_expected(case, results[0][2], range(4))] * 4, rel=2e-2)
+
+
+# -- evaluation changes nothing ------------------------------------------------------------------------------------------------------
+
+
+def _train_with_evaluations(case: Case) -> Any:
+    """As ``cases.train``, with evaluations between steps and in the middle of accumulation."""
+    engine = engine_of(case)
+    for step in range(case.steps):
+        for micro in range(case.accumulation):
+            engine.backward(engine(models.micro_batch(case.model, step, micro, dist.get_rank())))
+            assert engine.module.training
+            engine.evaluate(_batches(case, dist.get_rank())[:2])
+            engine.evaluate_subnetworks(_batches(case, dist.get_rank())[:2])
+            engine.step()
+            engine.evaluate(_batches(case, dist.get_rank())[:2])
+            assert engine.full_state_dict() is None or dist.get_rank() == 0
+    assert all("forward" not in vars(stand_in) for stand_in in engine._backend.stand_ins.values())
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize(("stage", "masking"), [*((stage, "forward") for stage in range(4)), (3, "backward")])
+def test_training_goes_on_as_if_nothing_was_evaluated(ranks: RankPool, stage: int, masking: Any) -> None:
+    case = Case(2, 2, stage, 3, model="llama-tied", optimizer="adamw", masking=masking)
+    state = ranks.run(_train_with_evaluations, case, world=4)[0]
+    expected = reference(case).after
+    assert expected is not None
+    for name, weight in expected.items():
+        torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5 * weight.abs().max().item())
+
+
+# -- dropout and running statistics --------------------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """A residual block that behaves otherwise in training: dropout and batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.drop = nn.Dropout(0.5)
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(torch.tanh(self.linear(self.norm(x))))
+
+
+class NoisyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.layers = nn.ModuleList(Noisy() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x[:, :3], y)
+
+
+def _evaluate_noisy(case: Case) -> tuple[float, float, Any, Any]:
+    torch.manual_seed(0)
+    engine = sdp.initialize(model=NoisyModel(), config=case.config())[0]
+    for step in range(3):
+        engine.backward(engine(models.micro_batch("mlp", step, 0, dist.get_rank(), rows=8)))
+        engine.step()
+    batch = models.micro_batch("mlp", 99, 0, 0, rows=8)
+    losses = engine.evaluate([batch]), engine.evaluate([batch])
+    here = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    return *losses, engine.full_state_dict(), here
+
+
+@pytest.mark.parametrize("case", [Case(2, 1), Case(2, 2, 3), Case(2, 2, 3, masking="backward")], ids=str)
+def test_evaluation_mode_and_statistics_of_one_model(ranks: RankPool, case: Case) -> None:
+    """A guest must neither drop activations nor take the batch's statistics; statistics are those of the full state, though each
+    rank has tracked its own of the shared part and of what it holds with others, and it goes on with those of the full state.
+    """
+    results = ranks.run(_evaluate_noisy, case, world=case.world)
+    model = NoisyModel().eval()
+    model.load_state_dict(results[0][2])
+    expected = model(**models.micro_batch("mlp", 99, 0, 0, rows=8)).item()
+    for first, second, _, here in results:
+        assert first == second == pytest.approx(expected, rel=1e-5)
+        assert here
+        assert all(torch.equal(buffer, results[0][2][name]) for name, buffer in here.items())
+
+
+def _frozen_mode() -> bool:
+    model = NoisyModel()
+    engine = sdp.initialize(model=model, config=Case(2, 1).config())[0]
+    engine.module.get_submodule("layers.1.norm").eval()  # a user's frozen statistics
+    engine.evaluate([models.micro_batch("mlp", 0, 0, 0, rows=4)])
+    return engine.module.get_submodule("layers.1").training and not engine.module.get_submodule("layers.1.norm").training
+
+
+def test_modes_of_single_modules_survive(ranks: RankPool) -> None:
+    assert ranks.run(_frozen_mode, world=2) == [True, True]
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------------------
+
+
+def _live_guests(stage: int) -> tuple[int, int]:
+    """Guest units that were assembled, and the most of them that were alive at one time."""
+    case = Case(4, 1, stage, model="llama", placement="profile")
+    engine = engine_of(case)
+    guests: list[list[weakref.ref[torch.Tensor]]] = []
+    peak, original = 0, StreamedEvaluation._assemble
+
+    def assemble(self: StreamedEvaluation, *args: Any) -> dict[str, torch.Tensor]:
+        nonlocal peak
+        made = original(self, *args)
+        guests.append([weakref.ref(tensor) for tensor in made.values()])
+        peak = max(peak, sum(any(reference() is not None for reference in guest) for guest in guests))
+        return made
+
+    StreamedEvaluation._assemble = assemble  # type: ignore[method-assign]
+    try:
+        engine.evaluate(_batches(case, dist.get_rank()))
+    finally:
+        StreamedEvaluation._assemble = original  # type: ignore[method-assign]
+    return len(guests), peak
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_or_two_guests_are_in_memory(ranks: RankPool, stage: int) -> None:
+    found = ranks.run(_live_guests, stage, world=4)
+    assert sum(guests for guests, _ in found) > 8
+    assert max(peak for _, peak in found) <= 2, found
+
+
+# -- what a model may look like, and errors --------------------------------------------------------------------------------------------
+
+
+class TakesTuple(models.Mlp):
+    def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:  # type: ignore[override]
+        return {"loss": super().forward(*batch), "extra": None}
+
+
+class TakesDict(models.Mlp):
+    def forward(self, batch: dict[str, torch.Tensor]) -> Any:  # type: ignore[override]
+        return super().forward(batch["x"], batch["y"]), "logits"
+
+
+def _calling_conventions() -> list[float]:
+    losses = []
+    for kind, convert in ((models.Mlp, tuple), (models.Mlp, None), (TakesTuple, tuple), (TakesDict, None), (models.Mlp, list)):
+        torch.manual_seed(0)
+        engine = sdp.initialize(model=kind(), config=Case(2, 1).config())[0]
+        named = models.micro_batch("mlp", 0, 0, dist.get_rank())
+        batch: Any = named if convert is None else convert(named.values())
+        losses.append(engine.evaluate([batch]))
+        engine.backward(engine(batch))
+        engine.step()
+    return losses
+
+
+def test_calling_conventions(ranks: RankPool) -> None:
+    first, second = ranks.run(_calling_conventions, world=2)
+    assert first == second
+    assert first == pytest.approx([first[0]] * 5, rel=1e-6)
+
+
+def _all_ignored() -> float:
+    case = Case(2, 1, model="llama")
+    engine = engine_of(case)
+    batch = models.micro_batch("llama", 0, 0, 0)
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    return engine.evaluate([nothing, batch] if dist.get_rank() == 0 else [batch, nothing]) - engine.evaluate([batch])
+
+
+def test_a_batch_without_targets_weighs_nothing(ranks: RankPool) -> None:
+    """Its mean loss is 0/0."""
+    assert ranks.run(_all_ignored, world=2) == pytest.approx([0.0, 0.0], abs=1e-6)
+    engine = engine_of(Case(2, 1, model="llama"), "reference")
+    batch = models.micro_batch("llama", 0, 0, 0)
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    assert engine.evaluate([nothing, batch]) == pytest.approx(engine.evaluate([batch]))
+
+
+def _failing(case: Case) -> list[str]:
+    """Errors of: an impossible batch in the second chunk, no batch on one rank; then a good evaluation."""
+    engine = engine_of(case)
+    good = models.micro_batch(case.model, 0, 0, dist.get_rank())
+    bad = {**good, "x": torch.randn(2, models.IN + 1)}
+    messages = []
+    before = engine.evaluate([good])
+    for batches in ([good] * 8 + [bad, good], [] if dist.get_rank() == 1 else [good]):
+        try:
+            engine.evaluate(batches)
+        except (RuntimeError, DataError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    assert engine.module.training
+    assert engine.evaluate([good]) == before
+    return messages
+
+
+@pytest.mark.parametrize("case", [Case(2, 1), Case(2, 2, 3)], ids=str)
+def test_errors_come_out_and_the_engine_lives_on(ranks: RankPool, case: Case) -> None:
+    start = time.monotonic()
+    for messages in ranks.run(_failing, case, world=case.world, timeout=240):
+        assert len(messages) == 2
+        assert messages[0].startswith("RuntimeError: ")
+        assert messages[1] == "DataError: evaluate: a rank has no batch; give every rank at least one"
+    assert time.monotonic() - start < 200, "ranks waited for a collective that never came"
+
+
+def test_lockstep_ends_all_passes_when_one_fails() -> None:
+    before = threading.active_count()
+    lockstep: Lockstep[int] = Lockstep(torch.device("cpu"), lambda: None)
+
+    def fine() -> int:
+        lockstep.stop("a")
+        lockstep.stop("b")
+        return 1
+
+    def broken() -> int:
+        lockstep.stop("a")
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        lockstep.run([fine, broken, fine], lambda _: None)
+    with pytest.raises(RuntimeError, match="different ways"):
+        lockstep.run([fine, lambda: 2], lambda _: None)
+    stops: list[str] = []
+    assert lockstep.run([fine, fine], stops.append) == [1, 1]
+    assert stops == ["a", "b"]
+    lockstep.stop("outside of run")
+    assert threading.active_count() == before
+
+
+class _Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def _gradients_with_an_evaluation_between(evaluates: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    engine = sdp.initialize(model=_Normalised(), config={"train_micro_batch_size_per_gpu": 4, "sdp": {"groups": 2}})[0]
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss = engine(x)
+    if evaluates:
+        engine.evaluate([x])
+    engine.backward(loss)
+    return {name: p.grad.clone() for name, p in engine.parameters_here.items() if p.grad is not None}
+
+
+def test_an_evaluation_between_forward_and_backward_changes_no_gradient(ranks: RankPool) -> None:
+    without, with_one = (ranks.run(_gradients_with_an_evaluation_between, evaluates, world=2) for evaluates in (False, True))
+    for before, after in zip(without, with_one, strict=True):
+        assert before
+        assert all(torch.equal(before[name], after[name]) for name in before)

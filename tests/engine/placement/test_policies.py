@@ -1,0 +1,369 @@
+"""Random and balanced placements: capacities, coverage, connectivity and balance as properties, and against all placements there are."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from sdp.engine.config.schema import SDPSection
+from sdp.engine.errors import ConfigError, PlacementError
+from sdp.engine.placement.packing import Packing, connect, fill, shuffle
+from sdp.engine.placement.placement import COMMUNICATORS, Placement
+from sdp.engine.placement.policies import place, warnings_of
+from sdp.engine.placement.units import Unit, find_neuron_units, find_units
+from sdp.engine.sync.consistency import check_placement
+from sdp.models.registry import build_model
+
+# The eight basic blocks of ResNet-18 for 32 × 32 images (He et al., arXiv 1512.03385; stem of stride 1, as usual on CIFAR): convolutions
+# of 3 × 3 without biases, 2 batch norms, and in the first block of stages 2 to 4 a 1 × 1 convolution with a batch norm.
+STAGES = [(64, 64, 32), (64, 64, 32), (64, 128, 16), (128, 128, 16), (128, 256, 8), (256, 256, 8), (256, 512, 4), (512, 512, 4)]
+RESNET_PARAMETERS = [9 * i * o + 9 * o * o + 4 * o + (i * o + 2 * o) * (i != o) for i, o, _ in STAGES]
+RESNET_FLOPS = [2 * side**2 * (9 * i * o + 9 * o * o + i * o * (i != o)) for i, o, side in STAGES]
+
+
+GOLDEN_RANDOM = ((0, 3), (0, 1), (0, 2), (1, 2), (2, 3), (1, 3))
+GOLDEN_RANDOM_FALLING = ((0, 1, 2, 3), (1, 2, 3), (0, 1), (0,), (3,), (2,))
+GOLDEN_CYCLIC_FALLING = ((0, 1, 2, 3), (0, 1, 2), (0, 3), (1,), (2,), (3,))
+GOLDEN_BALANCED = ((0, 2), (0, 1), (0, 3), (1, 2, 3), (0, 2), (0, 1))
+
+
+def units(costs: list[int], flops: list[int] | None = None) -> list[Unit]:
+    return [Unit(index, f"layers.{index}", (), cost, flops[index] if flops else 0) for index, cost in enumerate(costs)]
+
+
+def placed(these: list[Unit], **values: Any) -> Placement:
+    return place(SDPSection(**values), these)
+
+
+def test_resnet_costs_are_those_of_the_paper() -> None:
+    assert sum(RESNET_PARAMETERS) + 3 * 9 * 64 + 2 * 64 + 512 * 1000 + 1000 == 11_689_512 - 3 * 64 * (49 - 9)  # torchvision's resnet18
+    assert RESNET_FLOPS[0] == 2 * 2 * 9 * 64 * 64 * 32 * 32
+
+
+def test_resnet_blocks_are_balanced_within_their_memory() -> None:
+    these = units(RESNET_PARAMETERS, RESNET_FLOPS)
+    placement = placed(these, groups=4, capacity=0.5, placement="balanced", profile="uniform")
+    assert placement.imbalance <= 1.05
+    assert placement.loads.max() == placement.bound
+    assert "(proved the least)" in placement.describe()
+    assert all(placement.held_fraction(group) <= 0.5 for group in range(4))
+    assert [len(holders) for holders in placement.holders].count(2) >= 7
+    assert placement.connected
+    # Where holders fall with depth, eight blocks do not allow it, which is proved.
+    falling = placed(these, groups=4, capacity=0.5, placement="balanced", profile="depth")
+    assert 1.05 < falling.imbalance < 1.07
+    assert falling.loads.max() == falling.bound
+    assert all(falling.held_fraction(group) <= 0.5 for group in range(4))
+    # What it is for: the same number of blocks for all does not fit, by far.
+    cyclic = placed(these, groups=4, capacity=0.5, profile="uniform")
+    assert max(cyclic.held_fraction(group) for group in range(4)) > 0.75
+
+
+RESNET = {"name": "resnet18", "stem": "cifar", "num_classes": 10, "image_size": 32}
+
+
+@pytest.mark.parametrize(("profile", "proved"), [("uniform", "proved the least"), ("depth", "proved within 3.45% of the least")])
+def test_resnet_of_the_registry_is_balanced_by_channels(profile: Any, proved: str) -> None:
+    these = find_neuron_units(build_model(RESNET), 8)
+    placement = placed(these, groups=4, capacity=0.5, placement="balanced", profile=profile)
+    assert placement.imbalance <= 1.05
+    assert placement.loads.max() <= placement.bound * (1 if profile == "uniform" else 1.035)
+    assert f"FLOPs ({proved})" in placement.describe()
+    assert placement.connected
+
+
+def test_resnet_blocks_that_cannot_be_balanced() -> None:
+    these = find_units(build_model(RESNET), "auto")
+    with pytest.raises(PlacementError, match=r"no room to hold 'layer4.1' at all .*74.4%.* 0.755 would do.*\"neuron\".*sdp.protect"):
+        placed(these, groups=4, capacity=0.5, placement="balanced")
+    section = SDPSection(groups=4, capacity=0.5, profile="uniform")
+    (note,) = warnings_of(section, place(section, these))
+    assert note.startswith("units differ in size: a group holds 6% to 94% of their parameters, and the slowest has 1.20 × the mean work")
+    assert warnings_of(section, place(section, units([7] * 5))) == []
+
+
+capacity_lists = st.lists(st.floats(0.2, 1.0), min_size=2, max_size=8)
+cost_lists = st.lists(st.integers(1, 1000), min_size=2, max_size=20)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    capacity=capacity_lists,
+    costs=cost_lists,
+    kind=st.sampled_from(["random", "balanced"]),
+    profile=st.sampled_from(["uniform", "depth"]),
+    with_flops=st.booleans(),
+)
+def test_capacities_coverage_and_determinism(capacity: list[float], costs: list[int], kind: Any, profile: Any, with_flops: bool) -> None:
+    assume(sum(capacity) >= 1)
+    these = units(costs, costs[::-1] if with_flops else None)
+    values = {"groups": len(capacity), "capacity": capacity, "placement": kind, "profile": profile, "seed": 1}
+    try:
+        placement = placed(these, **values)
+    except PlacementError as error:
+        assert "\n" not in str(error)
+        assert "the groups have no room" in str(error)
+        suggested = str(error).split("units' parameters); ")[1].split(" would do")[0]
+        larger = [float(part) for part in suggested.strip("[]").split(", ")]
+        placed(these, **{**values, "capacity": larger * (len(capacity) // len(larger))})
+        return
+    for group, limit in enumerate(capacity):
+        assert placement.held_fraction(group) <= limit + 1e-8
+    assert all(placement.holders)
+    assert placement.loads.max() >= placement.bound > 0
+    assert placed(these, **values) == placement
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups=st.integers(2, 8), count=st.integers(2, 24), held=st.integers(1, 24), kind=st.sampled_from(["random", "balanced"]))
+def test_equal_units_are_connected_and_fill_every_group(groups: int, count: int, held: int, kind: Any) -> None:
+    assume(held <= count <= held * groups)
+    placement = placed(units([7] * count), groups=groups, capacity=held / count, placement=kind, profile="uniform")
+    if held > COMMUNICATORS and groups > 5:  # units are bundled, and bundles may not fill every group
+        assert placement.matrix.sum(axis=1).max() <= held
+        assert placement.guarantees()["communicators_per_rank"] <= COMMUNICATORS + 1
+        return
+    assert set(placement.matrix.sum(axis=1)) == {held}
+    counts = [len(holders) for holders in placement.holders]
+    assert max(counts) - min(counts) <= 1
+    assert placement.connected == placement.can_be_connected
+    assert placement.imbalance == 1.0
+    assert placement.loads.max() == placement.bound
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.integers(1, 6),
+    profile=st.lists(st.integers(1, 6), min_size=1, max_size=12),
+    kind=st.sampled_from(["cyclic", "random", "balanced"]),
+)
+def test_listed_holders_are_kept_and_connected_where_they_can_be(groups: int, profile: list[int], kind: Any) -> None:
+    assume(max(profile) <= groups)
+    placement = placed(units([5] * len(profile)), groups=groups, profile=profile, placement=kind)
+    assert [len(holders) for holders in placement.holders] == profile
+    assert placement.can_be_connected == (sum(profile) >= groups + len(profile) - 1)
+    assert placement.connected == placement.can_be_connected
+
+
+def _best_of_all(costs: list[int], flops: list[int], wanted: list[int], room: list[int]) -> tuple[int, int] | None:
+    """(−links, slowest) of the best of all placements."""
+    groups = len(room)
+    subsets = [s for k in range(1, groups + 1) for s in itertools.combinations(range(groups), k)]
+    best = None
+    for holders in itertools.product(*([s for s in subsets if len(s) <= k] for k in wanted)):
+        memory, work = [0] * groups, [0] * groups
+        for cost, flop, members in zip(costs, flops, holders, strict=True):
+            for group in members:
+                memory[group] += cost
+                work[group] += flop
+        if all(used <= limit for used, limit in zip(memory, room, strict=True)):
+            found = (-sum(map(len, holders)), max(work))
+            best = found if best is None or found < best else best
+    return best
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), capacity=st.lists(st.floats(0.3, 0.9), min_size=3, max_size=3))
+def test_few_units_are_placed_as_well_as_they_can_be(data: st.DataObject, capacity: list[float]) -> None:
+    assume(sum(capacity) >= 1)
+    costs, flops = (data.draw(st.lists(st.integers(1, 30), min_size=4, max_size=4)) for _ in range(2))
+    values: dict[str, Any] = {"groups": 3, "capacity": capacity}
+    wanted = [len(held) for held in placed(units(costs), groups=3, capacity=min(1.0, sum(capacity) / 3)).holders]
+    assume(len(set(costs)) > 1)
+    best = _best_of_all(costs, flops, wanted, [int(c * sum(costs) + 1e-9 * sum(costs)) for c in capacity])
+    if best is None:
+        with pytest.raises(PlacementError, match="no room"):
+            placed(units(costs, flops), **values, placement="balanced")
+        return
+    placement = placed(units(costs, flops), **values, placement="balanced")
+    links = sum(map(len, placement.holders))
+    assert -links == best[0]
+    assert placement.bound <= best[1]
+    if links < 3 + 4 - 1:  # nothing was exchanged to connect
+        assert placement.loads.max() <= max(1.002 * placement.bound, best[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), groups=st.integers(2, 7), count=st.integers(1, 9))
+def test_connecting_keeps_holders(data: st.DataObject, groups: int, count: int) -> None:
+    held = np.array(data.draw(st.lists(st.lists(st.booleans(), min_size=count, max_size=count), min_size=groups, max_size=groups)))
+    assume(held.any(axis=0).all())
+    ones = np.ones(count, dtype=np.int64)
+    packing = Packing(np.full(groups, count, dtype=np.int64), ones, ones, held.sum(axis=0))
+    joined = connect(packing, held)
+    assert (joined.sum(axis=0) == held.sum(axis=0)).all()
+    names = tuple(map(str, range(count)))
+    placement = Placement(groups, names, tuple(tuple(np.flatnonzero(column).tolist()) for column in joined.T), (1,) * count)
+    assert placement.connected == placement.can_be_connected
+
+
+def test_shuffles_keep_the_margins_and_the_rooms() -> None:
+    size = np.array([5, 3, 3, 2, 2, 1, 1, 1], dtype=np.int64)
+    packing = Packing(np.array([9, 9, 9, 9], dtype=np.int64), size, size, np.full(8, 2, dtype=np.int64))
+    held = fill(packing, in_rounds=True, by_work=False)
+    seen = set()
+    for seed in range(20):
+        other = shuffle(packing, held, seed)
+        assert (other.sum(axis=0) == held.sum(axis=0)).all()
+        assert (other.sum(axis=1) == held.sum(axis=1)).all()
+        assert (packing.left(other) >= 0).all()
+        seen.add(other.tobytes())
+    assert len(seen) > 10
+
+
+def _waiting(placement: Placement) -> int:
+    """Work from a holder's gradient of a unit to the last holder's, over units and holders, where groups skip what they do not hold."""
+    last = len(placement.units) - 1
+    waiting = 0
+    for unit, holders in enumerate(placement.holders):
+        done = [sum(placement.work[u] for u in range(unit, last + 1) if placement.holds(group, u)) for group in holders]
+        waiting += sum(max(done) - at for at in done)
+    return waiting
+
+
+def test_holders_of_equal_units_come_to_them_together() -> None:
+    """With 4 groups that hold 2 of 4 blocks each the units can be met in pairs: first all groups' last ones, then the ones before."""
+    huge = 10**17  # FLOPs: those of all units and groups do not fit 64 bits
+    placement = placed(units([7] * 8, [huge] * 8), groups=4, capacity=0.5, placement="balanced", profile="uniform")
+    for late in (7, 5, 3, 1):
+        assert sorted(placement.holders[late] + placement.holders[late - 1]) == [0, 1, 2, 3]
+    assert _waiting(placement) == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=st.integers(2, 8),
+    capacity=st.sampled_from([0.25, 0.375, 0.5, 0.75]),
+    costs=st.lists(st.sampled_from([4, 8]), min_size=4, max_size=24),
+    profile=st.sampled_from(["uniform", "depth"]),
+)
+def test_the_order_of_equal_units_changes_only_who_waits(groups: int, capacity: float, costs: list[int], profile: Any) -> None:
+    assume(groups * capacity >= 1)
+    values: dict[str, Any] = {"groups": groups, "capacity": capacity, "placement": "balanced", "profile": profile}
+    try:
+        placement = placed(units(costs, costs[::-1]), **values)
+    except PlacementError:
+        assume(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sdp.engine.placement.policies.in_step", lambda packing, held, bundles, work: held)
+        plain = placed(units(costs, costs[::-1]), **values)
+    for key in {(costs[unit], costs[-1 - unit]) for unit in range(len(costs))} if groups <= 5 else ():  # else in bundles of equal sums
+        alike = [unit for unit in range(len(costs)) if (costs[unit], costs[-1 - unit]) == key]
+        assert sorted(placement.holders[unit] for unit in alike) == sorted(plain.holders[unit] for unit in alike)
+    assert [len(holders) for holders in placement.holders] == [len(holders) for holders in plain.holders]
+    promised, before = placement.guarantees(), plain.guarantees()
+    assert promised.pop("spectral_gap") == pytest.approx(before.pop("spectral_gap"), abs=1e-9)
+    assert promised == before
+    assert _waiting(placement) <= _waiting(plain)
+
+
+def test_random_follows_the_seed_and_balanced_has_the_larger_gap() -> None:
+    layers = units([7] * 16)
+    drawn = [placed(layers, groups=8, capacity=0.25, placement="random", seed=seed) for seed in range(8)]
+    assert len(set(drawn)) == 8
+    balanced = placed(layers, groups=8, capacity=0.25, placement="balanced")
+    assert balanced.spectral_gap > np.median([placement.spectral_gap for placement in drawn])
+    assert balanced.spectral_gap > placed(layers, groups=8, capacity=0.25).spectral_gap
+
+
+def test_placements_that_must_never_change() -> None:
+    """A rank on another machine, with another Python, must come to the same."""
+    uniform: dict[str, Any] = {"groups": 4, "profile": "uniform"}
+    assert placed(units([7] * 6), **uniform, capacity=0.5, placement="random", seed=5).holders == GOLDEN_RANDOM
+    assert placed(units([7] * 6), **uniform, capacity=[0.84, 0.5, 0.5, 0.34], placement="balanced").holders == GOLDEN_BALANCED
+    assert placed(units([7] * 6), groups=4, capacity=0.5, placement="random", seed=5).holders == GOLDEN_RANDOM_FALLING
+    assert placed(units([7] * 6), groups=4, capacity=0.5).holders == GOLDEN_CYCLIC_FALLING
+
+
+def test_capacity_per_group() -> None:
+    placement = placed(units([7] * 8), groups=4, capacity=[0.75, 0.75, 0.5, 0.5], placement="balanced")
+    assert [placement.held_fraction(group) for group in range(4)] == [0.75, 0.75, 0.5, 0.5]
+    assert placement.imbalance == pytest.approx(1.2)
+    assert placement.loads.max() == placement.bound  # smaller groups are full, so the larger ones must hold the rest
+    equal = placed(units([7] * 8), groups=4, capacity=[0.5] * 4)
+    assert equal == placed(units([7] * 8), groups=4, capacity=0.5)
+
+
+def test_protected_units_are_beside_the_capacity() -> None:
+    placement = placed(units([50, 7, 7, 7, 7]), groups=2, capacity=0.5, placement="balanced", protect=["layers.0"])
+    assert placement.holders[0] == (0, 1)
+    assert placement.matrix.sum(axis=1).tolist() == [3, 3]
+    assert placement.bound == placement.loads.max() == 64
+    assert placed(units([3]), groups=2, placement="balanced", protect=["layers.0"]).holders == ((0, 1),)
+
+
+def test_profile_auto_is_the_best_rule_known() -> None:
+    for kind in ("cyclic", "random", "balanced"):
+        values: dict[str, Any] = {"groups": 4, "capacity": 0.5, "placement": kind}
+        assert placed(units([7] * 8), **values, profile="auto") == placed(units([7] * 8), **values, profile="depth")
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"capacity": [0.5, 0.5]}, ConfigError, "sdp.capacity: 2 values are given for 4 groups; give one number, or one per group"),
+        ({"capacity": [0.5, 0.5, 0.5, 0.0]}, ConfigError, "sdp.capacity: 0.0 is out of range"),
+        ({"capacity": [0.2] * 4}, ConfigError, "sdp.capacity: the values add up to 0.8 holders a unit, .* add up to at least 1"),
+        ({"capacity": [0.5, 1.0, 1.0, 1.0], "placement": "cyclic"}, ConfigError, 'treats all groups alike; .* sdp.placement "balanced"'),
+        ({"capacity": 0.3}, PlacementError, r"no room to hold 'layers.0' at all .* \(76.9% of the units' parameters\); 0.78\d would do"),
+        (
+            {"placement": {"layers.0": [0, 1], "layers.1": [1, 0], "layers.2": [2, 3], "layers.3": [3, 2]}},
+            PlacementError,
+            r"sdp.placement: groups \[0, 1\] share no unit with groups \[2, 3\], though Σk = 8 ≥ .* = 7 .*; give a unit holders among both",
+        ),
+        ({"capacity": 0.6, "profile": [4, 2, 1, 1, 4], "placement": "random"}, PlacementError, "no room for all 4 holders of 'layers.0'"),
+    ],
+)
+def test_refused(values: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        placed(units([10, 1, 1, 1] if "profile" not in values else [10, 1, 1, 1, 1]), **{"groups": 4, "placement": "balanced", **values})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "profile"), [("cyclic", "depth"), ("random", "depth"), ("balanced", "depth"), ("cyclic", "uniform"), ("balanced", "uniform")]
+)
+def test_a_thousand_groups_in_ten_seconds(kind: Any, profile: Any) -> None:
+    started = time.process_time()
+    costs = [1000 + index % 7 for index in range(10_000)]
+    placement = placed(units(costs), groups=1024, capacity=0.02, placement=kind, profile=profile)
+    guarantees = placement.guarantees()
+    assert len(placement.describe()) < 600
+    assert time.process_time() - started < 10
+    assert guarantees["connected_through_units"]
+    assert guarantees["fewest_holders"] >= (19 if profile == "uniform" else 1)
+    assert 0.95 * 20.48 < sum(map(len, placement.holders)) / len(costs) < 1.01 * 20.48
+    assert guarantees["slowest_over_mean"] < 1.05
+    if kind != "cyclic":
+        assert guarantees["communicators_per_rank"] <= 1.25 * COMMUNICATORS
+
+
+def test_units_state_their_flops() -> None:
+    from sdp.tests.support import models
+
+    model = models.mlp()
+    model.unit_flops = lambda: {f"layers.{index}": 10 + index for index in range(4)}  # type: ignore[assignment]
+    assert [unit.flops for unit in find_units(model, "auto")] == [10, 11, 12, 13]
+
+
+def _differing_placements() -> str:
+    import torch
+    import torch.distributed as dist
+
+    same = Placement(2, ("u",), ((0, 1),), (3,))
+    check_placement(same, torch.device("cpu"))
+    try:
+        check_placement(Placement(2, ("u",), ((dist.get_rank(),),), (3,)), torch.device("cpu"))
+    except PlacementError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_placements_stop(ranks: Any) -> None:
+    for message in ranks.run(_differing_placements, world=2):
+        assert "ranks have computed different placements" in message

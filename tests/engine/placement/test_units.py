@@ -1,0 +1,135 @@
+"""Finding units, and refusing what cannot be one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sdp.engine.errors import ModelError, PlacementError
+from sdp.engine.module_paths import resolve_name
+from sdp.engine.placement.units import find_units, unit_of_parameters
+from sdp.tests.support import models
+from torch import nn
+
+
+def names(model: nn.Module, patterns: object = "auto", explicit: object = None) -> list[str]:
+    return [unit.name for unit in find_units(model, patterns, explicit)]  # type: ignore[arg-type]
+
+
+class Two(nn.Module):
+    """Two stacks; the second is longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(models.Block() for _ in range(2))})
+        self.decoder = nn.ModuleDict({"layers": nn.ModuleList(models.Block() for _ in range(3))})
+
+
+def test_auto_takes_the_longest_stack_of_one_class() -> None:
+    assert names(models.mlp()) == [f"layers.{index}" for index in range(4)]
+    assert names(Two()) == [f"decoder.layers.{index}" for index in range(3)]
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.Sequential(models.Block(), models.Block()))
+    assert names(mixed) == ["4.0", "4.1"]
+    with pytest.raises(ModelError, match=r'sdp.units: "auto" finds no ModuleList or Sequential with two or more blocks'):
+        names(nn.Linear(2, 2))
+
+
+def test_auto_takes_blocks_not_layers() -> None:
+    """Plain layers in a row are no residual blocks, however many; a stem and a head may stand beside blocks."""
+    perceptron = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
+    assert names(nn.ModuleDict({"head": perceptron, "blocks": nn.ModuleList(models.Block() for _ in range(3))})) == [
+        f"blocks.{index}" for index in range(3)
+    ]
+    with pytest.raises(ModelError, match='"auto" finds no'):
+        names(perceptron)
+    around = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), *(models.Block() for _ in range(4)), nn.LayerNorm(3), models.Block())
+    assert names(around) == ["2", "3", "4", "5"]
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
+    assert names(encoder) == [f"layers.{index}" for index in range(3)]
+
+
+def hugging_face(kind: str) -> nn.Module:
+    import transformers as hf
+
+    small: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    with torch.device("meta"):
+        if kind == "gpt2":
+            return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0))
+        if kind == "vit":
+            return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **small))
+        if kind == "llama":
+            return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=32, num_key_value_heads=1, **small))
+        return hf.Qwen2ForCausalLM(hf.Qwen2Config(vocab_size=32, num_key_value_heads=1, **small))
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks"), [("gpt2", "transformer.h"), ("vit", "vit.layers"), ("llama", "model.layers"), ("qwen2", "model.layers")]
+)
+def test_auto_on_hugging_face_models(kind: str, blocks: str) -> None:
+    assert names(hugging_face(kind)) == [f"{blocks}.{index}" for index in range(3)]
+
+
+def test_a_model_may_state_its_units() -> None:
+    assert names(models.llama(tied=True)) == [f"model.layers.{index}" for index in range(4)]
+
+
+def test_patterns() -> None:
+    assert names(Two(), ["*.layers.*"]) == [f"encoder.layers.{i}" for i in range(2)] + [f"decoder.layers.{i}" for i in range(3)]
+    assert names(Two(), ["decoder.layers.[02]", "encoder.layers.1"]) == ["encoder.layers.1", "decoder.layers.0", "decoder.layers.2"]
+    assert names(models.mlp(12), ["layers.*"])[-2:] == ["layers.10", "layers.11"]
+    with pytest.raises(ModelError, match=r"sdp.units: 'layer.\*' matches no module of the model"):
+        names(models.mlp(), ["layers.*", "layer.*"])
+    with pytest.raises(ModelError, match=r"'layers.0.up' lies inside the unit 'layers.0'; units must not nest"):
+        names(models.mlp(), ["layers.*", "layers.0.up"])
+
+
+def test_explicit_names_and_endings() -> None:
+    assert names(models.llama(tied=False), "auto", ["layers.3", "model.layers.0"]) == ["model.layers.0", "model.layers.3"]
+    assert resolve_name("layers.1", ["a.layers.1", "b.xlayers.1"]) == "a.layers.1"
+    with pytest.raises(PlacementError, match=r"'layers.1' could be 'encoder.layers.1' or 'decoder.layers.1'; write the whole path"):
+        names(Two(), "auto", ["layers.1"])
+    with pytest.raises(PlacementError, match=r"sdp.placement: 'layers.9' is no module of the model, did you mean layers\.\d\?"):
+        names(models.mlp(), "auto", ["layers.9"])
+
+
+def test_units_list_whole_parameters() -> None:
+    units = find_units(models.mlp(), "auto")
+    assert [unit.index for unit in units] == [0, 1, 2, 3]
+    assert [part.parameter for part in units[1].slices] == [
+        f"layers.1.{name}" for name in ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
+    ]
+    assert all(part.dim is None and part.ranges == () for part in units[1].slices)
+    assert units[0].numel == sum(p.numel() for p in models.Block().parameters())
+    assert set(unit_of_parameters(units)) == {name for name, _ in models.mlp().named_parameters() if name.startswith("layers")}
+
+
+def test_tied_weights_cannot_lie_in_units() -> None:
+    across = models.mlp()
+    across.get_submodule("layers.2.up").weight = across.get_parameter("layers.0.up.weight")
+    with pytest.raises(ModelError, match=r"layers.2: its parameter 'layers.0.up.weight' is tied to 'layers.0'"):
+        names(across)
+    same_block = models.mlp()
+    same_block.layers[2] = same_block.layers[1]
+    with pytest.raises(ModelError, match=r"layers.1: .* is tied to a module outside the unit"):
+        names(same_block)
+    outside_before = models.mlp()
+    outside_before.extra = nn.Linear(models.HIDDEN, models.WIDTH)
+    outside_before.extra.weight = outside_before.get_parameter("layers.1.down.weight")
+    with pytest.raises(ModelError, match=r"layers.1: .*tied to a module outside the unit"):
+        names(outside_before)
+    earlier = nn.Module()
+    earlier.first = nn.Linear(models.WIDTH, models.HIDDEN)
+    earlier.layers = nn.ModuleList(models.Block() for _ in range(2))
+    earlier.layers[1].up.weight = earlier.first.weight  # type: ignore[union-attr,index]
+    with pytest.raises(ModelError, match=r"layers.1: its parameter 'first.weight' is tied to 'first.weight'"):
+        names(earlier)
+
+
+def test_tied_inside_one_unit_is_fine() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2)))
+    for block in model:
+        block[1].weight = block[0].weight  # type: ignore[index]
+    units = find_units(model, "auto")
+    assert [unit.numel for unit in units] == [15, 15]
+    assert torch.equal(model[0][0].weight, model[0][1].weight)  # type: ignore[index]

@@ -1,0 +1,101 @@
+"""``training.compile``: equal blocks are compiled once, and what they compute stays the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+from sdp.engine.errors import ConfigError
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, full_gradients, one_step
+from sdp.tests.support.ranks import RankPool
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
+
+RELATIVE = 1e-5
+
+
+def _run(case: Case, compiled: bool, eps: float | None = None) -> dict[str, Any]:
+    """Two steps and an evaluation: losses, the first step's gradients, and how often dynamo made a graph of a block in training."""
+    torch._dynamo.reset()
+    inductor.compile_threads = 1  # no pool of processes beside the ranks
+    model = models.build(case.model)
+    if eps is not None:
+        model.get_submodule("model.layers.1").input_layernorm.eps = eps  # type: ignore[union-attr]
+    engine = sdp.initialize(model=model, config=case.config(training={"compile": compiled}))[0]
+    counters.clear()
+    data_rank = dist.get_rank()
+    losses = [one_step(engine, case, 0, data_rank=data_rank)]
+    gradients = full_gradients(engine)
+    engine.step()
+    losses.append(one_step(engine, case, 1, data_rank=data_rank))
+    engine.step()
+    graphs = counters["stats"]["unique_graphs"]
+    held_out = [models.micro_batch(case.model, 9, 0, data_rank)]
+    evaluated = [engine.evaluate(held_out), *engine.evaluate_subnetworks(held_out)]
+    names = sorted(engine.full_state_dict() or {})
+    return {"losses": losses + evaluated, "gradients": gradients, "graphs": graphs, "names": names, "breaks": dict(counters["graph_break"])}
+
+
+CASES = [
+    Case(2, 1, 0, accumulation=2, model="llama"),
+    pytest.param(Case(1, 2, 3, model="llama", placement="full", checkpointing="full"), marks=pytest.mark.slow),
+    pytest.param(Case(1, 2, 2, model="llama-meta", placement="full", checkpointing="selective"), marks=pytest.mark.slow),
+    pytest.param(Case(2, 2, 3, model="llama", masking="backward"), marks=pytest.mark.slow),
+    pytest.param(Case(2, 1, model="even-llama", neurons=2, placement="cyclic"), marks=pytest.mark.slow),
+    pytest.param(Case(2, 2, 3, model="even-llama-tied", neurons=5, placement="cyclic", masking="backward"), marks=pytest.mark.slow),
+    pytest.param(Case(2, 2, 3, model="even-llama", neurons=2, placement="cyclic", checkpointing="full"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equal_blocks_compile_once_and_compute_the_same(ranks: RankPool, case: Case) -> None:
+    eager = ranks.run(_run, case, False, world=case.world)
+    compiled = ranks.run(_run, case, True, world=case.world)
+    for plain, fast in zip(eager, compiled, strict=True):
+        # Of blocks that are trained and of frozen copies, or of blocks of two sets of slices; three blocks or four, one graph.
+        kinds = 2 if case.masking == "backward" else 1
+        assert (plain["graphs"], fast["graphs"], fast["breaks"]) == (0, kinds, {})
+        assert fast["losses"] == pytest.approx(plain["losses"], rel=RELATIVE)
+        assert fast["names"] == plain["names"]
+        assert set(fast["gradients"]) == set(plain["gradients"])
+        for name, gradient in fast["gradients"].items():
+            expected = plain["gradients"][name]
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=RELATIVE * expected.abs().max().item())
+
+
+@pytest.mark.slow
+def test_a_block_that_differs_has_a_graph_of_its_own(ranks: RankPool) -> None:
+    # FSDP2's modules are guarded loosely; a block must not run with the constants of the one before.
+    case = Case(1, 2, 2, model="llama", placement="full")
+    eager = ranks.run(_run, case, False, 0.5, world=2)
+    compiled = ranks.run(_run, case, True, 0.5, world=2)
+    for plain, fast in zip(eager, compiled, strict=True):
+        assert fast["graphs"] == 2
+        assert fast["losses"] == pytest.approx(plain["losses"], rel=RELATIVE)
+
+
+def test_the_reference_is_not_compiled() -> None:
+    with pytest.raises(ConfigError, match=r'training\.compile: true is not available with sdp\.engine "reference"'):
+        sdp.initialize(model=models.build("mlp"), config=Case().config("reference", training={"compile": True}))
+
+
+def test_without_a_compiler_it_is_one_line(tmp_path: Path) -> None:
+    program = (
+        "import sdp, sys, torch; from sdp.engine.subnetwork.compile import compile_units\n"
+        "try: compile_units(torch.nn.Sequential(), [], torch.device('cpu'))\n"
+        "except sdp.engine.errors.ConfigError as error: print(error)"
+    )
+    environment = os.environ | {"CXX": str(tmp_path / "no-such-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    finished = subprocess.run([sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True, timeout=200)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("\n") == 1, finished.stdout
+    assert "training.compile: torch.compile does not work here for cpu (" in finished.stdout
+    assert "it needs a C++ compiler (CXX): install it, or use false" in finished.stdout

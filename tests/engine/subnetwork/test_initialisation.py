@@ -1,0 +1,182 @@
+"""The same seed gives the same full model under every layout; a model with weights keeps them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import sdp
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sdp.engine.subnetwork.initialisation import BLOCK_ELEMENTS, Constant, Init, Normal, Uniform, fill_rows, seed_of
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, engine_of, reference
+from sdp.tests.support.ranks import RankPool
+from torch import nn
+
+
+def _state(case: Case) -> object:
+    engine = engine_of(case)
+    engine.check_holders()
+    return engine.full_state_dict()
+
+
+LAYOUTS = [
+    Case(2, 1),
+    Case(2, 2, 0, placement="cyclic"),
+    Case(2, 2, 3),
+    Case(4, 2, 1, placement="profile"),
+    Case(4, 1, placement="cyclic", bf16=True),
+    Case(1, 4, 2, placement="full"),
+]
+
+
+@pytest.mark.parametrize("model", ["mlp-meta", "llama-meta", "llama-tied-meta"])
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_same_model_under_every_layout(ranks: RankPool, case: Case, model: str) -> None:
+    expected = reference(Case(2, 1, model=model)).before
+    assert expected is not None
+    state = ranks.run(_state, Case(**{**vars(case), "model": model}), world=case.world)[0]
+    assert set(state) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+
+
+def test_seed_and_rules() -> None:
+    case = Case(2, 1, model="llama-tied-meta")
+    first = reference(case).before
+    other = engine_of(case, "reference", training={"seed": 1}).full_state_dict()
+    assert first is not None
+    embedding = "model.embed_tokens.weight"
+    assert not torch.equal(first[embedding], other[embedding])
+    assert first["model.norm.weight"].eq(1).all()
+    assert first["model.layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.1, rel=0.2)
+    q = [first[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in range(4)]
+    assert not any(torch.equal(q[0], another) for another in q[1:]), "every layer has values of its own"
+
+
+def test_torch_rules_are_those_of_reset_parameters() -> None:
+    state = reference(Case(2, 1, model="mlp-meta")).before
+    assert state is not None
+    assert state["layers.0.norm.weight"].eq(1).all()
+    assert state["layers.0.norm.bias"].eq(0).all()
+    bound = 1 / models.WIDTH**0.5
+    assert 0.8 * bound < state["layers.2.up.weight"].abs().max().item() <= bound
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.sampled_from([1, 7, BLOCK_ELEMENTS // 4, BLOCK_ELEMENTS + 1]),
+    cuts=st.lists(st.integers(0, 40)),
+    init=st.sampled_from([Normal(0.5), Uniform(0.5)]),
+)
+def test_any_cut_into_rows_gives_the_same_values(rows: int, columns: int, cuts: list[int], init: Init) -> None:
+    shape = torch.Size((rows, columns)) if columns > 1 else torch.Size((rows,))
+    whole = torch.empty(shape)
+    fill_rows(whole, 0, shape, init, 3, "name")
+    edges = sorted({0, rows, *(cut for cut in cuts if cut < rows)})
+    pieces = []
+    for first, last in itertools.pairwise(edges):
+        pieces.append(torch.empty((last - first, *shape[1:])))
+        fill_rows(pieces[-1], first, shape, init, 3, "name")
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_values_of_neighbouring_blocks_differ() -> None:
+    shape = torch.Size((4, BLOCK_ELEMENTS))
+    out = torch.empty(shape)
+    fill_rows(out, 0, shape, Normal(1.0), 0, "name")
+    assert len({row[0].item() for row in out}) == 4
+    assert out.std().item() == pytest.approx(1.0, rel=0.02)
+    scalar = torch.empty(())
+    fill_rows(scalar, 0, torch.Size(()), Constant(3.0), 0, "name")
+    assert scalar.item() == 3.0
+    assert seed_of(0, "a", 1) != seed_of(0, "a", 11)
+
+
+def test_global_random_state_is_left_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    engine_of(Case(2, 1, model="mlp-meta"), "reference")
+    engine_of(Case(2, 1, model="llama-meta"), "reference")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def _hugging_face(kind: str) -> nn.Module:
+    """Sizes at which a standard deviation says something; GPT-2 scales its projections by its depth, one level up."""
+    import transformers as hf
+
+    small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
+    if kind == "gpt2":
+        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=200, n_embd=64, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0))
+    if kind == "vit":
+        return hf.ViTForImageClassification(hf.ViTConfig(image_size=32, patch_size=4, initializer_range=0.05, **small))
+    if kind == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=200, num_key_value_heads=1, initializer_range=0.03, **small))
+    return hf.Qwen2ForCausalLM(hf.Qwen2Config(vocab_size=200, num_key_value_heads=1, tie_word_embeddings=True, **small))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "vit", "llama", "qwen2"])
+def test_hugging_face_models_are_initialised_as_they_do_it(kind: str) -> None:
+    torch.manual_seed(0)
+    theirs = _hugging_face(kind)
+    with torch.device("meta"):
+        model = _hugging_face(kind)
+    config = {"sdp": {"engine": "reference"}, "train_micro_batch_size_per_gpu": 1}
+    state = sdp.initialize(model=model, config=config)[0].module.state_dict()
+    expected = dict(theirs.state_dict()) | dict(theirs.named_buffers())
+    state |= dict(model.named_buffers())
+    assert set(state) == set(expected)
+    for name, tensor in expected.items():
+        spread = 6 / (2 * tensor.numel()) ** 0.5  # six standard errors of an estimated standard deviation
+        if tensor.std() == 0 or "inv_freq" in name:
+            torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, msg=name)
+        else:
+            assert state[name].std().item() == pytest.approx(tensor.std().item(), rel=1.5 * spread), name
+            assert abs(state[name].mean().item() - tensor.mean().item()) < 6 * tensor.std().item() / tensor.numel() ** 0.5, name
+    if kind == "gpt2":
+        assert state["transformer.h.1.mlp.c_proj.weight"].std().item() == pytest.approx(0.02 / 6**0.5, rel=0.05)
+
+
+class Lawless(nn.Module):
+    """A parameter without any rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Copies(nn.Sequential):
+    """A rule that needs two modules' values at once."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+        elif module is self:
+            self[0].weight.copy_(self[1].weight)  # type: ignore[operator,arg-type]
+
+
+def test_models_that_cannot_be_initialised() -> None:
+    config = {"sdp": {"engine": "reference"}, "train_micro_batch_size_per_gpu": 1}
+    with torch.device("meta"):
+        lawless = nn.Sequential(Lawless(), Lawless())
+    with pytest.raises(sdp.ModelError, match=r"nothing says how '0.scale' is initialised; give Lawless a reset_parameters"):
+        sdp.initialize(model=lawless, config=config)
+    with torch.device("meta"):
+        copies = Copies(nn.Linear(2, 2), nn.Linear(2, 2))
+    message = r"^0.weight: its initialisation reads other modules' values, .*; build the model with its weights"
+    with pytest.raises(sdp.ModelError, match=message):
+        sdp.initialize(model=copies, config=config)
+    half = models.mlp()
+    half.head.to_empty(device="meta")
+    with pytest.raises(sdp.ModelError, match=r"'head.weight' is on the meta device but others have values"):
+        sdp.initialize(model=half, config=config)
+    for low in (models.mlp().bfloat16(), models.mlp(device="meta").bfloat16()):
+        with pytest.raises(sdp.ModelError, match=r"'stem.weight' is torch.bfloat16; master weights are float32: call model.float"):
+            sdp.initialize(model=low, config=config)

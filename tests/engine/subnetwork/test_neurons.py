@@ -1,0 +1,272 @@
+"""Groups of hidden neurons as units: the reference against plain narrower models, cut by hand and trained one after the other."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+from sdp.engine.config.load import load_config
+from sdp.engine.distributed.mesh import Mesh
+from sdp.engine.errors import ConfigError, ModelError, PlacementError
+from sdp.engine.placement.layout import Layout
+from sdp.engine.placement.units import Branch, find_neuron_units, find_units
+from sdp.engine.subnetwork.neurons import SlicedBatchNorm, Slices
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, full_gradients
+from sdp.tests.support.ranks import RankPool
+from torch import nn
+
+GROUPS = 2
+RELATIVE = 1e-5  # of the largest element, as in the table of equality
+LLAMA = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 15, "vocab_size": models.VOCABULARY}
+# Of three groups in every branch: some with one holder, some with two, and two branches of which a group has nothing.
+HOLDERS = [[0], [0, 1], [1], [0, 1], [1], [0]] * 3 + [[0], [0], [0], [1], [1], [1]]
+
+
+def llama(**fields: Any) -> nn.Module:
+    return models.even_llama(tied=True, device="cpu", **LLAMA | fields)
+
+
+def config(case: Case = Case(GROUPS), **section: Any) -> dict[str, Any]:  # noqa: B008 - frozen
+    """Of the reference, with neuron units placed by hand."""
+    names = [unit.name for unit in find_neuron_units(llama(), 3)]
+    placement = dict(zip(names, HOLDERS, strict=True))
+    neuron = {"granularity": "neuron", "neuron_groups": 3, "placement": placement, "groups": GROUPS, "engine": "reference"}
+    return case.config("reference") | {"sdp": neuron | section}
+
+
+def indices(name: str, group: int) -> tuple[int, torch.Tensor] | None:
+    """By hand: the dimension along which the parameter is cut in three, and the indices that ``group`` holds of it."""
+    layer, branch, projection = (name.split(".") + [""] * 6)[2:5]
+    if branch not in ("self_attn", "mlp"):
+        return None
+    dim = 1 if projection in ("o_proj", "down_proj") else 0
+    size = {"mlp": 15, "self_attn": 36 if projection in ("q_proj", "o_proj") else 18}[branch]
+    held = [group in holders for holders in HOLDERS[6 * int(layer) + 3 * (branch == "mlp") :][:3]]
+    return dim, torch.arange(size)[torch.tensor(held).repeat_interleave(size // 3)]
+
+
+def narrow(full: nn.Module, group: int) -> nn.Module:
+    """A plain model with fewer heads and hidden units."""
+    model = copy.deepcopy(full)
+    for name, parameter in list(model.named_parameters()):
+        if (cut := indices(name, group)) is not None:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(parameter.detach().index_select(*cut)))
+    return model
+
+
+def dense_gradients(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Under backward masking, by hand: of every slice the mean of the dense gradients over its holders' batches."""
+    total = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
+    workers = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
+    losses = []
+    for worker, micro_batches in batches.items():
+        model = copy.deepcopy(full)
+        loss = torch.stack([model(**batch) for batch in micro_batches]).mean()
+        loss.backward()
+        losses.append(loss.item())
+        for name, parameter in model.named_parameters():
+            dim, where = indices(name, worker * GROUPS // len(batches)) or (0, torch.arange(parameter.shape[0]))
+            assert parameter.grad is not None
+            total[name].index_add_(dim, where, parameter.grad.index_select(dim, where))
+            workers[name].index_add_(dim, where, torch.ones_like(parameter).index_select(dim, where))
+    return {name: total[name] / workers[name] for name in total}, losses
+
+
+def by_hand(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Gradients of the full model's parameters, and every worker's loss; ``batches`` by worker, its micro-batches."""
+    total = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
+    workers = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
+    losses = []
+    for worker, micro_batches in batches.items():
+        model = narrow(full, worker * GROUPS // len(batches))
+        loss = torch.stack([model(**batch) for batch in micro_batches]).mean()
+        loss.backward()
+        losses.append(loss.item())
+        for name, parameter in model.named_parameters():
+            dim, where = indices(name, worker * GROUPS // len(batches)) or (0, torch.arange(parameter.shape[0]))
+            total[name].index_add_(dim, where, parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
+            workers[name].index_add_(dim, where, torch.ones_like(parameter))
+    return {name: total[name] / workers[name] for name in total}, losses
+
+
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+@pytest.mark.parametrize("case", [Case(GROUPS), Case(GROUPS, 2, accumulation=3)], ids=str)
+def test_the_reference_trains_as_by_hand(case: Case, masking: str) -> None:
+    """Plain narrower models; under backward masking the dense one, of whose gradient a worker has its slices."""
+    full = llama()
+    engine, *_ = sdp.initialize(model=llama(), config=config(case, masking=masking))
+    for step in range(3):
+        batches = {
+            worker: [models.micro_batch("llama", step, micro, worker) for micro in range(case.accumulation)]
+            for worker in range(case.data_ranks)
+        }
+        gradients, losses = (by_hand if masking == "forward" else dense_gradients)(full, batches)
+        for micro in range(case.accumulation):
+            engine.backward(engine(models.rows_of_all("llama", step, micro, case.data_ranks)))
+            if micro + 1 < case.accumulation:
+                engine.step()
+        for name, parameter in engine.parameters_here.items():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=RELATIVE * gradients[name].abs().max().item())
+        rate = engine.get_lr()[0]
+        engine.step()
+        assert engine.get_loss() == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+        norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+        with torch.no_grad():
+            for name, parameter in full.named_parameters():
+                parameter -= rate * gradients[name]
+    state = engine.full_state_dict()
+    assert list(state) == list(full.state_dict())
+    for name, weight in full.state_dict().items():
+        torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5 * weight.abs().max().item())
+
+
+def _native_gradients(case: Case, section: dict[str, Any]) -> dict[str, torch.Tensor]:
+    engine, *_ = sdp.initialize(model=llama(), config=case.config(sdp=section))
+    engine.backward(engine(models.micro_batch("llama", 0, 0, dist.get_rank())))
+    return full_gradients(engine)
+
+
+@pytest.mark.parametrize("case", [Case(GROUPS), Case(GROUPS, 2, stage=3)], ids=str)
+def test_native_gradients_are_the_dense_models(ranks: RankPool, case: Case) -> None:
+    """Under backward masking, and none are of what a group does not hold: an unbiased estimate."""
+    section = config(case, masking="backward", engine="fsdp2")["sdp"]
+    batches = {worker: [models.micro_batch("llama", 0, 0, worker)] for worker in range(case.world)}
+    exact, _ = dense_gradients(llama().double(), batches)
+    expected = {name: gradient.float() for name, gradient in exact.items()}
+    seen: dict[str, int] = {}
+    for rank, gradients in enumerate(ranks.run(_native_gradients, case, section, world=case.world)):
+        for name, gradient in gradients.items():
+            canonical, _, slice_index = name.partition(":")
+            whole = expected[canonical]
+            if slice_index:
+                dim, where = indices(canonical, rank // case.fsdp)  # type: ignore[misc]
+                size = whole.shape[dim] // 3
+                where_here = torch.arange(int(slice_index) * size, int(slice_index) * size + size)
+                assert set(where_here.tolist()) <= set(where.tolist()), f"rank {rank} does not hold {name}"
+                whole = whole.index_select(dim, where_here)
+            relative = 1e-6 if slice_index else RELATIVE  # the shared norms' are sums in which most cancels
+            torch.testing.assert_close(gradient, whole, rtol=0, atol=relative * expected[canonical].abs().max().item(), msg=name)
+            seen[canonical] = seen.get(canonical, 0) + gradient.numel() * (rank % case.fsdp == 0)
+    sizes = {name: p.numel() for name, p in llama().named_parameters()}
+    assert all(seen[name] >= size for name, size in sizes.items())
+    assert sum(seen.values()) < GROUPS * sum(sizes.values())
+
+
+def test_losses_of_the_full_model_and_of_the_subnetworks() -> None:
+    engine, *_ = sdp.initialize(model=llama(), config=config())
+    batch = models.rows_of_all("llama", 0, 0, GROUPS)
+    assert engine.evaluate([batch]) == pytest.approx(llama()(**batch).item(), rel=1e-6)
+    own = [narrow(llama(), group)(**models.micro_batch("llama", 0, 0, group)).item() for group in range(GROUPS)]
+    assert engine.evaluate_subnetworks([batch]) == pytest.approx(own, rel=1e-6)
+    assert own[0] != pytest.approx(llama()(**models.micro_batch("llama", 0, 0, 0)).item(), rel=1e-3)
+
+
+def test_bf16_is_the_narrow_model_in_bf16() -> None:
+    engine, *_ = sdp.initialize(model=llama(), config=config() | {"bf16": {"enabled": True}})
+    batch = models.rows_of_all("llama", 0, 0, GROUPS)
+    losses = [narrow(llama(), group).bfloat16()(**models.micro_batch("llama", 0, 0, group)).item() for group in range(GROUPS)]
+    assert engine(batch).item() == pytest.approx(sum(losses) / GROUPS, rel=2e-3)
+
+
+def test_units_are_cut_as_the_branch_allows() -> None:
+    units = find_neuron_units(llama(), 4)
+    assert [unit.name for unit in units[:3]] == [f"model.layers.0.self_attn.neurons.{group}" for group in range(3)]  # 3 key/value heads
+    assert len(units) == 4 * (3 + 4)
+    attention = find_neuron_units(models.build("swin-meta"), 2)[1]  # the second of two heads of 3 channels, beside queries, keys, values
+    assert [part.ranges[0] for part in attention.slices] == [(1, 2), *[(3, 6), (9, 12), (15, 18)] * 2, (3, 6)]
+    assert [part.index for part in attention.slices] == [1, *[1, 3, 5] * 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "cut"),
+    [
+        (llama, "_proj"),
+        (functools.partial(models.resnet, "cpu"), r"layer(1\.0|\d\.1)\.(conv1|bn1|conv2)"),
+        (functools.partial(models.swin, "cpu"), r"table|qkv|proj.weight|mlp\.0|mlp\.3\.weight"),
+    ],
+)
+def test_units_cover_every_branch_once(model: Any, cut: str) -> None:
+    model = model()
+    units = find_neuron_units(model, 4)
+    for block in find_units(model, "auto"):
+        of_block = sum(unit.flops for unit in units if unit.name.startswith(f"{block.name}."))
+        assert block.flops - len(units) < of_block <= block.flops  # rounded down
+    parameters = dict(model.named_parameters())
+    counts = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    for unit in units:
+        assert unit.numel == sum((last - first) * parameters[part.parameter].numel() // parameters[part.parameter].shape[part.dim]
+                                 for part in unit.slices for first, last in part.ranges)  # fmt: skip
+        for part in unit.slices:
+            ((first, last),) = part.ranges
+            counts[part.parameter].narrow(part.dim, first, last - first).add_(1)
+    for name, count in counts.items():
+        assert (count == (1 if re.search(cut, name) else 0)).all(), name
+
+
+def test_patterns_beside_neurons_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sdp\.units: patterns name blocks"):
+        load_config(config(units=["model.layers.*"]))
+
+
+def test_recomputation_in_the_reference_is_refused_beside_neurons() -> None:
+    with pytest.raises(ConfigError, match=r'activation_checkpointing.mode: "full" is not available'):
+        load_config(config(engine="reference") | {"activation_checkpointing": {"mode": "full"}})
+
+
+def test_groups_of_neurons_that_tensor_parallel_ranks_cannot_share_are_named() -> None:
+    case, model = Case(2, neurons=4, model="wide-llama-meta", placement="cyclic", tp=2), models.build("wide-llama-meta")
+    message = r"model\.layers\.0\.self_attn\.neurons\.0: 1 neurons .* tensor_parallel\.autotp_size = 2 ranks; choose sdp\.neuron_groups"
+    with pytest.raises(ModelError, match=message):
+        Layout.of(model, load_config(case.config()), Mesh(2, 1, 2))
+    assert Layout.of(model, load_config(replace(case, neurons=2).config()), Mesh(2, 1, 2)).units[0].neurons == 2
+
+
+class NoBlocks(nn.Module):
+    """A branch outside of any list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = models.Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x).square().mean()
+
+    def neuron_branches(self) -> list[Branch]:
+        return [Branch("mlp", models.HIDDEN, (("mlp.up.weight", 0), ("mlp.down.weight", 1)))]
+
+
+def test_a_branch_outside_of_the_blocks() -> None:
+    with pytest.raises(ModelError, match=r"mlp.neurons.0: lies in none of the blocks"):
+        sdp.initialize(model=NoBlocks(), config=config(placement="cyclic", capacity=0.5))
+
+
+def test_a_model_without_stated_branches_and_a_wrong_name() -> None:
+    with pytest.raises(ModelError, match='"neuron" needs a model that states its residual branches'):
+        sdp.initialize(model=models.mlp(), config=config(placement="cyclic", capacity=0.5))
+    with pytest.raises(PlacementError, match="is no module of the model, did you mean"):
+        sdp.initialize(model=llama(), config=config(placement={"layers.0.mlp.neuron.1": [0]}))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_a_sliced_batch_norm_is_the_whole_one_on_its_channels(tracks: bool, training: bool) -> None:
+    """Without running statistics those of the batch are used in evaluation too, as torch does."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(6, track_running_stats=tracks)
+    slices = {key: Slices(key, 0, {0: (0, 2), 1: (2, 4), 2: (4, 6)}, held=[0, 2]) for key in ("weight", "bias")}
+    sliced, here = SlicedBatchNorm(copy.deepcopy(norm), slices).train(training), [0, 1, 4, 5]
+    images = torch.randn(4, 6, 3, 3)
+    torch.testing.assert_close(sliced(images[:, here]), norm.train(training)(images)[:, here])
+    if tracks:
+        torch.testing.assert_close(sliced.running_mean[here], norm.running_mean[here])  # type: ignore[index]

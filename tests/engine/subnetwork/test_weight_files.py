@@ -1,0 +1,257 @@
+"""Start values from a Hugging Face directory: every rank reads its own rows, and the loss is Hugging Face's."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from sdp.engine.backends.deepspeed import zero_checkpoint
+from sdp.engine.backends.deepspeed.zero_checkpoint import converted
+from sdp.engine.distributed.agreement import Ranks
+from sdp.engine.distributed.tensors import local_tensor
+from sdp.engine.errors import ModelError
+from sdp.engine.subnetwork.weight_files import WeightFiles
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, data_rank_of, engine_of
+from sdp.tests.support.ranks import RankPool
+
+transformers = pytest.importorskip("transformers")
+
+DENSE = Case(1, 1, placement="full", model="llama-meta")
+
+
+def make(folder: Path, *, tied: bool = False, even: bool = False, **options: Any) -> Path:
+    """A LLaMA of the shape of ``models.llama`` (or ``even_llama``), with weights that tell it from any initialisation."""
+    torch.manual_seed(5)
+    shape = {
+        "vocab_size": models.VOCABULARY + even, "hidden_size": 10 + 2 * even, "intermediate_size": 15 - even,
+        "num_attention_heads": 2 + 2 * even, "num_key_value_heads": 1 + even,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(**shape, num_hidden_layers=4, head_dim=6, max_position_embeddings=32, tie_word_embeddings=tied)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0, 0.3)
+    model.to(options.pop("dtype", torch.float32)).save_pretrained(folder, **options)
+    return folder
+
+
+def their_loss(folder: Path, data_ranks: int) -> float:
+    """Over the batches of all data ranks, weighted by tokens, in float32."""
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(**models.rows_of_all("llama", 0, 0, data_ranks)).loss.item()
+
+
+def _start(case: Case, folder: str) -> tuple[Any, float, int, int]:
+    """The full model and its loss before the first step; elements that this rank read, and elements that it holds."""
+    read = 0
+    fill = WeightFiles.fill
+
+    def counted(self: WeightFiles, out: torch.Tensor, start: int, key: str) -> None:
+        nonlocal read
+        read += out.numel()
+        fill(self, out, start, key)
+
+    WeightFiles.fill = counted  # type: ignore[method-assign]
+    try:
+        engine = engine_of(case, training={"init_from": folder})
+    finally:
+        WeightFiles.fill = fill  # type: ignore[method-assign]
+    loss = engine.evaluate([models.micro_batch("llama", 0, 0, data_rank_of(case))])
+    held = sum(local_tensor(parameter.detach()).numel() for parameter in engine.parameters_here.values())
+    return engine.full_state_dict(), loss, read, held
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_read_their_rows_and_the_loss_is_hugging_faces(ranks: RankPool, tmp_path: Path, stage: int, tied: bool) -> None:
+    folder = make(tmp_path / "model", tied=tied, max_shard_size="3KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    case = Case(2, 2, stage=stage, placement="profile", model="llama-tied-meta" if tied else "llama-meta")
+    answers = ranks.run(_start, case, str(folder), world=4)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
+    state = answers[0][0]
+    assert state.keys() == theirs.keys()
+    assert all(torch.equal(state[name], theirs[name]) for name in theirs)
+    assert [answer[1] for answer in answers] == pytest.approx([their_loss(folder, 4)] * 4, rel=1e-5)
+    assert all(read == held for _, _, read, held in answers)
+    whole = sum(tensor.numel() for name, tensor in theirs.items() if not (tied and name == "lm_head.weight"))
+    assert all(held < whole for *_, held in answers)
+
+
+@pytest.mark.parametrize(("fsdp", "stage", "tied"), [(1, 0, True), (2, 3, False)])
+def test_tensor_parallel_ranks_start_from_their_parts(ranks: RankPool, tmp_path: Path, fsdp: int, stage: int, tied: bool) -> None:
+    folder = make(tmp_path / "model", tied=tied, even=True)
+    model = "even-llama-tied-meta" if tied else "even-llama-meta"
+    answers = ranks.run(_start, Case(2, fsdp, stage=stage, placement="profile", model=model, tp=2), str(folder), world=4 * fsdp)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
+    state = answers[0][0]
+    assert state.keys() == theirs.keys()
+    assert all(torch.equal(state[name], theirs[name]) for name in theirs)
+    assert [answer[1] for answer in answers] == pytest.approx([their_loss(folder, 2 * fsdp)] * 4 * fsdp, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_any_float_becomes_a_float32_master_in_the_reference(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = make(tmp_path / "model", dtype=dtype)
+    engine = engine_of(DENSE, "reference", training={"init_from": str(folder)})
+    saved = load_file(folder / "model.safetensors")
+    state = engine.full_state_dict()
+    assert state.keys() == saved.keys()
+    assert all(saved[name].dtype == dtype and torch.equal(state[name], saved[name].float()) for name in saved)
+    assert engine.evaluate([models.micro_batch("llama", 0, 0, 0)]) == pytest.approx(their_loss(folder, 1), rel=1e-5)
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """The file again, with what ``change`` makes of its tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change({name: tensor.clone() for name, tensor in tensors.items()}), folder / "model.safetensors")
+
+
+ACCEPTED = {
+    "a head beside a tie": lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()},
+    "the head's name alone": lambda t: {("lm_head.weight" if "embed" in name else name): tensor for name, tensor in t.items()},
+    "no prefix": lambda t: {name.removeprefix("model."): tensor for name, tensor in t.items()},
+    "rotary tables": lambda t: t | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(3) for i in range(4)},
+}
+
+
+@pytest.mark.parametrize("layout", ACCEPTED)
+def test_layouts_of_keys(tmp_path: Path, layout: str) -> None:
+    folder = make(tmp_path / "model", tied=True)
+    expected = load_file(folder / "model.safetensors")
+    rewrite(folder, ACCEPTED[layout])
+    state = engine_of(
+        Case(1, 1, placement="full", model="llama-tied-meta"), "reference", training={"init_from": str(folder)}
+    ).full_state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+REFUSED = {
+    "missing": (lambda t: {name: v for name, v in t.items() if "2.mlp.up" not in name}, "holds no 'model.layers.2.mlp.up_proj.weight'"),
+    "untied head missing": (lambda t: {name: v for name, v in t.items() if "lm_head" not in name}, "holds no 'lm_head.weight'"),
+    "another shape": (lambda t: t | {"model.norm.weight": torch.ones(11)}, "'model.norm.weight' has shape (11,) there and (10,) here"),
+    "one more": (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(12)}, "q_proj.bias', which this model has not"),
+    "quantised": (lambda t: t | {"model.norm.weight": torch.ones(10, dtype=torch.int8)}, "is I8 there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_files_of_another_model_are_refused(tmp_path: Path, how: str) -> None:
+    change, message = REFUSED[how]
+    folder = make(tmp_path / "model")
+    rewrite(folder, change)
+    with pytest.raises(ModelError) as error:
+        engine_of(DENSE, "reference", training={"init_from": str(folder)})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def damage(folder: Path, how: str) -> None:
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if how == "truncated":
+        whole.write_bytes(whole.read_bytes()[:-100])
+    elif how == "no weights":
+        whole.unlink()
+    elif how == "pickle":
+        whole.unlink()
+        (folder / "pytorch_model.bin").write_bytes(b"")
+    elif how == "shard missing":
+        whole.unlink()
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}))
+    elif how == "index damaged":
+        index.write_text("{")
+    elif how == "file outside":
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../model/model.safetensors"}}))
+    elif how == "FIFO":
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": "pipe.safetensors"}}))
+        os.mkfifo(folder / "pipe.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("truncated", "cannot be read"),
+        ("no weights", "no model.safetensors"),
+        ("pickle", "pytorch_model.bin, a pickle"),
+        ("shard missing", "model-00001-of-00001.safetensors: is missing"),
+        ("index damaged", "is no index of weights"),
+        ("file outside", "names the file '../model/model.safetensors', which is not in this directory"),
+        ("FIFO", "pipe.safetensors: is not a regular file"),
+    ],
+)
+def test_damaged_files_are_one_line(tmp_path: Path, how: str, message: str) -> None:
+    folder = make(tmp_path / "model")
+    damage(folder, how)
+    with pytest.raises(ModelError, match=message) as error:
+        engine_of(DENSE, "reference", training={"init_from": str(folder)})
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_with_weights_has_its_start_already(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has weights already"):
+        engine_of(Case(1, 1, placement="full", model="llama"), "reference", training={"init_from": str(make(tmp_path / "model"))})
+
+
+# -- converted where the ranks are -------------------------------------------------------------------------------------------------------
+
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000  # Linux's <sched.h> and <sys/mount.h>
+
+
+def _converted(scratch: str) -> tuple[list[float], list[str]]:
+    """What this rank read of weights that tell who converted them, and what is left of the files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", scratch)
+        patch.setattr(zero_checkpoint, "weights_of_zero_checkpoint", lambda _: {"weight": torch.full((2,), float(dist.get_rank()))})
+        files, value = converted(Path("checkpoint"), Ranks(alone=False)), torch.empty(2)
+    files.fill(value, 0, "weight")
+    dist.barrier()
+    return value.tolist(), [path.name for path in Path(scratch).iterdir()]
+
+
+def _converted_on_two_hosts(scratch: str) -> tuple[list[float], list[str]]:
+    """Rank 1 is on a host of the same name whose temporary files are its own: the mounts of a thread, which end with it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def elsewhere() -> tuple[list[float], list[str]]:
+        assert libc.unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
+        assert libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0, os.strerror(ctypes.get_errno())
+        assert libc.mount(b"none", scratch.encode(), b"tmpfs", 0, None) == 0, os.strerror(ctypes.get_errno())
+        return _converted(scratch)
+
+    if dist.get_rank() == 0:
+        return _converted(scratch)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(elsewhere).result()
+
+
+def test_one_rank_of_a_host_converts(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_converted, str(tmp_path), world=2) == [([0.0, 0.0], [])] * 2
+
+
+def test_hosts_of_one_name_convert_each_for_itself(ranks: RankPool, tmp_path: Path) -> None:
+    if sys.platform != "linux" or os.geteuid():
+        pytest.skip("NOT TESTED: a host with files of its own is a mount namespace here, which needs root on Linux")
+    assert ranks.run(_converted_on_two_hosts, str(tmp_path), world=2, timeout=60) == [([0.0, 0.0], []), ([1.0, 1.0], [])]
+
+
+def _converted_on_two_machines(scratch: str) -> tuple[list[float], list[str]]:
+    """Both see the folder for temporary files, over the network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_checkpoint, "machine_id", lambda: str(dist.get_rank()))
+        return _converted(scratch)
+
+
+def test_machines_that_share_their_temporary_files_convert_each_for_itself(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_converted_on_two_machines, str(tmp_path), world=2) == [([0.0, 0.0], []), ([1.0, 1.0], [])]

@@ -1,0 +1,181 @@
+"""A step traced on fake tensors, against the same step of real ranks: state, peak of live tensors, bytes sent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import pytest
+import sdp
+import torch
+from sdp.engine.accounting.memory_probe import peak_tensor_bytes
+from sdp.engine.config.load import load_config
+from sdp.engine.distributed.mesh import mesh_of
+from sdp.engine.errors import LaunchError
+from sdp.engine.placement.layout import Layout
+from sdp.engine.tracing.repetition import _settings
+from sdp.engine.tracing.step import StepTrace, trace_step
+from sdp.models.registry import build_model
+from sdp.tests.support.ranks import RankPool
+from torch import nn
+
+LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4}
+RESNET = {"name": "resnet18", "stem": "cifar", "width": 8, "num_classes": 10, "image_size": 16}
+SEQUENCE = 64
+
+
+def config_of(
+    groups: int = 2, *, stage: int = 0, accumulation: int = 1, tp: int = 1, checkpointing: str = "none", bf16: bool = False,
+    model: dict[str, Any] = LLAMA, optimizer: str = "AdamW", **sdp_section: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "tensor_parallel": {"autotp_size": tp},
+        "activation_checkpointing": {"mode": checkpointing},
+        "sdp": {"groups": groups, "capacity": 0.5 if groups > 1 else 1.0, **sdp_section},
+        "model": model,
+        "data": {"name": "digits"} if model["name"] == "resnet18" else {"sequence_length": SEQUENCE},
+    }
+
+
+def batch_of(model: dict[str, Any], samples: int) -> dict[str, torch.Tensor]:
+    if model["name"] == "resnet18":
+        side = model["image_size"]
+        return {"images": torch.rand(samples, 3, side, side), "labels": torch.zeros(samples, dtype=torch.int64)}
+    tokens = torch.zeros(samples, SEQUENCE, dtype=torch.int64)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def measured(config: dict[str, Any]) -> tuple[int, dict[str, int], dict[str, int], int]:
+    """On a rank: peak of the second step, state, bytes sent in it, and the rank's group."""
+    engine, optimizer, *_ = sdp.initialize(model=build_model(config["model"]), config=config)
+
+    def step() -> None:
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(batch_of(config["model"], config["train_micro_batch_size_per_gpu"])))
+            engine.step()
+
+    step()
+    engine.traffic.reset()
+    peak = peak_tensor_bytes(step, engine.module, optimizer, engine.device)
+    group = engine.layout.mesh.coordinates(engine.global_rank).sdp
+    return peak, engine.measured_state_bytes().to_json(), engine.traffic.by_kind(), group
+
+
+def traced(config: dict[str, Any], world: int, group: int = 0, *, whole: bool = False) -> StepTrace:
+    settings = load_config(config)
+    build = partial(build_model, config["model"])
+    layout = Layout.of(build(), settings, mesh_of(settings, world))
+    return trace_step(build, settings, layout, partial(batch_of, config["model"]), group, whole=whole)
+
+
+CASES = {
+    "sdp-only": (2, config_of()),
+    "unequal-groups": (2, config_of(placement="balanced", capacity=[0.75, 0.5])),
+    "zero1-accumulated": (4, config_of(stage=1, accumulation=3)),
+    "zero3-bf16": (4, config_of(stage=3, accumulation=2, bf16=True)),
+    "zero3-backward-bf16": (4, config_of(stage=3, masking="backward", bf16=True)),
+    "recomputed": (2, config_of(checkpointing="full", accumulation=2)),
+    "selective": (2, config_of(checkpointing="selective", masking="backward")),
+    "tensor-parallel": (4, config_of(tp=2, checkpointing="selective")),
+    "neurons": (2, config_of(granularity="neuron", neuron_groups=4)),
+    "tensor-parallel-neurons": (4, config_of(tp=2, granularity="neuron", neuron_groups=2)),
+    "dense-zero3": (2, config_of(1, stage=3)),
+    "images": (2, config_of(model=RESNET)),
+    "mostly-state": (2, config_of(1, stage=2, bf16=True, model=RESNET | {"width": 48})),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_traced_step_is_a_real_ranks(ranks: RankPool, name: str) -> None:
+    world, config = CASES[name]
+    found = ranks.run(measured, config, world=world)
+    for group in range(config["sdp"]["groups"]):
+        first = next(rank for rank, result in enumerate(found) if result[3] == group)
+        peak, state, _, _ = found[first]
+        plan = traced(config, world, group)
+        assert plan.rank == first
+        assert asdict(plan.state) == state
+        assert plan.peak == pytest.approx(peak, rel=0.01)
+        assert max(result[0] for result in found if result[3] == group) <= 1.01 * plan.peak
+
+
+@pytest.mark.slow
+def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
+    model = LLAMA | {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config = config_of(model=model, masking="backward") | {"train_micro_batch_size_per_gpu": 40}
+    peak, state, *_ = ranks.run(measured, config, world=2, timeout=600)[0]
+    plan = traced(config, 2)
+    assert peak > 1e9
+    assert asdict(plan.state) == state
+    assert plan.peak == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options"),
+    [
+        (20, {"stage": 3, "bf16": True, "accumulation": 2, "checkpointing": "full"}),
+        (12, {"groups": 1, "stage": 3, "bf16": True, "accumulation": 2, "model": {"hidden_size": 512}}),  # the peak is amid the last blocks
+        (20, {"masking": "backward"}),  # blocks of two kinds take turns
+        (24, {"groups": 4, "masking": "backward", "stage": 3, "placement": "cyclic", "profile": "uniform"}),  # in a pattern of four
+        (
+            30,
+            {"masking": "backward", "placement": {f"model.layers.{i}": [int(10 <= i < 20)] for i in range(30)}},
+        ),  # on both sides of another
+        (10, {"granularity": "neuron", "neuron_groups": 2}),
+        (10, {"granularity": "neuron", "neuron_groups": 2, "tp": 2}),
+    ],
+)
+def test_what_is_left_out_of_a_deep_model_is_exactly_what_one_more_block_adds(layers: int, options: dict[str, Any]) -> None:
+    model = LLAMA | {"num_hidden_layers": layers} | options.get("model", {})
+    config = config_of(**{**options, "model": model})
+    part, all_of_it = traced(config, 4), traced(config, 4, whole=True)
+    assert part.traced_blocks < part.blocks == all_of_it.traced_blocks
+    assert part.at_peak == all_of_it.at_peak
+    assert (part.activations, part.communication, part.flops) == (all_of_it.activations, all_of_it.communication, all_of_it.flops)
+    assert part.beside == all_of_it.beside
+
+
+class _Repeated(nn.Module):
+    def __init__(self, counts: list[int]):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.counts = {"each": counts}
+
+
+def test_blocks_that_differ_in_a_list_are_of_two_kinds() -> None:
+    assert _settings(_Repeated([1, 2])) == _settings(_Repeated([1, 2]))
+    assert _settings(_Repeated([1, 2])) != _settings(_Repeated([1, 12]))
+
+
+def test_tensor_parallel_ranks_send_what_was_traced(ranks: RankPool) -> None:
+    config = config_of(tp=2, accumulation=3)
+    sent = traced(config, 4).tensor_parallel
+    counted = ranks.run(measured, config, world=4)[0][2]
+    for (kind, size), nbytes in sent.items():
+        share = (2 if kind == "all_reduce" else 1) * nbytes * (size - 1) / size
+        assert round(share) == counted[f"tensor parallel/{kind}"]
+
+
+def test_operations_are_those_of_the_matrix_products() -> None:
+    """A dense LLaMA: 6 per weight and token, and attention's two products, 3.5 times: forward, scores once more, four gradients."""
+    tokens, layers, width, middle, vocabulary = 4 * SEQUENCE, 6, 64, 160, 512
+    weights = layers * (4 * width * width + 3 * width * middle) + vocabulary * width
+    attention = layers * 4 * tokens * SEQUENCE * width
+    assert traced(config_of(1), 1).flops == 6 * tokens * weights + 3.5 * attention
+
+
+def test_a_process_with_a_group_of_its_own_cannot_trace(ranks: RankPool) -> None:
+    assert ranks.run(refusal, world=1)[0].endswith("but this process has one; plan without a launcher")
+
+
+def refusal() -> str:
+    with pytest.raises(LaunchError) as error:
+        traced(config_of(1), 1)
+    return str(error.value)

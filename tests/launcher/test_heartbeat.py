@@ -1,0 +1,59 @@
+"""A rank that cannot end itself is ended by the process beside it, and one that can is left alone. Whole runs: tests/cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import sdp
+from sdp.tests.support.processes import alive, until
+
+# Says the guard's process id once the guard knows where the rank is, and then stops itself.
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from sdp.launcher import heartbeat
+heartbeat._SILENT_SECONDS = 0.5
+beat = heartbeat.Heartbeat(3, None, Path(sys.argv[1]), print, guarded=True)
+beat.at(5, "backward", float(sys.argv[2]) if sys.argv[2] else None)
+time.sleep(1)
+print(beat._guard.pid, flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def rank(tmp_path: Path, seconds: str) -> tuple[subprocess.Popen[str], int]:
+    """The process, stopped, and its guard's id."""
+    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
+    words = [sys.executable, "-P", "-c", RANK, str(tmp_path / "log"), seconds]
+    process = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_a_stopped_rank_is_killed_and_named(tmp_path: Path) -> None:
+    process, guard = rank(tmp_path, "1.5")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert (
+        err
+        == f"sdp: error: rank 3 on {socket.gethostname()}, step 5, backward: its process does not run, for it is stopped or stuck: killed\n"
+    )
+    until(lambda: not alive(guard))
+
+
+@pytest.mark.parametrize("seconds", ["", "60"])
+def test_one_that_has_time_is_left_alone(tmp_path: Path, seconds: str) -> None:
+    process, guard = rank(tmp_path, seconds)
+    time.sleep(2)
+    os.kill(guard, signal.SIGTERM)  # as a launcher that signals all processes of a job
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0
+    until(lambda: not alive(guard))

@@ -1,0 +1,465 @@
+"""The native backend equals the reference, and the reference equals the formula written out by hand."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sdp.engine.placement import buckets
+from sdp.engine.placement.buckets import LEAST_BYTES
+from sdp.engine.placement.units import find_neuron_units
+from sdp.tests.support import models
+from sdp.tests.support.cases import (
+    CLIP,
+    RELATIVE,
+    STEPS,
+    Case,
+    Result,
+    assert_bytes_as_planned,
+    assert_same_run,
+    engine_of,
+    full_gradients,
+    native,
+    one_step,
+    reference,
+    train,
+)
+from sdp.tests.support.ranks import RankPool
+
+FACTORS: dict[str, Sequence[Any]] = {
+    "masking": ["forward", "backward"],
+    "layout": [(2, 1), (2, 2), (4, 1), (4, 2), (1, 4)],
+    "stage": [0, 1, 2, 3],
+    "accumulation": [1, 3],
+    "clip": [False, True],
+    "optimizer": ["sgd", "adamw"],
+    "placement": ["mixed", "cyclic", "profile", "full"],
+    "granularity": ["block", "neuron"],
+    "kind": ["mlp", "llama", "llama-tied"],
+    "meta": [False, True],
+}
+TENSOR_FACTORS = FACTORS | {
+    "layout": [(2, 1, 2), (1, 2, 2), (2, 2, 2), (4, 1, 2)],
+    "kind": ["wide-llama", "wide-llama-tied"],
+}
+TAKE_TURNS = ("granularity", "kind", "meta")  # in the full table
+
+
+def case_of(row: dict[str, Any]) -> Case | None:
+    """The case, or None where factors do not go together: one group holds everything, where all do nothing is masked, and the small model
+    states no branches.
+    """
+    groups, fsdp, *tp = row["layout"]
+    if (groups == 1 and row["placement"] != "full") or (row["masking"] == "backward" and row["placement"] == "full"):
+        return None
+    if row["granularity"] == "neuron" and row["kind"] == "mlp":
+        return None
+    others = {key: value for key, value in row.items() if key not in ("layout", *TAKE_TURNS)}
+    model = row["kind"] + "-meta" * row["meta"]
+    neurons = 0 if row["granularity"] == "block" else 2 if tp else 3
+    return Case(groups, fsdp, **others, tp=tp[0] if tp else 1, model=model, neurons=neurons)
+
+
+def pairwise_cover(factors: dict[str, Sequence[Any]]) -> list[Case]:
+    """Greedily chosen cases in which every possible pair of two factors' values occurs."""
+    rows = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+    pairs_of = {}
+    for row in rows:
+        case = case_of(row)
+        if case is not None:
+            pairs_of[case] = frozenset(itertools.combinations(row.items(), 2))
+    missing, cover = set().union(*pairs_of.values()), []
+    while missing:
+        best = max(pairs_of, key=lambda case: len(pairs_of[case] & missing))
+        cover.append(best)
+        missing -= pairs_of[best]
+    return cover
+
+
+def full_table(factors: dict[str, Sequence[Any]]) -> list[Case]:
+    """All combinations of all factors but the model and how it is cut, which take turns."""
+    turns = [dict(zip(TAKE_TURNS, values, strict=True)) for values in itertools.product(*(factors[name] for name in TAKE_TURNS))]
+    kinds = itertools.cycle(turn for turn in turns if (turn["granularity"], turn["kind"]) != ("neuron", "mlp"))
+    others = {name: values for name, values in factors.items() if name not in TAKE_TURNS}
+    rows = (dict(zip(others, values, strict=True)) for values in itertools.product(*others.values()))
+    return [case for row in rows if (case := case_of({**row, **next(kinds)})) is not None]
+
+
+COVER, TENSOR_COVER = pairwise_cover(FACTORS), pairwise_cover(TENSOR_FACTORS)
+SHARDED_COPIES = [  # of backward masking: what the cover has of it at few stages only, and empty shards of copies (6 rows cut in four)
+    Case(2, 2, 2, 3, clip=True, optimizer="adamw", model="llama-tied", masking="backward"),
+    Case(2, 2, 3, 1, model="llama-tied-meta", masking="backward"),
+    Case(2, 4, 1, 3, optimizer="adamw", model="llama-meta", masking="backward"),
+    Case(2, 2, 3, 3, model="even-llama-tied-meta", tp=2, masking="backward"),
+]
+
+
+def test_clipping_acts_above_its_value_only() -> None:
+    plain = reference(Case(2, 2, model="llama-tied"))
+    engine = engine_of(Case(2, 2, model="llama-tied"), "reference", gradient_clipping=2 * max(plain.norms))
+    for step in range(STEPS):
+        one_step(engine, Case(2, 2, model="llama-tied"), step, data_rank=None)
+        engine.step()
+    state = engine.full_state_dict()
+    assert plain.after is not None
+    assert state is not None
+    assert all(torch.equal(state[name], weight) for name, weight in plain.after.items())
+
+
+def test_the_cover_holds_every_pair() -> None:
+    for cover, size in ((COVER, 30), (TENSOR_COVER, 25)):
+        assert len(cover) < size
+        assert {(case.neurons > 0, case.masking) for case in cover} == set(itertools.product((False, True), FACTORS["masking"]))
+        assert {(case.neurons > 0, case.placement) for case in cover} == set(itertools.product((False, True), FACTORS["placement"]))
+        assert {(case.masking, case.placement) for case in cover} >= set(itertools.product(FACTORS["masking"], FACTORS["placement"][:3]))
+
+
+NEURONS = [
+    Case(2, 1, neurons=2, model="even-llama"),
+    Case(2, 2, stage=3, neurons=2, model="even-llama-tied-meta", optimizer="adamw", accumulation=3, clip=True),
+    Case(4, 1, neurons=2, model="llama-of-3", optimizer="adamw"),
+    Case(2, 1, neurons=2, model="even-llama", masking="backward"),
+    Case(2, 2, stage=3, neurons=3, model="even-llama-tied-meta", optimizer="adamw", accumulation=3, clip=True, masking="backward"),
+    Case(4, 1, neurons=2, model="llama-of-3", stage=2, optimizer="adamw", masking="backward", placement="balanced"),
+    Case(2, 2, stage=1, neurons=5, model="even-llama-tied", placement="cyclic", accumulation=3, masking="backward"),
+    Case(2, 2, stage=3, neurons=2, model="wide-llama-tied-meta", tp=2, clip=True, accumulation=3, placement="random"),
+    Case(2, 1, neurons=2, model="wide-llama", tp=2, optimizer="adamw", masking="backward", checkpointing="selective", placement="balanced"),
+]
+IMAGE_NEURONS = [  # the width of the first stage is 3, and so are the heads of the second
+    Case(2, 1, neurons=3, model="resnet-meta", accumulation=3),
+    Case(2, 2, stage=3, neurons=2, model="resnet-meta", optimizer="adamw", clip=True),
+    Case(2, 2, stage=1, neurons=4, model="resnet-meta", placement="cyclic", masking="backward", accumulation=3),
+    Case(4, 1, stage=2, neurons=3, model="resnet-meta", optimizer="momentum", masking="backward", placement="random"),
+    Case(4, 1, neurons=2, model="swin-meta", optimizer="adamw", placement="balanced"),
+    Case(2, 2, stage=3, neurons=3, model="swin-meta", placement="cyclic", clip=True, accumulation=3),
+    Case(2, 2, stage=2, neurons=4, model="swin-meta", optimizer="adamw", masking="backward"),
+    Case(2, 2, stage=3, neurons=2, model="swin-meta", optimizer="momentum", masking="backward", checkpointing="selective"),
+]
+
+
+@pytest.mark.parametrize("case", NEURONS, ids=str)
+def test_native_neurons_equal_the_reference(ranks: RankPool, case: Case) -> None:
+    ours = native(ranks, case)
+    assert_same_run(ours, reference(replace(case, checkpointing="none")), case)
+    assert_bytes_as_planned(ours)
+
+
+@pytest.mark.parametrize(
+    ("mode", "masking"), [("full", "forward"), ("selective", "forward"), ("full", "backward"), ("selective", "backward")]
+)
+def test_activation_checkpointing_of_neurons_changes_nothing(ranks: RankPool, mode: Any, masking: Any) -> None:
+    plain = replace(NEURONS[4 if masking == "backward" else 1], masking=masking)
+    case = replace(plain, checkpointing=mode)
+    assert_same_run(native(ranks, case), reference(plain), case)
+
+
+@pytest.mark.parametrize("case", COVER + TENSOR_COVER + SHARDED_COPIES, ids=str)
+def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
+    assert_same_run(native(ranks, case), reference(case), case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 1, accumulation=3, model="resnet-meta"),
+        Case(2, 2, 3, clip=True, optimizer="adamw", model="resnet-meta", checkpointing="full"),
+        Case(4, 1, optimizer="momentum", model="resnet-meta"),
+        Case(2, 2, 1, accumulation=3, model="resnet-meta", masking="backward", checkpointing="selective"),
+        Case(2, 1, accumulation=3, model="swin-meta", optimizer="momentum"),
+        Case(2, 2, 1, optimizer="adamw", model="swin-meta", masking="backward", checkpointing="full"),
+        Case(2, 2, 2, 3, clip=True, optimizer="adamw", model="swin-meta", checkpointing="selective"),
+        Case(2, 4, 3, model="swin-meta", masking="backward"),
+        Case(4, 1, optimizer="adamw", model="swin-meta", masking="backward"),
+        *IMAGE_NEURONS,
+    ],
+    ids=str,
+)
+def test_native_images_equal_the_reference(ranks: RankPool, case: Case) -> None:
+    """Weights do, and running statistics, which are bit for bit the same on all ranks that have them."""
+    parameters = set(dict(models.build(case.model).named_parameters()))
+
+    def weights_alone(result: Result) -> Result:
+        states = {"before": result.before, "after": result.after}
+        assert all(state is None or len(state) > len(parameters) for state in states.values())
+        weights = {part: state and {name: state[name] for name in state if name in parameters} for part, state in states.items()}
+        return replace(result, **weights)
+
+    expected = reference(replace(case, checkpointing="none"))
+    ours = native(ranks, case)
+    assert_same_run([weights_alone(result) for result in ours], weights_alone(expected), case)
+    assert ours[0].after is not None and expected.after is not None
+    for name in set(expected.after) - parameters:
+        largest = expected.after[name].abs().max().item()
+        torch.testing.assert_close(ours[0].after[name], expected.after[name], rtol=0, atol=RELATIVE * largest, msg=name)
+    for rank, result in enumerate(ours):
+        assert set(result.buffers) <= set(expected.buffers)
+        assert all(torch.equal(buffer, ours[0].after[name]) for name, buffer in result.buffers.items()), f"rank {rank}"
+    assert_bytes_as_planned(ours)
+
+
+@pytest.mark.parametrize("case", TENSOR_COVER, ids=str)
+def test_gradients_of_tensor_parallel_parts_are_g_u(ranks: RankPool, case: Case) -> None:
+    """Those of the first step, by parameter, on every rank; tensor-parallel ranks have the same losses."""
+    results, expected = native(ranks, case), dict(reference(case).gradients or {})
+    units = find_neuron_units(models.build(case.model), case.neurons) if case.neurons else []
+    for part in (part for unit in units for part in unit.slices):
+        assert part.dim is not None
+        ((first, last),) = part.ranges
+        expected[f"{part.parameter}:{part.index}"] = expected[part.parameter].narrow(part.dim, first, last - first)
+    expected = {name: gradient for name, gradient in expected.items() if f"{name}:0" not in expected}
+    seen: set[str] = set()
+    for rank, result in enumerate(results):
+        assert result.losses == results[rank - rank % case.tp].losses
+        assert result.gradients is not None
+        seen |= set(result.gradients)
+        for name, gradient in result.gradients.items():
+            largest = expected[name].abs().max().item()
+            torch.testing.assert_close(
+                gradient, expected[name], rtol=0, atol=RELATIVE * largest, msg=lambda text, at=(rank, name): f"{at}: {text}"
+            )
+    assert seen == set(expected)
+
+
+@pytest.mark.full_table
+@pytest.mark.parametrize("case", full_table(FACTORS) + full_table(TENSOR_FACTORS), ids=str)
+def test_native_equals_reference_everywhere(ranks: RankPool, case: Case) -> None:
+    assert_same_run(native(ranks, case), reference(case), case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, 3, 3, clip=True, placement="balanced", model="llama-tied-meta"),
+        Case(4, 1, 0, clip=True, placement="balanced", optimizer="adamw"),
+        Case(4, 2, 1, 3, placement="random", model="llama-meta"),
+        Case(2, 1, 0, placement="random"),
+    ],
+    ids=str,
+)
+def test_made_placements_train_alike(ranks: RankPool, case: Case) -> None:
+    """Unequal capacities and drawn holders, of one, some and all groups."""
+    counts = {len(holders) for holders in engine_of(case, "reference").layout.placement.holders}
+    assert len(counts) > 1, "every unit has as many holders"
+    assert_same_run(native(ranks, case), reference(case), case)
+
+
+def _in_pieces(case: Case, least: int) -> tuple[Result, int]:
+    """The run with buckets of ``least`` bytes or more, and the reductions that it started."""
+    started, all_reduce = 0, dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal started
+        started += bool(kwargs.get("async_op"))
+        return all_reduce(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "LEAST_BYTES", least)
+        patch.setattr(dist, "all_reduce", counted)
+        return train(case), started
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, 3, 3, clip=True, model="llama-tied-meta"),
+        Case(4, 1, 0, optimizer="adamw", placement="balanced"),
+        Case(2, 1, 0, clip=True, neurons=2, masking="backward", model="even-llama"),
+    ],
+    ids=str,
+)
+def test_units_that_are_reduced_in_pieces_train_alike(ranks: RankPool, case: Case) -> None:
+    """The tests' units are smaller than the smallest bucket; here they are cut as large ones are."""
+    whole, pieces = (ranks.run(_in_pieces, case, least, world=case.world) for least in (LEAST_BYTES, 1))
+    for (_, few), (_, many) in zip(whole, pieces, strict=True):
+        assert many > 1.5 * few
+    assert_same_run([result for result, _ in pieces], reference(case), case)
+    assert_bytes_as_planned([result for result, _ in pieces])
+
+
+# -- the reference itself ----------------------------------------------------------------------------------------------------------
+
+HOLDERS = {0: [0], 1: [0, 1], 2: [0, 1], 3: [1]}
+
+
+def by_hand(case: Case) -> tuple[dict[str, torch.Tensor], list[float], list[dict[str, torch.Tensor]]]:
+    """SGD on g_u = the mean over the holders' data ranks, with nothing of the package: weights, norms, gradients of every step.
+
+    Under backward masking every pass is the dense model's, of whose gradients those of units that a group does not hold are dropped.
+    """
+    model = models.mlp()
+    stem, layers, head = model.stem, model.layers, model.head
+    norms, gradients = [], []
+    rates = [0.1, 0.1, 0.1 + 0.2 / 3, 0.1 + 0.4 / 3]
+    for step in range(case.steps):
+        sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        for group, shard, micro in itertools.product(range(2), range(case.fsdp), range(case.accumulation)):
+            batch = models.micro_batch("mlp", step, micro, group * case.fsdp + shard)
+            hidden = stem(batch["x"])
+            for index, layer in enumerate(layers):
+                hidden = layer(hidden) if group in HOLDERS[index] or case.masking == "backward" else hidden
+            model.zero_grad()
+            (((head(hidden) - batch["y"]) ** 2).mean() / case.accumulation).backward()
+            for name, p in model.named_parameters():
+                held = not name.startswith("layers") or group in HOLDERS[int(name.split(".")[1])]
+                sums[name] += p.grad if p.grad is not None and held else 0
+        for name, total in sums.items():
+            holders = len(HOLDERS[int(name.split(".")[1])]) if name.startswith("layers") else 2
+            total /= holders * case.fsdp
+        norms.append(torch.stack([total.double().square().sum() for total in sums.values()]).sum().sqrt().item())
+        scale = min(1.0, CLIP / norms[-1]) if case.clip else 1.0
+        gradients.append({name: total.clone() for name, total in sums.items()})
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p -= rates[step] * scale * sums[name]
+    return models.cpu_state(model), norms, gradients
+
+
+@pytest.mark.parametrize("masking", FACTORS["masking"])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(("fsdp", "accumulation"), [(1, 1), (2, 3)])
+def test_reference_equals_the_formula(fsdp: int, accumulation: int, clip: bool, masking: Any) -> None:
+    case = Case(2, fsdp, accumulation=accumulation, clip=clip, masking=masking)
+    weights, norms, _ = by_hand(case)
+    result = reference(case)
+    assert result.after is not None
+    assert result.norms == pytest.approx(norms, rel=RELATIVE)
+    for name, weight in weights.items():
+        torch.testing.assert_close(result.after[name], weight, rtol=0, atol=RELATIVE * weight.abs().max().item())
+
+
+# -- gradients themselves ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "masking"), [(0, "forward"), (2, "forward"), (3, "forward"), (0, "backward"), (3, "backward")])
+def test_gradients_at_the_boundary_are_g_u(ranks: RankPool, stage: int, masking: Any) -> None:
+    """Under backward masking that is the dense model's gradient over the holders' batches: an unbiased estimate."""
+    case = Case(2, 2, stage=stage, accumulation=3, steps=1, masking=masking)
+    expected = by_hand(case)[2][0]
+    seen: set[str] = set()
+    for rank, result in enumerate(native(ranks, case)):
+        assert result.gradients is not None
+        for name, gradient in result.gradients.items():
+            largest = expected[name].abs().max().item()
+            torch.testing.assert_close(
+                gradient, expected[name], rtol=0, atol=1e-6 * largest, msg=lambda text, at=(rank, name): f"{at}: {text}"
+            )
+        held = {f"layers.{index}" for index, holders in HOLDERS.items() if rank // 2 in holders}
+        assert {name.rsplit(".", 2)[0] for name in result.gradients if name.startswith("layers")} == held
+        seen |= set(result.gradients)
+    assert seen == set(expected)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("model", "tp", "masking"),
+    [("mlp", 1, "forward"), ("llama-tied-meta", 1, "forward"), ("even-llama", 2, "forward"), ("llama-tied-meta", 1, "backward")],
+)
+def test_activation_checkpointing_changes_nothing(ranks: RankPool, mode: Any, model: str, tp: int, masking: Any) -> None:
+    plain = Case(2, 2, stage=3, accumulation=3, model=model, tp=tp, masking=masking)
+    case = Case(2, 2, stage=3, accumulation=3, model=model, checkpointing=mode, tp=tp, masking=masking)
+    assert_same_run(native(ranks, case), reference(plain), case)
+    assert_same_run(native(ranks, case), reference(case), case)
+
+
+# -- two passes, two ways of calling -----------------------------------------------------------------------------------------------
+
+
+def _two_losses(stage: int) -> dict[str, torch.Tensor]:
+    """Gradients after two backward passes before one step, each of half the loss."""
+
+    case = Case(2, 2, stage=stage)
+    engine = engine_of(case)
+    for half in range(2):
+        batch = models.micro_batch("mlp", 0, half, dist.get_rank())
+        engine.backward(engine(batch["x"], y=batch["y"]) / 2)
+    return full_gradients(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_two_backward_passes_before_a_step_add_up(ranks: RankPool, stage: int) -> None:
+    expected = by_hand(Case(2, 2, accumulation=2, steps=1))[2][0]
+    for gradients in ranks.run(_two_losses, stage, world=4):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=RELATIVE * expected[name].abs().max().item())
+
+
+def _dropped(stage: int) -> dict[str, torch.Tensor]:
+    """Gradients of a step of which an earlier micro-batch was dropped by ``zero_grad``."""
+
+    case = Case(2, 2, stage=stage, accumulation=2)
+    engine = engine_of(case)
+    for micro in range(2):
+        engine.backward(engine(models.micro_batch("mlp", 0, micro, dist.get_rank())))
+        if micro == 0:
+            engine.step()
+            engine.zero_grad()
+    return full_gradients(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_grad_drops_what_was_accumulated(ranks: RankPool, stage: int) -> None:
+    both, first = (by_hand(Case(2, 2, accumulation=n, steps=1))[2][0] for n in (2, 1))
+    for gradients in ranks.run(_dropped, stage, world=4):
+        for name, gradient in gradients.items():
+            expected = both[name] - first[name] / 2
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=RELATIVE * both[name].abs().max().item())
+
+
+# -- bfloat16 ----------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _float32_run(case: Case) -> Result:
+    return reference(Case(**{**vars(case), "bf16": False}))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 1, 0, 1, bf16=True),
+        Case(2, 2, 1, 3, bf16=True, model="llama-tied"),
+        Case(2, 2, 3, 1, bf16=True, model="llama"),
+        Case(4, 2, 2, 3, bf16=True, placement="profile"),
+        Case(2, 2, 3, 1, bf16=True, model="llama", checkpointing="full"),
+        Case(2, 2, 3, 3, bf16=True, model="even-llama-tied", tp=2),
+        Case(2, 1, 0, 1, bf16=True, model="even-llama", tp=2),
+        Case(2, 2, 3, 3, bf16=True, model="even-llama-tied-meta", neurons=2),
+        Case(2, 1, 0, 1, bf16=True, model="even-llama", neurons=3),
+        Case(2, 1, 0, 1, bf16=True, model="even-llama", neurons=3, masking="backward"),
+        Case(2, 2, 3, 3, bf16=True, model="even-llama-tied-meta", neurons=2, masking="backward"),
+        Case(2, 1, 0, 1, bf16=True, model="llama", masking="backward"),
+        Case(2, 2, 3, 3, bf16=True, model="llama-tied-meta", masking="backward"),
+        Case(2, 1, 0, 1, bf16=True, model="resnet-meta"),
+        Case(2, 2, 3, 1, bf16=True, model="swin-meta"),
+    ],
+    ids=str,
+)
+def test_bf16_native_equals_reference(ranks: RankPool, case: Case) -> None:
+    """Both compute in bfloat16 from the same weights, so they differ by round-off of 2⁻⁹ per operation, and less than from float32."""
+    ours, theirs, exact = native(ranks, case), reference(case), _float32_run(case)
+    assert ours[0].after is not None and theirs.after is not None and theirs.before is not None and exact.after is not None
+    assert ours[0].norms == pytest.approx(theirs.norms, rel=2e-2)
+    squared = {"backends": 0.0, "rounding": 0.0, "update": 0.0}
+    for name in dict(models.build(case.model).named_parameters()):
+        after = theirs.after[name]
+        assert ours[0].after[name].dtype == torch.float32, "master weights stay float32"
+        squared["backends"] += (ours[0].after[name] - after).square().sum().item()
+        squared["rounding"] += (exact.after[name] - after).square().sum().item()
+        squared["update"] += (after - theirs.before[name]).square().sum().item()
+    backends, rounding, update = (squared[key] ** 0.5 for key in ("backends", "rounding", "update"))
+    assert backends < 1e-2 * update
+    assert backends < 2 * rounding, "the backends differ from each other more than bfloat16 differs from float32"
+
+
+def test_train_runs_in_this_process_too() -> None:
+    """``train`` with the reference leaves no gradients behind and is deterministic."""
+    case = Case(2, 1, model="llama-tied-meta")
+    first, second = train(case, "reference"), train(case, "reference")
+    assert first.losses == second.losses
+    assert one_step.__module__ == "sdp.tests.support.cases"

@@ -1,0 +1,65 @@
+"""A step whose gradient is no number, in whichever group, is skipped by all groups together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sdp.engine.errors import DivergedError
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, engine_of
+from sdp.tests.support.ranks import RankPool
+
+STEPS = 4
+
+
+def _train(case: Case, bad: dict[int, float], max_skips: int, engine_name: str = "fsdp2") -> dict[str, Any]:
+    """A run in which the loss of data rank 1 is multiplied by ``bad[step]``."""
+    engine = engine_of(case, engine_name, training={"max_skips": max_skips})
+    seen: dict[str, Any] = {"norms": [], "rates": [], "skipped": [], "error": ""}
+    for step in range(STEPS):
+        if engine_name == "reference":
+            loss = engine(models.rows_of_all(case.model, step, 0, case.world))
+            loss = loss * bad.get(step, 1.0)
+        else:
+            rank = dist.get_rank()
+            loss = engine(models.micro_batch(case.model, step, 0, rank))
+            loss = loss * (bad.get(step, 1.0) if rank == 1 else 1.0)
+        engine.backward(loss)
+        before = {name: p.detach().clone() for name, p in engine.parameters_here.items()}
+        try:
+            engine.step()
+        except DivergedError as error:
+            seen["error"] = str(error)
+            break
+        if engine.was_step_skipped:
+            assert all(torch.equal(before[name], p.detach()) for name, p in engine.parameters_here.items())
+        seen["norms"].append(engine.get_global_grad_norm())
+        seen["rates"].append(engine.get_lr()[0])
+        seen["skipped"].append(engine.skipped_steps)
+    engine.check_holders()
+    return seen | {"after": engine.full_state_dict()}
+
+
+@pytest.mark.parametrize("case", [Case(2, 1, optimizer="adamw"), Case(2, 2, stage=3, optimizer="momentum", clip=True)], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_one_bad_group_makes_all_skip(ranks: RankPool, case: Case, value: float) -> None:
+    bad = {1: value, 2: value}
+    answers = ranks.run(_train, case, bad, 2, world=case.world)
+    expected = _train(case, bad, 2, "reference")
+    for answer in answers:
+        assert answer["skipped"] == [0, 1, 2, 2]
+        assert answer["error"] == ""
+        assert answer["rates"] == expected["rates"]
+        assert answer["rates"][0] == answer["rates"][1] == answer["rates"][2] != answer["rates"][3]
+    for name, weights in expected["after"].items():
+        torch.testing.assert_close(answers[0]["after"][name], weights, rtol=1e-5, atol=1e-6)
+
+
+def test_more_in_a_row_than_allowed_ends_the_run_everywhere(ranks: RankPool) -> None:
+    bad = {1: float("nan"), 2: float("nan")}
+    for answer in ranks.run(_train, Case(2, 1), bad, 1, world=2):
+        assert answer["skipped"] == [0, 1]
+        assert "step 3, for the 2. time in a row (training.max_skips 1); the weights are those after step 1" in answer["error"]

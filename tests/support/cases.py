@@ -1,0 +1,286 @@
+"""One training run as plain data, run by the reference in this process or by the native backend on ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+from sdp.engine.placement.units import find_neuron_units
+from sdp.tests.support import models
+from torch.distributed.tensor import DTensor
+
+ROWS = 2  # per micro-batch
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that a run depends on."""
+
+    groups: int = 2
+    fsdp: int = 1
+    stage: int = 0
+    accumulation: int = 1
+    clip: bool = False
+    optimizer: Literal["sgd", "momentum", "adamw"] = "sgd"
+    placement: Literal["mixed", "cyclic", "profile", "full", "balanced", "random"] = "mixed"
+    model: str = "mlp"
+    bf16: bool = False
+    checkpointing: Literal["none", "full", "selective"] = "none"
+    steps: int = STEPS
+    tp: int = 1
+    masking: Literal["forward", "backward"] = "forward"
+    neurons: int = 0  # groups into which a branch is cut; 0: blocks
+    branch_scale: Literal["none", "train", "eval"] = "none"
+    sizes: tuple[int, ...] = ()  # ranks of groups that are unequal
+
+    @property
+    def data_ranks(self) -> int:
+        return sum(self.sizes) or self.groups * self.fsdp
+
+    @property
+    def world(self) -> int:
+        return self.data_ranks * self.tp
+
+    def __str__(self) -> str:
+        layout = "+".join(map(str, self.sizes)) or f"{self.groups}x{self.fsdp}" + f"x{self.tp}" * (self.tp > 1)
+        parts = [layout, f"zero{self.stage}", f"acc{self.accumulation}", self.optimizer, self.placement, self.model]
+        parts += ["clip"] * self.clip + ["bf16"] * self.bf16 + [self.checkpointing] * (self.checkpointing != "none")
+        parts += ["backward"] * (self.masking == "backward") + [f"neurons{self.neurons}"] * (self.neurons > 0)
+        parts += [f"scale-{self.branch_scale}"] * (self.branch_scale != "none")
+        return "-".join(parts)
+
+    def config(self, engine: str = "fsdp2", **sections: Any) -> dict[str, Any]:
+        """The configuration as a user writes it."""
+        # At larger rates (and with a smaller eps) a run amplifies round-off: one unit in the last place of the weights becomes 1e-4.
+        peak = {"sgd": 0.3 if self.model.startswith("mlp") else 0.15, "momentum": 0.1, "adamw": 0.03}[self.optimizer]
+        optimizers = {
+            "sgd": {"type": "SGD", "params": {"lr": 0.1}},
+            "momentum": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+            # A large eps: where a gradient is all but zero, Adam would blow round-off up to whole steps.
+            "adamw": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-2}},
+        }
+        if engine == "deepspeed" and self.groups == 1:  # DeepSpeed makes its own, of which it compiles AdamW unless it is told
+            optimizers["adamw"]["params"]["torch_adam"] = True
+        return {
+            "train_batch_size": ROWS * self.accumulation * self.data_ranks,
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": CLIP if self.clip else 0.0,
+            "optimizer": optimizers[self.optimizer],
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_min_lr": peak / 3, "warmup_max_lr": peak, "warmup_num_steps": 3, "warmup_type": "linear"},
+            },
+            "bf16": {"enabled": self.bf16},
+            "zero_optimization": zero_of(self.stage) if engine == "deepspeed" else {"stage": self.stage},
+            "tensor_parallel": {"autotp_size": self.tp},
+            "activation_checkpointing": {"mode": self.checkpointing},
+            "sdp": {
+                "groups": self.groups,
+                "engine": engine,
+                "masking": self.masking,
+                "branch_scale": self.branch_scale,
+                **({"group_sizes": list(self.sizes), "check_interval": 1} if self.sizes else {}),
+                **self._placement(),
+                **self._neurons(),
+            },
+            **sections,
+        }
+
+    def _neurons(self) -> dict[str, Any]:
+        if not self.neurons:
+            return {}
+        section: dict[str, Any] = {"granularity": "neuron", "neuron_groups": self.neurons}
+        if self.placement == "profile" and self.groups > 1:
+            section |= {"profile": "depth", "capacity": 0.75}
+        if self.placement == "random":
+            section |= {"profile": "depth", "capacity": 0.5}
+        if self.placement == "mixed" and self.groups > 1:  # the first branch has nothing of the last group's
+            units = [unit.name for unit in find_neuron_units(models.build(self.model), self.neurons)]
+            holders = {2: [[0], [0], [0, 1], [1], [0, 1]], 4: [[0, 1, 2], [0, 2], [3, 1, 0], [3], [1, 2, 3, 0]]}[self.groups]
+            section["placement"] = {name: holders[index % len(holders)] for index, name in enumerate(units)}
+        return section
+
+    def _placement(self) -> dict[str, Any]:
+        if self.placement == "full" or self.groups == 1:
+            return {"capacity": 1.0}
+        if self.placement == "cyclic":
+            return {"capacity": 0.5, "profile": "uniform"}
+        if self.placement == "profile":
+            return {"profile": [4, 2, 1, 1] if self.groups == 4 else [2, 2, 1, 1]}
+        if self.placement == "balanced":
+            return {"placement": "balanced", "capacity": [0.75, 0.5] if self.groups == 2 else [0.75, 0.75, 0.5, 0.25]}
+        if self.placement == "random":
+            return {"placement": "random", "seed": 3, "profile": [1, 2, 2, 1] if self.groups == 2 else [1, 3, 2, 4]}
+        holders = {2: [[0], [0, 1], [0, 1], [1], [1]], 4: [[0, 1, 2, 3], [0, 2], [3, 1, 0], [3], [1, 2]]}[self.groups]
+        return {"placement": dict(zip(models.unit_names(self.model), holders, strict=False))}
+
+
+def zero_of(stage: int) -> dict[str, Any]:
+    """DeepSpeed's section. By default ZeRO 3 would leave every parameter of a small model whole."""
+    return {"stage": 3, "stage3_param_persistence_threshold": 0} if stage == 3 else {"stage": stage}
+
+
+RELATIVE = 1e-5
+EPSILON = 2.0**-23
+CLIP = 0.25  # below every norm in the table
+
+
+@dataclass
+class Result:
+    """What one process saw: a value per step, and the full model at the start and at the end (rank 0)."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    traffic: list[dict[str, int]] = field(default_factory=list)
+    planned: dict[str, int] = field(default_factory=dict)
+    measured: dict[str, int] = field(default_factory=dict)
+    predicted: dict[str, int] = field(default_factory=dict)
+    before: dict[str, torch.Tensor] | None = None
+    after: dict[str, torch.Tensor] | None = None
+    gradients: dict[str, torch.Tensor] | None = None
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # this process's, at the end
+
+
+def engine_of(case: Case, engine: str = "fsdp2", **sections: Any) -> Any:
+    """The engine of a case, made without compiling an extension: it takes minutes, and if killed leaves its lock to all others."""
+
+    def compiled(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an extension is compiled")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("load", "load_inline", "_jit_compile") if engine == "deepspeed" else ():
+            patch.setattr(f"torch.utils.cpp_extension.{name}", compiled)
+        return sdp.initialize(model=models.build(case.model), config=case.config(engine, **sections))[0]
+
+
+def data_rank_of(case: Case) -> int:
+    """Whose rows this process reads: tensor-parallel ranks are neighbours and read the same."""
+    return dist.get_rank() // case.tp
+
+
+def one_step(engine: Any, case: Case, step: int, *, data_rank: int | None) -> float:
+    """Forward, backward and step of all micro-batches of an optimizer step; ``data_rank`` None: the rows of all. The mean loss."""
+    total = 0.0
+    for micro in range(case.accumulation):
+        if data_rank is None:
+            batch = models.rows_of_all(case.model, step, micro, case.data_ranks)
+        else:
+            batch = models.micro_batch(case.model, step, micro, data_rank)
+        loss = engine(batch)
+        engine.backward(loss)
+        if micro + 1 < case.accumulation:
+            engine.step()
+        total += loss.item()
+    return total / case.accumulation
+
+
+def full_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """This process's gradients, whole, by canonical name; of sharded parameters the ranks of the group must all ask."""
+    return {name: whole(engine, name, p.grad).clone() for name, p in engine.parameters_here.items() if p.grad is not None}
+
+
+def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor of which this rank has a shard as it has of the parameter ``name``; the ranks of the group must all ask."""
+    part = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    info = engine.layout.parameters[name]
+    if info.tp_dim is None:
+        return part
+    parts = [torch.empty_like(part) for _ in range(info.tp)]
+    dist.all_gather(parts, part.contiguous(), group=engine._backend.tensor_ranks.group)  # not counted as the engine's own
+    return torch.cat(parts, info.tp_dim)
+
+
+def train(case: Case, engine_name: str = "fsdp2", **sections: Any) -> Result:
+    """The whole run, in this process, on one thread: as ranks compute, who would round bfloat16 otherwise than several threads do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _train(case, engine_name, **sections)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(case: Case, engine_name: str, **sections: Any) -> Result:
+    engine = engine_of(case, engine_name, **sections)
+    data_rank = None if engine_name in ("reference", "vectorized") else data_rank_of(case)
+    result = Result(before=engine.full_state_dict())
+    for step in range(case.steps):
+        engine.traffic.reset()
+        result.rates.append(engine.get_lr()[0])
+        result.losses.append(one_step(engine, case, step, data_rank=data_rank))
+        if step == 0:
+            result.gradients = full_gradients(engine)
+        engine.step()
+        result.norms.append(engine.get_global_grad_norm())
+        result.traffic.append(engine.traffic.by_kind())
+    result.planned = engine.planned_traffic().by_kind()
+    result.measured, result.predicted = engine.measured_state_bytes().to_json(), engine.predicted_state_bytes().to_json()
+    result.after = engine.full_state_dict()
+    result.buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers() if name in engine.layout.buffers}
+    return result
+
+
+@functools.cache
+def _reference(case: Case) -> Result:
+    return train(case, "reference")
+
+
+def reference(case: Case) -> Result:
+    """The reference's run; the ZeRO stage and tensor parallelism mean nothing to it."""
+    return _reference(replace(case, stage=0, tp=1))
+
+
+_native: dict[Case, list[Result]] = {}
+
+
+def native(ranks: Any, case: Case) -> list[Result]:
+    """The native run by rank; a case is run once a session."""
+    if case not in _native:
+        _native[case] = ranks.run(train, case, world=case.world)
+    return _native[case]
+
+
+def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
+    """Weights, what the optimizer did to them, loss, gradient norm and learning rate of every step."""
+    assert ours[0].before is not None and ours[0].after is not None and theirs.before is not None and theirs.after is not None
+    assert list(ours[0].after) == list(theirs.after)
+    for name, after in theirs.after.items():
+        assert torch.equal(ours[0].before[name], theirs.before[name]), f"{name}: not initialised alike"
+        largest = after.abs().max().item()
+        torch.testing.assert_close(
+            ours[0].after[name], after, rtol=0, atol=RELATIVE * largest, msg=lambda text, name=name: f"{name}: {text}"
+        )
+        update, our_update = after - theirs.before[name], ours[0].after[name] - ours[0].before[name]
+        step = update.abs().max().item()
+        # Each step rounds the weight to float32 once in either run, half a unit in the last place each.
+        tolerance = RELATIVE * step + case.steps * EPSILON * largest
+        assert tolerance < 1e-2 * step, f"{name}: the update is too small to show a wrong scale"
+        deviation = (our_update - update).abs().max().item()
+        assert deviation <= tolerance, f"{name}: its update differs by {deviation:.2e}, {deviation / step:.2e} of the update"
+    for rank, result in enumerate(ours):
+        assert result.norms == pytest.approx(theirs.norms, rel=RELATIVE), f"gradient norm on rank {rank}"
+        assert result.rates == theirs.rates, f"learning rate on rank {rank}"
+    mean_losses = torch.tensor([result.losses for result in ours], dtype=torch.float64).mean(0).tolist()
+    assert mean_losses == pytest.approx(theirs.losses, rel=RELATIVE)
+    assert len(set(theirs.rates)) > 1, "the schedule does nothing"
+    if case.clip:
+        assert min(theirs.norms) > CLIP, "the clipping does nothing"
+
+
+def assert_bytes_as_planned(ours: Sequence[Result]) -> None:
+    """Parameters, gradients and optimizer state of every rank, and what it sent in each step but of activations."""
+    for rank, result in enumerate(ours):
+        assert result.measured == result.predicted, f"rank {rank}"
+        for traffic in result.traffic:
+            assert {kind: sent for kind, sent in traffic.items() if not kind.startswith("tensor parallel")} == result.planned, (
+                f"rank {rank}"
+            )

@@ -1,0 +1,159 @@
+"""Hosts of network namespaces for the tests in ``cluster/``: running commands on them, and the small run that all of them start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sdp
+from sdp.tests.support.processes import until
+
+SCRIPTS = Path(__file__).parents[1] / "cluster"
+SDP = [sys.executable, "-P", "-m", "sdp"]
+ON_ETH0 = ["--env", "GLOO_SOCKET_IFNAME=eth0"]
+LAUNCH = [*SDP, "launch", *ON_ETH0]
+# Three short steps of it on the hosts' own shards, and nothing that a step does not need; --dump-dir's value stands last.
+QUICKSTART = [str(Path(sdp.__path__[0]) / "configs/quickstart.json"), "--set"]
+QUICKSTART += ["data.path=shards", "data.tokenizer=bytes", "data.vocab_size=257", "data.sequence_length=64", "training.steps=3"]
+QUICKSTART += ["training.evaluate_batches=1", "training.evaluate_every=0", "training.save_every=0", "--dump-dir"]
+STEPS = 60  # of the undisturbed run that others are compared with: long enough to be disturbed again and again
+_PROGRAMS = ("ip", "tc", "ss", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
+INTEL_MPIRUN = str(Path(sys.prefix) / "intel-mpi/bin/mpiexec.hydra")
+_NEEDED = {
+    "deepspeed": ("pdsh", "apt-get install pdsh"),
+    "Open MPI": ("mpirun.openmpi", "apt-get install openmpi-bin"),
+    "MPICH": ("mpiexec.mpich", "apt-get install mpich"),
+    "Intel MPI": (INTEL_MPIRUN, f"pip install --no-deps --target {Path(sys.prefix) / 'intel-mpi'} impi-rt"),
+}
+_NAMES = "abcdefghijkl"  # SLURM has a to d, lives e to i, and what stands in test_hosts.py a and j to l
+PAUSE = 0.25  # between two looks at what takes seconds: the cores have more to do
+
+
+class Hosts:
+    """host-a to host-l; ``folder`` holds their keys and is the working directory of what runs on them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.variables = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+
+    def start(self, *command: str, log: str, host: str = "a") -> subprocess.Popen[str]:
+        """Start a command on a host in the folder of the runs, its output in the file ``log`` there."""
+        with (self.folder / log).open("w") as output:
+            words = [SCRIPTS / "on.sh", self.folder, host, *command]
+            return subprocess.Popen(words, cwd=self.folder, env=self.variables, stdout=output, stderr=subprocess.STDOUT, text=True)
+
+    def said(self, *command: str) -> str:
+        """What a command on host-a prints; it must succeed."""
+        words = [SCRIPTS / "on.sh", self.folder, "a", *command]
+        ended = subprocess.run(words, cwd=self.folder, env=self.variables, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip()
+
+    def run(self, *command: str, seconds: float = 240) -> list[float]:
+        """Run on host-a to the end; the losses of the dump directory that stands last."""
+        log = f"{Path(command[-1]).name}.log"
+        code = finish(self.start(*command, log=log), seconds)
+        assert code == 0, (self.folder / log).read_text()
+        return self.losses(command[-1])
+
+    def losses(self, run: str) -> list[float]:
+        """Those that the run has noted so far, by step."""
+        metrics = self.folder / run / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
+
+    def checkpoints(self, run: str) -> list[int]:
+        """The steps of the run's finished checkpoints, in their order."""
+        return sorted(int(path.parent.name.removeprefix("step-")) for path in self.folder.glob(f"{run}/checkpoints/step-*/state.json"))
+
+    def processes(self, word: str, hosts: str) -> list[int]:
+        """What runs on the hosts with ``word`` in its command line."""
+        found = []
+        for host in hosts:
+            pids = subprocess.run(["ip", "netns", "pids", f"{self.folder.name}-{host}"], capture_output=True, text=True, check=True)
+            for pid in map(int, pids.stdout.split()):
+                with contextlib.suppress(OSError):
+                    found += [pid] if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+        return found
+
+    def nothing_left(self, run: str, hosts: str, port: int, seconds: float) -> None:
+        """Return when no process of the run is left on its hosts, and nothing listens on its port any more."""
+        until(lambda: not self.processes(run, hosts), seconds, PAUSE)
+        assert not self.said("ss", "--no-header", "--listening", "--tcp", f"sport = :{port}")
+
+    def plug(self, host: str, state: str) -> None:
+        """The cable of a host ``up`` or ``down``: packets vanish without a word."""
+        subprocess.run(["ip", "-n", f"{self.folder.name}-{host}", "link", "set", "eth0", state], check=True)
+
+
+@contextlib.contextmanager
+def made_hosts() -> Iterator[Hosts]:
+    """Twelve hosts that see each other at 10.77.0.1 to 10.77.0.12, and a small run's corpus and configuration; gone afterwards."""
+    if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
+        pytest.skip(f"NOT TESTED, no {', '.join(missing)}: apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin")
+    folder = Path(tempfile.mkdtemp(prefix="sdp"))
+    try:
+        made = subprocess.run([SCRIPTS / "hosts_up.sh", folder], capture_output=True, text=True)
+        if made.returncode:
+            pytest.skip(f"NOT TESTED, this machine makes no network namespaces: {made.stderr.strip()}")
+        _prepare(folder)
+        yield Hosts(folder)
+    finally:
+        subprocess.run([SCRIPTS / "hosts_down.sh", folder], check=False)
+        shutil.rmtree(folder)
+
+
+def needs(launcher: str) -> None:
+    """Skip where the launcher's program is missing."""
+    if (remedy := what_installs(launcher)) is not None:
+        pytest.skip(f"NOT TESTED, no {launcher}: {remedy}")
+
+
+def what_installs(launcher: str) -> str | None:
+    """The command that installs the launcher, where its program is not there."""
+    program, command = _NEEDED.get(launcher, (sys.executable, ""))
+    return command if shutil.which(program) is None else None
+
+
+def finish(process: subprocess.Popen[str], seconds: float) -> int:
+    """The exit code; the process is killed where it does not end in time, which raises."""
+    try:
+        return process.wait(seconds)
+    finally:
+        process.kill()
+
+
+def is_rank(pid: int) -> bool:
+    """Whether the process is ``sdp train``, and not what started it."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2:5] == [b"-m", b"sdp", b"train"]
+
+
+def _prepare(folder: Path) -> None:
+    (folder / "two").write_text("host-a slots=2\nhost-j slots=2\n")
+    (folder / "four").write_text("".join(f"host-{name} slots=1\n" for name in "ajkl"))
+    for name in _NAMES[1:]:
+        (folder / f"with-{name}").write_text(f"host-a slots=1\nhost-{name} slots=1\n")
+    texts = folder / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"a text of number {number} " * 9}) + "\n" for number in range(240)))
+    words = ["prepare", "--input", texts, "--output", folder / "shards", "--tokenizer", "bytes", "--held-out", "0.2"]
+    environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
+    subprocess.run([*SDP, *words], env=environ, check=True, capture_output=True)
+    model = {"name": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
+        "zero_optimization": {"stage": 3},
+        "sdp": {"groups": 2, "capacity": 0.5},
+        "model": {**model, "max_position_embeddings": 64},
+        "data": {"path": "shards", "sequence_length": 64},
+        "training": {"steps": STEPS, "evaluate_batches": 1, "save_every": 10, "step_timeout": 8, "save_timeout": 8},
+    }
+    (folder / "small.json").write_text(json.dumps(config))

@@ -1,0 +1,191 @@
+"""A real SLURM over four hosts, for the tests in ``cluster/``: losses, preemption, the time limit, lost ranks and hosts, scancel.
+
+Each story asks ``sdp launch --status`` what it says of every end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+from sdp.tests.support.hosts import LAUNCH, PAUSE, SCRIPTS, SDP, Hosts, is_rank
+from sdp.tests.support.processes import until
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
+SECONDS = 240.0  # for what takes some seconds on idle cores
+ENDLESS = "training.steps=1000000"
+PATIENT = ("training.step_timeout=600", "training.save_timeout=600")  # for ranks that are stopped for a while, at a step or in a save
+ALONE = ("sdp.groups=1", "sdp.capacity=1.0")  # where it does not matter how many ranks there are
+
+
+class Slurm:
+    """The commands of a user on host-a."""
+
+    def __init__(self, hosts: Hosts):
+        self.hosts = hosts
+
+    def __call__(self, *command: str) -> str:
+        return self.hosts.said(*command)
+
+    def submit(self, run: str, *options: str, settings: tuple[str, ...] = (), nodes: int = 1, partition: str = "side") -> str:
+        """``sdp launch`` for two ranks, or one if ``ALONE``, with dump directory ``run``; the job's id."""
+        ranks = 1 if ALONE[0] in settings else 2
+        launch = [*LAUNCH, "--launcher", "slurm", "--cpu", "--nodes", str(nodes), "--gpus-per-node", str(ranks // nodes)]
+        words = ["--set", *settings] if settings else []
+        return self(*launch, "--partition", partition, *options, "small.json", *words, "--dump-dir", run).split()[1].rstrip(";")
+
+    def status(self, run: str) -> str:
+        return self(*SDP, "launch", "--launcher", "slurm", "--status", run).partition(": ")[2]
+
+    def status_without_slurm(self, run: str) -> str:
+        """By the run's own files."""
+        return self("sh", "-c", 'PATH= exec "$@"', "sh", *SDP, "launch", "--launcher", "slurm", "--status", run).partition(": ")[2]
+
+    def wait(self, run: str, *states: str) -> str:
+        """The status once it begins with one of ``states``, which last; each look is a process."""
+        return until(lambda: now if (now := self.status(run)).startswith(states) else None, SECONDS, 3.0)
+
+    def steps(self, run: str, count: int) -> None:
+        """Return when the run has noted that many steps."""
+        until(lambda: len(self.hosts.losses(run)) >= count, SECONDS, PAUSE)
+
+    def rest(self, run: str, number: signal.Signals = signal.SIGSTOP) -> None:
+        """Stop the run's ranks: it is SLURM that is waited for, and others need the cores. SLURM sends SIGCONT before it ends a job."""
+        for pid in filter(is_rank, self.hosts.processes(run, "abcd")):
+            os.kill(pid, number)
+
+    def said(self, run: str) -> str:
+        """All that the run's jobs and tasks printed."""
+        return "\n".join(log.read_text(errors="replace") for log in sorted((self.hosts.folder / run / "slurm").glob("*.log")))
+
+
+def what_is_missing() -> list[str]:
+    """Programs of SLURM that are not installed."""
+    return [name for name in PROGRAMS if shutil.which(name) is None]
+
+
+@contextlib.contextmanager
+def slurm_over(hosts: Hosts) -> Iterator[Slurm]:
+    """One controller and four nodes, host-a to host-d; gone afterwards."""
+    hosts.variables["SLURM_CONF"] = str(hosts.folder / "slurm/slurm.conf")
+    try:
+        made = subprocess.run([SCRIPTS / "slurm_up.sh", hosts.folder], capture_output=True, text=True, timeout=120)
+        assert made.returncode == 0, made.stderr
+        yield Slurm(hosts)
+    finally:
+        subprocess.run([SCRIPTS / "slurm_down.sh", hosts.folder], check=False)
+
+
+def the_same_losses_inside_the_users_own_srun(slurm: Slurm, expected: Future[list[float]]) -> None:
+    train = [*SDP, "train", "small.json", "--set", "training.steps=2", "env.GLOO_SOCKET_IFNAME=eth0", "--dump-dir", "own"]
+    losses = slurm.hosts.run("srun", "--partition", "side", "--nodes", "2", "--ntasks-per-node", "1", *train, seconds=SECONDS)
+    assert losses == pytest.approx(expected.result()[:2], rel=1e-6)
+
+
+def a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that_loses_a_node_waits(
+    slurm: Slurm, expected: Future[list[float]]
+) -> None:
+    run = "moved"
+    job = slurm.submit(run, "--time", "10", settings=(ENDLESS,), nodes=2, partition="main")
+    slurm.steps(run, 2)
+    assert slurm.status(run) == slurm.status_without_slurm(run) == "running"
+    slurm("sbatch", "--partition", "urgent", "--nodes", "2", "--exclusive", "--output", "/dev/null", "--wrap", "true")
+    # It is back in the queue for some seconds only, which a look may miss.
+    resumed = until(lambda: re.search(rf"resumed from {run}/checkpoints/step-(\d+)\n", slurm.said(run)), SECONDS, PAUSE)
+    preempted = int(resumed[1])
+    assert preempted >= 2
+    assert "Restarts=1 " in slurm("scontrol", "show", "job", job)
+    slurm.steps(run, preempted + 2)
+    assert "environment of every rank: GLOO_SOCKET_IFNAME=eth0" in slurm.said(run)
+
+    (rank,) = (pid for pid in slurm.hosts.processes(run, "b") if is_rank(pid))
+    os.kill(rank, signal.SIGKILL)
+    assert slurm.wait(run, "failed", "done") == slurm.status_without_slurm(run) == "failed, exit code 137", slurm.said(run)
+    assert "srun: error: host-b: task 1: Killed" in slurm.said(run)
+
+    def resume(steps: int) -> str:
+        launch = [*LAUNCH, "--launcher", "slurm", "--cpu", "--nodes", "2", "--gpus-per-node", "1", "--partition", "main"]
+        words = [*launch, "small.json", "--resume", "--set", f"training.steps={steps}", "--dump-dir", run]
+        return slurm(*words).split()[1].rstrip(";")
+
+    end = len(slurm.hosts.losses(run)) + 20
+    resume(end)
+    assert slurm.wait(run, "done", "failed") == slurm.status_without_slurm(run) == "done", slurm.said(run)
+    losses = slurm.hosts.losses(run)
+    assert len(losses) == end
+    assert losses[: len(expected.result())] == pytest.approx(expected.result()[: len(losses)], rel=1e-6)
+
+    job = resume(10**6)
+    slurm.steps(run, end + 2)
+    slurm.hosts.plug("b", "down")
+    try:
+        slurm.wait(run, "pending")  # SLURM waits 30 s for a silent node, and then for another
+        assert "rank 0 on host-a, step " in slurm.said(run)
+        assert "no progress for 8 s" in slurm.said(run)
+        slurm("scancel", job)
+    finally:
+        slurm.hosts.plug("b", "up")
+
+
+def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, expected: Future[list[float]]) -> None:
+    """SLURM sends the signal by itself; it looks twice a minute."""
+    job = slurm.submit("limited", "--time", "2", "--signal-seconds", "50", settings=(*ALONE, ENDLESS, *PATIENT))
+    slurm.steps("limited", 2)
+    slurm.rest("limited")
+    events = slurm.hosts.folder / "limited/slurm/events"
+    until(lambda: f"{job} time-limit-near" in events.read_text(), SECONDS, PAUSE)
+    slurm.rest("limited", signal.SIGCONT)
+    until(lambda: f"{job} requeued" in events.read_text(), SECONDS, PAUSE)
+    # On a busy machine the limit may be near before the first step: then it is the next life that leaves a checkpoint.
+    resumed = until(lambda: re.search(r"resumed from limited/checkpoints/step-(\d+)\n", slurm.said("limited")), 2 * SECONDS, PAUSE)
+    assert f"stopped by SIGTERM after step {resumed[1]}" in slurm.said("limited")
+    slurm("scancel", job)
+    assert slurm.wait("limited", "cancelled", "failed").startswith("cancelled")
+
+
+def jobs_that_do_not_end_well(slurm: Slurm, expected: Future[list[float]]) -> None:
+    """At once, for the limit of time is looked at twice a minute."""
+    # A step that outlasts what SLURM waits for a job that is told to end.
+    late = slurm.submit(
+        "late", "--time", "10", "--signal-seconds", "1", settings=(*ALONE, ENDLESS, *PATIENT, "gradient_accumulation_steps=100000")
+    )
+    until(lambda: "step 0: " in slurm.said("late"), SECONDS, PAUSE)
+    slurm.rest("late")
+    slurm("scontrol", "update", f"JobId={late}", "EndTime=now+1")
+
+    cancelled = slurm.submit("cancelled", settings=(ENDLESS,))
+    slurm.submit("wrong", settings=(*ALONE, "data.path=nowhere"))
+    slurm.submit("fat", "--launcher-args=--mem=100M", settings=(*ALONE, ENDLESS))
+    held = slurm.submit("held", "--launcher-args=--hold")
+    assert slurm.status("held") == slurm.status_without_slurm("held") == "pending"
+    slurm("scancel", held)
+    assert slurm.status("held") == "cancelled"
+
+    slurm.steps("cancelled", 3)
+    slurm("scancel", cancelled)
+    assert slurm.wait("cancelled", "cancelled", "failed").startswith("cancelled")
+    assert slurm.status_without_slurm("cancelled").startswith("cancelled")
+    saved, steps = slurm.hosts.checkpoints("cancelled"), len(slurm.hosts.losses("cancelled"))
+    assert saved[-1:] == [steps], slurm.said("cancelled")
+    assert "stopped by SIGTERM after step" in slurm.said("cancelled"), slurm.said("cancelled")
+
+    assert slurm.wait("wrong", "failed", "done") == slurm.status_without_slurm("wrong") == "failed, exit code 2"
+    assert slurm.wait("fat", "out of memory", "failed") == slurm.status_without_slurm("fat"), slurm.said("fat")
+    assert slurm.status("fat").startswith("out of memory"), slurm.said("fat")
+    assert slurm.wait("late", "timeout", "failed", "pending").startswith("timeout")
+    assert slurm.status_without_slurm("late").startswith("timeout")
+
+
+STORIES = (
+    a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that_loses_a_node_waits,
+    a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes,
+    jobs_that_do_not_end_well,
+    the_same_losses_inside_the_users_own_srun,
+)

@@ -1,0 +1,133 @@
+"""Four ranks in a network namespace of their own: what they count against what the kernel counts. Prints one line of JSON."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+import struct
+from pathlib import Path
+
+TRIES = 2  # on a loaded machine TCP sends some segments twice: the lesser count is taken
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
+
+
+def raise_loopback() -> None:
+    """``ip link set lo up`` without the tool."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        flags = struct.unpack("16sh", fcntl.ioctl(control, SIOCGIFFLAGS, struct.pack("16sh", b"lo", 0)))[1]
+        fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh", b"lo", flags | IFF_UP))
+
+
+def sent_on_loopback() -> int:
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def settled() -> int:
+    """All ranks idle: the counter stands still."""
+    import time
+
+    import torch.distributed as dist
+
+    dist.barrier()
+    time.sleep(0.2)
+    count = sent_on_loopback()
+    time.sleep(0.1)
+    dist.barrier()
+    return count
+
+
+def train(groups: int, stage: int, masking: str, steps: int) -> tuple[int, dict[str, int], int]:
+    """Bytes on the wire of all ranks (as rank 0 sees them), bytes that this rank counted, and the wire's bytes while nothing was sent."""
+    import sdp
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(512, 512)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.001}},
+        "sdp": {"groups": groups, "masking": masking, "profile": [groups, groups, 1, 1] if groups > 1 else "uniform"},
+    }
+    engine = sdp.initialize(model=Model(), config=config)[0]
+
+    def step() -> None:
+        engine.backward(engine(torch.randn(1, 512)))
+        engine.step()
+
+    step()  # connections are made here
+    quiet = -settled() + settled()
+    tries = []
+    for _ in range(TRIES):
+        engine.traffic.reset()
+        before = settled()
+        for _ in range(steps):
+            step()
+        tries.append(settled() - before)
+    return min(tries), engine.traffic.by_kind(), quiet
+
+
+def collectives() -> dict[str, float]:
+    """Bytes on the wire of all ranks over those of the formula, for each kind of collective on 4 MiB of float32."""
+    import torch
+    import torch.distributed as dist
+    from sdp.engine.distributed.traffic import passes_on, sent_bytes
+
+    world, whole = dist.get_world_size(), torch.zeros(1 << 20)
+    part = torch.zeros(whole.numel() // world)
+    kinds = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "broadcast": lambda: dist.broadcast(whole, src=0),
+    }
+    ratios = {}
+    for kind, collective in kinds.items():
+        tries = []
+        for _ in range(TRIES):
+            before = settled()
+            collective()
+            tries.append(settled() - before)
+        senders = sum(passes_on(rank, 0, world) for rank in range(world)) if kind == "broadcast" else world
+        ratios[kind] = min(tries) / (senders * sent_bytes(kind, whole.nbytes, world))  # type: ignore[arg-type]
+    return ratios
+
+
+def main() -> None:
+    raise_loopback()
+    from sdp.tests.support import wire  # under its own name, by which the ranks know it
+    from sdp.tests.support.ranks import RankPool
+
+    pool = RankPool()
+    try:
+        rows = {}
+        for groups, stage, masking in ((4, 0, "forward"), (2, 0, "forward"), (2, 3, "forward"), (4, 0, "backward")):
+            answers = pool.run(wire.train, groups, stage, masking, 4, world=4)
+            counted = {kind: sum(sent.get(kind, 0) for _, sent, _ in answers) for kind in {k for _, sent, _ in answers for k in sent}}
+            rows[f"{groups}x{4 // groups} zero{stage} {masking}"] = (answers[0][0], counted, answers[0][2])
+        print(json.dumps({"runs": rows, "collectives": pool.run(wire.collectives, world=4)[0]}))
+    finally:
+        pool.close()
+
+
+if __name__ == "__main__":
+    main()

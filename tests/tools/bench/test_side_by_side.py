@@ -1,0 +1,308 @@
+"""``sdp bench CONFIG``: methods that make the same steps do, bytes on the wire are those planned, and the report has every figure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sdp.engine.config.load import load_config
+from sdp.engine.errors import ConfigError, DivergedError
+from sdp.launcher import degrees as launcher_layout
+from sdp.tests.support.ranks import RankPool
+from sdp.tools.bench import steal as processors
+from sdp.tools.bench.measure import _batches, _built, _race, measure
+from sdp.tools.bench.methods import DENSE, default_methods, variant, why_not
+from sdp.tools.bench.networks import Link
+from sdp.tools.bench.planned import plan_methods
+from sdp.tools.bench.report import Race, Report, _markdown, write_report
+from sdp.tools.bench.runners import Runner
+from sdp.tools.bench.side_by_side import _names
+from sdp.tools.bench.steal import stolen, ticks
+from sdp.tools.bench.wire import why_not_counted
+from sdp.tools.cli import main
+from sdp.tools.plan.alternatives import alternatives
+from sdp.tools.plan.machine import Machine
+
+MODEL = {"name": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "sdp": {"groups": 4, "capacity": 0.5},
+    "model": MODEL,
+    "data": {"sequence_length": 16},
+}
+ROUNDS = argparse.Namespace(rounds=1, steps=1, network=None)
+SETTINGS = {
+    "config": "tiny.json", "model": MODEL, "world": 4, "batch": {"train": 8, "micro": 2, "accumulation": 1}, "tokens_per_sample": 16,
+    "activation_checkpointing": "none", "compile": False, "rounds": 2, "steps_per_turn": 1, "dtype": "float32", "device": "cpu",
+    "threads": 1, "torch": torch.__version__,
+}  # fmt: skip
+
+
+def measured(names: list[str], layers: int) -> Any:
+    config = load_config(CONFIG)
+    return measure({name: variant(name, config, layers) for name in names}, ROUNDS, config, torch.device("cpu"))
+
+
+def test_every_method_does_its_work_and_is_reported(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(CONFIG)
+    names = [*DENSE, "sdp-block-forward-0.5", "sdp-neuron-backward-0.5"]
+    plans = plan_methods(names, config, 4)
+    layers = plans["smaller-ddp"].config.model["num_hidden_layers"]
+    assert 1 <= layers < 4
+    ddp = next(column for column in alternatives(config, Machine((4,), 1.0, 1.0, 1.0, 1.0), 4)[0] if column.name == "DDP")
+    assert ddp.worst.trace.peak == plans["ddp"].peak  # the column of ``sdp plan``, which below is held to what torch's DDP needs
+    facts, races = ranks.run(measured, names, layers, world=4)[0]  # raises where DDP, FSDP2, HSDP and ZeRO have other losses
+    write_report(tmp_path, Report(SETTINGS, plans, facts, races))
+    rows = json.loads((tmp_path / "report.json").read_text())["races"][0]["methods"]
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "report.md").read_text() + "\n"
+    for name, row in rows.items():
+        assert f"| {name} " in printed
+        assert row["seconds"]["least"] <= row["seconds"]["median"] <= row["seconds"]["most"]
+        assert row["tokens_per_second"] == 8 * 16 / row["seconds"]["median"]
+        assert row["compute_seconds"] > 0
+        assert row["slowest_over_mean"] >= 1
+        # Equal blocks, and equal shares of them; branches differ.
+        assert row["planned_slowest_over_mean"] == 1 or (name == names[-1] and 1 < row["planned_slowest_over_mean"] < 1.01)
+        if row["planned_peak_bytes"]:  # tiny: counters and scalars show
+            assert row["peak_bytes"] == pytest.approx(row["planned_peak_bytes"], rel=0.01 if "ddp" in name else 0.1), name
+    # On a ring of four, and only there, gloo sends what is planned, beside 100 bytes for each message.
+    for name in ("ddp", "ddp-recompute", "ddp-bf16-gradients", "smaller-ddp", "sdp-block-forward-0.5"):
+        assert rows[name]["planned_sent_bytes"] <= rows[name]["sent_bytes"] <= rows[name]["planned_sent_bytes"] * 1.05 + 20_000, name
+    assert rows["ddp"]["collectives"] == 1  # one bucket
+    assert rows["sdp-block-forward-0.5"]["collectives"] == 5  # of two blocks, of what is shared before and after them, and of the norm
+    assert rows["ddp-bf16-gradients"]["sent_bytes"] < 0.7 * rows["ddp"]["sent_bytes"]
+    assert rows["diloco"]["sent_bytes"] < 0.1 * rows["ddp"]["sent_bytes"]
+    for name in names[-2:]:
+        assert rows[name]["state_bytes"] == rows[name]["planned_state_bytes"]
+        assert rows[name]["between_groups_bytes"] == rows[name]["planned_between_groups_bytes"] > 0
+        assert "exposed_not_overlapped_seconds" in rows[name]
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _peak_of_ddp(config: dict[str, Any]) -> int:
+    settings, cpu = variant("ddp", load_config(config)), torch.device("cpu")
+    return _built("ddp", settings, _batches(settings, cpu), cpu)[1]["peak_bytes"]
+
+
+def test_gradients_of_earlier_micro_batches_are_beside_ddps_buckets(ranks: RankPool) -> None:
+    config = CONFIG | {"gradient_accumulation_steps": 2, "sdp": {"groups": 2, "capacity": 0.5}}
+    plan = plan_methods(["ddp"], load_config(config), 2)["ddp"]
+    state = plan.forecast.worst.trace.state
+    assert plan.peak is not None
+    assert plan.peak > state.total + state.gradients
+    assert ranks.run(_peak_of_ddp, config, world=2)[0] == pytest.approx(plan.peak, rel=0.01)
+
+
+def test_methods_of_another_work_are_told_apart() -> None:
+    from sdp.tools.bench.measure import _require_same_losses
+
+    _require_same_losses({"ddp": {"losses": [2.0, 1.0]}, "zero3": {"losses": [2.00001, 1.0]}, "diloco": {"losses": [2.0, 3.0]}})
+    with pytest.raises(RuntimeError, match="did not do the same work"):
+        _require_same_losses({"ddp": {"losses": [2.0, 1.0]}, "zero3": {"losses": [2.0, 1.1]}})
+
+
+class _Diverges:
+    """Steps whose loss, on rank 1, is no number any more; like that of a skipped step it leaves the weights as they are."""
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Linear(1, 1)
+        self.runner = Runner(2, self.module, torch.optim.SGD(self.module.parameters(), lr=0.1), self.step)
+
+    def step(self, _: Any) -> torch.Tensor:
+        return torch.tensor(float("nan") if dist.get_rank() == 1 else 1.0)
+
+
+def _race_of(spoilt: str) -> str:
+    case = _Diverges()
+    if spoilt == "weights":
+        case.runner = replace(case.runner, step=lambda _: torch.tensor(1.0))
+        if dist.get_rank() == 1:
+            torch.nn.init.constant_(case.module.bias, float("inf"))
+    with pytest.raises(DivergedError) as error:
+        _race({"ddp": case.runner}, [], ROUNDS, torch.device("cpu"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("spoilt", ["loss", "weights"])
+def test_what_is_no_number_after_a_turn_ends_the_comparison_on_every_rank(ranks: RankPool, spoilt: str) -> None:
+    first, second = ranks.run(_race_of, spoilt, world=2)
+    assert first == second
+    assert first.startswith("ddp: loss or weights are no numbers after a turn")
+
+
+def test_what_is_left_out_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    config, asked = load_config(CONFIG, ["sdp.groups=2"]), argparse.Namespace(methods=None)
+    assert "hsdp" not in _names(asked, config, 2, speaks=True)
+    assert capsys.readouterr().err.count("sdp bench: hsdp is left out") == 1
+    assert "hsdp" not in _names(asked, config, 2, speaks=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_bytes_that_the_kernel_does_not_count_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not_counted(torch.device("cpu")) is None
+    assert "NCCL" in str(why_not_counted(torch.device("cuda")))
+    monkeypatch.delattr("socket.TCP_INFO")
+    reason = why_not_counted(torch.device("cpu"))
+    assert "does not tell what a TCP connection sent" in str(reason)
+    turns = {"ddp": {"seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": None, "collectives": 2.0, "slowest_over_mean": [1.0]}}
+    facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
+    report = Report(SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, [Race(None, None, turns, reason)])
+    (race,) = report.to_json()["races"]
+    assert race["methods"]["ddp"]["sent_bytes"] is None
+    assert race["sent_bytes_not_measured"] == reason
+    text = _markdown(report, report.to_json())
+    assert f"Sent bytes are not measured: {reason}." in text
+    assert f"| – ({race['methods']['ddp']['planned_sent_bytes'] / 1e6:,.2f}) |" in text
+
+
+def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ticks as proc(5) has them: user, nice, system, idle, iowait, irq, softirq, steal, and guests' that are in the first two."""
+    before = ticks()
+    assert before is not None
+    assert 0 <= before[0] <= before[1]  # this machine's own
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(processors, "_STAT", stat)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 3})
+    others = "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 9 9 9 9 9 9 9 9 9 9\ncpu2 9 9 9 9 9 9 9 9 9 9\n"
+    stat.write_text(others + "cpu1 60 5 25 400 5 5 5 15 7 7\ncpu3 40 5 25 400 0 0 5 5 7 7\nintr 1 2\n\n")
+    first = ticks()
+    assert first == (20, 1000)
+    stat.write_text(others + "cpu1 110 5 35 405 5 5 5 30 17 7\ncpu3 40 5 25 400 0 0 5 25 7 7\n")
+    assert stolen(first, ticks()) == pytest.approx(0.35)
+    assert stolen((21, 900), first) == 0  # counts may go back by a tick
+    for other in ("", "cpu1 1 2 3 4\n", "intr 1 2 3 4 5 6 7 8 9\n"):
+        stat.write_text(other)
+        assert ticks() is None
+        assert stolen(first, None) is None
+    turns = {"ddp": {"seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": 1.0, "collectives": 2.0, "slowest_over_mean": [1.0]}}
+    facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
+    for share, said in ((0.35, 1), (0.0, 0), (None, 0)):
+        report = Report(SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, [Race(None, None, turns, None, share)])
+        assert _markdown(report, report.to_json()).count("The hypervisor gave 35% of the processors' time to other machines") == said
+
+
+def test_what_sdp_must_reach_over_a_link_is_judged_beside_the_plan() -> None:
+    """Over a link that is busy for as long as a rank computes, a third of it is exposed, since backward is two thirds of computing."""
+    ours = "sdp-block-forward-0.5"
+    plans = plan_methods(["ddp", ours], load_config(CONFIG), 4)
+    worst = max(plans[ours].forecast.groups, key=lambda group: group.trace.flops)
+    seconds = worst.trace.flops / plans["ddp"].flops  # of computing, where DDP computes for a second
+    link = sum(one.sent for one in plans[ours].forecast.ranks[0].collectives if one.scope == "between groups") / seconds
+    same = {"sent_bytes": 1.0, "collectives": 2.0, "slowest_over_mean": [1.0]}
+    turns = {
+        "ddp": same | {"seconds": [4.0], "compute_seconds": [1.0]},
+        ours: same | {"seconds": [2.0], "compute_seconds": [0.5], "not_overlapped_seconds": [2.5]},
+    }
+    facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
+    state = {"state_bytes": 8, "planned_state_bytes": 8, "between_groups_bytes": 4, "planned_between_groups_bytes": 4}
+    report = Report(SETTINGS, plans, facts | {ours: facts["ddp"] | state}, [Race("1gbit", link, turns)])
+    row = report.rows(report.races[0])[ours]
+    assert row["speed_over_ddp"] == 2
+    assert row["planned_exposed_over_not_overlapped"] == pytest.approx(1 / 3)
+    text = _markdown(report, report.to_json())
+    assert "exposed communication 0.750 of that without overlap (0.333 planned), aim at most 0.6: NOT reached" in text
+    assert f"speed over DDP's {2 / row['planned_speed_over_ddp']:.3f} of planned, aim at least 0.9" in text
+    (backward,) = plan_methods([ours.replace("forward", "backward")], load_config(CONFIG), 4).keys() - {"ddp"}
+    assert plan_methods([backward], load_config(CONFIG), 4)[backward].exposed_share(1.0, 1.0) is None
+
+
+def test_defaults_are_all_methods_at_the_capacity() -> None:
+    config = load_config(CONFIG)
+    names = default_methods(config)
+    assert names[-1] == "sdp-neuron-backward-0.5"
+    assert len(names) == len(set(names)) == len(DENSE) + 4
+    assert variant("sdp-neuron-backward-0.75", config).sdp.masking == "backward"
+    assert why_not("hsdp", config, 3) is not None
+    assert why_not("hsdp", config, 4) is None
+
+
+@pytest.mark.parametrize("capacity", [0.3333333, 0.33333334, 1.0, 1e-05])
+def test_a_default_method_is_named_by_all_of_its_capacity(capacity: float) -> None:
+    config = load_config(CONFIG | {"sdp": {"groups": 4, "capacity": capacity}})
+    of_sdp = default_methods(config)[len(DENSE) :]
+    assert len(set(of_sdp)) == 4
+    assert all(variant(name, config).sdp.capacity == capacity for name in of_sdp)
+
+
+@pytest.mark.parametrize(
+    "listed", [{"placement": {f"layers.{layer}": [0, 1] for layer in range(4)}}, {"profile": [4, 2, 1, 1]}, {"capacity": [0.5] * 4}]
+)
+def test_holders_that_are_listed_go_without_the_name_of_a_capacity(listed: dict[str, Any]) -> None:
+    assert default_methods(load_config(CONFIG | {"sdp": {"groups": 4} | listed})) == [*DENSE, "sdp"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "ddq"], "--methods ddq: unknown"),
+        (["--methods", "sdp-block-0.5"], "--methods sdp-block-0.5: write sdp"),
+        (["--methods", "sdp-block-forward-0.5", "--set", 'sdp.placement={"layers.0": [0]}'], "whatever C; write sdp"),
+        (["--methods", ""], '--methods "": a name is empty'),
+        (["--methods", "ddp,"], '--methods "ddp,": a name is empty'),
+        (["--methods", "hsdp", "--nproc", "2", "--set", "sdp.groups=2"], "--methods hsdp: needs an even number of ranks"),
+        (["--workers", "2,two"], "--workers 2,two: expected different numbers of ranks"),
+        (["--workers", "2,4", "--nproc", "2"], "--nproc: --workers says how many ranks to start"),
+        (["--workers", "4,5", "--methods", "hsdp"], "--workers 4,5: 5 cannot be run: --methods hsdp: needs an even number of ranks"),
+        (["--set", "sdp.capacity=0.05"], "4 ranks leave nothing of SDP to compare: sdp.capacity: 0.05 × 4 groups"),
+        (["--rounds", "0"], "--rounds: 0 is not a positive whole number"),
+        (["--network", "fast"], "--network fast: expected rates"),
+        (["--network", "0mbit"], "--network 0mbit: expected rates above zero"),
+        (["--network", ""], "--network : expected rates"),
+        (["--layers", "3"], "--layers: has no effect with CONFIG"),
+        (["--set", "sdp.groups=1"], "sdp.groups: 1 group has nothing of SDP"),
+        (["--set", "bf16.enabled=true"], "bf16.enabled: methods are compared in float32"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    assert main(["bench", str(path), *words]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_a_report_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    (tmp_path / "workers-2").mkdir()
+    (tmp_path / "workers-2" / "report.json").write_text("{}")
+    for words, said in (
+        (["--out", str(tmp_path / "workers-2")], f"--out {tmp_path / 'workers-2'}: holds the report of an earlier run"),
+        (["--out", str(tmp_path), "--workers", "2,4"], f"--workers 2,4: 2 cannot be run: --out {tmp_path / 'workers-2'}: holds the report"),
+        (["--out", str(path / "below")], f"--out {path / 'below'}: cannot be made (Not a directory)"),
+    ):
+        assert main(["bench", str(path), "--methods", "ddp", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert (tmp_path / "workers-2" / "report.json").read_text() == "{}"
+
+
+def test_numbers_of_workers_have_their_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_layout, "visible_devices", lambda: 2)
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    assert main(["bench", str(path), "--workers", "2,4", "--methods", "ddp", "--out", str(tmp_path / "bench")]) == 2
+    assert capsys.readouterr().err.count("--workers 2,4: 4 cannot be run: 4 ranks: 2 devices are visible") == 1
+    assert not (tmp_path / "bench").exists()
+
+
+def test_options_of_the_comparison_need_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--rounds", "3"]) == 2
+    assert "--rounds: needs a CONFIG" in capsys.readouterr().err
+
+
+def test_links_are_tcs_rates() -> None:
+    assert Link.parse("300mbit").bytes_per_second == 37.5e6
+    assert Link.parse("1gbit").bytes_per_second == 125e6
+    for wrong in ("300", "300mbps", "-1mbit", "0gbit", "0.0mbit", "nanmbit", "nan", ""):
+        with pytest.raises(ConfigError):
+            Link.parse(wrong)

@@ -1,0 +1,338 @@
+"""``sdp plan --fit``: the layout that it finds, its reasons, and the commands that it suggests."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.engine.config.load import load_config
+from sdp.engine.config.schema import Config
+from sdp.engine.distributed.mesh import mesh_of
+from sdp.engine.errors import ConfigError
+from sdp.launcher.degrees import Degrees
+from sdp.tools import launch as launch_command
+from sdp.tools.cli import main
+from sdp.tools.plan import command as plan_module
+from sdp.tools.plan import fit as fit_module
+from sdp.tools.plan.fit import find_fit
+from sdp.tools.plan.forecast import Forecast, forecast
+from sdp.tools.plan.machine import Machine, evenly
+from sdp.tools.plan.trials import Choice, Step, own_share, stated_step
+from sdp.tools.shared import arguments
+from sdp.tools.train import command as train_command
+
+LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "sdp": {"groups": 2, "capacity": 0.5},
+    "zero_optimization": {"stage": 3},
+    "model": LLAMA,
+    "data": {"sequence_length": 32},
+}
+
+
+Planner = Callable[[str, Config, Machine, int], Forecast]
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Forecast]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def once(known: dict[str, Forecast], monkeypatch: pytest.MonkeyPatch) -> Planner:
+    """Every layout is traced once for all tests: that takes a good part of a second."""
+
+    def planner(name: str, config: Config, machine: Machine, world: int) -> Forecast:
+        key = f"{world} {machine} {config.resolved()}"
+        if key not in known:
+            known[key] = forecast(name, config, machine, world)
+        return known[key]
+
+    monkeypatch.setattr(fit_module, "forecast", planner)
+    monkeypatch.setattr(plan_module, "forecast", planner)
+    return planner
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "a run.json"  # a name that a shell would cut
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["plan", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def peak_of(report: dict[str, Any]) -> int:
+    return report["plan"]["ranks"][0]["peak"]
+
+
+def machine(world: int) -> Machine:
+    return Machine(evenly(world, 4), 1e12, 0.5, 1e9, 1e8)  # slow links: traffic is not hidden
+
+
+def all_layouts(config: Config, ranks: int, step: Step) -> Iterator[Config]:
+    """Every layout of so many ranks a group, none left out."""
+    for tp, mode in product((1, 2, 4), ("none", "selective", "full")):
+        for stage in (0,) if tp == ranks else (1, 2, 3) if tp < ranks else ():
+            yield Choice(ranks, tp, stage, mode, *own_share(step, 2 * ranks // tp)).applied(config)
+
+
+def dominates(one: Forecast, other: Forecast) -> bool:
+    """With equal degrees less recomputation at no higher stage, or a lower stage with no more."""
+    (tp, *mine), (its_tp, *its) = (
+        (
+            each.config.tensor_parallel.autotp_size,
+            each.config.zero_optimization.stage,
+            ("none", "selective", "full").index(each.config.activation_checkpointing.mode),
+        )
+        for each in (one, other)
+    )
+    return tp == its_tp and mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
+
+
+def test_nothing_of_its_ranks_is_faster_and_no_fewer_fit(once: Planner) -> None:
+    """Held to all layouts, at several memories: those of their peaks, so that ever fewer fit."""
+    config = load_config(CONFIG)
+    step = stated_step(config, 2)
+    of_two = [once("", each, machine(4), 4) for each in all_layouts(config, 2, step)]
+    peaks = sorted({plan.worst.trace.peak for plan in of_two})
+    of_one = min(once("", each, machine(2), 2).worst.trace.peak for each in all_layouts(config, 1, step))
+    for memory in peaks:
+        fit = find_fit(config, memory, machine, 2, bounded=False)
+        assert fit.plan.worst.trace.peak <= memory
+        assert fit.choice.ranks == (2 if memory < of_one else 1)
+        if memory < of_one:
+            fitting = [plan for plan in of_two if plan.worst.trace.peak <= memory]
+            assert fit.plan.seconds == min(plan.seconds for plan in fitting if not any(dominates(other, plan) for other in fitting))
+    with pytest.raises(ConfigError, match="no layout of up to 2 ranks a group fits"):
+        find_fit(config, peaks[0] - 1, machine, 4, bounded=True)
+
+
+def test_what_is_learned_stays(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The samples of a step of the stated world, on as few ranks as will do."""
+    enough = ["--device-memory", "80GB", "--fit", "--alone"]
+    for words, samples in (
+        ([], 2 * 4 * 2),
+        (["--world", 16], 2 * 4 * 16),
+        (["--set", "train_batch_size=48", "gradient_accumulation_steps=null"], 48),
+    ):
+        found = planned(capsys, config, *words, *enough)
+        assert found["world"] == 2
+        assert found["plan"]["batch"] == {"train": samples, "micro": 2, "accumulation": samples // 4}
+    stated = load_config(config, ["tensor_parallel.autotp_size=2"])
+    assert stated_step(stated, 16) == Step(2 * 4 * 8, 2)  # tensor-parallel ranks read the same
+    assert stated_step(stated, 2) == Step(2 * 4 * 2, 2)  # fewer than its grid: of the smallest
+
+
+def test_samples_are_shared_equally() -> None:
+    assert own_share(Step(512, 4), 8) == (4, 16)
+    assert own_share(Step(24, 4), 8) == (3, 1)
+    assert own_share(Step(24, 4), 4) == (3, 2)  # 4 does not divide 6
+    assert own_share(Step(24, 1, 3), 4) == (2, 3)
+    assert own_share(Step(24, 4, 4), 4) == (3, 2)  # nor 4 rounds
+    for ranks in (5, 48):
+        with pytest.raises(ConfigError, match=f"the 24 samples of a step cannot be shared equally among {ranks} data ranks"):
+            own_share(Step(24, 4), ranks)
+
+
+def test_a_smaller_micro_batch_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "images.json"
+    model = {"name": "resnet18", "stem": "cifar", "width": 8}
+    sdp = {"groups": 2, "granularity": "neuron", "neuron_groups": 4, "capacity": 0.5}
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 6, "sdp": sdp, "model": model, "data": {"name": "digits"}}))
+    needed = peak_of(planned(capsys, path, "--alone", "--set", "activation_checkpointing.mode=full"))
+    report = planned(capsys, path, "--alone", "--device-memory", f"{needed - 1}B", "--fit")
+    assert report["plan"]["batch"] == {"train": 12, "micro": 3, "accumulation": 1}
+    assert any("micro-batch 3 in place of 6, so that a step keeps its 12 samples; batch norm" in reason for reason in report["reasons"])
+
+
+def test_every_other_choice_has_a_reason(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = peak_of(planned(capsys, config, "--alone", "--set", "zero_optimization.stage=0", "activation_checkpointing.mode=full"))
+    assert main(["plan", str(config), "--alone", "--device-memory", f"{alone - 1}B", "--fit"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tried, chosen, fewer, degrees = (
+        next(line for line in lines if line.startswith(word)) for word in ("tried", "chosen", "fewer", "not fsdp")
+    )
+    assert tried.startswith("tried: 1 rank a group (fsdp 1 × tp 1), ZeRO stage 0, activation checkpointing full: does not fit: the peak is")
+    assert tried.endswith(", 1 B too much")
+    assert chosen.startswith("chosen: 2 ranks a group (")
+    assert fewer == f"fewer ranks a group do not do: {tried.removeprefix('tried: ')}"
+    assert degrees.startswith(("not fsdp 1 × tp 2: ", "not fsdp 2 × tp 1: "))
+
+
+def test_degrees_that_the_layout_refuses_are_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neurons go beside tensor parallelism of the degrees that divide their groups; no degree is left out, whichever is stated."""
+    neurons = ["--set", "sdp.granularity=neuron", "sdp.neuron_groups=2", "tensor_parallel.autotp_size=2"]
+    needed = peak_of(planned(capsys, config, "--alone", *neurons, "activation_checkpointing.mode=full", "--world", 4))
+    report = planned(capsys, config, "--alone", *neurons, "--device-memory", f"{needed}B", "--fit")
+    assert report["plan"]["mesh"]["tp"] in (1, 2)
+    assert any("(fsdp 2 × tp 1)" in trial or "(fsdp 1 × tp 1)" in trial for trial in report["tried"])
+    assert main(["plan", str(config), *neurons, "--device-memory", "10kB", "--fit"]) == 2
+    assert "cannot be cut evenly among tensor_parallel.autotp_size = 4 ranks" in capsys.readouterr().err
+
+
+def test_tensor_parallel_ranks_stay_inside_a_node(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config), "--device-memory", "10kB", "--fit", "--gpus-per-node", "1"]) == 2
+    assert "tensor-parallel ranks would be on two nodes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("samples", "ranks"), [(48, 3), (32, 4)])
+def test_the_fewest_ranks_that_share_the_samples(once: Planner, samples: int, ranks: int) -> None:
+    """Three ranks a group where two do not fit; four where three cannot share the samples of a step. One rank a node: tensor
+    parallelism, which would need less, is refused."""
+
+    def alone(world: int) -> Machine:
+        return replace(machine(world), slots=(1,) * world)
+
+    config = load_config(CONFIG, [f"train_batch_size={samples}", "gradient_accumulation_steps=null"])
+    step = stated_step(config, 2)
+    least = Choice(ranks, 1, 3, "full", *own_share(step, 2 * ranks)).applied(config)
+    memory = once("", least, alone(2 * ranks), 2 * ranks).worst.trace.peak
+    fit = find_fit(config, memory, alone, 2, bounded=False)
+    assert fit.choice.ranks == ranks
+    assert fit.plan.worst.trace.peak <= memory
+    assert {trial.choice.ranks for trial in fit.trials} == {1, 2, ranks}
+    assert fit.plan.batch.train == samples
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "accumulation", "message"),
+    [
+        (9, "1", "null", "--fit: train_batch_size 9 is no multiple of sdp.groups 2, so that no number of ranks shares it equally"),
+        (9, "null", "null", "--fit: train_batch_size 9 is no multiple of sdp.groups 2"),
+        (9, "null", "5", "--fit: train_batch_size 9 is no multiple of sdp.groups 2"),
+        (8, "null", "5", "train_batch_size 8 (from the configuration) is not train_micro_batch_size_per_gpu 0 (derived) × "
+                         "gradient_accumulation_steps 5 (from the configuration)"),
+    ],
+)  # fmt: skip
+def test_samples_that_no_ranks_share(
+    config: Path, capsys: pytest.CaptureFixture[str], train: int, micro: str, accumulation: str, message: str
+) -> None:
+    stated = [f"train_batch_size={train}", f"train_micro_batch_size_per_gpu={micro}", f"gradient_accumulation_steps={accumulation}"]
+    assert main(["plan", str(config), "--set", *stated, "--device-memory", "80GB", "--fit", "--world", "18"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
+def test_samples_alone_say_how_many_a_step_has(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """48 samples, of which 20 slots cannot have equal shares: the most ranks that can say what a micro-batch is, 8 a group of 20 ÷ 2."""
+    alone = {key: value for key, value in CONFIG.items() if key not in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
+    assert stated_step(load_config(alone | {"train_batch_size": 48}), 20) == Step(48, 3)
+    config.write_text(json.dumps(alone | {"train_batch_size": 48}))
+    found = planned(capsys, config, "--world", 20, "--device-memory", "80GB", "--fit", "--alone")
+    assert found["plan"]["batch"] == {"train": 48, "micro": 3, "accumulation": 8}
+
+
+def test_a_stated_degree_of_three_is_tried() -> None:
+    three = {
+        "model": LLAMA | {"vocab_size": 513, "hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96},
+        "tensor_parallel": {"autotp_size": 3},
+    }
+    with pytest.raises(ConfigError, match=r"no layout of up to 3 ranks .*; closest: 3 ranks a group \(fsdp 1 × tp 3\)"):
+        find_fit(load_config(CONFIG | three), 3e5, lambda world: replace(machine(world), slots=(world,)), 6, bounded=True)
+
+
+def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config), "--device-memory", "10kB", "--fit", "--world", "4"]) == 2
+    error = capsys.readouterr().err
+    assert "no layout of up to 2 ranks a group fits 10.00 kB; closest: 2 ranks a group" in error
+    assert "the state alone is" in error
+    less = error.partition("what would need less: ")[2]
+    assert less
+    for used in ("activation_checkpointing.mode", "zero_optimization.stage 3"):
+        assert used not in less
+    assert main(["plan", str(config), "--device-memory", "80GB", "--fit", "--set", "sdp.engine=reference"]) == 2
+    assert "which is not planned" in capsys.readouterr().err
+
+
+def test_a_hostfile_bounds_what_is_tried(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=6\n")
+    search = ["plan", str(config), "--hostfile", str(hosts), "--device-memory", "10kB", "--fit"]
+    assert main(search) == 2
+    assert "no layout of up to 3 ranks a group fits" in capsys.readouterr().err
+    hosts.write_text("a slots=1\n")
+    assert main(search) == 2
+    assert "--fit: 1 ranks are fewer than sdp.groups 2" in capsys.readouterr().err
+
+
+# -- the commands that it suggests -----------------------------------------------------------------------------------------------
+
+
+def started_by(command: str) -> tuple[int, Forecast]:
+    """The ranks that ``sdp train`` or ``sdp launch`` would start here, and their plan."""
+    program, name, *words = shlex.split(command)
+    assert program == "sdp"
+    words = arguments.one_value_per_set(words)
+    parser = arguments.Parser()
+    if name == "launch":
+        launch_command.add_arguments(parser)
+        launch = parser.parse_args(words)
+        words, parser = launch.words, arguments.Parser()
+        world = launch.nodes * launch.gpus_per_node if launch.nodes else -1
+    train_command.add_arguments(parser)
+    args = parser.parse_args(words)
+    config = load_config(args.config, args.set)
+    world = args.nproc if name == "train" else world
+    Degrees(config, args.fsdp).check(world, "suggested")
+    return world, forecast("", config, machine(world), world)
+
+
+@pytest.mark.parametrize("per_node", [8, 2])
+def test_suggested_commands_make_the_same_layout(config: Path, capsys: pytest.CaptureFixture[str], per_node: int) -> None:
+    given = [
+        config,
+        "--set",
+        "data.sequence_length=64",
+        'sdp.placement="random"',
+        "--gpus-per-node",
+        per_node,
+        "--inter-node",
+        "100Gbit",
+        "--alone",
+    ]
+    needed = peak_of(planned(capsys, *given))
+    report = planned(capsys, *given, "--device-memory", f"{needed // 2}B", "--fit")
+    again = shlex.split(report["commands"]["plan"])
+    assert again[:2] == ["sdp", "plan"]
+    repeated = planned(capsys, *again[2:])
+    assert {key: repeated[key] for key in ("world", "machine", "plan")} == {key: report[key] for key in ("world", "machine", "plan")}
+    world, plan = started_by(report["commands"]["train"])
+    assert (world, plan.worst.trace.peak) == (report["world"], peak_of(report))
+    assert plan.batch.train == report["plan"]["batch"]["train"]
+    assert mesh_of(plan.config, world) == plan.layout.mesh
+
+
+def test_the_way_to_fit_keeps_what_was_given(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", str(config), "--set", "data.sequence_length=64", "train_micro_batch_size_per_gpu=4", "--world", "8", "--alone"]
+    assert main([*given, "--device-memory", "1MB"]) == 2
+    suggested = capsys.readouterr().err.partition("a device; ")[2].removesuffix(" looks for a layout that does\n")
+    assert shlex.split(suggested) == [
+        "sdp", "plan", str(config), "--set", "data.sequence_length=64", "train_micro_batch_size_per_gpu=4", "--world", "8",
+        "--device-memory", "1MB", "--alone", "--fit",
+    ]  # fmt: skip
+
+
+def test_a_part_of_the_hosts_is_named(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = tmp_path / "my hosts"
+    hosts.write_text("a slots=3\nb slots=6\n")
+    report = planned(capsys, config, "--hostfile", hosts, "--alone", "--device-memory", "80GB", "--fit")
+    words = shlex.split(report["commands"]["train"])
+    assert words[:8] == ["sdp", "launch", "--launcher", "deepspeed", "--hostfile", str(hosts), "--include", "a:0,1"]
+    assert peak_of(planned(capsys, *shlex.split(report["commands"]["plan"])[2:])) == peak_of(report)
+    hosts.write_text("a slots=2\n")
+    report = planned(capsys, config, "--hostfile", hosts, "--alone", "--device-memory", "80GB", "--fit")
+    assert "--include" not in shlex.split(report["commands"]["train"])  # all of them

@@ -1,0 +1,221 @@
+"""``sdp plan``: its figures as JSON and as a table, beside the dense model's, and whether they fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sdp.engine.errors import ConfigError
+from sdp.tools.cli import main
+from sdp.tools.plan.machine import Machine, evenly, filled
+from sdp.tools.shared.quantities import decimal, quantity
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "sdp": {"groups": 2, "capacity": 0.5},
+    "zero_optimization": {"stage": 3},
+    "model": LLAMA,
+    "data": {"sequence_length": 32},
+}
+EMBEDDINGS, LAYER = 2 * 512 * 64 + 64, 4 * 64 * 64 + 3 * 64 * 160 + 2 * 64  # parameters
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert main(["plan", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_states_are_those_of_the_layout(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = planned(capsys, config, "--world", 8, "--gpus-per-node", 4)
+    assert report["parameters"] == EMBEDDINGS + 4 * LAYER
+    plan, others = report["plan"], report["alternatives"]
+    assert plan["mesh"] == {"sdp": 2, "fsdp": 4, "tp": 1}
+    held = dict.fromkeys(("DDP", "FSDP (ZeRO-3)", "HSDP"), EMBEDDINGS + 4 * LAYER) | {"plan": EMBEDDINGS + 2 * LAYER}
+    shards = {"plan": 4, "DDP": 1, "FSDP (ZeRO-3)": 8, "HSDP": 4}
+    for name, facts in {"plan": plan, **others}.items():
+        rank = facts["ranks"][0]
+        assert rank["parameters"] == rank["gradients"] == 4 * held[name] // shards[name], name
+        assert rank["optimizer"] == 2 * rank["parameters"]
+        assert rank["peak"] == sum(rank["at_peak"].values())
+        assert rank["peak"] > rank["parameters"] + rank["optimizer"]
+        assert facts["step_seconds"] >= max(rank["seconds"]["compute"], rank["seconds"]["inside"])
+    rank = others["DDP"]["ranks"][0]  # its buckets hold all gradients while activations are at their most
+    assert rank["peak"] == rank["parameters"] + rank["gradients"] + rank["optimizer"] + rank["at_peak"]["activations"]
+    assert rank["activations"] >= rank["at_peak"]["activations"]
+
+
+def test_a_gpu_keeps_less_for_backward(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its norms keep no copies; all else of the plan is the same, and what a plan suggests is of the same device."""
+    reports = {device: planned(capsys, config, "--world", 4, "--device", device) for device in ("cpu", "cuda")}
+    for device, report in reports.items():
+        assert report["machine"]["device"] == device
+        assert main(["plan", str(config), "--alone", "--device", device]) == 0
+        assert f"Memory is that of tensors of a {'GPU' if device == 'cuda' else 'CPU'}'s operators" in capsys.readouterr().out
+    plans = {device: [report["plan"], *report["alternatives"].values()] for device, report in reports.items()}
+    for on_cpu, on_cuda in zip(plans["cpu"], plans["cuda"], strict=True):
+        cpu, cuda = on_cpu["ranks"][0], on_cuda["ranks"][0]
+        assert cuda["peak"] < cpu["peak"]
+        assert cuda["activations"] < cpu["activations"]
+        assert on_cuda["step_seconds"] == on_cpu["step_seconds"]
+        assert all(cuda[kind] == cpu[kind] for kind in ("parameters", "gradients", "optimizer", "flops", "sent"))
+    fitted = planned(capsys, config, "--device", "cuda", "--device-memory", "1GB", "--fit", "--alone")
+    assert "--device cuda" in fitted["commands"]["plan"]
+    assert planned(capsys, config, "--alone")["machine"]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_bytes_are_told_apart_by_link(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two groups of four ranks on two nodes: shards stay inside, gradients cross."""
+    shard = 4 * (EMBEDDINGS + 2 * LAYER) // 4
+    report = planned(capsys, config, "--world", 8, "--gpus-per-node", 4, "--alone")
+    rank = report["plan"]["ranks"][0]
+    shared = 4 * EMBEDDINGS // 4  # every unit has one holder
+    assert rank["sent"]["between nodes"] == shared + 2 * 16 * 7 / 8
+    assert rank["sent"]["inside a node"] == 3 * shard * 3  # two gathers and a reduce-scatter, three quarters of four shards each
+    assert report["alternatives"] == {}
+
+
+def test_the_hostfile_says_how_many_ranks_and_which_are_together(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=2\nb slots=6\n")
+    report = planned(capsys, config, "--hostfile", hosts, "--alone")
+    assert report["world"] == 8
+    assert report["machine"]["slots"] == [2, 6]
+    links = {one["kind"]: one["link"] for one in report["plan"]["ranks"][0]["collectives"] if one["scope"] == "inside groups"}
+    assert links == {"all_gather": "between nodes", "reduce_scatter": "between nodes"}
+
+
+def test_hosts_without_ranks_do_not_count(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks fill the hosts in their order: of four hosts eight ranks take two, and HSDP's groups are these; four take one."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{name} slots=4\n" for name in "abcd"))
+    report = planned(capsys, config, "--hostfile", hosts, "--world", 8)
+    assert report["machine"]["slots"] == [4, 4]
+    assert report["alternatives"]["HSDP"]["mesh"] == {"sdp": 2, "fsdp": 4, "tp": 1}
+    report = planned(capsys, config, "--hostfile", hosts, "--world", 4)
+    assert report["machine"]["slots"] == [4]
+    assert report["notes"] == ["HSDP: on one node it is FSDP"]
+
+
+def test_it_fits_or_it_does_not(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config), "--alone", "--device-memory", "80GB"]) == 0
+    assert "It fits: of 80.00 GB a device" in capsys.readouterr().out
+    assert main(["plan", str(config), "--alone", "--device-memory", "1MB"]) == 2
+    printed = capsys.readouterr()
+    assert "expected seconds of a step" in printed.out
+    assert "does not fit: the peak of rank 0 is" in printed.err
+    assert "MB more than the 1.00 MB of a device" in printed.err
+    assert "iB" not in printed.out  # one unit everywhere: that of --device-memory
+
+
+def test_images_and_units_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "images.json"
+    model = {"name": "resnet18", "stem": "cifar", "width": 8}
+    path.write_text(json.dumps({"sdp": {"groups": 2, "capacity": 0.5}, "model": model, "data": {"name": "digits"}}))
+    assert main(["plan", str(path), "--alone", "--set", "train_micro_batch_size_per_gpu=4"]) == 0
+    printed = capsys.readouterr().out
+    assert "images/s" in printed
+    assert "Groups differ; peaks: rank" in printed
+    assert "warning: units differ in size: a group holds" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--world", "3"], "world size 3 is not divisible by sdp.groups 2"),
+        (["--world", "0"], "--world 0: not a positive whole number"),
+        (["--device-memory", "eighty"], "--device-memory eighty: expected a number with a unit, such as 80GB"),
+        (["--device-memory", "80"], "--device-memory 80: expected a number with a unit, such as 80GB"),
+        (["--device-memory", ""], "--device-memory '': expected a number with a unit, such as 80GB"),
+        (["--inter-node", "100"], "--inter-node 100: expected a number with a unit, such as 50GB/s or 400Gbit"),
+        (["--achieved", "1.5"], "--achieved 1.5: expected a fraction"),
+        (["--set", "sdp.engine=reference"], "which is not planned"),
+        (["--set", "sdp.units=[]"], "sdp.units: [] leaves groups nothing to hold a part of"),
+        (["--set", "train_batch_size=1", "gradient_accumulation_steps=1"], "train_batch_size 1 (from the configuration) is not"),
+        (["--set", "model={}"], "model: this section is required to plan"),
+        (["--set", "data.sequence_length=4096"], "max_position_embeddings"),
+    ],
+)
+def test_mistakes(config: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["plan", str(config), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_quantities() -> None:
+    assert quantity("80GB", "B", "-") == quantity("80G", "B", "-") == 80e9
+    assert quantity("80GiB", "B", "-") == 80 * 2**30
+    assert quantity("989TFLOP/s", "FLOP/s", "-") == 989e12
+    assert quantity("1.5e3B/s", "B/s", "-") == 1500
+    assert quantity("100Gbit", "B/s", "-") == quantity("100 gbit/s", "B/s", "-") == quantity("12.5GB/s", "B/s", "-") == 12.5e9
+    for wrong in ("80gb", "0GB", "-1GB", "GB", "80GBB", "80", "", "1.5e3", "80Gbit", "1e999GB"):
+        with pytest.raises(ConfigError, match="expected"):
+            quantity(wrong, "B", "-")
+    for wrong in ("100", "100Gb/s", "0Gbit", "Gbit"):
+        with pytest.raises(ConfigError, match="expected"):
+            quantity(wrong, "B/s", "-")
+
+
+def test_bytes_in_decimal_units() -> None:
+    assert [decimal(nbytes) for nbytes in (0, 999, 1000, 40e6, 999.99e6, 80e9, 2e12)] == [
+        "0 B", "999 B", "1.00 kB", "40.00 MB", "999.99 MB", "80.00 GB", "2.00 TB"]  # fmt: skip
+
+
+def test_links() -> None:
+    machine = Machine(evenly(10, 4), 1, 1, 1, 1)
+    assert machine.slots == (4, 4, 2)
+    assert machine.link((0, 3)) == machine.link((8, 9)) == "inside a node"
+    assert machine.link((3, 4)) == machine.link((0, 9)) == "between nodes"
+
+
+def test_slots_are_filled_in_their_order() -> None:
+    assert filled((3, 6, 2), 11) == (3, 6, 2)
+    assert filled((3, 6, 2), 9) == (3, 6)
+    assert filled((3, 6, 2), 5) == (3, 2)
+    assert filled((3, 6, 2), 2) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--world", 8, "--gpus-per-node", 1], "HSDP: a node has one rank"),
+        (["--world", 8, "--gpus-per-node", 4, "--set", "tensor_parallel.autotp_size=4"], "HSDP: tensor parallelism of 4 fills a node"),
+    ],
+)
+def test_hsdp_that_shards_nothing_is_left_out(config: Path, capsys: pytest.CaptureFixture[str], words: list[object], why: str) -> None:
+    report = planned(capsys, config, *words)
+    assert list(report["alternatives"]) == ["DDP", "FSDP (ZeRO-3)"]
+    assert report["notes"] == [f"{why}, so it has nobody there to share its state with, and is DDP"]
+
+
+@pytest.mark.slow
+def test_seventy_billion_parameters_on_512_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures that follow from the sizes alone: LLaMA-3's parameters, a half of its layers in a group of 16 × 8 ranks."""
+    report = planned(capsys, CONFIGS / "llama_70b_hybrid.json", "--world", 512)
+    assert report["parameters"] == 70_553_706_496
+    assert report["plan"]["mesh"] == {"sdp": 4, "fsdp": 16, "tp": 8}
+    rank = report["plan"]["ranks"][0]
+    embeddings = 2 * 128256 * 8192 + 8192  # the head and the last norm too
+    held = embeddings + (70_553_706_496 - embeddings) / 2
+    # Matrices are cut by tensor parallelism and sharded, the norms' 161 vectors are sharded alone; 4 bytes an element.
+    assert rank["parameters"] == pytest.approx(4 * held / 128, rel=1e-3)
+    assert rank["gradients"] == rank["parameters"]
+    assert rank["optimizer"] == 2 * rank["parameters"]
+    assert 4 * rank["parameters"] < rank["peak"] < 80e9
+    # 8 FLOP a parameter and token with full recomputation (embeddings look up), attention on top.
+    tokens = 16 * 8192
+    assert 8 * (held - 128256 * 8192) * tokens / 8 < rank["flops"] < 1.5 * 8 * held * tokens / 8
+    assert list(report["alternatives"]) == ["DDP", "FSDP (ZeRO-3)"]
+    assert report["alternatives"]["DDP"]["ranks"][0]["peak"] > 80e9

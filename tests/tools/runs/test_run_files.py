@@ -1,0 +1,125 @@
+"""The files of a run: written line by line, cut where a run is resumed, read whatever a kill left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sdp.engine.config.load import load_config
+from sdp.engine.errors import ConfigError, DataError
+from sdp.engine.placement.placement import Placement
+from sdp.tests.support.runs_made_up import make_run
+from sdp.tools.runs.run_files import RunFiles, read_run
+
+
+def line(step: int, loss: float = 1.0) -> dict[str, float]:
+    return {"step": step, "tokens": step * 10, "loss": loss}
+
+
+def test_what_is_written_is_read(tmp_path: Path):
+    files = RunFiles(tmp_path / "a" / "run", resume=False)
+    placement = Placement(2, ("u",), ((0, 1),), (3,))
+    files.write_config(load_config({"sdp": {"groups": 2}}))
+    files.write_placement(placement)
+    files.evaluation(line(0))
+    files.step(line(1))
+    files.summary({"steps": 1})
+    run = read_run(tmp_path / "a" / "run")
+    assert run.config["sdp"]["groups"] == 2
+    assert Placement.from_json(run.placement or {}) == placement
+    assert (run.metrics, run.evaluations, run.summary) == ([line(1)], [line(0)], {"steps": 1})
+    assert run.name == "run"
+
+
+def test_a_line_is_in_the_file_when_the_call_returns(tmp_path: Path):
+    RunFiles(tmp_path, resume=False).step(line(1))
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == line(1)
+
+
+def test_a_loss_that_is_no_number_stays_valid_json(tmp_path: Path):
+    RunFiles(tmp_path, resume=False).step(line(1, float("nan")) | {"by": {"x": float("inf")}, "list": [1.0, float("-inf")]})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == line(1) | {"loss": None, "by": {"x": None}, "list": [1.0, None]}
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path: Path):
+    make_run(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match="already holds a run; pass --resume to continue it or name another --dump-dir"):
+        RunFiles(tmp_path, resume=False)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_checkpoints_alone_are_a_run(tmp_path: Path):
+    (tmp_path / "checkpoints" / "step-10").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        RunFiles(tmp_path, resume=False)
+
+
+def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(tmp_path: Path):
+    RunFiles(tmp_path, resume=False).evaluation(line(0))
+    again = RunFiles(tmp_path, resume=False)
+    again.write_config({})
+    again.evaluation(line(0, 2.0))
+    assert read_run(tmp_path).evaluations == [line(0, 2.0)]
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path: Path):
+    make_run(tmp_path, steps=40, finished=False, tail='{"step": 21, "tok')
+    files = RunFiles(tmp_path, resume=True)
+    files.truncate_after(15)
+    for step in range(16, 19):
+        files.step(line(step))
+    run = read_run(tmp_path)
+    assert [entry["step"] for entry in run.metrics] == list(range(1, 19))
+    assert [entry["step"] for entry in run.evaluations] == [0, 10]
+
+
+def test_a_resumed_run_has_no_summary_until_it_ends(tmp_path: Path):
+    assert make_run(tmp_path).summary is not None
+    RunFiles(tmp_path, resume=True).truncate_after(40)
+    assert read_run(tmp_path).summary is None
+
+
+def test_resuming_in_a_new_directory_starts_a_run(tmp_path: Path):
+    files = RunFiles(tmp_path / "new", resume=True)
+    files.truncate_after(0)
+    files.write_config({})
+    assert read_run(tmp_path / "new").metrics == []
+
+
+@pytest.mark.parametrize("tail", ['{"step": 21, "tok', '{"step": 21', "\x00\x00\x00", '"step"', "{}"])
+def test_a_cut_last_line_is_left_out(tmp_path: Path, tail: str):
+    run = make_run(tmp_path, steps=40, finished=False, tail=tail)
+    assert [entry["step"] for entry in run.metrics] == list(range(1, 21))
+    assert run.summary is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n', r"metrics.jsonl:2: not a line of a run \(.*\); remove it"),
+        ("config.json", "{", r"config.json: cannot be read \(.*\); the file is damaged"),
+        ("summary.json", "[1]", "summary.json: a JSON object is expected, not list; the file is damaged"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str, message: str):
+    make_run(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message) as error:
+        read_run(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_directory_without_a_run(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"not the directory of a run \(no config.json in it\); give the --dump-dir"):
+        read_run(tmp_path)
+    with pytest.raises(ConfigError, match="no such directory"):
+        read_run(tmp_path / "missing")
+
+
+def test_a_dump_dir_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--dump-dir .*: cannot be written"):
+        RunFiles(tmp_path / "file" / "run", resume=False)

@@ -1,0 +1,204 @@
+"""What a run does when a rank dies, hangs or finds no room: one message, no process left, and a resume that loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sdp.data.prepare import prepare
+from sdp.launcher.heartbeat import Place
+from sdp.tests.support.processes import alive, until
+
+STEPS, SAVE_EVERY, RANKS = 8, 2, 2
+HOST = socket.gethostname()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("failures")
+    words = random.Random(0)
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(" ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80)))
+    prepare([str(folder / "*.txt")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
+        "sdp": {"groups": RANKS, "capacity": 0.75},
+        "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2},
+        "data": {"path": str(folder / "shards"), "sequence_length": 32},
+        "training": {"steps": STEPS, "evaluate_every": 4, "evaluate_batches": 2, "save_every": SAVE_EVERY, "keep": 3},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder / "config.json"
+
+
+class Job:
+    """``sdp train`` as a process of its own."""
+
+    def __init__(self, config: Path, dump_dir: Path, *more: str, file_bytes: int | None = None, address_bytes: int | None = None):
+        self.dump_dir = dump_dir
+        command = [sys.executable, "-P", "-m", "sdp", "train", str(config), "--dump-dir", str(dump_dir), *more]
+        limits = {resource.RLIMIT_FSIZE: file_bytes, resource.RLIMIT_AS: address_bytes}
+
+        def limit() -> None:
+            for resource_type, value in limits.items():
+                if value is not None:
+                    resource.setrlimit(resource_type, (value, value))
+
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit)
+
+    def rank_pid(self, rank: int) -> int:
+        def find() -> int | None:
+            for folder in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):
+                    parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                    if int(parent) == self.process.pid and f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                        return int(folder.name)
+            return None
+
+        return until(find)
+
+    def place(self, rank: int) -> Place | None:
+        return Place.read(self.dump_dir / "logs" / f"rank-{rank}.{self.process.pid}.place")
+
+    def signal_rank_when(self, rank: int, number: int, reached: Callable[[Place], bool]) -> list[int]:
+        """Signal the rank once its place is ``reached``; returns all ranks' process ids."""
+        pids = [self.rank_pid(rank) for rank in range(RANKS)]
+        until(lambda: (place := self.place(rank)) is not None and reached(place), seconds=60)
+        os.kill(pids[rank], number)
+        return pids
+
+    def end(self, seconds: float = 180) -> tuple[int, str]:
+        try:
+            _, err = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        return self.process.returncode, err
+
+
+def losses(dump_dir: Path) -> list[float]:
+    lines = [json.loads(line) for line in (dump_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    dump_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    code, err = Job(config, dump_dir).end()
+    assert code == 0, err
+    return losses(dump_dir)
+
+
+def check_death(job: Job, rank: int, pids: list[int]) -> str:
+    """One message that names rank, host and cause; exit code 1; nobody is left."""
+    code, err = job.end(seconds=60)
+    assert code == 1, err
+    errors = [line for line in err.splitlines() if "error" in line]
+    assert len(errors) == 1, err
+    assert f"sdp: error: rank {rank} on {HOST} was killed by SIGKILL" in errors[0]
+    assert "Traceback" not in err
+    assert not any(alive(pid) for pid in pids)
+    return errors[0]
+
+
+MOMENTS = {
+    "start": (1, lambda place: True),
+    "backward": (1, lambda place: place.step == 5 and place.phase == "backward"),
+    "evaluation": (0, lambda place: place.step == 4 and place.phase == "evaluation"),
+    "checkpoint": (1, lambda place: place.step == 6 and place.phase == "checkpoint"),
+}
+
+
+@pytest.mark.parametrize(
+    "moment", ["backward", "checkpoint", *(pytest.param(name, marks=pytest.mark.slow) for name in ("start", "evaluation"))]
+)
+def test_a_killed_rank_ends_the_run_and_a_resume_loses_nothing(config: Path, tmp_path: Path, undisturbed: list[float], moment: str) -> None:
+    rank, reached = MOMENTS[moment]
+    job = Job(config, tmp_path / "run")
+    error = check_death(job, rank, job.signal_rank_when(rank, signal.SIGKILL, reached))
+    if moment == "start":
+        return
+    assert f"({moment})" in error
+    code, err = Job(config, tmp_path / "run", "--resume").end()
+    assert code == 0, err
+    assert losses(tmp_path / "run") == undisturbed
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_moments(config: Path, tmp_path: Path, undisturbed: list[float]) -> None:
+    chance = random.Random(time.time_ns())
+    for trial in range(10):
+        dump_dir, rank, wait = tmp_path / str(trial), chance.randrange(RANKS), chance.uniform(0, 8)
+        job = Job(config, dump_dir)
+        pids = [job.rank_pid(rank) for rank in range(RANKS)]
+        time.sleep(wait)
+        if alive(pids[rank]):
+            os.kill(pids[rank], signal.SIGKILL)
+            check_death(job, rank, pids)
+        else:
+            job.end()
+        code, err = Job(config, dump_dir, "--resume").end()
+        assert code == 0, (trial, rank, wait, err)
+        assert losses(dump_dir) == undisturbed, (trial, rank, wait)
+
+
+def test_a_rank_that_hangs_is_named_and_ends_the_run(config: Path, tmp_path: Path) -> None:
+    job = Job(config, tmp_path / "run", "--set", "training.step_timeout=3")
+    pids = job.signal_rank_when(1, signal.SIGSTOP, lambda place: place.step == 3)
+    code, err = job.end()
+    assert code == 1
+    line = next(line for line in err.splitlines() if "error" in line)
+    assert re.search(rf"rank 0 on {HOST}, step \d, \w+: no progress for 3 s; stopped: rank 1 on {HOST}, step 3", line), err
+    assert "Thread 0x" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()  # where it waits
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_a_checkpoint(config: Path, tmp_path: Path, undisturbed: list[float], number: int, code: int) -> None:
+    job = Job(config, tmp_path / "run")
+    until(lambda: (place := job.place(0)) is not None and place.step == 3, seconds=60)
+    job.process.send_signal(number)
+    assert job.end()[0] == code
+    done = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert 2 <= done < STEPS
+    assert (tmp_path / "run" / "checkpoints" / f"step-{done}" / "state.json").is_file()
+    if number == signal.SIGTERM:
+        assert Job(config, tmp_path / "run", "--resume").end()[0] == 0
+        assert losses(tmp_path / "run") == undisturbed
+
+
+def test_no_room_for_a_checkpoint_does_not_end_the_run(config: Path, tmp_path: Path, undisturbed: list[float]) -> None:
+    assert Job(config, tmp_path / "run", "--set", "training.steps=2", "--set", "training.async_save=true").end()[0] == 0
+    code, err = Job(config, tmp_path / "run", "--resume", "--set", "training.async_save=true", file_bytes=200_000).end()
+    assert code == 0, err
+    assert err.count("WARNING") == 3
+    assert "the one before stays, the run goes on" in err
+    assert losses(tmp_path / "run") == undisturbed
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest.json", "step-2"]
+
+
+def test_out_of_memory_says_what_would_need_less(config: Path, tmp_path: Path) -> None:
+    # Two of the widest activations, 0.33 GB each, are more than is left of the addresses that each process has.
+    much = ("--set", "model.intermediate_size=40000", "--set", "train_batch_size=128", "--set", "training.evaluate_batches=1")
+    code, err = Job(config, tmp_path / "run", *much, address_bytes=1_600_000_000).end()
+    assert code == 1
+    line = next(line for line in err.splitlines() if "error" in line)
+    assert f" on {HOST}, step " in line
+    assert "out of memory. Of this rank's memory parameters take" in line
+    assert 'activation_checkpointing.mode "selective" or "full"' in line
+    assert "an sdp.capacity below 0.75 (down to 0.5 with 2 groups)" in line
+    assert "Traceback" not in err
