@@ -66,7 +66,9 @@ def standard_library() -> StandardLibrary:
 def _python_sources(root: Path) -> Iterator[tuple[str, bytes]]:
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = [
-            name for name in subdirectories if name not in _SKIPPED_DIRECTORIES and not name.startswith(_MACHINE_DIRECTORY)
+            name
+            for name in subdirectories
+            if name not in _SKIPPED_DIRECTORIES and not name.startswith(_MACHINE_DIRECTORY)
         ]
         for name in names:
             path = Path(directory, name)

@@ -61,7 +61,9 @@ def encode_documents(
         return
     # Ctrl-C reaches every process of the terminal: this one ends the workers, which must not print tracebacks of their own.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+    )
     try:
         # A bounded window: the reader must not run ahead of the encoders and fill the memory.
         pending: deque[Future[EncodedBatch]] = deque()

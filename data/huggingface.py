@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.errors import DataError
-from .tokenizers import END_OF_TEXT, SPACE_SYMBOL, BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from .tokenizers import (
+    END_OF_TEXT,
+    SPACE_SYMBOL,
+    BytesTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
 
 _UNLIMITED = int(1e30)  # how transformers writes that a tokenizer knows no longest text
 
@@ -35,12 +42,16 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> SpecialIds:
         scores = {piece.text: piece.score for piece in pieces if piece.mergeable}
         model = _byte_fallback_bpe(vocabulary, list(_merges(scores, vocabulary)))
     elif isinstance(tokenizer, BytesTokenizer):
-        model = _byte_fallback_bpe({f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_TEXT: tokenizer.end_of_text}, [])
+        model = _byte_fallback_bpe(
+            {f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_TEXT: tokenizer.end_of_text}, []
+        )
     else:
         raise DataError(f"{type(tokenizer).__name__} has no counterpart in transformers")
     # A SentencePiece model of a corpus without spaces spells one as the bytes of its symbol.
     spaces_are_tokens = not isinstance(tokenizer, SentencePieceTokenizer) or " " in model["vocab"]
-    _write(directory / "tokenizer.json", _tokenizer_json(model, tokenizer.end_of_text, spaces_are_tokens=spaces_are_tokens))
+    _write(
+        directory / "tokenizer.json", _tokenizer_json(model, tokenizer.end_of_text, spaces_are_tokens=spaces_are_tokens)
+    )
     _write(directory / "tokenizer_config.json", _TOKENIZER_CONFIG)
     return SpecialIds(None, tokenizer.end_of_text)
 
@@ -68,7 +79,9 @@ def _tokenizer_json(model: Mapping[str, Any], end_of_text: int, *, spaces_are_to
         "truncation": None,
         "padding": None,
         "added_tokens": [{"id": end_of_text, "content": END_OF_TEXT, **flags}],
-        "normalizer": None if spaces_are_tokens else {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SYMBOL},
+        "normalizer": None
+        if spaces_are_tokens
+        else {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SYMBOL},
         "pre_tokenizer": None,
         "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},

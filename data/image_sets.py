@@ -65,7 +65,9 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
                 digest.update(array.tobytes())
     images = splits["train"][0]
     pixels = images.reshape(*images.shape[:2], -1)
-    counts = [np.bincount(channel.ravel(), minlength=256) for channel in pixels.swapaxes(0, 1)]  # exact, and no copy in float
+    counts = [
+        np.bincount(channel.ravel(), minlength=256) for channel in pixels.swapaxes(0, 1)
+    ]  # exact, and no copy in float
     moments = [_mean_and_std(count) for count in counts]
     index = ImageIndex(
         name=name,
@@ -86,14 +88,20 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
 
 def facts_of_set(name: str) -> dict[str, int]:
     """Classes and pixels of a side, as a model must fit them."""
-    return {"num_classes": _CIFAR[name].classes, "image_size": 32} if name in _CIFAR else {"num_classes": 10, "image_size": 8}
+    return (
+        {"num_classes": _CIFAR[name].classes, "image_size": 32}
+        if name in _CIFAR
+        else {"num_classes": 10, "image_size": 8}
+    )
 
 
 def check_source(name: str, path: Path | None) -> None:
     """Raise ConfigError where scikit-learn is missing, DataError where CIFAR's binary files are not in ``path``."""
     if name == "digits":
         if find_spec("sklearn") is None:
-            raise ConfigError('data.name: "digits" are scikit-learn\'s, which is not installed; pip install "sdp-engine[vision]"')
+            raise ConfigError(
+                'data.name: "digits" are scikit-learn\'s, which is not installed; pip install "sdp-engine[vision]"'
+            )
         return
     assert path is not None  # the configuration requires it
     layout = _CIFAR[name]
@@ -109,9 +117,13 @@ def load_image_index(directory: Path) -> ImageIndex:
             raise ValueError(f"no format {FORMAT!r}")
         return ImageIndex(**content)
     except FileNotFoundError:
-        raise DataError(f"{directory}: no prepared images here (no {INDEX_FILE}); train on them to have them made") from None
+        raise DataError(
+            f"{directory}: no prepared images here (no {INDEX_FILE}); train on them to have them made"
+        ) from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not an index of images ({error}); remove the directory to have it made again") from None
+        raise DataError(
+            f"{path}: not an index of images ({error}); remove the directory to have it made again"
+        ) from None
 
 
 def load_arrays(directory: Path, split: str, index: ImageIndex) -> Arrays:
@@ -124,7 +136,9 @@ def load_arrays(directory: Path, split: str, index: ImageIndex) -> Arrays:
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{path}: cannot be read ({error}); remove {directory} to have it made again") from None
         if len(arrays[-1]) != index.counts[split]:
-            raise DataError(f"{path}: {len(arrays[-1])} samples instead of {index.counts[split]}; remove {directory} to have it made again")
+            raise DataError(
+                f"{path}: {len(arrays[-1])} samples instead of {index.counts[split]}; remove {directory} to have it made again"
+            )
     return arrays[0], arrays[1]
 
 
@@ -158,7 +172,9 @@ class _Cifar:
 
 
 _CIFAR = {
-    "cifar10": _Cifar(10, 1, tuple(f"data_batch_{i}.bin" for i in range(1, 6)), ("test_batch.bin",), "cifar-10-binary.tar.gz"),
+    "cifar10": _Cifar(
+        10, 1, tuple(f"data_batch_{i}.bin" for i in range(1, 6)), ("test_batch.bin",), "cifar-10-binary.tar.gz"
+    ),
     "cifar100": _Cifar(100, 2, ("train.bin",), ("test.bin",), "cifar-100-binary.tar.gz"),
 }
 
@@ -168,7 +184,9 @@ _PICKLES = {"batches.meta", "meta", "train", "test", "test_batch", *(f"data_batc
 
 def _cifar(path: Path, layout: _Cifar) -> dict[str, Arrays]:
     content = _read_files(path, layout)
-    return {split: _records(path, [(name, content[name]) for name in getattr(layout, split)], layout) for split in SPLITS}
+    return {
+        split: _records(path, [(name, content[name]) for name in getattr(layout, split)], layout) for split in SPLITS
+    }
 
 
 def _read_files(path: Path, layout: _Cifar, *, first_alone: bool = False) -> dict[str, bytes]:
@@ -184,7 +202,9 @@ def _read_files(path: Path, layout: _Cifar, *, first_alone: bool = False) -> dic
     except FileNotFoundError:
         raise DataError(f"{path}: no such file or directory; {_take_binary(layout)}") from None
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise DataError(f"{path}: cannot be read ({str(error).splitlines()[0]}), damaged or cut off; {_take_binary(layout)}") from None
+        raise DataError(
+            f"{path}: cannot be read ({str(error).splitlines()[0]}), damaged or cut off; {_take_binary(layout)}"
+        ) from None
     missing = sorted(wanted - set(content))
     if missing:
         reason = "holds pickles, which are code and are not loaded" if pickles else f"has no {missing[0]}"
@@ -216,9 +236,13 @@ def _records(path: Path, files: list[tuple[str, bytes]], layout: _Cifar) -> Arra
     size = layout.label_bytes + 3 * 32 * 32
     for name, data in files:
         if not data or len(data) % size:
-            raise DataError(f"{path}: {name} has {len(data):,} bytes, no multiple of {size:,}: damaged, or of another set")
+            raise DataError(
+                f"{path}: {name} has {len(data):,} bytes, no multiple of {size:,}: damaged, or of another set"
+            )
     records = np.frombuffer(b"".join(data for _, data in files), dtype=np.uint8).reshape(-1, size)
     labels = records[:, layout.label_bytes - 1].astype(np.int64)
     if labels.max() >= layout.classes:
-        raise DataError(f"{path}: a label of {labels.max()}, but there are {layout.classes} classes: damaged, or of another set")
+        raise DataError(
+            f"{path}: a label of {labels.max()}, but there are {layout.classes} classes: damaged, or of another set"
+        )
     return records[:, layout.label_bytes :].reshape(-1, 3, 32, 32), labels

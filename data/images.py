@@ -89,12 +89,16 @@ class ImageFolder(Dataset[Sample]):
         self.root, self.image_size, self.seed = root, image_size, seed
         self.classes, files = _files_of(root, split)
         if not files:
-            raise DataError(f"{root}: no images for the split {split!r}; expected train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg")
+            raise DataError(
+                f"{root}: no images for the split {split!r}; expected train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg"
+            )
         self._paths = np.array([path for path, _ in files])  # not a list: worker processes would copy its pages
         self._labels = np.array([label for _, label in files])
         identity = hashlib.sha256("\n".join(path for path, _ in files).encode()).hexdigest()
         size = image_size
-        self.about = Images(root.name, root, len(self.classes), size, IMAGENET_MEAN, IMAGENET_STD, identity, mirrors=True, crop=0)
+        self.about = Images(
+            root.name, root, len(self.classes), size, IMAGENET_MEAN, IMAGENET_STD, identity, mirrors=True, crop=0
+        )
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -108,9 +112,13 @@ class ImageFolder(Dataset[Sample]):
             with Image.open(path) as file:
                 image = file.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"{path}: cannot be read as an image ({' '.join(str(error).split())}); mend or remove it") from None
+            raise DataError(
+                f"{path}: cannot be read as an image ({' '.join(str(error).split())}); mend or remove it"
+            ) from None
         width, height = image.size
-        box = _middle(width, height) if self.seed is None else _some_part(width, height, _random(self.seed, epoch, item))
+        box = (
+            _middle(width, height) if self.seed is None else _some_part(width, height, _random(self.seed, epoch, item))
+        )
         square = image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR, box=box)
         return torch.from_numpy(np.array(square).transpose(2, 0, 1).copy()), int(self._labels[item]), position
 
@@ -128,12 +136,18 @@ def _files_of(root: Path, split: str) -> tuple[list[str], list[tuple[str, int]]]
     base = next((root / name for name in folders[split] if (root / name).is_dir()), None) if is_split else root
     if base is None:
         raise DataError(f"{root}: has train/, but neither val/ nor test/ to hold out")
-    strangers = sorted({path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")} - set(classes))
+    strangers = sorted(
+        {path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")} - set(classes)
+    )
     if strangers:
         raise DataError(f"{base}: the class {strangers[0]!r} is not in {classes_in}")
     files = []
     for label, name in enumerate(classes):
-        paths = sorted(path for path in (base / name).rglob("*") if path.suffix.lower() in SUFFIXES) if (base / name).is_dir() else []
+        paths = (
+            sorted(path for path in (base / name).rglob("*") if path.suffix.lower() in SUFFIXES)
+            if (base / name).is_dir()
+            else []
+        )
         files += [(path.relative_to(root).as_posix(), label) for path in paths]
     if not is_split:
         files = [(path, label) for path, label in files if _is_held_out(path) == (split == "held_out")]
@@ -170,7 +184,9 @@ def check_packages(name: str | None = None) -> None:
     """Raise ConfigError where a package is missing that the images of ``data.name`` need."""
     for package, module in (("kornia", "kornia"), *([("Pillow", "PIL")] if name == "folder" else [])):
         if find_spec(module) is None:
-            raise ConfigError(f'data.name: images need the package {package}, which is not installed; pip install "sdp-engine[vision]"')
+            raise ConfigError(
+                f'data.name: images need the package {package}, which is not installed; pip install "sdp-engine[vision]"'
+            )
 
 
 class Batches:

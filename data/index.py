@@ -88,7 +88,9 @@ class Index(_Strict):
             if not path.is_file():
                 raise DataError(f"{path}: this token shard is missing; {_again(directory)}")
             if (size := path.stat().st_size) != expected:
-                raise DataError(f"{path}: {size:,} bytes instead of {expected:,}, damaged or cut off; {_again(directory)}")
+                raise DataError(
+                    f"{path}: {size:,} bytes instead of {expected:,}, damaged or cut off; {_again(directory)}"
+                )
 
     def verify(self, directory: Path) -> None:
         """Raise DataError for a shard whose size or sha256 is not what the index states; reads every shard."""
@@ -99,7 +101,9 @@ class Index(_Strict):
                 if digest != shard.sha256:
                     pool.shutdown(wait=False, cancel_futures=True)
                     path = directory / shard.file
-                    raise DataError(f"{path}: sha256 {digest[:12]}… instead of {shard.sha256[:12]}…, damaged; {_again(directory)}")
+                    raise DataError(
+                        f"{path}: sha256 {digest[:12]}… instead of {shard.sha256[:12]}…, damaged; {_again(directory)}"
+                    )
 
     @property
     def bytes(self) -> int:
@@ -126,7 +130,9 @@ def load_index(directory: str | Path) -> Index:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f"{path}: not an index of token shards (no format {FORMAT!r})")
     if content.get("version") != VERSION:
-        raise DataError(f"{path}: version {content.get('version')!r}, this program reads {VERSION}; {_again(path.parent)}")
+        raise DataError(
+            f"{path}: version {content.get('version')!r}, this program reads {VERSION}; {_again(path.parent)}"
+        )
     try:
         return Index.model_validate(content)
     except ValidationError as error:

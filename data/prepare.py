@@ -24,7 +24,15 @@ from .corpus import standard_library
 from .encode import EncodedBatch, encode_documents, split_of
 from .index import SPLITS, Corpus, Index, Split, load_index
 from .sources import Document, FileCorpus, Source, expand_inputs
-from .tokenizers import DEFAULT_VOCAB_SIZE, INDEX_FILE, Tokenizer, check_request, make_tokenizer, ready_made, tokenizer_from_spec
+from .tokenizers import (
+    DEFAULT_VOCAB_SIZE,
+    INDEX_FILE,
+    Tokenizer,
+    check_request,
+    make_tokenizer,
+    ready_made,
+    tokenizer_from_spec,
+)
 from .writer import ShardWriter, only_writer, writing
 
 DEFAULT_SHARD_TOKENS = 2**26  # 128 MiB of uint16
@@ -194,13 +202,17 @@ def _existing(directory: Path, settings: _Settings, overwrite: bool) -> Index | 
 
 
 def _other_data(directory: Path, changed: list[str]) -> DataError:
-    return DataError(f"{directory} already holds other data ({', '.join(changed)} differ): choose another output, or add --overwrite")
+    return DataError(
+        f"{directory} already holds other data ({', '.join(changed)} differ): choose another output, or add --overwrite"
+    )
 
 
 def _clear(directory: Path, overwrite: bool) -> None:
     """Take away what an earlier or interrupted run left; the index goes first."""
     if (directory / INDEX_FILE).exists() and not overwrite:  # not when this run began
-        raise DataError(f"{directory}: another sdp prepare has finished here meanwhile; run the command again to compare")
+        raise DataError(
+            f"{directory}: another sdp prepare has finished here meanwhile; run the command again to compare"
+        )
     with writing(directory):
         (directory / INDEX_FILE).unlink(missing_ok=True)
         for path in directory.iterdir():
@@ -249,7 +261,9 @@ class _Written:
 def _write(directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: _Settings) -> _Written:
     """Write all batches; raises DataError for a full disk and for an empty split."""
     dtype = np.dtype(_dtype_name(tokenizer.vocab_size)).newbyteorder("<")
-    writers = {split: ShardWriter(directory, split, dtype, settings.shard_tokens, tokenizer.end_of_text) for split in SPLITS}
+    writers = {
+        split: ShardWriter(directory, split, dtype, settings.shard_tokens, tokenizer.end_of_text) for split in SPLITS
+    }
     documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
     text_bytes = without_text = 0
     with contextlib.ExitStack() as unfinished:

@@ -140,7 +140,9 @@ def _read_json_lines(path: Path, column: str) -> Iterator[Document]:
                 consumed, position = raw.tell() - position, raw.tell()
                 yield Document(_text_of_line(line, column, f"{path}, line {number}"), consumed)
         except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
-            raise DataError(f"{path}, after line {number}: damaged or cut off ({error}); fetch the file again") from error
+            raise DataError(
+                f"{path}, after line {number}: damaged or cut off ({error}); fetch the file again"
+            ) from error
 
 
 def _decompressed(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:

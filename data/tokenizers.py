@@ -155,7 +155,9 @@ def _auto_tokenizer(location: str) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise DataError(f"tokenizer 'hf:{location}' needs the transformers package: pip install 'sdp-engine[huggingface]'") from error
+        raise DataError(
+            f"tokenizer 'hf:{location}' needs the transformers package: pip install 'sdp-engine[huggingface]'"
+        ) from error
     try:
         with _errors_only():
             return _from_disk_or_hub(AutoTokenizer, location)
@@ -176,7 +178,9 @@ def _from_disk_or_hub(auto_tokenizer: Any, location: str) -> Any:
         # One question first: loading asks for several files and repeats each for 25 s where the hub cannot be reached.
         HfApi().model_info(location, timeout=_HUB_SECONDS)
     except Exception as error:
-        raise DataError(f"no such directory, not in the cache, and the hub does not give it ({_first_line(error)})") from error
+        raise DataError(
+            f"no such directory, not in the cache, and the hub does not give it ({_first_line(error)})"
+        ) from error
     return auto_tokenizer.from_pretrained(location)
 
 
@@ -207,9 +211,13 @@ def check_request(request: str, vocab_size: int | None) -> None:
     if request == _HF_PREFIX:
         raise DataError("hf: must be followed by a directory or a name on the hub, as in hf:gpt2")
     if request == "sentencepiece" and vocab_size is not None and vocab_size <= _SMALLEST_VOCABULARY:
-        raise DataError(f"the vocabulary size must be more than {_SMALLEST_VOCABULARY}, every byte being a token; it is {vocab_size}")
+        raise DataError(
+            f"the vocabulary size must be more than {_SMALLEST_VOCABULARY}, every byte being a token; it is {vocab_size}"
+        )
     if request == "bytes" and vocab_size not in (None, BytesTokenizer.vocab_size):
-        raise DataError(f"the bytes tokenizer has {BytesTokenizer.vocab_size} tokens, not {vocab_size}: leave the size out")
+        raise DataError(
+            f"the bytes tokenizer has {BytesTokenizer.vocab_size} tokens, not {vocab_size}: leave the size out"
+        )
     if request.startswith(_HF_PREFIX) and vocab_size is not None:
         raise DataError(f"the vocabulary of {request!r} is fixed: leave the vocabulary size ({vocab_size}) out")
 
@@ -295,7 +303,9 @@ def _training_error(message: str, vocab_size: int) -> str:
             f" use --vocab-size {found[1]} or less, --tokenizer bytes, or more text"
         )
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return f"a SentencePiece vocabulary of {vocab_size:,} is too small: this corpus needs more than {found[1]} tokens"
+        return (
+            f"a SentencePiece vocabulary of {vocab_size:,} is too small: this corpus needs more than {found[1]} tokens"
+        )
     if "sentences_.empty()" in message:
         return "the corpus is empty, or all of it is held out: no text to train a SentencePiece tokenizer on"
     return f"SentencePiece could not be trained with {vocab_size:,} tokens: {message}"
@@ -307,7 +317,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     try:
         spec = json.loads((directory / INDEX_FILE).read_text())["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{directory / INDEX_FILE}: no index of token shards ({error}); run sdp prepare first") from error
+        raise DataError(
+            f"{directory / INDEX_FILE}: no index of token shards ({error}); run sdp prepare first"
+        ) from error
     return tokenizer_from_spec(spec, directory)
 
 
@@ -324,9 +336,13 @@ def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
             return _load_sentencepiece(directory / file, sha256)
         case {"kind": "hf", "directory": str(folder), "name": str(name)}:
             if not (directory / folder).is_dir():
-                raise DataError(f"{directory / folder}: the tokenizer of these shards is missing; prepare the data again")
+                raise DataError(
+                    f"{directory / folder}: the tokenizer of these shards is missing; prepare the data again"
+                )
             return HuggingFaceTokenizer(str(directory / folder), name)
-    raise DataError(f"{directory}: the index does not describe a known kind of tokenizer: {spec}; prepare the data again")
+    raise DataError(
+        f"{directory}: the index does not describe a known kind of tokenizer: {spec}; prepare the data again"
+    )
 
 
 def _load_sentencepiece(path: Path, sha256: str) -> Tokenizer:
@@ -337,5 +353,7 @@ def _load_sentencepiece(path: Path, sha256: str) -> Tokenizer:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}); prepare the data again") from error
     if hashlib.sha256(model).hexdigest() != sha256:
-        raise DataError(f"{path}: not the tokenizer that made these shards (its sha256 differs); prepare the data again")
+        raise DataError(
+            f"{path}: not the tokenizer that made these shards (its sha256 differs); prepare the data again"
+        )
     return SentencePieceTokenizer(model)

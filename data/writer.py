@@ -36,9 +36,15 @@ def only_writer(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DataError(f"{directory}: another sdp prepare is writing here: wait for it, or choose another output") from None
+            raise DataError(
+                f"{directory}: another sdp prepare is writing here: wait for it, or choose another output"
+            ) from None
         except OSError as error:  # some network file systems
-            print(f"{directory} cannot be locked ({error.strerror}): let no other sdp prepare write here", file=sys.stderr, flush=True)
+            print(
+                f"{directory} cannot be locked ({error.strerror}): let no other sdp prepare write here",
+                file=sys.stderr,
+                flush=True,
+            )
         yield
     finally:
         os.close(handle)
@@ -101,7 +107,9 @@ class ShardWriter:
             with contextlib.suppress(OSError):  # a full disk refuses the rest of the buffer once more
                 self._file.close()
             self._file = None
-        self._path(".tmp").unlink(missing_ok=True)  # an interrupt may come before the file that was made has a name here
+        self._path(".tmp").unlink(
+            missing_ok=True
+        )  # an interrupt may come before the file that was made has a name here
 
     def _close_shard(self) -> None:
         if self._file is None:

@@ -102,11 +102,15 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
     """How parameters get values; None: they have some. Raises :class:`ModelError`."""
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < len(layout.wholes):
-        raise ModelError(f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two")
+        raise ModelError(
+            f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two"
+        )
     plan = plan_initialisation(model, config.training.seed) if on_meta else None
     if config.training.init_from is not None:
         if plan is None:
-            raise ModelError("training.init_from: the model has weights already; build it on the meta device, or remove this key")
+            raise ModelError(
+                "training.init_from: the model has weights already; build it on the meta device, or remove this key"
+            )
         alone = config.sdp.in_one_process or not dist.is_initialized() or dist.get_world_size() == 1
         directory = Path(config.training.init_from)
         files = converted(directory, Ranks(alone)) if is_zero_checkpoint(directory) else WeightFiles(directory)

@@ -41,7 +41,9 @@ class SDPEngine(EngineFacts):
     Made by :func:`sdp.initialize`. ``step`` acts at the accumulation boundary only, as DeepSpeed's does.
     """
 
-    def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer, scheduler: Schedule | Any | None):
+    def __init__(
+        self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer, scheduler: Schedule | Any | None
+    ):
         super().__init__(backend, config, batch, optimizer)
         self.lr_scheduler = scheduler
         self.loader: Any = None
@@ -78,7 +80,9 @@ class SDPEngine(EngineFacts):
         ``scale_wrt_gas``: divide by the accumulation steps, as DeepSpeed does. Raises ConfigError for ``retain_graph``.
         """
         if retain_graph:
-            raise ConfigError("backward: retain_graph cannot be honoured, gradients are reduced as the graph is freed; add the losses up")
+            raise ConfigError(
+                "backward: retain_graph cannot be honoured, gradients are reduced as the graph is freed; add the losses up"
+            )
         scalar = loss_of(loss)
         boundary = self.is_gradient_accumulation_boundary() and self._syncing
         self._backend.backward(scalar / self._batch.accumulation if scale_wrt_gas else scalar, boundary=boundary)
@@ -107,7 +111,9 @@ class SDPEngine(EngineFacts):
         gradients = self._gradients()
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
         # The only wait for the device in a step: whether it is skipped, and by what it is clipped, the host must know.
-        squared_norm, self._loss = self._backend.squared_grad_norm_and_loss(torch.stack(self._losses).double().mean()).tolist()
+        squared_norm, self._loss = self._backend.squared_grad_norm_and_loss(
+            torch.stack(self._losses).double().mean()
+        ).tolist()
         self._grad_norm = math.sqrt(squared_norm)
         if math.isfinite(self._grad_norm):  # the norm is of all groups' gradients, so all ranks decide alike
             self._apply(gradients, self._grad_norm)
@@ -259,7 +265,9 @@ class SDPEngine(EngineFacts):
 
         Collective; tied parameters appear under each of their names. Units cross the network one parameter at a time.
         """
-        state = {name: tensor.detach().cpu().clone() for name, tensor in self._backend.stream_state() if tensor is not None}
+        state = {
+            name: tensor.detach().cpu().clone() for name, tensor in self._backend.stream_state() if tensor is not None
+        }
         if self.global_rank != 0:
             return None
         return state | {alias: state[name] for alias, name in self.layout.aliases.items()}
@@ -340,20 +348,26 @@ class SDPEngine(EngineFacts):
             return None, {}
         path, state = found
         saved = keys_in(path)
-        has_stepped = state["global_steps"] > state.get("skipped_steps", 0) or any(key.startswith("optimizer/") for key in saved)
+        has_stepped = state["global_steps"] > state.get("skipped_steps", 0) or any(
+            key.startswith("optimizer/") for key in saved
+        )
         rates = state.get("learning_rates", {})
         # Before anything is changed:
         if self.loader is not None and state["loader"] is not None:
             self.loader.sampler.checked_position(state["loader"])
         if self.lr_scheduler is not None and of_another_kind(state["scheduler"], self.lr_scheduler.state_dict()):
-            raise CheckpointError(f"{path}: has the state of another kind of learning-rate scheduler; take the one that wrote it")
+            raise CheckpointError(
+                f"{path}: has the state of another kind of learning-rate scheduler; take the one that wrote it"
+            )
         ranks.agree(self._merged(path, rates))
         before = bool(self.optimizer.state)
         if has_stepped and not before:
             self._materialise_state()
         # Random numbers are a rank's own: they go on where the same ranks go on.
         random = {
-            key: value for key, value in self._saved.random_state().items() if key in saved and state["mesh"] == self._saved.mesh_shape()
+            key: value
+            for key, value in self._saved.random_state().items()
+            if key in saved and state["mesh"] == self._saved.mesh_shape()
         }
         if not random and self.global_rank == 0:
             log.info("%s: is of another layout or device, so random numbers (dropout) start anew", path)
@@ -388,7 +402,9 @@ class SDPEngine(EngineFacts):
             self.lr_scheduler.load_state_dict(fitting(saved_schedule, self.lr_scheduler.state_dict()))
         elif (self.lr_scheduler is None) != (state["scheduler"] is None) and self.global_rank == 0:
             which = ("the state of a scheduler", "none: the learning rates of then stay")
-            which = which if self.lr_scheduler is None else ("no scheduler's state", "one, which begins at its first step")
+            which = (
+                which if self.lr_scheduler is None else ("no scheduler's state", "one, which begins at its first step")
+            )
             log.warning("%s: has %s, and this run has %s", path, *which)
         self._set_rates(rates)  # torch's schedulers do not set it when they are loaded
         if self.loader is not None and state["loader"] is not None:
@@ -412,9 +428,14 @@ class SDPEngine(EngineFacts):
 
     def _names_of_groups(self) -> list[list[str]]:
         """Of every parameter group of the optimizer, which of the full model's parameters it has something of."""
-        names = {id(parameter): self.layout.parameters[name].canonical for name, parameter in self._backend.parameters.items()}
+        names = {
+            id(parameter): self.layout.parameters[name].canonical
+            for name, parameter in self._backend.parameters.items()
+        }
         groups = ([names.get(id(parameter)) for parameter in group["params"]] for group in self.optimizer.param_groups)
-        return [[name for name in group if name is not None] for group in groups]  # a user's may have parameters of no model
+        return [
+            [name for name in group if name is not None] for group in groups
+        ]  # a user's may have parameters of no model
 
     def rates_of_parameters(self) -> dict[str, float]:
         """Learning rate of every trained parameter of the full model, on all ranks. Collective. Raises ConfigError where ranks differ."""
@@ -443,7 +464,9 @@ class SDPEngine(EngineFacts):
     def _set_rates(self, rates: Mapping[str, float] | Sequence[float]) -> None:
         """``rates``: by parameter; of checkpoints of earlier versions by group, as the rank had them that wrote it."""
         for index, (group, names) in enumerate(zip(self.optimizer.param_groups, self._names_of_groups(), strict=True)):
-            by_group = {} if isinstance(rates, Mapping) else dict.fromkeys(names, rates[index]) if index < len(rates) else {}
+            by_group = (
+                {} if isinstance(rates, Mapping) else dict.fromkeys(names, rates[index]) if index < len(rates) else {}
+            )
             known = rates if isinstance(rates, Mapping) else by_group
             rate = next((known[name] for name in names if name in known), group["lr"])
             if isinstance(group["lr"], torch.Tensor):

@@ -115,7 +115,9 @@ class EngineFacts:
     def measured_state_bytes(self) -> StateBytes:
         """Bytes of this rank's tensors: parameters and optimizer state as they are now, gradients as at the last step."""
         backend = self._backend
-        return measure_state_bytes(backend.parameters.values(), backend.frozen.values(), self.optimizer, self._gradient_bytes)
+        return measure_state_bytes(
+            backend.parameters.values(), backend.frozen.values(), self.optimizer, self._gradient_bytes
+        )
 
     def planned_traffic(self) -> Traffic:
         """Bytes that this rank sends in one training step, by the placement; none in the reference, which is one process."""

@@ -63,7 +63,9 @@ def initialize(
     if model is None:
         raise ConfigError("sdp.initialize: model is missing")
     if mpu is not None:
-        raise ConfigError("sdp.initialize: mpu cannot be honoured; the layout comes from sdp.groups and the number of processes")
+        raise ConfigError(
+            "sdp.initialize: mpu cannot be honoured; the layout comes from sdp.groups and the number of processes"
+        )
     settings = _settings(args, config if config is not None else config_params)
     reference = settings.sdp.in_one_process
     device = _own_device(settings.sdp.engine) if reference else join()
@@ -84,7 +86,9 @@ def initialize(
     if settings.sdp.engine == "deepspeed":
         from .backends.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional
 
-        engine, note = initialize_deepspeed(model, settings, layout, batch, device, groups, optimizer, lr_scheduler, grouped=grouped)
+        engine, note = initialize_deepspeed(
+            model, settings, layout, batch, device, groups, optimizer, lr_scheduler, grouped=grouped
+        )
         return _finish(engine, note, training_data, collate_fn, device)
     backend = build_backend(model, settings, layout, device)
     here = groups_here(groups, layout, backend.parameters)
@@ -128,7 +132,9 @@ def _settings_of_all(config: Config) -> dict[str, Any]:
         del settings["training"][key]
     ours = settings["zero_optimization"]
     theirs = config.deepspeed.get("zero_optimization", {})
-    offload = (theirs.get("offload_optimizer") or {}).get("device") or "none"  # of which averages go out when; its buffers do not
+    offload = (theirs.get("offload_optimizer") or {}).get(
+        "device"
+    ) or "none"  # of which averages go out when; its buffers do not
     of_theirs = {key: value for key, value in theirs.items() if not key.startswith("offload_")}
     settings["zero_optimization"] = of_theirs | ours | {"offload_optimizer": {"device": offload}}
     return settings
@@ -143,7 +149,9 @@ def _parameters(layout: Layout) -> dict[str, Any]:
 
 def _own_device(engine: str) -> torch.device:
     if dist.is_initialized() and dist.get_world_size() > 1:
-        log.warning('sdp.engine: "%s" runs all workers in each of the %d processes, on its own', engine, dist.get_world_size())
+        log.warning(
+            'sdp.engine: "%s" runs all workers in each of the %d processes, on its own', engine, dist.get_world_size()
+        )
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -171,12 +179,20 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
     kind = "virtual workers in one process" if engine.data_ranks_here > 1 else "processes"
     log.info("layout: %s %s, ZeRO stage %d", mesh, kind, config.zero_optimization.stage)
     if config.tensor_parallel.autotp_size != mesh.tp:
-        log.info("tensor_parallel.autotp_size %d: the reference computes with whole matrices", config.tensor_parallel.autotp_size)
+        log.info(
+            "tensor_parallel.autotp_size %d: the reference computes with whole matrices",
+            config.tensor_parallel.autotp_size,
+        )
     if isinstance(config.sdp.placement, dict) and config.sdp.model_fields_set & {"capacity", "profile"}:
         log.warning("sdp.capacity and sdp.profile have no effect beside an explicit sdp.placement; remove them")
     if config.sdp.seed and config.sdp.placement != "random":
-        log.warning('sdp.seed %d has no effect without sdp.placement "random"; training.seed seeds the run', config.sdp.seed)
-    if config.sdp.granularity == "block" and config.sdp.neuron_groups != SDPSection.model_fields["neuron_groups"].default:
+        log.warning(
+            'sdp.seed %d has no effect without sdp.placement "random"; training.seed seeds the run', config.sdp.seed
+        )
+    if (
+        config.sdp.granularity == "block"
+        and config.sdp.neuron_groups != SDPSection.model_fields["neuron_groups"].default
+    ):
         log.warning('sdp.neuron_groups %d has no effect with sdp.granularity "block"', config.sdp.neuron_groups)
     if mesh.sdp == 1 and "groups" not in config.sdp.model_fields_set:
         log.warning("sdp.groups is not given: one group, which trains the whole model on all of its ranks")
@@ -203,7 +219,10 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
     if config.fp16.enabled and config.zero_optimization.stage == 0:
         for key in ("hysteresis", "consecutive_hysteresis"):
             if getattr(config.fp16, key) != FP16Section.model_fields[key].default:
-                log.warning("fp16.%s has no effect at zero_optimization.stage 0, where DeepSpeed halves the scale at every overflow", key)
+                log.warning(
+                    "fp16.%s has no effect at zero_optimization.stage 0, where DeepSpeed halves the scale at every overflow",
+                    key,
+                )
     if config.hints:
         log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(config.hints))
 
@@ -211,6 +230,10 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--deepspeed`` and ``--deepspeed_config FILE``, which :func:`sdp.initialize` reads from ``args``; returns the parser."""
     group = parser.add_argument_group("DeepSpeed", "configuration, as DeepSpeed names it")
-    group.add_argument("--deepspeed", action="store_true", help="accepted as DeepSpeed's scripts have it; sdp is used either way")
-    group.add_argument("--deepspeed_config", metavar="FILE", default=None, help="JSON file of DeepSpeed's keys, and a section sdp")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="accepted as DeepSpeed's scripts have it; sdp is used either way"
+    )
+    group.add_argument(
+        "--deepspeed_config", metavar="FILE", default=None, help="JSON file of DeepSpeed's keys, and a section sdp"
+    )
     return parser

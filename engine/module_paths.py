@@ -39,7 +39,9 @@ def match_patterns(modules: Mapping[str, nn.Module], patterns: Sequence[str], so
 
 def _matches(name: str, pattern: str) -> bool:
     parts, globs = name.split("."), pattern.split(".")
-    return len(parts) == len(globs) and all(fnmatch.fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True))
+    return len(parts) == len(globs) and all(
+        fnmatch.fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True)
+    )
 
 
 def parents(name: str) -> Iterator[str]:

@@ -59,7 +59,9 @@ class Degrees:
                     f" {processes} processes ({source}) and fsdp {self.fsdp or 1}; use 1 of each, or sdp.engine fsdp2"
                 )
         elif self.sizes and self.fsdp is not None:
-            raise LaunchError(f"--fsdp {self.fsdp}: sdp.group_sizes says how many ranks each group has; leave one of them out")
+            raise LaunchError(
+                f"--fsdp {self.fsdp}: sdp.group_sizes says how many ranks each group has; leave one of them out"
+            )
         elif self.sizes:
             if processes != sum(self.sizes) * self.tp:
                 raise LaunchError(

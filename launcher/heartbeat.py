@@ -21,7 +21,9 @@ from pathlib import Path
 
 _LOOK_SECONDS = 0.5
 _TELL_SECONDS = 10.0
-_SILENT_SECONDS = _TELL_SECONDS + 5.0  # beyond what a phase may take, until the guard ends a rank whose own thread does not
+_SILENT_SECONDS = (
+    _TELL_SECONDS + 5.0
+)  # beyond what a phase may take, until the guard ends a rank whose own thread does not
 _RECORD_BYTES = 256  # every record overwrites the one before, so all have one size
 
 
@@ -75,7 +77,9 @@ class Heartbeat:
     ``guarded``: a process beside this one kills it where it cannot end itself.
     """
 
-    def __init__(self, rank: int, file: Path | None, log: Path, on_stall: Callable[[str], None], *, guarded: bool = False):
+    def __init__(
+        self, rank: int, file: Path | None, log: Path, on_stall: Callable[[str], None], *, guarded: bool = False
+    ):
         self._rank, self._host, self._on_stall = rank, socket.gethostname(), on_stall
         self._log = log.open("a", encoding="utf-8")
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) if file is not None else None

@@ -128,8 +128,12 @@ def start_local(
                 _say(f"{signal.Signals(received[0]).name} received, ending {processes} processes (again: kill them)")
         finally:
             _end(ranks, received, stop_seconds if received and stop_seconds is not None else grace_seconds)
-        if interrupted:  # what a rank says on its way out (no room for the checkpoint) is told; that its peers are gone is not
-            failures = [(rank, report) for rank in ranks if (report := FatalError.read(rank.error_file)) and report.is_known]
+        if (
+            interrupted
+        ):  # what a rank says on its way out (no room for the checkpoint) is told; that its peers are gone is not
+            failures = [
+                (rank, report) for rank in ranks if (report := FatalError.read(rank.error_file)) and report.is_known
+            ]
         exit_code = 128 + received[0] if interrupted and not failures else _report(failures, suspect)
         for rank in ranks:
             rank.error_file.unlink(missing_ok=True)

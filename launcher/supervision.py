@@ -84,7 +84,9 @@ def tie_to_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def report_fatal(text: str, exit_code: int, supervision: Supervision | None, *, stalled: bool = False, follows: bool = False) -> None:
+def report_fatal(
+    text: str, exit_code: int, supervision: Supervision | None, *, stalled: bool = False, follows: bool = False
+) -> None:
     """Tell the user why this process ends, once for all ranks."""
     rank = _rank()
     if supervision is not None and supervision.error_file is not None:

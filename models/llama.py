@@ -55,7 +55,9 @@ class LlamaConfig(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}")
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
+            )
         if self.num_attention_heads % self.key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads {self.key_value_heads}"
@@ -129,7 +131,9 @@ class LlamaAttention(nn.Module):
             rearrange(projection(hidden), "b s (h e) -> b h s e", e=self.head_size)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attended = causal_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, self.dropout if self.training else 0.0)
+        attended = causal_attention(
+            rotate(query, cos, sin), rotate(key, cos, sin), value, self.dropout if self.training else 0.0
+        )
         return self.o_proj(rearrange(attended, "b h s e -> b s (h e)"))
 
 
@@ -200,7 +204,9 @@ class LlamaModel(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
         slope = config.stochastic_depth / config.num_hidden_layers
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, 1 - slope * layer) for layer in range(1, config.num_hidden_layers + 1))
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, 1 - slope * layer) for layer in range(1, config.num_hidden_layers + 1)
+        )
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -261,7 +267,9 @@ class Llama(nn.Module):
                 mlp: (self.config.intermediate_size, {"gate_proj": 0, "up_proj": 0, "down_proj": 1}),
             }
             for name, (neurons, dims) in cuts.items():
-                branches.append(Branch(name, neurons, tuple((f"{name}.{key}.weight", dim) for key, dim in dims.items())))
+                branches.append(
+                    Branch(name, neurons, tuple((f"{name}.{key}.weight", dim) for key, dim in dims.items()))
+                )
         return branches
 
     def tensor_parallel_plan(self) -> dict[str, Style]:
@@ -302,7 +310,9 @@ class Llama(nn.Module):
         """The parameter that ``key`` of a Hugging Face file stands for; None for the rotary table that old files hold."""
         if key.endswith("rotary_emb.inv_freq"):
             return None
-        return key if key.startswith(("model.", "lm_head.")) else f"model.{key}"  # LlamaModel, without a head, has no prefix
+        return (
+            key if key.startswith(("model.", "lm_head.")) else f"model.{key}"
+        )  # LlamaModel, without a head, has no prefix
 
     def sharding_groups(self) -> list[str]:
         """Modules outside the units that are sharded on their own; a tied pair must share one group: none then."""

@@ -21,7 +21,10 @@ def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
         **{key: getattr(config, key) for key in _SHARED},
         "num_key_value_heads": config.key_value_heads,
         "head_dim": config.head_size,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # transformers 5; rope_theta above is for 4
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope_theta,
+        },  # transformers 5; rope_theta above is for 4
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -31,8 +34,19 @@ def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
 
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_OPTIONAL = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
-_NEUTRAL = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "quantization_config": None}
+_OPTIONAL = {
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
+_NEUTRAL = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+}
 
 
 def from_huggingface(content: Mapping[str, Any]) -> dict[str, Any]:

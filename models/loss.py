@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..engine.distributed.tensor_collectives import TensorRanks, autocast_precision, gather_vocabulary, log_softmax, own_ids
+from ..engine.distributed.tensor_collectives import (
+    TensorRanks,
+    autocast_precision,
+    gather_vocabulary,
+    log_softmax,
+    own_ids,
+)
 
 IGNORE_INDEX = -100
 """Label of a token that does not count in the loss (Hugging Face's convention)."""
@@ -44,10 +50,14 @@ class LanguageModelHead(nn.Linear):
             return gather_vocabulary(super().forward(input), self.tensor_ranks)
         # The labels are shifted, not the hidden states: a shifted copy of those would be larger.
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        return linear_cross_entropy(input.flatten(0, 1), self.weight, targets.flatten(), self.chunk_tokens, self.tensor_ranks)
+        return linear_cross_entropy(
+            input.flatten(0, 1), self.weight, targets.flatten(), self.chunk_tokens, self.tensor_ranks
+        )
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, ranks: TensorRanks | None = None) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, ranks: TensorRanks | None = None
+) -> Tensor:
     """``F.cross_entropy(F.linear(hidden, weight).float(), targets)`` for ``hidden`` (N, D), ``weight`` (V, D) and ``targets`` (N).
 
     Targets of -100 do not count. Gradients are made in forward, so backward works once. Raises RuntimeError if it is asked for twice.
@@ -55,20 +65,32 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_
     gets as its gradient.
     """
     precision = autocast_precision(hidden)
-    if precision is not None:  # autocast casts a linear layer's operands, but not those of a product that is written into a given tensor
+    if (
+        precision is not None
+    ):  # autocast casts a linear layer's operands, but not those of a product that is written into a given tensor
         with torch.autocast(hidden.device.type, enabled=False):
             return linear_cross_entropy(hidden.to(precision), weight.to(precision), targets, chunk_tokens, ranks)
     own = _own_targets(targets, len(weight), ranks)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, own, chunk_tokens, ranks)  # type: ignore[return-value]
     chunks = _chunks(hidden, targets, own, chunk_tokens)
-    return _mean([_chunk_loss(F.linear(rows, weight), wanted, mine, ranks)[0] for rows, wanted, mine in chunks], _count(targets), ranks)
+    return _mean(
+        [_chunk_loss(F.linear(rows, weight), wanted, mine, ranks)[0] for rows, wanted, mine in chunks],
+        _count(targets),
+        ranks,
+    )
 
 
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, own: Tensor, chunk_tokens: int, ranks: TensorRanks | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        own: Tensor,
+        chunk_tokens: int,
+        ranks: TensorRanks | None,
     ) -> Tensor:
         count = _count(targets)
         into_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -131,7 +153,9 @@ def _chunk_loss(
     """The loss of ``logits`` (n, V) in float32, summed over this rank's ``own`` targets; with ``count`` also what all the targets' loss /
     ``count`` has as gradient of ``logits``, in their dtype.
     """
-    log_probabilities = F.log_softmax(logits, dim=-1, dtype=torch.float32) if ranks is None else log_softmax(logits, ranks)
+    log_probabilities = (
+        F.log_softmax(logits, dim=-1, dtype=torch.float32) if ranks is None else log_softmax(logits, ranks)
+    )
     loss = F.nll_loss(log_probabilities, own, ignore_index=IGNORE_INDEX, reduction="sum")
     if count is None:
         return loss, logits

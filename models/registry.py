@@ -47,7 +47,11 @@ _FREE = {
 
 
 def build_model(
-    section: Mapping[str, Any], vocab_size: int | None = None, *, num_classes: int | None = None, image_size: int | None = None
+    section: Mapping[str, Any],
+    vocab_size: int | None = None,
+    *,
+    num_classes: int | None = None,
+    image_size: int | None = None,
 ) -> nn.Module:
     """The model that ``section`` (``{"name": "llama", …}``) describes, on the meta device.
 
@@ -80,7 +84,9 @@ def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str,
     entry, config = _parse(section, {"vocab_size": vocab_size})
     if entry.to_huggingface is None:
         known = ", ".join(name for name, other in MODELS.items() if other.to_huggingface is not None)
-        raise ConfigError(f"model.name: {section['name']!r} has no counterpart in transformers; there is one for: {known}")
+        raise ConfigError(
+            f"model.name: {section['name']!r} has no counterpart in transformers; there is one for: {known}"
+        )
     return entry.to_huggingface(config)
 
 
@@ -94,7 +100,9 @@ def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict
         content = json.loads(path.read_text(encoding="utf-8"))
         name = content["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"training.init_from: {path} is no model's configuration; give a directory in Hugging Face's format") from None
+        raise ConfigError(
+            f"training.init_from: {path} is no model's configuration; give a directory in Hugging Face's format"
+        ) from None
     entry = MODELS.get(name)
     if entry is None or entry.from_huggingface is None:
         known = ", ".join(other for other, entry in MODELS.items() if entry.from_huggingface is not None)
@@ -140,7 +148,11 @@ def _entry(name: object) -> Entry:
 
 
 _KIND = {"vocab_size": "tokens", "num_classes": "images", "image_size": "images"}
-_ABOUT = {"vocab_size": "the data's tokenizer has", "num_classes": "the data has", "image_size": "the data's images have sides of"}
+_ABOUT = {
+    "vocab_size": "the data's tokenizer has",
+    "num_classes": "the data has",
+    "image_size": "the data's images have sides of",
+}
 
 
 def _agreed(key: str, stated: object, data: int) -> object:

@@ -18,7 +18,12 @@ from ..engine.placement.units import Branch
 from ..engine.subnetwork.initialisation import Constant, Init, Normal, Uniform
 from .classification import Measure, measured
 
-STAGES = (1, 2, 3, 4)  # of two blocks each; the first block of a stage after the first halves the image and doubles the channels
+STAGES = (
+    1,
+    2,
+    3,
+    4,
+)  # of two blocks each; the first block of a stage after the first halves the image and doubles the channels
 
 
 class ResNetConfig(Section):
@@ -49,7 +54,9 @@ class BatchNorm2d(nn.BatchNorm2d):
             self.num_batches_tracked.add_(1)
         tracked = not self.training or self.track_running_stats
         mean, variance = (self.running_mean, self.running_var) if tracked else (None, None)
-        return F.batch_norm(input, mean, variance, self.weight.float(), self.bias.float(), self.training, self.momentum, self.eps)
+        return F.batch_norm(
+            input, mean, variance, self.weight.float(), self.bias.float(), self.training, self.momentum, self.eps
+        )
 
 
 class BasicBlock(nn.Module):
@@ -66,7 +73,9 @@ class BasicBlock(nn.Module):
         self.bn2 = BatchNorm2d(channels)
         self.downsample = None
         if stride != 1 or channels_in != channels:
-            self.downsample = nn.Sequential(nn.Conv2d(channels_in, channels, 1, stride, bias=False), BatchNorm2d(channels))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride, bias=False), BatchNorm2d(channels)
+            )
 
     def forward(self, images: Tensor) -> Tensor:
         skipped = images if self.downsample is None else self.downsample(images)
@@ -127,7 +136,12 @@ class ResNet(nn.Module):
         """The hidden channels of every unit's block: what its first convolution puts out and its second takes, with their batch norm."""
         branches = []
         for name, flops in self.unit_flops().items():
-            parameters = ((f"{name}.conv1.weight", 0), (f"{name}.bn1.weight", 0), (f"{name}.bn1.bias", 0), (f"{name}.conv2.weight", 1))
+            parameters = (
+                (f"{name}.conv1.weight", 0),
+                (f"{name}.bn1.weight", 0),
+                (f"{name}.bn1.bias", 0),
+                (f"{name}.conv2.weight", 1),
+            )
             buffers = (f"{name}.bn1.running_mean", f"{name}.bn1.running_var")
             neurons = self.get_parameter(parameters[0][0]).shape[0]
             branches.append(Branch(name, neurons, parameters, buffers=buffers, flops=flops))

@@ -49,10 +49,14 @@ class SwinConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if len(self.depths) != len(self.num_heads):
-            raise ValueError(f"depths names {len(self.depths)} stages and num_heads {len(self.num_heads)}; give both a number a stage")
+            raise ValueError(
+                f"depths names {len(self.depths)} stages and num_heads {len(self.num_heads)}; give both a number a stage"
+            )
         for stage, heads in enumerate(self.num_heads):
             if self.channels(stage) % heads:
-                raise ValueError(f"num_heads: {heads} heads do not divide the {self.channels(stage)} channels of stage {stage + 1}")
+                raise ValueError(
+                    f"num_heads: {heads} heads do not divide the {self.channels(stage)} channels of stage {stage + 1}"
+                )
         if self.stochastic_depth:
             raise ValueError(
                 f"stochastic_depth {self.stochastic_depth:g} is not available in this version: its draws would depend on the layout; use 0"
@@ -92,15 +96,21 @@ class WindowAttention(nn.Module):
         x = F.pad(x, (0, 0, 0, -width % self.window, 0, -height % self.window))
         sides = x.shape[1:3]
         shifts = tuple(self.shift if side > self.window else 0 for side in sides)  # one window sees everything as it is
-        windows = rearrange(x.roll([-s for s in shifts], (1, 2)), "b (y m) (x n) c -> b (y x) (m n) c", m=self.window, n=self.window)
+        windows = rearrange(
+            x.roll([-s for s in shifts], (1, 2)), "b (y m) (x n) c -> b (y x) (m n) c", m=self.window, n=self.window
+        )
         attended = self._attend(windows, self._seams(sides, shifts, x.device))
         across = sides[1] // self.window
-        x = rearrange(self.proj(attended), "b (y x) (m n) c -> b (y m) (x n) c", x=across, m=self.window).roll(shifts, (1, 2))
+        x = rearrange(self.proj(attended), "b (y x) (m n) c -> b (y m) (x n) c", x=across, m=self.window).roll(
+            shifts, (1, 2)
+        )
         return x[:, :height, :width]
 
     def _attend(self, windows: Tensor, seams: Tensor | None) -> Tensor:
         """Attention among the patches of each window: (B, windows, M², C) → the same. The number of heads follows from ``qkv``'s width."""
-        query, key, value = rearrange(self.qkv(windows), "b w p (three h e) -> three b w h p e", three=3, e=self.head_size)
+        query, key, value = rearrange(
+            self.qkv(windows), "b w p (three h e) -> three b w h p e", three=3, e=self.head_size
+        )
         rows = self.relative_position_bias_table[self.relative_position_index]  # type: ignore[index]
         bias = rearrange(rows, "(p q) h -> h p q", p=windows.shape[2])
         if seams is not None:
@@ -112,7 +122,9 @@ class WindowAttention(nn.Module):
         if not any(shifts):
             return None
         down, across = (
-            (torch.arange(side, device=device) >= side - shift).long() if shift else torch.zeros(side, dtype=torch.long, device=device)
+            (torch.arange(side, device=device) >= side - shift).long()
+            if shift
+            else torch.zeros(side, dtype=torch.long, device=device)
             for side, shift in zip(sides, shifts, strict=True)
         )
         regions = rearrange(2 * down[:, None] + across, "(y m) (x n) -> (y x) (m n)", m=self.window, n=self.window)
@@ -162,7 +174,9 @@ class Swin(nn.Module):
             raise ConfigError("model.num_classes: not set, and no data states it; add it to the model section")
         self.config = config
         patch = nn.Conv2d(3, config.embed_dim, config.patch_size, config.patch_size)
-        self.features = nn.Sequential(nn.Sequential(patch, Rearrange("b c h w -> b h w c"), nn.LayerNorm(config.embed_dim)))
+        self.features = nn.Sequential(
+            nn.Sequential(patch, Rearrange("b c h w -> b h w c"), nn.LayerNorm(config.embed_dim))
+        )
         for stage, (depth, heads) in enumerate(zip(config.depths, config.num_heads, strict=True)):
             channels = config.channels(stage)
             if stage:
@@ -192,7 +206,12 @@ class Swin(nn.Module):
             for block in (f"features.{2 * stage + 1}.{index}" for index in range(self.config.depths[stage])):
                 attention, mlp = f"{block}.attn", f"{block}.mlp"
                 qkv = (f"{attention}.qkv.weight", f"{attention}.qkv.bias")
-                of_heads = ((f"{attention}.relative_position_bias_table", 1), (qkv[0], 0), (qkv[1], 0), (f"{attention}.proj.weight", 1))
+                of_heads = (
+                    (f"{attention}.relative_position_bias_table", 1),
+                    (qkv[0], 0),
+                    (qkv[1], 0),
+                    (f"{attention}.proj.weight", 1),
+                )
                 branches.append(Branch(attention, heads, of_heads, three_parts=qkv, flops=flops[attention]))
                 hidden = self.config.mlp_ratio * self.config.channels(stage)
                 of_hidden = ((f"{mlp}.0.weight", 0), (f"{mlp}.0.bias", 0), (f"{mlp}.3.weight", 1))
@@ -231,7 +250,9 @@ class Swin(nn.Module):
         kind = type(dict(self.named_modules()).get(path))
         if kind is WindowAttention and leaf == "relative_position_index":
             return Table(relative_positions(self.config.window_size, device="cpu"))
-        if (kind is WindowAttention and leaf == "relative_position_bias_table") or (kind is nn.Linear and leaf == "weight"):
+        if (kind is WindowAttention and leaf == "relative_position_bias_table") or (
+            kind is nn.Linear and leaf == "weight"
+        ):
             return Normal(self.config.initializer_range)
         if kind is nn.LayerNorm and leaf in ("weight", "bias"):
             return Constant(1.0 if leaf == "weight" else 0.0)

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 from sdp.tests.support.ranks import RankPool
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for its background jobs, and for what those start
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as a shell has it for its background jobs, and for what those start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -68,7 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except SDPError as error:
-        report_fatal("sdp: error: " + " ".join(str(error).split()), error.exit_code, above, follows=isinstance(error, PeerLostError))
+        report_fatal(
+            "sdp: error: " + " ".join(str(error).split()),
+            error.exit_code,
+            above,
+            follows=isinstance(error, PeerLostError),
+        )
         return error.exit_code
     except BrokenPipeError:
         if above is None and _reader_left():
@@ -103,7 +108,9 @@ def _output_fails() -> bool:
     """Whether what is still to be written to standard output cannot be (``sdp plan … > plan.txt`` on a full disk); it goes nowhere then."""
     try:
         sys.stdout.flush()
-        os.write(sys.stdout.fileno(), b"\n")  # unbuffered, nothing is left to flush; where this works a traceback follows
+        os.write(
+            sys.stdout.fileno(), b"\n"
+        )  # unbuffered, nothing is left to flush; where this works a traceback follows
     except ValueError:  # it is no file, but an object of whoever called
         return False
     except OSError:
@@ -117,7 +124,9 @@ def _discard_output() -> None:
 
 
 def _run(argv: list[str], above: Supervision | None) -> int:
-    parser = Parser(prog="sdp", description="Subnetwork Data Parallelism: pre-train with a part of the network per device group.")
+    parser = Parser(
+        prog="sdp", description="Subnetwork Data Parallelism: pre-train with a part of the network per device group."
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, command in _COMMANDS.items():
@@ -144,9 +153,13 @@ _COMMANDS = {
     "prepare": _tool_command("prepare", "turn text into memory-mapped token shards"),
     "config": _tool_command("config", "print a configuration with all defaults, or the schema"),
     "plan": _tool_command("plan.command", "what a run will need, compute and send, before anything is started"),
-    "bench": _tool_command("bench.command", "compare ways to train a model side by side, or one rank with a hand-written loop"),
+    "bench": _tool_command(
+        "bench.command", "compare ways to train a model side by side, or one rank with a hand-written loop"
+    ),
     "gpu-check": _tool_command("gpu_check.command", "measure a rank's share of dense and SDP runs on this GPU"),
-    "gradient-bias": _tool_command("gradient_bias.command", "bias of SDP's gradient against the dense model's, told from sampling noise"),
+    "gradient-bias": _tool_command(
+        "gradient_bias.command", "bias of SDP's gradient against the dense model's, told from sampling noise"
+    ),
     "evaluate": _tool_command("evaluate", "held-out loss of the full model of a checkpoint"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
     "report": _tool_command("report.command", "summarise and compare finished runs"),

@@ -63,7 +63,9 @@ class Evaluation:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     saved_run.add_arguments(parser)
-    parser.add_argument("--batches", metavar="N", type=int, help="held-out batches per data rank (default: those of the run)")
+    parser.add_argument(
+        "--batches", metavar="N", type=int, help="held-out batches per data rank (default: those of the run)"
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
@@ -104,7 +106,8 @@ def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
     mesh = Mesh(sdp, fsdp, tp, *map(tuple, sizes))
     micro = BatchSize.resolve(saved.config, mesh).micro
     loaders = (
-        evaluation_batches(corpus.held_out, micro, rank, mesh.data_ranks, limit, corpus.collate_held_out) for rank in range(mesh.data_ranks)
+        evaluation_batches(corpus.held_out, micro, rank, mesh.data_ranks, limit, corpus.collate_held_out)
+        for rank in range(mesh.data_ranks)
     )
     return chain.from_iterable(loaders)
 
@@ -122,7 +125,11 @@ def _load(saved: SavedRun, corpus: Corpus) -> Backend:
 
 
 def _table(result: Evaluation) -> str:
-    samples = f"{result.sequences:,} sequences, {result.targets:,} targets" if result.accuracy is None else f"{result.sequences:,} images"
+    samples = (
+        f"{result.sequences:,} sequences, {result.targets:,} targets"
+        if result.accuracy is None
+        else f"{result.sequences:,} images"
+    )
     rows = {"checkpoint": result.checkpoint, "held out": f"{samples} of {result.data}", "loss": f"{result.loss:.6f}"}
     if result.perplexity is not None:
         rows["perplexity"] = f"{result.perplexity:.4f}"

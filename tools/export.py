@@ -36,10 +36,16 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     saved_run.add_arguments(parser)
-    parser.add_argument("--to", choices=["hf"], default="hf", help="the format: hf, a model directory of Hugging Face's transformers")
+    parser.add_argument(
+        "--to", choices=["hf"], default="hf", help="the format: hf, a model directory of Hugging Face's transformers"
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights written (default: float32)")
-    parser.add_argument("--max-shard-size", metavar="SIZE", type=_size, default="5GB", help="largest file, as 500MB (default: 5GB)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights written (default: float32)"
+    )
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", type=_size, default="5GB", help="largest file, as 500MB (default: 5GB)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
 
 
@@ -49,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     _check_output(args.out, overwrite=args.overwrite)
     files = export(saved, args.out, getattr(torch, args.dtype), args.max_shard_size)
     total = sum(path.stat().st_size for path in files)
-    print(f"{saved.checkpoint} -> {args.out}: {args.dtype} weights in {len(files)} file(s), {total / 1e6:,.1f} MB, and the tokenizer")
+    print(
+        f"{saved.checkpoint} -> {args.out}: {args.dtype} weights in {len(files)} file(s), {total / 1e6:,.1f} MB, and the tokenizer"
+    )
     return 0
 
 
@@ -94,11 +102,16 @@ def _shapes(saved: SavedRun, vocab_size: int) -> dict[str, torch.Size]:
     """Every tensor of the model once, in the model's order; a tied parameter is under its first name."""
     model = build_model(saved.config.model, vocab_size)
     persistent = model.state_dict().keys()
-    tensors = (*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in persistent))
+    tensors = (
+        *model.named_parameters(),
+        *((name, buffer) for name, buffer in model.named_buffers() if name in persistent),
+    )
     return {name: tensor.shape for name, tensor in tensors}
 
 
-def _write_weights(path: Path, out: Path, shapes: Mapping[str, torch.Size], dtype: torch.dtype, limit: int) -> list[str]:
+def _write_weights(
+    path: Path, out: Path, shapes: Mapping[str, torch.Size], dtype: torch.dtype, limit: int
+) -> list[str]:
     """Write the tensors of the checkpoint at ``path`` in files of at most ``limit`` bytes, and an index where they are several."""
     shards = _divide({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, limit)
     files = [f"{WEIGHTS}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -141,9 +154,13 @@ def _check_output(out: Path, *, overwrite: bool) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
-        raise ConfigError(f"{out}: exists already; choose another directory, or pass --overwrite to replace an earlier export")
+        raise ConfigError(
+            f"{out}: exists already; choose another directory, or pass --overwrite to replace an earlier export"
+        )
     if not (out / "config.json").is_file() or not list(out.glob("*.safetensors")):
-        raise ConfigError(f"{out}: holds something else than an export, which --overwrite does not remove; choose another directory")
+        raise ConfigError(
+            f"{out}: holds something else than an export, which --overwrite does not remove; choose another directory"
+        )
 
 
 def _replace(new: Path, out: Path) -> None:

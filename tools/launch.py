@@ -31,7 +31,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--nproc: sdp launch counts the processes itself; give --gpus-per-node before CONFIG")
     complete_arguments(train)
     config = load_config(train.config, train.overrides)
-    if args.launcher in ("local", "slurm"):  # rank 0 has the dump directory of this host; a job would find so after its time in the queue
+    if args.launcher in (
+        "local",
+        "slurm",
+    ):  # rank 0 has the dump directory of this host; a job would find so after its time in the queue
         from .runs.run_files import require_no_other_run
 
         require_no_other_run(train.dump_dir, resume=train.resume)

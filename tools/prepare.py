@@ -23,14 +23,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " (default: the standard library of this Python)",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="the directory for shards and tokenizer")
-    parser.add_argument("--tokenizer", default="sentencepiece", metavar="NAME", help="sentencepiece (trained here), bytes or hf:NAME")
-    parser.add_argument("--vocab-size", type=int, metavar="V", help=f"tokens of a trained tokenizer (default: {DEFAULT_VOCAB_SIZE})")
+    parser.add_argument(
+        "--tokenizer", default="sentencepiece", metavar="NAME", help="sentencepiece (trained here), bytes or hf:NAME"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="V", help=f"tokens of a trained tokenizer (default: {DEFAULT_VOCAB_SIZE})"
+    )
     parser.add_argument("--text-column", default="text", metavar="C", help="the column of .jsonl and .parquet")
-    parser.add_argument("--held-out", type=float, default=0.05, metavar="X", help="fraction of the documents for evaluation")
+    parser.add_argument(
+        "--held-out", type=float, default=0.05, metavar="X", help="fraction of the documents for evaluation"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
     parser.add_argument("--seed", type=int, default=0, help="picks the documents that the tokenizer is trained on")
     parser.add_argument("--overwrite", action="store_true", help="replace other data in the output directory")
-    parser.add_argument("--verify", action="store_true", help="only check the shards in the output directory against their hashes")
+    parser.add_argument(
+        "--verify", action="store_true", help="only check the shards in the output directory against their hashes"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
         index.verify(Path(args.output))
         tokenizer = load_tokenizer(args.output)
         if (tokenizer.vocab_size, tokenizer.end_of_text) != (index.vocab_size, index.end_of_text):
-            raise DataError(f"{args.output}: the vocabulary in the index is not that of its tokenizer; prepare the data again")
+            raise DataError(
+                f"{args.output}: the vocabulary in the index is not that of its tokenizer; prepare the data again"
+            )
         print(f"{args.output}: every shard and the tokenizer are sound")
         _print_summary(index.model_dump(), args.output)
         return 0

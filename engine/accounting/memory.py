@@ -72,7 +72,12 @@ def measure_state_bytes(
 ) -> StateBytes:
     """Bytes of the local tensors that exist; ``gradient_bytes`` as counted before the step that freed them."""
     held, copies = (sum(local_tensor(parameter.detach()).nbytes for parameter in kind) for kind in (parameters, frozen))
-    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+    states = (
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
     return StateBytes(held, gradient_bytes, sum(local_tensor(value).nbytes for value in states), copies)
 
 
@@ -102,7 +107,9 @@ class PeakMemory:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         try:
-            status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+            status = dict(
+                line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
+            )
             peak, files, shared = (int(status[key].split()[0]) * 1024 for key in ("VmHWM", "RssFile", "RssShmem"))
             return peak - files - shared
         except (OSError, KeyError, ValueError):

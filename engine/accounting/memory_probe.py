@@ -18,7 +18,12 @@ _COLLECTIVES = dist.distributed_c10d.__name__
 
 
 def peak_tensor_bytes(
-    step: Callable[[], None], module: nn.Module, optimizer: Optimizer, device: torch.device, *, kept: Iterable[torch.Tensor] = ()
+    step: Callable[[], None],
+    module: nn.Module,
+    optimizer: Optimizer,
+    device: torch.device,
+    *,
+    kept: Iterable[torch.Tensor] = (),
 ) -> int:
     """Peak bytes on ``device`` of parameters, buffers, gradients, optimizer state, activations and temporaries during ``step()``.
 
@@ -64,10 +69,14 @@ class _LiveStorages(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._device = device.type
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id(); torch keeps one Python object a storage
+        self._storages: dict[
+            int, weakref.ref[torch.UntypedStorage]
+        ] = {}  # by id(); torch keeps one Python object a storage
         self._sizes: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper such as DTensor runs first; the operators on its local tensors then come by here
         kwargs = kwargs or {}
@@ -86,7 +95,9 @@ class _LiveStorages(TorchDispatchMode):
 
     def _notice(self, tensor: torch.Tensor) -> bool:
         if is_traceable_wrapper_subclass(tensor):
-            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # DTensor names its mesh there too
+            inner = (
+                getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]
+            )  # DTensor names its mesh there too
             grown = [self._notice(part) for part in inner if isinstance(part, torch.Tensor)]
             return any(grown)
         try:

@@ -30,7 +30,9 @@ class Collective:
         return sent_bytes(self.kind, self.nbytes, len(self.ranks))
 
 
-_Whom = tuple[Literal["inside", "neighbours", "holders", "refresh", "world"], Holders]  # with whom a rank of any place takes part
+_Whom = tuple[
+    Literal["inside", "neighbours", "holders", "refresh", "world"], Holders
+]  # with whom a rank of any place takes part
 _INSIDE: _Whom = ("inside", ())
 _NEIGHBOURS: _Whom = ("neighbours", ())
 _WORLD: _Whom = ("world", ())
@@ -68,12 +70,19 @@ class CollectivePlan:
     def of(self, rank: int) -> list[Collective]:
         """What ``rank`` sends."""
         at = self._layout.mesh.coordinates(rank)
-        all_of_it = (Collective(scope, kind, self._ranks(whom, at), nbytes) for (scope, kind, whom), nbytes in self._bytes(at).items())
+        all_of_it = (
+            Collective(scope, kind, self._ranks(whom, at), nbytes)
+            for (scope, kind, whom), nbytes in self._bytes(at).items()
+        )
         return [one for one in all_of_it if len(one.ranks) > 1 and one.nbytes]
 
     def _bytes(self, at: Coordinates) -> Counter[tuple[Scope, Kind, _Whom]]:
         """Of whole buffers: the same for all ranks of a group whose shards are full."""
-        index = at.fsdp if self._shards > 1 and any((at.fsdp + 1) * -(-rows // self._shards) > rows for rows in self._rows) else 0
+        index = (
+            at.fsdp
+            if self._shards > 1 and any((at.fsdp + 1) * -(-rows // self._shards) > rows for rows in self._rows)
+            else 0
+        )
         if (at.sdp, index) not in self._sums:
             self._sums[at.sdp, index] = self._add_up(at.sdp, index)
         return self._sums[at.sdp, index]
@@ -109,16 +118,22 @@ class CollectivePlan:
         if place == "inside":
             groups, everywhere = (at.sdp,), self._shards > 1
         else:
-            everywhere = place == "holders" and self._shards == 1  # nothing is sharded: a group's ranks average among themselves too
+            everywhere = (
+                place == "holders" and self._shards == 1
+            )  # nothing is sharded: a group's ranks average among themselves too
         if not everywhere:
             return tuple(mesh.rank(group, at.fsdp, at.tp) for group in sorted(groups))
         key = (whom, at.sdp if place == "inside" else 0, at.tp)
         if key not in self._many:
-            self._many[key] = tuple(mesh.rank(group, fsdp, at.tp) for group in sorted(groups) for fsdp in range(mesh.fsdp))
+            self._many[key] = tuple(
+                mesh.rank(group, fsdp, at.tp) for group in sorted(groups) for fsdp in range(mesh.fsdp)
+            )
         return self._many[key]
 
 
-def plan_collectives(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> list[Collective]:
+def plan_collectives(
+    layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int
+) -> list[Collective]:
     """:class:`CollectivePlan` of one rank."""
     return CollectivePlan(layout, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes).of(rank)
 
@@ -126,7 +141,9 @@ def plan_collectives(layout: Layout, rank: int, *, stage: int, accumulation: int
 def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> Traffic:
     """:func:`plan_collectives`, added up as they are counted in a run."""
     traffic = Traffic()
-    for collective in plan_collectives(layout, rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes):
+    for collective in plan_collectives(
+        layout, rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
+    ):
         traffic.record(collective.scope, collective.kind, collective.nbytes, len(collective.ranks))
     return traffic
 
@@ -145,7 +162,9 @@ def _refreshed(layout: Layout, group: int, shards: int, index: int) -> int:
 
 
 def _numel(layout: Layout, names: Sequence[str], shards: int, index: int) -> int:
-    return sum(layout.parameters[name].shard_numel(shards, index) for name in names if layout.parameters[name].trainable)
+    return sum(
+        layout.parameters[name].shard_numel(shards, index) for name in names if layout.parameters[name].trainable
+    )
 
 
 def describe_formula(layout: Layout, rank: int, *, stage: int, compute_bytes: int = FLOAT32) -> str:

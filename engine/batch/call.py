@@ -33,7 +33,9 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
         if is_dataclass(first) and not isinstance(first, type):
             new = copy.copy(first)
             for field in fields(first):
-                object.__setattr__(new, field.name, map_leaves(function, *(getattr(each, field.name) for each in leaves)))
+                object.__setattr__(
+                    new, field.name, map_leaves(function, *(getattr(each, field.name) for each in leaves))
+                )
             return new
         return function(*leaves)
 
@@ -50,7 +52,9 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def _hides_tensors(leaf: Any) -> bool:
     """Whether an object that is no tree holds tensors as attributes or members."""
     members = list(leaf) if isinstance(leaf, list | tuple | set | frozenset) else []
-    return any(isinstance(value, torch.Tensor) for value in tree_leaves([members, *getattr(leaf, "__dict__", {}).values()]))
+    return any(
+        isinstance(value, torch.Tensor) for value in tree_leaves([members, *getattr(leaf, "__dict__", {}).values()])
+    )
 
 
 def _bind(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -75,7 +79,9 @@ def _bind(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any
 def _surplus(signature: inspect.Signature, batch: Mapping[Any, Any]) -> list[str]:
     """The keys beside all that ``forward`` requires: the mapping is likely meant to be spread."""
     parameters = signature.parameters.values()
-    required = {p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
     return [str(key) for key in batch if key not in signature.parameters] if required and required <= set(batch) else []
 
 
@@ -112,14 +118,18 @@ def loss_of(output: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         if output.numel() == 1:
             return output.reshape(())
-        raise ModelError(f"the model returned a tensor of shape {tuple(output.shape)} where a scalar loss is needed; give it the labels")
+        raise ModelError(
+            f"the model returned a tensor of shape {tuple(output.shape)} where a scalar loss is needed; give it the labels"
+        )
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
     if loss is None and isinstance(output, tuple | list):
         loss = next((leaf for leaf in output if isinstance(leaf, torch.Tensor) and leaf.numel() == 1), None)
     if loss is None:
-        raise ModelError(f"no loss was found in the {type(output).__name__} that the model returned; give it the labels")
+        raise ModelError(
+            f"no loss was found in the {type(output).__name__} that the model returned; give it the labels"
+        )
     return loss.reshape(())
 
 
@@ -147,7 +157,9 @@ def target_count(module: nn.Module, batch: Any) -> int:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor on ``device``."""
-    return map_leaves(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return map_leaves(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch
+    )
 
 
 def split_rows(batch: Any, parts: int) -> list[Any]:
@@ -160,7 +172,9 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
                     raise DataError(f"the rows of a {type(leaf).__name__} cannot be cut for {parts} workers; {_TREES}")
                 return leaf
             if leaf.shape[0] % parts:
-                raise DataError(f"a batch of {leaf.shape[0]} rows cannot be cut for {parts} workers; give a multiple of {parts} rows")
+                raise DataError(
+                    f"a batch of {leaf.shape[0]} rows cannot be cut for {parts} workers; give a multiple of {parts} rows"
+                )
             rows = leaf.shape[0] // parts
             return leaf[index * rows : (index + 1) * rows]
 
@@ -178,11 +192,15 @@ def merge_outputs(outputs: list[Any]) -> Any:
     def merge(*leaves: Any) -> Any:
         if not isinstance(leaves[0], torch.Tensor):
             if _hides_tensors(leaves[0]):
-                raise ModelError(f"the model returned a {type(leaves[0]).__name__}, which cannot be joined over workers; {_TREES}")
+                raise ModelError(
+                    f"the model returned a {type(leaves[0]).__name__}, which cannot be joined over workers; {_TREES}"
+                )
             return leaves[0]
         if leaves[0].dim():
             return torch.cat(leaves)
         stacked = torch.stack(leaves)
-        return (stacked if stacked.is_floating_point() or stacked.is_complex() else stacked.float()).mean(0)  # a count's mean is no integer
+        return (stacked if stacked.is_floating_point() or stacked.is_complex() else stacked.float()).mean(
+            0
+        )  # a count's mean is no integer
 
     return map_leaves(merge, *outputs) if len(outputs) > 1 else outputs[0]

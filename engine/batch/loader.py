@@ -291,4 +291,6 @@ def _length(dataset: Dataset[Any]) -> int:
     try:
         return len(dataset)  # pyright: ignore[reportArgumentType]  # torch's Dataset declares no __len__
     except TypeError:
-        raise DataError(f"{type(dataset).__name__} has no length: a map-style data set (__len__ and __getitem__) is needed") from None
+        raise DataError(
+            f"{type(dataset).__name__} has no length: a map-style data set (__len__ and __getitem__) is needed"
+        ) from None

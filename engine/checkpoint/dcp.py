@@ -95,7 +95,9 @@ class Part(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         places = zip(self.locals, self.offsets, strict=True)
-        return f"Part({', '.join(f'{tuple(local.shape)} at {tuple(at)}' for local, at in places)} of {tuple(self.shape)})"
+        return (
+            f"Part({', '.join(f'{tuple(local.shape)} at {tuple(at)}' for local, at in places)} of {tuple(self.shape)})"
+        )
 
     # DCP's protocol for tensors that are not DTensors (torch.distributed._checkpointable).
 
@@ -116,10 +118,14 @@ class Part(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None
-        return next(local for local, at in zip(self.locals, self.offsets, strict=True) if at == index.offset and local.numel())
+        return next(
+            local for local, at in zip(self.locals, self.offsets, strict=True) if at == index.offset and local.numel()
+        )
 
 
-PIECE_BYTES = 8 * 2**20  # reading takes twice that; sharding a 70B model over 512 ranks makes more pieces than this does
+PIECE_BYTES = (
+    8 * 2**20
+)  # reading takes twice that; sharding a 70B model over 512 ranks makes more pieces than this does
 
 
 class PiecewisePlanner(DefaultSavePlanner):

@@ -36,7 +36,9 @@ _OLDER = "remove this directory to resume from an older checkpoint"
 def check_tag(tag: str) -> str:
     """``tag`` if it can be the name of a directory among others. Raises :class:`CheckpointError`."""
     if tag.startswith(".") or tag == LATEST or not _is_plain(tag):
-        raise CheckpointError(f"the tag {tag!r} is no name of one directory; use letters, digits and dashes, such as step-100")
+        raise CheckpointError(
+            f"the tag {tag!r} is no name of one directory; use letters, digits and dashes, such as step-100"
+        )
     return tag
 
 
@@ -46,7 +48,9 @@ def encode_state(state: Mapping[str, Any]) -> str:
         whole = {"format": FORMAT, **state}
         return json.dumps({**whole, "sha256": _digest(whole)}, indent=1)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the client state or the scheduler's state is not JSON ({error}); give plain numbers, text, lists") from None
+        raise CheckpointError(
+            f"the client state or the scheduler's state is not JSON ({error}); give plain numbers, text, lists"
+        ) from None
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -54,7 +58,9 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         state = _read_json(path / STATE)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no checkpoint of this engine ({STATE} is missing); choose another or start anew") from None
+        raise CheckpointError(
+            f"{path}: no checkpoint of this engine ({STATE} is missing); choose another or start anew"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{path / STATE}: cannot be read ({error.strerror}); {_OLDER}") from None
     except (ValueError, RecursionError):

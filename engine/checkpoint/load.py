@@ -35,7 +35,9 @@ def find(directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None
     """
     tag = check_tag(tag) if tag is not None else latest(directory)
     if tag is None and (directory / STATE).exists():
-        raise CheckpointError(f"{directory}: is a checkpoint itself; name the directory it is in, with the tag {directory.name!r}")
+        raise CheckpointError(
+            f"{directory}: is a checkpoint itself; name the directory it is in, with the tag {directory.name!r}"
+        )
     if tag is None:
         return None
     path = locate(directory, tag)
@@ -73,7 +75,9 @@ def load(
         with _without_single_process_warning():
             dcp.load(tensors, storage_reader=reader, no_dist=alone)
     except CheckpointException as error:  # the same on every rank
-        raise CheckpointError(f"{path}: its tensors are damaged or missing, resume from an older checkpoint ({_cause(error)})") from None
+        raise CheckpointError(
+            f"{path}: its tensors are damaged or missing, resume from an older checkpoint ({_cause(error)})"
+        ) from None
 
 
 def _obstacle(path: Path, reader: SafeReader, tensors: Mapping[str, Any]) -> str | None:

@@ -35,7 +35,14 @@ class Saver:
         self._pending: Future[Path] | None = None
 
     def save(
-        self, directory: Path, tag: str, tensors: dict[str, Any], state: Mapping[str, Any], *, keep: int | None, background: bool
+        self,
+        directory: Path,
+        tag: str,
+        tensors: dict[str, Any],
+        state: Mapping[str, Any],
+        *,
+        keep: int | None,
+        background: bool,
     ) -> None:
         """Write the checkpoint ``directory/tag`` and remove all but the newest ``keep``. Collective; waits for the one before.
 
@@ -52,7 +59,9 @@ class Saver:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=use)
             # Its collectives must not mix with those of the training loop.
             self._group = None if self._alone else dist.new_group(backend="gloo")  # type: ignore[assignment]
-        self._pending = self._thread.submit(write, directory, tag, _copied(tensors), state, Ranks(self._alone, self._group), keep=keep)
+        self._pending = self._thread.submit(
+            write, directory, tag, _copied(tensors), state, Ranks(self._alone, self._group), keep=keep
+        )
 
     def wait(self, *, block: bool = True) -> None:
         """Raise what the save in the background failed with; unless ``block``, only if it has ended."""
@@ -67,9 +76,13 @@ def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
     options = StagingOptions(
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
     )  # fmt: skip
-    copies = DefaultStager(options).stage({key: value.locals if isinstance(value, Part) else value for key, value in tensors.items()})
+    copies = DefaultStager(options).stage(
+        {key: value.locals if isinstance(value, Part) else value for key, value in tensors.items()}
+    )
     assert isinstance(copies, dict)
-    parts = {key: Part(copies[key], value.offsets, value.shape) for key, value in tensors.items() if isinstance(value, Part)}
+    parts = {
+        key: Part(copies[key], value.offsets, value.shape) for key, value in tensors.items() if isinstance(value, Part)
+    }
     return {**copies, **parts}
 
 

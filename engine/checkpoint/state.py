@@ -107,7 +107,10 @@ def tensors_of(
     tensors = weights_of(buffers)
     for name, parameter in parameters.items():
         here = {"model/{}": parameter.detach()}
-        here |= {f"optimizer/{{}}/{key}": value for key, value in states.of(parameter, placed(name, here["model/{}"])[0]).items()}
+        here |= {
+            f"optimizer/{{}}/{key}": value
+            for key, value in states.of(parameter, placed(name, here["model/{}"])[0]).items()
+        }
         for pattern, value in here.items():
             canonical, part = placed(name, value)
             key = pattern.format(canonical)

@@ -129,7 +129,16 @@ def split_foreign_keys(raw: dict[str, Any], *, deepspeed: bool = False) -> tuple
 
 def for_deepspeed(raw: dict[str, Any]) -> dict[str, Any]:
     """The file as DeepSpeed is to read it: without our sections, and what we do ourselves."""
-    ours = ("sdp", "model", "data", "training", "env", "activation_checkpointing", "tensor_parallel", "train_batch_size")
+    ours = (
+        "sdp",
+        "model",
+        "data",
+        "training",
+        "env",
+        "activation_checkpointing",
+        "tensor_parallel",
+        "train_batch_size",
+    )
     return {key: value for key, value in raw.items() if key not in ours and value is not None}
 
 
@@ -169,7 +178,9 @@ def _require_neutral(path: str, value: Any, deepspeed: bool) -> None:
         if deepspeed:
             raise ConfigError(_refusal(path, value, NEUTRAL[path][0]))
         neutral = json.dumps(NEUTRAL[path][0])
-        raise ConfigError(f"{path}: {json.dumps(value)} cannot be honoured by this engine; remove it or set it to {neutral}")
+        raise ConfigError(
+            f"{path}: {json.dumps(value)} cannot be honoured by this engine; remove it or set it to {neutral}"
+        )
 
 
 def known_keys(parents: Sequence[str], root: type[BaseModel]) -> list[str]:

@@ -87,7 +87,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 def _refuse_beside_neurons(config: Config) -> None:
     if config.sdp.units != "auto":
-        raise ConfigError('sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its branches')
+        raise ConfigError(
+            'sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its branches'
+        )
     mode = config.activation_checkpointing.mode
     if config.sdp.in_one_process and mode != "none":  # recomputation would read the parameters whole
         raise ConfigError(
@@ -98,20 +100,32 @@ def _refuse_beside_neurons(config: Config) -> None:
 
 def _refuse_beside_deepspeed(config: Config) -> None:
     unavailable = {
-        "tensor_parallel.autotp_size": (config.tensor_parallel.autotp_size > 1, config.tensor_parallel.autotp_size, 'use 1, or "fsdp2"'),
+        "tensor_parallel.autotp_size": (
+            config.tensor_parallel.autotp_size > 1,
+            config.tensor_parallel.autotp_size,
+            'use 1, or "fsdp2"',
+        ),
         "training.compile": (config.training.compile, True, 'use false, or sdp.engine "fsdp2"'),
-        "sdp.branch_scale": (config.sdp.branch_scale != "none", config.sdp.branch_scale, 'use "none", or sdp.engine "fsdp2"'),
+        "sdp.branch_scale": (
+            config.sdp.branch_scale != "none",
+            config.sdp.branch_scale,
+            'use "none", or sdp.engine "fsdp2"',
+        ),
     }
     for path, (refused, value, remedy) in unavailable.items():
         if refused:
-            raise ConfigError(f'{path}: {json.dumps(value)} is not available in this version beside sdp.engine "deepspeed"; {remedy}')
+            raise ConfigError(
+                f'{path}: {json.dumps(value)} is not available in this version beside sdp.engine "deepspeed"; {remedy}'
+            )
 
 
 def _refuse_fp16(config: Config) -> None:
     if not config.fp16.enabled:
         return
     if config.sdp.engine != "deepspeed":
-        raise ConfigError(f'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "{config.sdp.engine}" use bf16')
+        raise ConfigError(
+            f'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "{config.sdp.engine}" use bf16'
+        )
     if config.bf16.enabled:
         raise ConfigError("fp16.enabled: true beside bf16.enabled; a model computes in one of them, leave one out")
 
@@ -125,7 +139,9 @@ def _refuse_group_sizes(config: Config) -> None:
             f"sdp.group_sizes: {sizes} are the sizes of {len(sizes)} groups, and sdp.groups is {sdp.groups}; change one of them"
         )
     if sdp.engine == "fsdp2" and len(set(sizes)) > 1:
-        raise ConfigError(f'sdp.group_sizes: groups of unequal size, {sizes}, need sdp.engine "deepspeed" (or "reference")')
+        raise ConfigError(
+            f'sdp.group_sizes: groups of unequal size, {sizes}, need sdp.engine "deepspeed" (or "reference")'
+        )
 
 
 def _refuse_unavailable(config: Config) -> None:
@@ -139,12 +155,16 @@ def _refuse_unavailable(config: Config) -> None:
         _refuse_beside_deepspeed(config)
     if sdp.engine == "vectorized" and (sdp.masking != "forward" or sdp.branch_scale != "none"):
         key, value = ("masking", "forward") if sdp.masking != "forward" else ("branch_scale", "none")
-        raise ConfigError(f'sdp.{key}: "{getattr(sdp, key)}" is not available with sdp.engine "vectorized"; use "{value}", or "reference"')
+        raise ConfigError(
+            f'sdp.{key}: "{getattr(sdp, key)}" is not available with sdp.engine "vectorized"; use "{value}", or "reference"'
+        )
     if sdp.branch_scale != "none" and sdp.masking == "backward":
         raise ConfigError(
             f'sdp.branch_scale: {json.dumps(sdp.branch_scale)} has no meaning with sdp.masking "backward", where all units run; use "none"'
         )
     if config.training.compile and config.tensor_parallel.autotp_size > 1:
-        raise ConfigError("training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false")
+        raise ConfigError(
+            "training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false"
+        )
     if config.training.compile and sdp.in_one_process:
         raise ConfigError(f'training.compile: true is not available with sdp.engine "{sdp.engine}"; use false')

@@ -49,7 +49,9 @@ class FP16Section(Section):
     @model_validator(mode="after")
     def _begins_above_the_minimum(self) -> Self:
         if self.loss_scale == 0 and self.min_loss_scale > 2**self.initial_scale_power:
-            raise ValueError(f"min_loss_scale {self.min_loss_scale} is more than the scale at the start, 2^{self.initial_scale_power}")
+            raise ValueError(
+                f"min_loss_scale {self.min_loss_scale} is more than the scale at the start, 2^{self.initial_scale_power}"
+            )
         return self
 
 
@@ -111,7 +113,9 @@ class SDPSection(Section):
     capacity: float | list[float] = 1.0
     granularity: Literal["block", "neuron"] = "block"
     masking: Literal["forward", "backward"] = "forward"
-    placement: Literal["cyclic", "balanced", "random"] | Annotated[dict[str, list[NonNegativeInt]], Field(min_length=1)] = "cyclic"
+    placement: (
+        Literal["cyclic", "balanced", "random"] | Annotated[dict[str, list[NonNegativeInt]], Field(min_length=1)]
+    ) = "cyclic"
     profile: Literal["depth", "uniform", "auto"] | list[PositiveInt] = "depth"
     units: Literal["auto"] | list[str] = "auto"
     protect: list[str] = Field(default_factory=list)
@@ -152,15 +156,23 @@ class DataSection(Section):
     def _fits_together(self) -> Self:
         of_tokens, of_images = ("sequence_length", "tokenizer", "vocab_size", "verify"), ("image_size", "augment")
         for key in of_images if self.name is None else of_tokens:
-            if getattr(self, key) != type(self).model_fields[key].default:  # not "was set": a run's own file states every key
-                whose = "images (data.name)" if self.name is None else f"tokens, and data.name is {json.dumps(self.name)}"
+            if (
+                getattr(self, key) != type(self).model_fields[key].default
+            ):  # not "was set": a run's own file states every key
+                whose = (
+                    "images (data.name)" if self.name is None else f"tokens, and data.name is {json.dumps(self.name)}"
+                )
                 raise ValueError(f"{key} is for {whose}; remove it")
         if self.name == "digits" and self.path is not None:
-            raise ValueError('path has no meaning for "digits", which scikit-learn brings; remove it, or name another set')
+            raise ValueError(
+                'path has no meaning for "digits", which scikit-learn brings; remove it, or name another set'
+            )
         if self.name not in (None, "digits") and self.path is None:
             raise ValueError(f"path is required for {json.dumps(self.name)}: {_WHERE[self.name]}")
         if self.name != "folder" and self.image_size is not None:
-            raise ValueError(f'image_size is for "folder"; the images of {json.dumps(self.name)} have a size of their own, remove it')
+            raise ValueError(
+                f'image_size is for "folder"; the images of {json.dumps(self.name)} have a size of their own, remove it'
+            )
         return self
 
     @property
@@ -216,7 +228,9 @@ def _variable_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ValueError(f"{json.dumps(name)} is no name of an environment variable")
     if _NOT_FOR_ENV.fullmatch(name):
-        raise ValueError(f"{name} is the launcher's, or is read before the configuration is; set it where the processes are started")
+        raise ValueError(
+            f"{name} is the launcher's, or is read before the configuration is; set it where the processes are started"
+        )
     return name
 
 
@@ -277,7 +291,9 @@ class Config(Section):
     def without_monitors_of_deepspeed(self) -> Config:
         """For a run that writes ``tensorboard``, ``csv_monitor`` and ``wandb`` itself."""
         changed = self.model_copy()
-        changed._deepspeed = {key: value for key, value in self._deepspeed.items() if key not in ("tensorboard", "csv_monitor", "wandb")}
+        changed._deepspeed = {
+            key: value for key, value in self._deepspeed.items() if key not in ("tensorboard", "csv_monitor", "wandb")
+        }
         return changed
 
     @property

@@ -32,7 +32,10 @@ SectionType = TypeVar("SectionType", bound=Section)
 
 
 def parse_section(
-    schema: type[SectionType], raw: Mapping[str, Any], path: str = "", known_keys: Callable[[KeyPath], Sequence[str]] | None = None
+    schema: type[SectionType],
+    raw: Mapping[str, Any],
+    path: str = "",
+    known_keys: Callable[[KeyPath], Sequence[str]] | None = None,
 ) -> SectionType:
     """``raw`` validated as ``schema``; raises a :class:`ConfigError` of one line that begins with the key's path.
 

@@ -90,7 +90,9 @@ def _first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str
     """Where two values of JSON differ, and what each has there."""
     if isinstance(first, dict) and isinstance(second, dict):
         # As text, in which true is not 1, and what is no number is itself.
-        texts = [{key: json.dumps(value, sort_keys=True) for key, value in values.items()} for values in (first, second)]
+        texts = [
+            {key: json.dumps(value, sort_keys=True) for key, value in values.items()} for values in (first, second)
+        ]
         key = next(key for key in sorted({*first, *second}) if texts[0].get(key) != texts[1].get(key))
         if key in first and key in second:
             return _first_difference(f"{path}.{key}", first[key], second[key])
@@ -111,7 +113,9 @@ def agreed_rates(rates: Mapping[str, float], names: Sequence[str], device: torch
     found = {name: (high, -low) for name, high, low in zip(names, *extremes.tolist(), strict=True) if high != none}
     for name, (high, low) in found.items():
         if high != low:
-            raise ConfigError(f"the learning rate of {name}: ranks have different values, from {low:g} to {high:g}; {_ALIKE}")
+            raise ConfigError(
+                f"the learning rate of {name}: ranks have different values, from {low:g} to {high:g}; {_ALIKE}"
+            )
     return {name: high for name, (high, _) in found.items()}
 
 

@@ -23,7 +23,9 @@ def told_apart(hosts: Sequence[tuple[str, str]]) -> list[str]:
     for name, machine in hosts:
         known = machines.setdefault(name, [])
         known += [machine] if machine not in known else []
-    return [name if len(machines[name]) == 1 else f"{name} ({machines[name].index(machine) + 1})" for name, machine in hosts]
+    return [
+        name if len(machines[name]) == 1 else f"{name} ({machines[name].index(machine) + 1})" for name, machine in hosts
+    ]
 
 
 def split_tensor_group(hosts: Sequence[str], tp: int) -> str | None:

@@ -59,7 +59,11 @@ def init_distributed(
     """
     expected = "nccl" if torch.cuda.is_available() else "gloo"
     if dist_backend not in (None, expected):
-        raise ConfigError(f"init_distributed: dist_backend {dist_backend!r} is not this machine's; leave it out, or give {expected!r}")
+        raise ConfigError(
+            f"init_distributed: dist_backend {dist_backend!r} is not this machine's; leave it out, or give {expected!r}"
+        )
     if init_method is not None or rank >= 0 or world_size >= 0:
-        raise ConfigError("init_distributed: init_method, rank and world_size come from the launcher's variables; leave them out")
+        raise ConfigError(
+            "init_distributed: init_method, rank and world_size come from the launcher's variables; leave them out"
+        )
     return join(timeout.total_seconds() if timeout is not None else None)

@@ -150,7 +150,9 @@ def own_ids(ids: Tensor, part: int, ranks: TensorRanks) -> tuple[Tensor, Tensor]
     """Of global ``ids``, those within this rank's ``part`` ids of the vocabulary, and 0 for others; and which are within it."""
     vocabulary = part * ranks.size
     if not ids.is_meta:  # what no rank has would silently count as zero; on CUDA this waits for nothing
-        torch._assert_async(((ids >= 0) & (ids < vocabulary)).all(), f"a token id is outside the vocabulary of {vocabulary}")
+        torch._assert_async(
+            ((ids >= 0) & (ids < vocabulary)).all(), f"a token id is outside the vocabulary of {vocabulary}"
+        )
     own = ids - ranks.index * part
     here = (own >= 0) & (own < part)
     return own.masked_fill(~here, 0), here

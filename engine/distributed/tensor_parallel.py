@@ -88,7 +88,9 @@ def parameter_cuts(model: nn.Module, ranks: int) -> dict[str, int | None]:
         _require_plain(path, model.get_submodule(path), style)
     missing = next((name for name in canonical.values() if name not in cuts), None)
     if missing is not None:
-        raise ModelError(f"{missing}: tensor_parallel_plan() says nothing about it; add its module there, or set {TP} to 1")
+        raise ModelError(
+            f"{missing}: tensor_parallel_plan() says nothing about it; add its module there, or set {TP} to 1"
+        )
     return cuts
 
 
@@ -107,12 +109,16 @@ def _require_divisible(name: str, parameter: nn.Parameter, style: Style, ranks: 
     if style.dims is None:
         return
     if isinstance(style, Row) and parameter.dim() < 2:
-        raise ModelError(f"{name}: input features of a layer with a bias cannot be cut; leave the bias out, or set {TP} to 1")
+        raise ModelError(
+            f"{name}: input features of a layer with a bias cannot be cut; leave the bias out, or set {TP} to 1"
+        )
     size = parameter.shape[style.dims]
     pieces = style.pieces or size if isinstance(style, Column) else size
     if size % pieces or pieces % ranks:
         what = f"{pieces} pieces of {size // pieces}" if pieces != size else f"size {size}"
-        raise ModelError(f"{name}: dimension {style.dims} ({what}) cannot be cut among {TP} = {ranks} ranks; choose a divisor of {pieces}")
+        raise ModelError(
+            f"{name}: dimension {style.dims} ({what}) cannot be cut among {TP} = {ranks} ranks; choose a divisor of {pieces}"
+        )
 
 
 def _require_plain(path: str, module: nn.Module, style: Style) -> None:
@@ -125,7 +131,11 @@ def _require_plain(path: str, module: nn.Module, style: Style) -> None:
 def parallelise(model: nn.Module, cuts: Mapping[str, int | None], ranks: TensorRanks) -> None:
     """Cut ``model`` in place for this rank, on the meta device or with values, and make its modules exchange what they must."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
-    places = [(module, key, canonical[id(p)]) for module in model.modules() for key, p in module.named_parameters(recurse=False)]
+    places = [
+        (module, key, canonical[id(p)])
+        for module in model.modules()
+        for key, p in module.named_parameters(recurse=False)
+    ]
     parts: dict[str, nn.Parameter] = {}
     for module, key, name in places:
         dim = cuts[name]

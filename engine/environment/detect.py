@@ -94,7 +94,9 @@ def _ask_mpi_for_the_master() -> None:
     MPI that was begun here is ended again at once: it must not wait for its other ranks where one of them fails. Where mpi4py finds no
     MPI, or another one than the launcher's (each rank is then a world of its own), nothing is set: ranks of one host agree without it.
     """
-    launcher = next((launcher for launcher in LAUNCHERS if os.environ.get(launcher.rank) and launcher.started(os.environ)), None)
+    launcher = next(
+        (launcher for launcher in LAUNCHERS if os.environ.get(launcher.rank) and launcher.started(os.environ)), None
+    )
     given = os.environ.get("MASTER_ADDR") or os.environ.get("MASTER_PORT")
     if launcher is None or not launcher.is_mpi or given or find_spec("mpi4py") is None:
         return

@@ -183,7 +183,9 @@ class StreamedEvaluation:
             module = module.skeleton
         held = self._rank.at.sdp == source
         return {
-            name: self._broadcast(buffer.detach().clone() if held else torch.empty_like(buffer, device=self._rank.device), source)
+            name: self._broadcast(
+                buffer.detach().clone() if held else torch.empty_like(buffer, device=self._rank.device), source
+            )
             for name, buffer in module.named_buffers()
         }
 

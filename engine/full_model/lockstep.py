@@ -59,7 +59,9 @@ class Lockstep(Generic[T]):
                 if stops == {None}:
                     return [state.result for state in states]  # type: ignore[misc]
                 if len(stops) > 1:
-                    raise RuntimeError(f"batches took different ways through the model (stopped before {sorted(map(str, stops))})")
+                    raise RuntimeError(
+                        f"batches took different ways through the model (stopped before {sorted(map(str, stops))})"
+                    )
                 at_unit(stops.pop())  # type: ignore[arg-type]
         finally:
             self._end(states)
@@ -74,7 +76,10 @@ class Lockstep(Generic[T]):
             state.go.acquire()
             try:
                 if not self._aborted:
-                    with torch.set_grad_enabled(grad_enabled), torch.cuda.stream(stream):  # nothing where stream is None
+                    with (
+                        torch.set_grad_enabled(grad_enabled),
+                        torch.cuda.stream(stream),
+                    ):  # nothing where stream is None
                         state.result = work()
             except BaseException as error:
                 state.error = error

@@ -26,7 +26,10 @@ def tracks_statistics(buffers: Iterable[str]) -> bool:
 
 
 def batch_statistics(
-    modules: Iterable[tuple[str, nn.Module]], run: Callable[[], object], reduce: Callable[[torch.Tensor], None], device: torch.device
+    modules: Iterable[tuple[str, nn.Module]],
+    run: Callable[[], object],
+    reduce: Callable[[torch.Tensor], None],
+    device: torch.device,
 ) -> Statistics:
     """Running means and variances of the batch norms among ``modules`` (canonical name and module) while ``run`` makes its passes.
 
@@ -34,7 +37,9 @@ def batch_statistics(
     :class:`ModelError` for one that did not run.
     """
     norms = {name: module for name, module in modules if isinstance(module, _BatchNorm) and module.track_running_stats}
-    moments = {name: torch.zeros(3, module.num_features, dtype=torch.float64, device=device) for name, module in norms.items()}
+    moments = {
+        name: torch.zeros(3, module.num_features, dtype=torch.float64, device=device) for name, module in norms.items()
+    }
     with _recording(norms, moments), torch.no_grad():
         run()
     statistics: Statistics = {}

@@ -30,7 +30,9 @@ class OptimizerState:
         self._tensors: dict[tuple[str, str], torch.Tensor] = {}
         self._numbers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
-    def of(self, parameter: torch.Tensor, canonical: str, group: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
+    def of(
+        self, parameter: torch.Tensor, canonical: str, group: dict[str, Any] | None = None
+    ) -> dict[str, torch.Tensor]:
         """By key. Slices of one parameter, ``canonical``, have one count; ``group``: where the optimizer does not list ``parameter``.
 
         Raises :class:`CheckpointError` for state that is neither tensor nor number.

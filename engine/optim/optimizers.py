@@ -45,7 +45,9 @@ class SGDParams(Section):
     nesterov: bool = False
 
 
-def build_optimizer(type: str, params: Mapping[str, Any], parameters: Parameters, device: torch.device) -> tuple[Optimizer, str]:
+def build_optimizer(
+    type: str, params: Mapping[str, Any], parameters: Parameters, device: torch.device
+) -> tuple[Optimizer, str]:
     """The optimizer of the configuration's ``optimizer`` section, and a line: which implementation was taken, and why.
 
     ``type`` is "AdamW", "Adam", "FusedAdam" or "SGD" (in any case); ``parameters`` are parameters or parameter groups,
@@ -58,12 +60,20 @@ def build_optimizer(type: str, params: Mapping[str, Any], parameters: Parameters
         hint = suggestion(type, list(builders)) or f"; known: {', '.join(builders)}"
         raise ConfigError(f'optimizer.type: unknown optimizer "{type}"{hint}')
     if "max_grad_norm" in params:
-        raise ConfigError("optimizer.params.max_grad_norm: not an optimizer's setting; use gradient_clipping at top level")
+        raise ConfigError(
+            "optimizer.params.max_grad_norm: not an optimizer's setting; use gradient_clipping at top level"
+        )
     return builders[name](name, params, list(parameters), device)
 
 
 def make_optimizer(
-    section: NamedParams | None, given: Any, groups: list[dict[str, Any]], device: torch.device, *, grouped: bool, arrangement: str = ""
+    section: NamedParams | None,
+    given: Any,
+    groups: list[dict[str, Any]],
+    device: torch.device,
+    *,
+    grouped: bool,
+    arrangement: str = "",
 ) -> tuple[Optimizer, str]:
     """This rank's optimizer over ``groups``, and a line that says which, with their ``arrangement``: what the user ``given``, else what
     ``section`` says, else AdamW.
@@ -79,17 +89,23 @@ def make_optimizer(
     if given is not None:
         built = given(groups if grouped else groups[0]["params"])
         return built, f"optimizer: {type(built).__name__}, as given to sdp.initialize{arrangement}"
-    built, note = build_optimizer(section.type if section else "AdamW", section.params if section else {}, groups, device)
+    built, note = build_optimizer(
+        section.type if section else "AdamW", section.params if section else {}, groups, device
+    )
     return built, f"optimizer: {note}{arrangement}{'' if section else ' (the configuration names none)'}"
 
 
-def _build_adam(name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device) -> tuple[Optimizer, str]:
+def _build_adam(
+    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
+) -> tuple[Optimizer, str]:
     settings = parse_section(AdamParams, params, "optimizer.params")
     optimizer, line = _torch_adam(settings, parameters, device, decoupled=name == "AdamW" or settings.adam_w_mode)
     return optimizer, f"{name}: {line}"
 
 
-def _build_fused_adam(name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device) -> tuple[Optimizer, str]:
+def _build_fused_adam(
+    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
+) -> tuple[Optimizer, str]:
     settings = parse_section(AdamParams, params, "optimizer.params")
     kernel, reason = apex_kernel(device)
     if kernel is None:
@@ -108,7 +124,9 @@ def _build_fused_adam(name: str, params: Mapping[str, Any], parameters: list[Any
     return optimizer, f"{name}: {reason}"
 
 
-def _torch_adam(settings: AdamParams, parameters: list[Any], device: torch.device, decoupled: bool) -> tuple[Optimizer, str]:
+def _torch_adam(
+    settings: AdamParams, parameters: list[Any], device: torch.device, decoupled: bool
+) -> tuple[Optimizer, str]:
     implementation = torch.optim.AdamW if decoupled else torch.optim.Adam
     chosen = {
         "lr": settings.lr,
@@ -135,7 +153,9 @@ def _obstacle_to_fusing(implementation: type[torch.optim.Adam], device: torch.de
     return None
 
 
-def _build_sgd(name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device) -> tuple[Optimizer, str]:
+def _build_sgd(
+    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
+) -> tuple[Optimizer, str]:
     settings = parse_section(SGDParams, params, "optimizer.params")
     if settings.nesterov and (settings.momentum == 0 or settings.dampening != 0):
         raise ConfigError("optimizer.params.nesterov: needs momentum above 0 and dampening 0")

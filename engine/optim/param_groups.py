@@ -15,7 +15,9 @@ from ..placement.layout import Layout
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
-def named_groups(model_parameters: Iterable[Any] | None, optimizer: Any, names: Mapping[int, str]) -> tuple[list[dict[str, Any]], bool]:
+def named_groups(
+    model_parameters: Iterable[Any] | None, optimizer: Any, names: Mapping[int, str]
+) -> tuple[list[dict[str, Any]], bool]:
     """Parameter groups with canonical names in place of the uncut model's parameters, and whether the user gave groups."""
     if isinstance(optimizer, Optimizer):
         if optimizer.state:
@@ -51,10 +53,14 @@ def freeze_others(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None
             parameter.requires_grad_(False)
 
 
-def groups_here(groups: list[dict[str, Any]], layout: Layout, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+def groups_here(
+    groups: list[dict[str, Any]], layout: Layout, parameters: Mapping[str, nn.Parameter]
+) -> list[dict[str, Any]]:
     """The groups with this rank's parameters, or slices; a group may become empty, so that all ranks have the same groups."""
     here = []
     for group in groups:
-        held = [parameters[info.name] for name in group["params"] for info in layout.wholes[name] if info.name in parameters]
+        held = [
+            parameters[info.name] for name in group["params"] for info in layout.wholes[name] if info.name in parameters
+        ]
         here.append({**group, "params": [parameter for parameter in held if parameter.requires_grad]})
     return here

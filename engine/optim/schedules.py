@@ -102,7 +102,9 @@ class Schedule(ABC):
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or to the one given, and set its rates."""
-        self.last_batch_iteration = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
         self._set_rates()
 
     def state_dict(self) -> dict[str, int]:
@@ -265,7 +267,10 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
 def shared(state: Mapping[str, Any]) -> dict[str, Any]:
     """``state`` without what it lists by parameter group (``base_lrs``), where groups are those of one rank; schedulers inside it stay."""
     kept = {key: value for key, value in state.items() if not isinstance(value, list | tuple) or _of_schedulers(value)}
-    return {key: [shared(each) for each in value] if isinstance(value, list | tuple) else value for key, value in kept.items()}
+    return {
+        key: [shared(each) for each in value] if isinstance(value, list | tuple) else value
+        for key, value in kept.items()
+    }
 
 
 def fitting(saved: Any, own: Any) -> Any:

@@ -23,13 +23,17 @@ def optimum(packing: Packing, least_links: int) -> tuple[np.ndarray, int] | None
     within the node limit.
     """
     groups, units = len(packing.room), len(packing.size)
-    variables = groups * units + 1  # held[group, unit], row by row; then the work of the slowest, a fraction of all work
+    variables = (
+        groups * units + 1
+    )  # held[group, unit], row by row; then the work of the slowest, a fraction of all work
     memory_scale, work_scale = max(1, int(packing.size.max())), max(1, int(packing.work.sum()))
     memory = sparse.kron(sparse.eye(groups), packing.size[None, :] / memory_scale)
     work = sparse.kron(sparse.eye(groups), packing.work[None, :] / work_scale)
 
     def rows(matrix: Any, slowest: float = 0.0) -> Any:
-        return sparse.hstack([sparse.csr_array(matrix), sparse.csr_array(np.full((matrix.shape[0], 1), slowest))], format="csr")
+        return sparse.hstack(
+            [sparse.csr_array(matrix), sparse.csr_array(np.full((matrix.shape[0], 1), slowest))], format="csr"
+        )
 
     room: Any = packing.room / memory_scale  # SciPy's hints know numbers alone
     wanted: Any = packing.wanted

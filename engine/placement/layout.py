@@ -67,7 +67,9 @@ class Layout:
 
         def info(name: str, tensor: torch.Tensor, unit: Unit | None) -> TensorInfo:
             holders, unit_name = (placement.holders[unit.index], unit.name) if unit else (everyone, SHARED)
-            return TensorInfo(name, tensor.shape, tensor.dtype, tensor.requires_grad, unit_name, holders, cuts.get(name), mesh.tp)
+            return TensorInfo(
+                name, tensor.shape, tensor.dtype, tensor.requires_grad, unit_name, holders, cuts.get(name), mesh.tp
+            )
 
         parameters = {name: info(name, p, unit_of.get(name)) for name, p in model.named_parameters()}
         canonical = {id(p): name for name, p in model.named_parameters()}
@@ -82,7 +84,9 @@ class Layout:
         if not section.in_one_process:
             parameters = _with_slices(parameters, units, placement)
         keeps_frozen = section.masking == "backward"
-        return cls(mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, section.branch_scale)
+        return cls(
+            mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, section.branch_scale
+        )
 
     def without(self, blocks: Collection[str]) -> Layout:
         """The layout of the model that does not have these blocks. Where they are units, their parameters stay, without holders: they part
@@ -124,7 +128,12 @@ class Layout:
 
     def slices(self) -> Iterator[tuple[Slice, Holders]]:
         """The parts of whole parameters that have holders of their own; what no slice covers is its parameter's holders'."""
-        return ((part, self.placement.holders[unit.index]) for unit in self.units for part in unit.slices if part.dim is not None)
+        return (
+            (part, self.placement.holders[unit.index])
+            for unit in self.units
+            for part in unit.slices
+            if part.dim is not None
+        )
 
     @cached_property
     def wholes(self) -> dict[str, list[TensorInfo]]:
@@ -167,7 +176,10 @@ class Layout:
         """The global list of reductions, in launch order; ``comes_last``: whether a parameter's gradient is made after all others'."""
         trainable = {info.name: info.part.numel() for info in self._in_bucket_order() if info.trainable}
         return plan_buckets(
-            trainable, lambda name: self.parameters[name].holders, lambda name: _together(self.parameters[name]), comes_last
+            trainable,
+            lambda name: self.parameters[name].holders,
+            lambda name: _together(self.parameters[name]),
+            comes_last,
         )
 
     def _in_bucket_order(self) -> list[TensorInfo]:
@@ -202,7 +214,9 @@ def _require_dense_if_random(model: nn.Module, placement: Placement, mesh: Mesh)
     if not options:
         return
     if any(len(holders) < mesh.sdp for holders in placement.holders):
-        raise ConfigError(f"{options[0]}: a control of dense training, where all groups hold all units; set sdp.capacity 1, or remove it")
+        raise ConfigError(
+            f"{options[0]}: a control of dense training, where all groups hold all units; set sdp.capacity 1, or remove it"
+        )
     if mesh.tp > 1:
         raise ConfigError(f"{options[0]}: tensor-parallel ranks would draw different numbers; set {TP} 1, or remove it")
 
@@ -239,7 +253,9 @@ def _together(info: TensorInfo) -> str:
     return f"{_branch(info)} {info.holders}" if info.cut else info.unit
 
 
-def _with_slices(parameters: Mapping[str, TensorInfo], units: Sequence[Unit], placement: Placement) -> dict[str, TensorInfo]:
+def _with_slices(
+    parameters: Mapping[str, TensorInfo], units: Sequence[Unit], placement: Placement
+) -> dict[str, TensorInfo]:
     """``parameters`` with slices, ``NAME:0``, ``NAME:1`` …, in the place of each that is cut into them."""
     slices: dict[str, list[tuple[Unit, Slice]]] = {}
     for unit in units:
@@ -256,7 +272,9 @@ def _with_slices(parameters: Mapping[str, TensorInfo], units: Sequence[Unit], pl
             shape = torch.Size(last - first if axis == part.dim else size for axis, size in enumerate(info.shape))
             cut = Cut(name, info.shape, part.dim, first)
             key = f"{name}:{part.index}"
-            table[key] = replace(info, name=key, shape=shape, unit=unit.name, holders=placement.holders[unit.index], cut=cut)
+            table[key] = replace(
+                info, name=key, shape=shape, unit=unit.name, holders=placement.holders[unit.index], cut=cut
+            )
     return table
 
 

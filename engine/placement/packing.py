@@ -93,7 +93,9 @@ def level(packing: Packing, held: np.ndarray) -> np.ndarray:
             after[(size > left[other]) | (-size > left[slow])] = _NEVER
             if after.size:
                 at = int(after.argmin())
-                best = min(best, (int(after.flat[at]), other, int(gives[at // len(takes)]), int(takes[at % len(takes)])))
+                best = min(
+                    best, (int(after.flat[at]), other, int(gives[at // len(takes)]), int(takes[at % len(takes)]))
+                )
         if load[slow] <= enough or best[1] < 0:
             break
         _exchange(held, slow, *best[1:])
@@ -148,19 +150,28 @@ def _components(held: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
     return parts, labels[:groups], np.argwhere(held & ~needed)
 
 
-def _joining_exchange(packing: Packing, held: np.ndarray, part_of: np.ndarray, spare: np.ndarray) -> tuple[int, int, int, int] | None:
+def _joining_exchange(
+    packing: Packing, held: np.ndarray, part_of: np.ndarray, spare: np.ndarray
+) -> tuple[int, int, int, int] | None:
     """Of the exchanges between two parts that fit, the one after which the slower group of the two is fastest."""
     load, left = packing.loads(held), packing.left(held)
     spare = spare[:_LOOKED_AT]
     # A group's units, and −1: something is given for nothing. Of every part some, so that no part is out of sight.
     partners = np.vstack([np.column_stack((np.arange(len(held)), np.full(len(held), -1))), np.argwhere(held)])
     partners = np.vstack(
-        [partners[part_of[partners[:, 0]] == part][:_LOOKED_AT] for part in (part_of[spare[0, 0]], *_others(part_of, spare))]
+        [
+            partners[part_of[partners[:, 0]] == part][:_LOOKED_AT]
+            for part in (part_of[spare[0, 0]], *_others(part_of, spare))
+        ]
     )
     (one, gives), (other, takes) = spare.T, partners.T
     work, size = _exchanged(packing.work, gives, takes), _exchanged(packing.size, gives, takes)
     after = np.maximum(load[one][:, None] - work, load[other][None, :] + work)
-    after[(size > left[other][None, :]) | (-size > left[one][:, None]) | (part_of[one][:, None] == part_of[other][None, :])] = _NEVER
+    after[
+        (size > left[other][None, :])
+        | (-size > left[one][:, None])
+        | (part_of[one][:, None] == part_of[other][None, :])
+    ] = _NEVER
     at = int(after.argmin())
     if after.flat[at] == _NEVER:
         return None
@@ -191,7 +202,12 @@ def shuffle(packing: Packing, held: np.ndarray, seed: int, slowest: int = _NEVER
             kept, given = both[: len(mine)], both[len(mine) :]
             size = int(packing.size[kept].sum() - packing.size[mine].sum())
             work = int(packing.work[kept].sum() - packing.work[mine].sum())
-            if size <= left[one] and -size <= left[other] and load[one] + work <= slowest and load[other] - work <= slowest:
+            if (
+                size <= left[one]
+                and -size <= left[other]
+                and load[one] + work <= slowest
+                and load[other] - work <= slowest
+            ):
                 held[one, both], held[other, both] = False, False
                 held[one, kept], held[other, given] = True, True
                 left[one], left[other] = left[one] - size, left[other] + size
@@ -209,7 +225,9 @@ def in_step(packing: Packing, held: np.ndarray, bundles: Sequence[Sequence[int]]
     """
     of_bundle = {unit: bundle for bundle, units in enumerate(bundles) for unit in units}
     backwards = sorted(of_bundle, reverse=True)
-    scale = max(1, math.gcd(*(work[unit] for unit in backwards)))  # FLOPs of many units and groups would not fit 64 bits
+    scale = max(
+        1, math.gcd(*(work[unit] for unit in backwards))
+    )  # FLOPs of many units and groups would not fit 64 bits
     work = [value // scale for value in work]
     counts = held.sum(axis=0)
     kinds = np.column_stack((packing.size, packing.work, packing.wanted, counts, [len(units) for units in bundles]))

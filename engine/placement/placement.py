@@ -37,7 +37,9 @@ class Delivery:
 
     def sent_by(self, group: int) -> bool:
         """Whether ``group`` is the source or passes on what it receives."""
-        return group in self.members and passes_on(self.members.index(group), self.members.index(self.source), len(self.members))
+        return group in self.members and passes_on(
+            self.members.index(group), self.members.index(self.source), len(self.members)
+        )
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,9 @@ class Placement:
         for holders in sorted((h for h in costs if len(h) < self.groups), key=lambda h: (-costs[h], h)):
             receivers = sorted(set(range(self.groups)).difference(holders))
             sources = sorted(holders, key=lambda group: sends[group])[: len(receivers)]
-            sources.sort(key=lambda group: all(to.intersection(holders) for to in known[group]))  # those with groups to send to first
+            sources.sort(
+                key=lambda group: all(to.intersection(holders) for to in known[group])
+            )  # those with groups to send to first
             ways = _shared_out(sources, receivers, known)
             if sum(to not in known[source] for source, to in ways) + sum(map(len, known.values())) > WAYS * self.groups:
                 ways = [(min(holders, key=lambda group: sends[group]), frozenset(receivers))]
@@ -186,13 +190,17 @@ class Placement:
             relation = f"Σk = {links} {'≥' if self.can_be_connected else '<'} groups + units − 1 = {needed}"
             enough = math.ceil(100 * needed / (self.groups * len(self.units))) / 100
             more = "name other holders" if self.can_be_connected else f"a sdp.capacity of {enough:g} or more allows it"
-            notes.append(f"the groups are connected through the shared part alone ({relation}), where few units are averaged; {more}")
+            notes.append(
+                f"the groups are connected through the shared part alone ({relation}), where few units are averaged; {more}"
+            )
         empty = np.flatnonzero(self._sums((1,) * len(self.units)) == 0).tolist()
         if empty:
             notes.append(f"groups {empty} hold no unit and train the shared part alone")
         most = int(self._communicators.max())
         if most > 4 * COMMUNICATORS:
-            notes.append(f'a rank takes part in {most} communicators; sdp.placement "balanced" keeps them near {COMMUNICATORS}')
+            notes.append(
+                f'a rank takes part in {most} communicators; sdp.placement "balanced" keeps them near {COMMUNICATORS}'
+            )
         return notes
 
     def guarantees(self) -> dict[str, Any]:

@@ -90,7 +90,9 @@ def _explicit_holders(section: SDPSection, names: Sequence[str]) -> tuple[Holder
         )
     for name in (names[unit] for unit in sorted(_protected(section.protect, names))):
         if len(given[name]) < section.groups:
-            raise PlacementError(f"sdp.protect: {name!r} is protected, but sdp.placement gives it to groups {list(given[name])} only")
+            raise PlacementError(
+                f"sdp.protect: {name!r} is protected, but sdp.placement gives it to groups {list(given[name])} only"
+            )
     return tuple(given[name] for name in names)
 
 
@@ -123,7 +125,9 @@ def _cyclic(section: SDPSection, costs: Sequence[int], work: Sequence[int], prot
         held[np.arange(start, start + k) % groups, unit] = True
         start += k if dealt else 1
     everything = np.full(groups, sum(costs), dtype=np.int64)
-    packing = Packing(everything, np.array(costs, dtype=np.int64), np.array(work, dtype=np.int64), np.array(counts, dtype=np.int64))
+    packing = Packing(
+        everything, np.array(costs, dtype=np.int64), np.array(work, dtype=np.int64), np.array(counts, dtype=np.int64)
+    )
     return _holders(connect(packing, held) if len(counts) else held)
 
 
@@ -147,8 +151,12 @@ def _packed(
         listed = None
     if not free:
         return tuple(holders), 0
-    bundles = _bundles(section, free, costs, work, None if listed is None else [listed[unit] for unit in free], max(room_for))
-    packing, held, bound = _fill_best(_packings(section, bundles, costs, work, room_for, listed), balance=section.placement == "balanced")
+    bundles = _bundles(
+        section, free, costs, work, None if listed is None else [listed[unit] for unit in free], max(room_for)
+    )
+    packing, held, bound = _fill_best(
+        _packings(section, bundles, costs, work, room_for, listed), balance=section.placement == "balanced"
+    )
     _require_room(packing, held, section, [names[bundle[0]] for bundle in bundles], room_for)
     if section.placement == "random":
         held = connect(packing, shuffle(packing, held, section.seed))
@@ -163,7 +171,12 @@ def _packed(
 
 
 def _bundles(
-    section: SDPSection, free: Sequence[int], costs: Sequence[int], work: Sequence[int], listed: Sequence[int] | None, largest: float
+    section: SDPSection,
+    free: Sequence[int],
+    costs: Sequence[int],
+    work: Sequence[int],
+    listed: Sequence[int] | None,
+    largest: float,
 ) -> list[list[int]]:
     """Units that share their holders: so few bundles that a rank is in about ``COMMUNICATORS`` holder sets, of about equal cost.
 
@@ -177,8 +190,12 @@ def _bundles(
     if listed is None and section.profile == "uniform":
         return _dealt(free, weight, wanted)
     if listed is not None:
-        classes = {k: [unit for unit, other in zip(free, listed, strict=True) if other == k] for k in sorted(set(listed))}
-        return sorted(b for units in classes.values() for b in _dealt(units, weight, max(1, wanted * len(units) // len(free))))
+        classes = {
+            k: [unit for unit, other in zip(free, listed, strict=True) if other == k] for k in sorted(set(listed))
+        }
+        return sorted(
+            b for units in classes.values() for b in _dealt(units, weight, max(1, wanted * len(units) // len(free)))
+        )
     bundles: list[list[int]] = [[] for _ in range(wanted)]
     before, everything = 0, max(1, sum(weight.values()))
     for unit in free:
@@ -213,8 +230,14 @@ def _packings(
     if len(set(sizes)) == 1:  # what whole units can fill
         mean = sum(math.floor(capacity * len(sizes) + 1e-9) for capacity in room_for) / len(sizes)
     for percent in (100, 99, 98, 97, 96, 95, 93, 90, 85) if listed is None else (100,):
-        counts = [listed[bundle[0]] for bundle in bundles] if listed else shaped_counts(section, max(1.0, mean * percent / 100), sizes)
-        yield Packing(_rooms(room_for, sum(sizes)), *(np.array(values, dtype=np.int64) for values in (sizes, works, counts)))
+        counts = (
+            [listed[bundle[0]] for bundle in bundles]
+            if listed
+            else shaped_counts(section, max(1.0, mean * percent / 100), sizes)
+        )
+        yield Packing(
+            _rooms(room_for, sum(sizes)), *(np.array(values, dtype=np.int64) for values in (sizes, works, counts))
+        )
 
 
 def _rooms(room_for: Sequence[float], total: int) -> np.ndarray:
@@ -242,7 +265,11 @@ def _filling(packing: Packing, *, balance: bool) -> tuple[np.ndarray, int]:
 
     def badness(held: np.ndarray) -> tuple[int, int, int]:
         counts = held.sum(axis=0)
-        return int((counts == 0).sum()), int((packing.wanted - counts).sum()), int(packing.loads(held).max()) if balance else 0
+        return (
+            int((counts == 0).sum()),
+            int((packing.wanted - counts).sum()),
+            int(packing.loads(held).max()) if balance else 0,
+        )
 
     def good_enough(held: np.ndarray) -> bool:
         return badness(held)[:2] == (0, 0) and badness(held)[2] <= _CLOSE * packing.least_slowest(held)
@@ -268,14 +295,18 @@ def _filling(packing: Packing, *, balance: bool) -> tuple[np.ndarray, int]:
     return best, max(bound, packing.least_slowest(best))
 
 
-def _require_room(packing: Packing, held: np.ndarray, section: SDPSection, names: Sequence[str], room_for: Sequence[float]) -> None:
+def _require_room(
+    packing: Packing, held: np.ndarray, section: SDPSection, names: Sequence[str], room_for: Sequence[float]
+) -> None:
     """Raise :class:`PlacementError` unless every unit has a holder, and as many as a listed profile says."""
     needed = packing.wanted if isinstance(section.profile, list) else np.ones_like(packing.wanted)
     short = np.flatnonzero(held.sum(axis=0) < needed)
     if not len(short):
         return
     unit = int(short[0])
-    asked = f"for all {needed[unit]} holders of {names[unit]!r}" if needed[unit] > 1 else f"to hold {names[unit]!r} at all"
+    asked = (
+        f"for all {needed[unit]} holders of {names[unit]!r}" if needed[unit] > 1 else f"to hold {names[unit]!r} at all"
+    )
     share = packing.size[unit] / max(1, packing.size.sum())
     raise PlacementError(
         f"sdp.capacity: the groups have no room {asked} beside the other units ({share:.1%} of the units' parameters); "

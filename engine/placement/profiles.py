@@ -16,13 +16,21 @@ def capacities(section: SDPSection) -> Sequence[float]:
     """Fraction of the units' parameters that each group holds, a value per group. Raises :class:`ConfigError`."""
     given = section.capacity if isinstance(section.capacity, list) else [section.capacity] * section.groups
     if len(given) != section.groups:
-        raise ConfigError(f"sdp.capacity: {len(given)} values are given for {section.groups} groups; give one number, or one per group")
+        raise ConfigError(
+            f"sdp.capacity: {len(given)} values are given for {section.groups} groups; give one number, or one per group"
+        )
     for capacity in given:
         if not 0 < capacity <= 1:
-            raise ConfigError(f"sdp.capacity: {capacity} is out of range; it is the held fraction of the model, more than 0 and at most 1")
+            raise ConfigError(
+                f"sdp.capacity: {capacity} is out of range; it is the held fraction of the model, more than 0 and at most 1"
+            )
     if sum(given) < 1 - 1e-9:
         many = isinstance(section.capacity, list)
-        what = f"the values add up to {sum(given):.3g}" if many else f"{section.capacity} × {section.groups} groups = {sum(given):.3g}"
+        what = (
+            f"the values add up to {sum(given):.3g}"
+            if many
+            else f"{section.capacity} × {section.groups} groups = {sum(given):.3g}"
+        )
         remedy = "values that add up to at least 1" if many else f"a capacity of at least {1 / section.groups:.4g}"
         raise ConfigError(f"sdp.capacity: {what} holders a unit, and every unit needs at least one; use {remedy}")
     return given
@@ -52,12 +60,16 @@ def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> lis
     return _round_to_mean(ideal, costs, section.groups)
 
 
-def explicit_profile(section: SDPSection, profile: list[int], mean: float, units: int, protected: Set[int] = frozenset()) -> list[int]:
+def explicit_profile(
+    section: SDPSection, profile: list[int], mean: float, units: int, protected: Set[int] = frozenset()
+) -> list[int]:
     """The holders that the configuration lists, checked against the number of units, those that all groups hold, and the mean of the
     others that the capacity asks for.
     """
     if len(profile) != units:
-        raise ConfigError(f"sdp.profile: {len(profile)} values are given for {units} units; give one number of holders a unit")
+        raise ConfigError(
+            f"sdp.profile: {len(profile)} values are given for {units} units; give one number of holders a unit"
+        )
     if max(profile) > section.groups:
         raise ConfigError(f"sdp.profile: {max(profile)} holders are asked for, but sdp.groups is {section.groups}")
     for unit in sorted(protected):

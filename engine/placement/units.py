@@ -108,7 +108,9 @@ def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
                 numel += (last - first) * share * parts * (parameters[name].numel() // parameters[name].shape[dim])
             buffers = tuple(Slice(name, 0, ((first, last),), group) for name in branch.buffers)
             flops = branch.flops * (last - first) // branch.neurons
-            units.append(Unit(len(units), f"{branch.name}.neurons.{group}", tuple(slices), numel, flops, buffers, last - first))
+            units.append(
+                Unit(len(units), f"{branch.name}.neurons.{group}", tuple(slices), numel, flops, buffers, last - first)
+            )
     return units
 
 
@@ -163,7 +165,9 @@ def _refuse_nested(names: Sequence[str]) -> None:
         for cut in range(1, len(parts)):
             outer = ".".join(parts[:cut])
             if outer in chosen:
-                raise ModelError(f"sdp.units: {name!r} lies inside the unit {outer!r}; units must not nest, keep one of them")
+                raise ModelError(
+                    f"sdp.units: {name!r} lies inside the unit {outer!r}; units must not nest, keep one of them"
+                )
 
 
 def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[str]) -> list[Unit]:

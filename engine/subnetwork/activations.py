@@ -42,7 +42,9 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[str], mode: Litera
 
 
 def _recomputing(block: nn.Module, forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
-    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+    context: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+    )
     tracks = next(block.buffers(), None) is not None
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -63,7 +63,9 @@ class BranchScale:
             path, _, key = name.rpartition(".")
             if infos[0].cut is not None and goes_into_sum(name, infos[0].cut.dim):
                 layer: Any = model.get_submodule(path)
-                self._layers.append((layer.slices[key], {int(info.name.rpartition(":")[2]): units[info.unit] for info in infos}))
+                self._layers.append(
+                    (layer.slices[key], {int(info.name.rpartition(":")[2]): units[info.unit] for info in infos})
+                )
         self._switch(full=False)
 
     def _scaled(self, unit: Unit, block: nn.Module) -> Callable[..., Any]:

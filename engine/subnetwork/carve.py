@@ -25,7 +25,9 @@ def signature_of(block: nn.Module) -> inspect.Signature:
     return inspect.signature(block.forward)
 
 
-def hidden_state(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def hidden_state(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
     """The tensor that a block adds to: what the first parameter of its ``forward`` that is given a tensor was given.
 
     Raises :class:`ModelError`, naming the block, where that cannot be told.
@@ -88,7 +90,9 @@ class PassThrough(nn.Module):
         """Run the skeleton: the tree that the block returns, and which leaf of it is the hidden state."""
         try:
             output = self._run(self.skeleton, "meta", args, kwargs)
-        except Exception as on_meta:  # it reads values, or an operation knows no meta device: once, with zeros, in the host's memory
+        except (
+            Exception
+        ) as on_meta:  # it reads values, or an operation knows no meta device: once, with zeros, in the host's memory
             block = copy.deepcopy(self.skeleton).to_empty(device="cpu")
             for tensor in (*block.parameters(), *block.buffers()):
                 tensor.detach().zero_()
@@ -148,12 +152,16 @@ def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group:
         if not placement.holds(group, unit.index):
             for parameter in model.get_submodule(unit.name).parameters():
                 parameter.requires_grad_(False)
-                parameter.data = parameter.data.to(dtype if parameter.is_floating_point() else parameter.dtype).contiguous()
+                parameter.data = parameter.data.to(
+                    dtype if parameter.is_floating_point() else parameter.dtype
+                ).contiguous()
 
 
 def frozen_view(block: nn.Module) -> nn.Module:
     """A copy of ``block`` whose parameters are not trained and lie in the memory of the block's own; buffers are the block's own."""
-    views: dict[int, Any] = {id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in block.parameters()}
+    views: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in block.parameters()
+    }
     return copy.deepcopy(block, views | {id(buffer): buffer for buffer in block.buffers()})
 
 

@@ -153,7 +153,9 @@ def _resets(skeleton: nn.Module, path: str, name: str) -> list[Callable[[], Any]
     )
 
 
-def _module_fillers(module: nn.Module, names: list[str], resets: list[Callable[[], Any]], seed: int) -> dict[str, Filler]:
+def _module_fillers(
+    module: nn.Module, names: list[str], resets: list[Callable[[], Any]], seed: int
+) -> dict[str, Filler]:
     """Give the skeleton's ``module`` values on the CPU under a generator of its own, all else stays on the meta device; hand out rows."""
     module.to_empty(device="cpu", recurse=False)
     before = {key: _mark(tensor) for key, tensor in _own_tensors(module).items()}
@@ -201,7 +203,12 @@ def _skeleton(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
     """A copy of the module tree on the meta device, with the attributes of the original and no tie between its parameters."""
     if id(module) not in copies:
         copies[id(module)] = bare = copy.copy(module)
-        bare._parameters = {k: p if p is None else nn.Parameter(torch.empty_like(p, device="meta")) for k, p in module._parameters.items()}
+        bare._parameters = {
+            k: p if p is None else nn.Parameter(torch.empty_like(p, device="meta"))
+            for k, p in module._parameters.items()
+        }
         bare._buffers = {k: b if b is None else torch.empty_like(b, device="meta") for k, b in module._buffers.items()}
-        bare._modules = {k: child if child is None else _skeleton(child, copies) for k, child in module._modules.items()}
+        bare._modules = {
+            k: child if child is None else _skeleton(child, copies) for k, child in module._modules.items()
+        }
     return copies[id(module)]

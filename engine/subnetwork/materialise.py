@@ -24,7 +24,9 @@ def allocate(model: nn.Module, layout: Layout, device: torch.device) -> None:
     _restore_ties(model, layout.aliases)
 
 
-def cut(model: nn.Module, config: Config, layout: Layout, group: int, compute_dtype: torch.dtype) -> dict[str, PassThrough]:
+def cut(
+    model: nn.Module, config: Config, layout: Layout, group: int, compute_dtype: torch.dtype
+) -> dict[str, PassThrough]:
     """Cut ``model`` in place to what ``group`` holds, or freeze the rest; the stand-ins of units that are skipped, by name."""
     if config.sdp.granularity == "neuron":
         slice_layers(model, layout, group, compute_dtype)

@@ -54,7 +54,9 @@ class Slices:
             first, last = self.ranges[index]
             part = full.detach().narrow(self.dim, first, last - first)
             part = part.to(dtype if index in self.frozen else full.dtype).clone(memory_format=torch.contiguous_format)
-            module.register_parameter(f"{self.key}:{index}", nn.Parameter(part, full.requires_grad and index not in self.frozen))
+            module.register_parameter(
+                f"{self.key}:{index}", nn.Parameter(part, full.requires_grad and index not in self.frozen)
+            )
 
     def tensors(self, module: nn.Module) -> list[Tensor]:
         """Those that are there, in order."""
@@ -70,7 +72,10 @@ class Slices:
         """``x``, of which ``axis`` is what ``weights``, the slices that are there, take, times their factors."""
         if all(factor == 1.0 for factor in self.factors.values()) or not weights:
             return x
-        parts = [x.new_full((w.shape[self.dim],), self.factors.get(index, 1.0)) for index, w in zip(self.order, weights, strict=True)]
+        parts = [
+            x.new_full((w.shape[self.dim],), self.factors.get(index, 1.0))
+            for index, w in zip(self.order, weights, strict=True)
+        ]
         return x * torch.cat(parts).view([-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())])
 
     def in_parts(self, y: Tensor, axis: int) -> Tensor:
@@ -84,7 +89,9 @@ class Slices:
 
     def __str__(self) -> str:
         kinds = {"": self.held, ", frozen: ": self.frozen}
-        names = [kind + (", ".join(f"{self.key}:{index}" for index in indices)) for kind, indices in kinds.items() if indices]
+        names = [
+            kind + (", ".join(f"{self.key}:{index}" for index in indices)) for kind, indices in kinds.items() if indices
+        ]
         return f"slices along {self.dim}: {''.join(names) or 'none'}"
 
 
@@ -155,7 +162,9 @@ class SlicedBatchNorm(_BatchNorm):
     def __init__(self, norm: _BatchNorm, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
         super().__init__(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False)
         if norm.momentum is None:
-            raise ModelError('batch norm with momentum None cannot be cut into neurons; give it a momentum, or use sdp.granularity "block"')
+            raise ModelError(
+                'batch norm with momentum None cannot be cut into neurons; give it a momentum, or use sdp.granularity "block"'
+            )
         self.slices, self.training, self.track_running_stats = dict(slices), norm.training, norm.track_running_stats
         for name, buffer in norm.named_buffers(recurse=False):
             self.register_buffer(name, buffer)
@@ -222,7 +231,9 @@ def _product(x: Tensor, weight: Tensor, convolution: Settings | None) -> Tensor:
 
 def _over_slices(x: Tensor, convolution: Settings | None, slices: Slices, weights: Sequence[Tensor]) -> Tensor:
     """:func:`_product` with ``weights``, the slices that are there, side by side."""
-    if len(weights) == 1 or not torch.is_grad_enabled():  # torch's own gradient of one weight keeps no more, and is no Python
+    if (
+        len(weights) == 1 or not torch.is_grad_enabled()
+    ):  # torch's own gradient of one weight keeps no more, and is no Python
         return _product(x, _joined(weights, slices.dim), convolution)
     return _Product.apply(x, convolution, slices.dim, len(slices.held), *weights)
 
@@ -299,7 +310,9 @@ def _slices(key: str, infos: Sequence[TensorInfo], group: int, copies: set[str])
 def _slice(model: nn.Module, path: str, slices: Mapping[str, Slices], dtype: torch.dtype) -> None:
     module, dims = model.get_submodule(path), {key: part.dim for key, part in slices.items()}
     whole = [key for key, _ in module.named_parameters(recurse=False) if key not in dims]
-    if type(module) is nn.Linear and (dims in ({"weight": 0, "bias": 0}, {"weight": 1}) or (dims == {"weight": 0} and not whole)):
+    if type(module) is nn.Linear and (
+        dims in ({"weight": 0, "bias": 0}, {"weight": 1}) or (dims == {"weight": 0} and not whole)
+    ):
         model.set_submodule(path, SlicedLinear(module, slices, dtype))
     elif type(module) is nn.Conv2d and dims in ({"weight": 0}, {"weight": 1}) and not whole and _is_plain(module):
         model.set_submodule(path, SlicedConv2d(module, slices, dtype))

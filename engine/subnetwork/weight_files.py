@@ -30,7 +30,10 @@ class WeightFiles:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._handles = {key: handle for file in self._files() for handle in [self._open(file)] for key in handle.keys()}  # noqa: SIM118
+        self._handles: dict[str, Any] = {}
+        for file in self._files():
+            handle = self._open(file)
+            self._handles |= dict.fromkeys(handle.keys(), handle)
 
     def _files(self) -> Iterable[Path]:
         if (index := self.directory / INDEX).is_file():
@@ -51,7 +54,9 @@ class WeightFiles:
                 f"{self.directory}: holds its weights as {pickles[0]}, a pickle, which can run code and is not read; convert it where it "
                 "is trusted: load it with transformers and save_pretrained it again"
             )
-        raise ModelError(f"{self.directory}: no {WHOLE} and no {INDEX} there; give the directory of a model in Hugging Face's format")
+        raise ModelError(
+            f"{self.directory}: no {WHOLE} and no {INDEX} there; give the directory of a model in Hugging Face's format"
+        )
 
     def _open(self, file: Path) -> Any:
         # Opening a FIFO would hang. Symbolic links are allowed: Hugging Face's cache consists of them.
@@ -105,7 +110,9 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
         fillers[name] = partial(files.fill, key=key)
     unknown = keys.keys() - {name for names in names_of.values() for name in names}
     if unknown:
-        raise ModelError(f"training.init_from: {directory} holds {keys[min(unknown)]!r}, which this model has not; it is of another model")
+        raise ModelError(
+            f"training.init_from: {directory} holds {keys[min(unknown)]!r}, which this model has not; it is of another model"
+        )
     return fillers
 
 

@@ -31,7 +31,9 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
     return total
 
 
-def check_holders(layout: Layout, parameters: Mapping[str, torch.Tensor], optimizer: Optimizer, rank: int, *, sharded: bool) -> None:
+def check_holders(
+    layout: Layout, parameters: Mapping[str, torch.Tensor], optimizer: Optimizer, rank: int, *, sharded: bool
+) -> None:
     """Compare every unit's weights and optimizer state bitwise across its holders. Collective.
 
     Raises :class:`DivergenceError` on every rank, naming the unit and the groups that disagree.

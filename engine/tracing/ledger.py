@@ -104,15 +104,21 @@ class Ledger(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper such as DTensor runs first; the operators on its local tensors then come by here
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:  # of the gradient's norm, for example: any number will do
+        if (
+            func is torch.ops.aten._local_scalar_dense.default
+        ):  # of the gradient's norm, for example: any number will do
             return 1.0 if args[0].is_floating_point() else 1
         result = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        if tensors and tensors[-1].device.type == self._device:  # not a skeleton's on the meta device, run to learn its structure
+        if (
+            tensors and tensors[-1].device.type == self._device
+        ):  # not a skeleton's on the meta device, run to learn its structure
             self.flops += _flops(func, args, kwargs, result)
         grown = [self._notice(tensor) for tensor in tensors]  # a list: every tensor must be noticed
         if func.namespace in _COLLECTIVES:

@@ -31,7 +31,9 @@ def _left_out(runs: Sequence[Sequence[str]], blocks: Sequence[str]) -> list[list
     order = [name for name in blocks if name in kinds]
     found, start = [], 0
     while start < len(order):
-        ends = {period: _repeats_until([kinds[name] for name in order], start, period) for period in range(1, _PERIOD + 1)}
+        ends = {
+            period: _repeats_until([kinds[name] for name in order], start, period) for period in range(1, _PERIOD + 1)
+        }
         period, end = max(ends.items(), key=lambda pair: pair[1])  # the shortest of those that go as far
         times = (end - start) // period
         if end - start <= _MANY or times <= _FIRST + _LAST:
@@ -78,7 +80,9 @@ def _kinds(model: nn.Module, layout: Layout, group: int) -> tuple[list[list[str]
     kinds: dict[Any, list[str]] = {}
     for name, signature in parts.items():
         kinds.setdefault((tuple(signature), _settings(model.get_submodule(name))), []).append(name)
-    return [names for names in kinds.values() if names[0] in run], [names for names in kinds.values() if names[0] not in run]
+    return [names for names in kinds.values() if names[0] in run], [
+        names for names in kinds.values() if names[0] not in run
+    ]
 
 
 def _settings(block: nn.Module) -> str:

@@ -87,7 +87,9 @@ def trace_step(
     ``config`` is then in float32. ``device``: whose operators run. Raises :class:`LaunchError` where a process group exists already.
     """
     if dist.is_initialized():
-        raise LaunchError("a step is traced in a process group of its own, but this process has one; plan without a launcher")
+        raise LaunchError(
+            "a step is traced in a process group of its own, but this process has one; plan without a launcher"
+        )
     config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
     runs, skipped = _kinds(build(), layout, group)
     left_out = [] if whole else _left_out(runs, layout.blocks)
@@ -174,7 +176,11 @@ def _run(
 
 
 def watched_step(
-    engine: SDPEngine, blocks: Sequence[str], middles: set[str], batch: Callable[[int], Any], autocast: torch.dtype | None = None
+    engine: SDPEngine,
+    blocks: Sequence[str],
+    middles: set[str],
+    batch: Callable[[int], Any],
+    autocast: torch.dtype | None = None,
 ) -> Ledger:
     """Forward, backward and update; every stretch between the ends of ``blocks`` is a window of the ledger, those of ``middles`` are one.
     ``autocast``: of forward.
@@ -185,7 +191,12 @@ def watched_step(
     ledger.know((local_tensor(p.detach()) for p in engine.parameters_here.values()), "parameters")
     ledger.know((local_tensor(p.detach()) for p in engine.frozen_here.values()), "frozen")
     ledger.know(engine.module.buffers(), "buffers")
-    states = (value for state in engine.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+    states = (
+        value
+        for state in engine.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
     ledger.know((local_tensor(state) for state in states), "optimizer")
 
     def is_gradient(parameter: torch.Tensor) -> None:

@@ -46,7 +46,9 @@ def train_command(start: Start) -> list[str]:
     return [start.python, "-P", "-m", PACKAGE, *start.words]
 
 
-def deepspeed_command(start: Start, hosts: Sequence[Host], hostfile: Path, master: tuple[str, int]) -> tuple[list[str], dict[str, str]]:
+def deepspeed_command(
+    start: Start, hosts: Sequence[Host], hostfile: Path, master: tuple[str, int]
+) -> tuple[list[str], dict[str, str]]:
     """DeepSpeed's runner, over pdsh and ssh, and the variables to start it with.
 
     It takes the hosts' order from ``hostfile`` and their slots from ``--include``; ``--force_multi``, because it would run a single
@@ -54,7 +56,9 @@ def deepspeed_command(start: Start, hosts: Sequence[Host], hostfile: Path, maste
     """
     for what, path in (("--python", start.python), ("the working directory", str(start.directory))):
         if not is_safe(path):
-            raise LaunchError(f"{what} {path!r}: DeepSpeed's runner passes it unquoted to remote shells; use a path of plain characters")
+            raise LaunchError(
+                f"{what} {path!r}: DeepSpeed's runner passes it unquoted to remote shells; use a path of plain characters"
+            )
     for word in start.extra:
         if _EXPANDED.search(word):
             raise LaunchError(
@@ -65,21 +69,43 @@ def deepspeed_command(start: Start, hosts: Sequence[Host], hostfile: Path, maste
     for folder in (Path.home(), start.directory):
         _check_env_file(folder / environ.get("DS_ENV_FILE", ".deepspeed_env"))  # a full path stays itself
     address, port = master
-    runner = [start.python, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--include", include_text(hosts)]
+    runner = [
+        start.python,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--hostfile",
+        str(hostfile),
+        "--include",
+        include_text(hosts),
+    ]
     runner += ["--force_multi", "--master_addr", address, "--master_port", str(port), "--no_python", "--no_local_rank"]
     # The user's own come first: of an option that is given twice ssh takes the first.
     ssh = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {_SSH_ALIVE}".strip()
-    return [*runner, *start.extra, *_rank_command(start, hosts, master)], {**start.search_path, "PDSH_SSH_ARGS_APPEND": ssh}
+    return [*runner, *start.extra, *_rank_command(start, hosts, master)], {
+        **start.search_path,
+        "PDSH_SSH_ARGS_APPEND": ssh,
+    }
 
 
 def stop_command(start: Start, hosts: Sequence[Host], master: tuple[str, int], number: int) -> list[str]:
     """What signals every rank of such a run by ``number``, on all hosts at once; with the variables of its runner."""
     words = [start.python, "-P", "-m", f"{__package__}.stop", f"{master[0]}:{master[1]}", str(number)]
     settings = [f"{name}={value}" for name, value in start.search_path.items()]
-    return ["pdsh", "-R", "ssh", "-f", "1024", "-w", ",".join(host.name for host in hosts), shlex.join(["env", *settings, *words])]
+    return [
+        "pdsh",
+        "-R",
+        "ssh",
+        "-f",
+        "1024",
+        "-w",
+        ",".join(host.name for host in hosts),
+        shlex.join(["env", *settings, *words]),
+    ]
 
 
-def mpirun_command(start: Start, hosts: Sequence[Host], flavour: Flavour, program: str, master: tuple[str, int]) -> list[str]:
+def mpirun_command(
+    start: Start, hosts: Sequence[Host], flavour: Flavour, program: str, master: tuple[str, int]
+) -> list[str]:
     """``mpirun`` of Open MPI, MPICH or Intel: it only starts processes, so nothing is said about its transports.
 
     Ranks fill the hosts in order. Its own binding is off: each rank binds itself near its device.
@@ -90,7 +116,14 @@ def mpirun_command(start: Start, hosts: Sequence[Host], flavour: Flavour, progra
         command = [program, "-np", str(world_size(hosts)), "--host", counted]
         command += ["--map-by", "slot", "--rank-by", "slot", "--bind-to", "none", "--wdir", str(start.directory)]
         command += ["--mca", "plm_rsh_args", _SSH_ALIVE, "--mca", "oob_tcp_keepalive_time", str(SILENT_SECONDS // 3)]
-        command += ["--mca", "oob_tcp_keepalive_intvl", str(SILENT_SECONDS // 3), "--mca", "oob_tcp_keepalive_probes", "3"]
+        command += [
+            "--mca",
+            "oob_tcp_keepalive_intvl",
+            str(SILENT_SECONDS // 3),
+            "--mca",
+            "oob_tcp_keepalive_probes",
+            "3",
+        ]
         command += [word for name, value in start.search_path.items() for word in ("-x", f"{name}={value}")]
         return [*command, *start.extra, *rank]
     command = [program, "-wdir", str(start.directory)]
@@ -108,11 +141,19 @@ def flavour_of(program: str) -> Flavour:
     """Which MPI ``program`` belongs to, by what it says of itself. Raises :class:`LaunchError` for others."""
     require(program, "--mpirun")
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-    marks: dict[str, Flavour] = {"Open MPI": "openmpi", "OpenRTE": "openmpi", "PRRTE": "openmpi", "Intel": "intel", "HYDRA": "mpich"}
+    marks: dict[str, Flavour] = {
+        "Open MPI": "openmpi",
+        "OpenRTE": "openmpi",
+        "PRRTE": "openmpi",
+        "Intel": "intel",
+        "HYDRA": "mpich",
+    }
     for mark, flavour in marks.items():
         if mark in said:
             return flavour
-    raise LaunchError(f"{program} --version tells neither Open MPI nor MPICH nor Intel MPI; name it: --mpi openmpi | mpich | intel")
+    raise LaunchError(
+        f"{program} --version tells neither Open MPI nor MPICH nor Intel MPI; name it: --mpi openmpi | mpich | intel"
+    )
 
 
 def require(program: str, why: str) -> None:

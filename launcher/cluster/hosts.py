@@ -54,7 +54,9 @@ def read_hostfile(path: Path) -> list[Host]:
 def check_host(name: str, where: str) -> str:
     """``name`` if it can be a host name or an IPv4 address, else a :class:`LaunchError`."""
     if not _HOST.fullmatch(name):
-        raise LaunchError(f"{where}: {name!r} is no host name (letters, digits, '.', '_', '-'; users and ports go to ~/.ssh/config)")
+        raise LaunchError(
+            f"{where}: {name!r} is no host name (letters, digits, '.', '_', '-'; users and ports go to ~/.ssh/config)"
+        )
     return name
 
 
@@ -68,10 +70,15 @@ def select(
     if include and exclude:
         raise LaunchError("--include and --exclude exclude each other; give one")
     if (include or exclude) and (nodes or per_node):
-        raise LaunchError("--nodes and --gpus-per-node do not go with --include or --exclude; give the slots in the one or the other")
+        raise LaunchError(
+            "--nodes and --gpus-per-node do not go with --include or --exclude; give the slots in the one or the other"
+        )
     if include or exclude:
         named = _parse_filter(include or exclude, hosts, "--include" if include else "--exclude")
-        keep = {host.name: [slot for slot in host.slots if (slot in named.get(host.name, ())) == bool(include)] for host in hosts}
+        keep = {
+            host.name: [slot for slot in host.slots if (slot in named.get(host.name, ())) == bool(include)]
+            for host in hosts
+        }
         chosen = [Host(name, tuple(slots)) for name, slots in keep.items() if slots]
         if not chosen:
             raise LaunchError(f"--exclude {exclude}: leaves no slot of the hostfile")
@@ -105,7 +112,9 @@ def describe(hosts: Sequence[Host]) -> list[str]:
     """A line for each host: its ranks and its slots."""
     lines, first = [], 0
     for host in hosts:
-        lines.append(f"ranks {first} to {first + len(host.slots) - 1} on {host.name}, devices {','.join(map(str, host.slots))}")
+        lines.append(
+            f"ranks {first} to {first + len(host.slots) - 1} on {host.name}, devices {','.join(map(str, host.slots))}"
+        )
         first += len(host.slots)
     return lines
 
@@ -121,7 +130,9 @@ def _parse_filter(text: str, hosts: Sequence[Host], option: str) -> dict[str, se
             raise LaunchError(f"{option} {text}: {item!r} cannot be read; expected the form worker-0:0,2@worker-1")
         wanted = {int(slot) for slot in slots.split(",")} if colon else set(known[name])
         if missing := wanted - set(known[name]):
-            raise LaunchError(f"{option} {text}: host {name} has {len(known[name])} slots, no slot {min(missing)} (they count from 0)")
+            raise LaunchError(
+                f"{option} {text}: host {name} has {len(known[name])} slots, no slot {min(missing)} (they count from 0)"
+            )
         named.setdefault(name, set()).update(wanted)
     return named
 

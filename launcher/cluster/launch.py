@@ -19,7 +19,16 @@ from ...engine.errors import ConfigError, LaunchError
 from ..degrees import Degrees, visible_devices
 from ..local import search_path
 from . import slurm
-from .commands import SILENT_SECONDS, Start, deepspeed_command, flavour_of, mpirun_command, require, stop_command, train_command
+from .commands import (
+    SILENT_SECONDS,
+    Start,
+    deepspeed_command,
+    flavour_of,
+    mpirun_command,
+    require,
+    stop_command,
+    train_command,
+)
 from .hosts import Host, check_host, describe, read_hostfile, select, world_size
 from .watch import run_watched, tell_by, tell_by_mpirun
 
@@ -45,7 +54,9 @@ def _shortened(*options: str) -> str:
 # Of the launchers themselves: options that change how many ranks there are, or where, behind the back of what was checked.
 # sbatch and DeepSpeed take short ones with the value attached, and long ones cut short where that leaves no other.
 _RANKS = {
-    "slurm": re.compile(rf"-[Nna].*|{_shortened('nodes', 'ntasks', 'ntasks-per-node', 'tasks-per-node', 'array', 'gpus-per-node')}(=.*)?"),
+    "slurm": re.compile(
+        rf"-[Nna].*|{_shortened('nodes', 'ntasks', 'ntasks-per-node', 'tasks-per-node', 'array', 'gpus-per-node')}(=.*)?"
+    ),
     "mpirun": re.compile(
         r"--?(n|np|N|npernode|npersocket|pernode|ppn|perhost|c|H|host|hosts|hostfile|machinefile|machine|f|default-hostfile|rf|rankfile"
         r"|rr|grr|app|configfile)(=.*)?|:"
@@ -62,8 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "sdp launch --launcher {local,deepspeed,mpirun,slurm} [options] CONFIG [options of sdp train]"
     parser.add_argument("--launcher", choices=_LAUNCHERS, required=True, help="what starts the processes")
     parser.add_argument("--nodes", metavar="N", type=_positive, help="how many hosts (default: all of the hostfile)")
-    parser.add_argument("--gpus-per-node", metavar="G", type=_positive, help="ranks on each host, one per GPU (default: all slots)")
-    parser.add_argument("--env", metavar="NAME=VALUE", action="append", default=[], help="a variable for every rank (env.NAME); repeatable")
+    parser.add_argument(
+        "--gpus-per-node", metavar="G", type=_positive, help="ranks on each host, one per GPU (default: all slots)"
+    )
+    parser.add_argument(
+        "--env",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a variable for every rank (env.NAME); repeatable",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be run, and run nothing")
     hosts = parser.add_argument_group("deepspeed and mpirun")
     hosts.add_argument("--hostfile", metavar="FILE", type=Path, help="lines of the form: worker-0 slots=4")
@@ -81,9 +100,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     jobs.add_argument("--cpu", action="store_true", default=None, help="ranks without GPUs: none are asked for")
     jobs.add_argument("--container", metavar="IMAGE", help="run the tasks in this image, by pyxis")
     jobs.add_argument("--container-mounts", metavar="SRC:DST,…", help="beside the working directory")
-    jobs.add_argument("--signal-seconds", metavar="S", type=_positive, help="checkpoint and requeue this long before --time (default: 300)")
-    jobs.add_argument("--status", metavar="DIR", type=Path, help="how the job of this dump directory is; starts nothing")
-    parser.add_argument("words", metavar="CONFIG …", nargs=argparse.REMAINDER, help="the run's JSON file, and options of sdp train")
+    jobs.add_argument(
+        "--signal-seconds",
+        metavar="S",
+        type=_positive,
+        help="checkpoint and requeue this long before --time (default: 300)",
+    )
+    jobs.add_argument(
+        "--status", metavar="DIR", type=Path, help="how the job of this dump directory is; starts nothing"
+    )
+    parser.add_argument(
+        "words", metavar="CONFIG …", nargs=argparse.REMAINDER, help="the run's JSON file, and options of sdp train"
+    )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -91,7 +119,9 @@ def check(args: argparse.Namespace) -> None:
     for name, launchers in _MEANT_FOR.items():
         if getattr(args, name) is not None and args.launcher not in launchers:
             option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} has no effect with --launcher {args.launcher}, only with {' or '.join(launchers)}; leave it out")
+            raise ConfigError(
+                f"{option} has no effect with --launcher {args.launcher}, only with {' or '.join(launchers)}; leave it out"
+            )
     if args.status is not None:
         if args.words:
             raise ConfigError("--status starts nothing; leave CONFIG out")
@@ -127,7 +157,9 @@ def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees:
     if args.launcher == "deepspeed":
         command, settings = deepspeed_command(start, hosts, args.hostfile, master)
         if not args.dry_run and find_spec("deepspeed") is None:
-            raise LaunchError("--launcher deepspeed: the package deepspeed is not installed; pip install 'sdp-engine[deepspeed]'")
+            raise LaunchError(
+                "--launcher deepspeed: the package deepspeed is not installed; pip install 'sdp-engine[deepspeed]'"
+            )
         programs = ["pdsh", "ssh"]
     else:
         program = args.mpirun or "mpirun"
@@ -141,7 +173,13 @@ def run(args: argparse.Namespace, words: Sequence[str], dump_dir: Path, degrees:
         require(name, f"--launcher {args.launcher}")
     environ = child_environment(settings, {})
     if args.launcher == "deepspeed":  # whose own ssh sessions notice a host that is silent
-        return run_watched(command, environ, 2 * SILENT_SECONDS, tell_by(partial(stop_command, start, hosts, master), environ), kills=True)
+        return run_watched(
+            command,
+            environ,
+            2 * SILENT_SECONDS,
+            tell_by(partial(stop_command, start, hosts, master), environ),
+            kills=True,
+        )
     return run_watched(command, environ, SILENT_SECONDS, tell_by_mpirun)
 
 
@@ -164,7 +202,14 @@ def _slurm(start: Start, args: argparse.Namespace, dump_dir: Path, degrees: Degr
     _warn_of_split_groups([f"node {rank // args.gpus_per_node}" for rank in range(nodes * args.gpus_per_node)], degrees)
     options = {name: value for name in _SBATCH_OPTIONS if (value := getattr(args, name.replace("-", "_"))) is not None}
     job = slurm.Job(
-        dump_dir.name, nodes, args.gpus_per_node, bool(args.cpu), options, args.signal_seconds or 300, args.container, args.container_mounts
+        dump_dir.name,
+        nodes,
+        args.gpus_per_node,
+        bool(args.cpu),
+        options,
+        args.signal_seconds or 300,
+        args.container,
+        args.container_mounts,
     )
     folder = dump_dir.absolute() / slurm.FOLDER
     text = slurm.script(job, start, dump_dir.absolute())
@@ -174,7 +219,9 @@ def _slurm(start: Start, args: argparse.Namespace, dump_dir: Path, degrees: Degr
         print(text, end="")
         return 0
     require("sbatch", "--launcher slurm")
-    print(f"job {slurm.submit(text, dump_dir.absolute())}; its script and logs are in {folder}; sdp launch --launcher slurm --status DIR")
+    print(
+        f"job {slurm.submit(text, dump_dir.absolute())}; its script and logs are in {folder}; sdp launch --launcher slurm --status DIR"
+    )
     return 0
 
 
@@ -192,7 +239,11 @@ def _extra(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--launcher-args {text!r}: {error}") from None
     for word in words:
         if _RANKS[args.launcher].fullmatch(word):
-            own = "--nodes and --gpus-per-node" if args.launcher == "slurm" else "--nodes, --gpus-per-node, --include and --exclude"
+            own = (
+                "--nodes and --gpus-per-node"
+                if args.launcher == "slurm"
+                else "--nodes, --gpus-per-node, --include and --exclude"
+            )
             raise ConfigError(f"--launcher-args {word!r}: which ranks there are is said by {own}; leave it out")
     return words
 
@@ -200,7 +251,9 @@ def _extra(args: argparse.Namespace) -> list[str]:
 def _master(given: str | None, hosts: Sequence[Host]) -> str:
     address = check_host(given, "--master-addr") if given is not None else hosts[0].name
     if len(hosts) > 1 and (address == "localhost" or address.startswith("127.")):
-        raise LaunchError(f"the hosts cannot reach rank 0 at {address}; name the first host otherwise, or give --master-addr")
+        raise LaunchError(
+            f"the hosts cannot reach rank 0 at {address}; name the first host otherwise, or give --master-addr"
+        )
     return address
 
 

@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         report_fatal(f"sdp: error: {error}", error.exit_code, None)
         return error.exit_code
-    settings |= thread_settings(int(settings["LOCAL_WORLD_SIZE"]))  # a share of all cores: counted before they are narrowed
+    settings |= thread_settings(
+        int(settings["LOCAL_WORLD_SIZE"])
+    )  # a share of all cores: counted before they are narrowed
     bind_near_device(int(settings["LOCAL_RANK"]), settings["CUDA_VISIBLE_DEVICES"])
     place = detect()
     assert place is not None  # place_settings found it
@@ -46,7 +48,9 @@ def place_settings(slots: Sequence[Sequence[int]], address: str, port: str) -> d
         raise LaunchError("no launcher's variables found; this command is for sdp launch alone, use sdp train")
     total = sum(map(len, slots))
     if place.world_size != total:
-        raise LaunchError(f"{place.source} started {place.world_size} processes, planned were {total}; start through sdp launch")
+        raise LaunchError(
+            f"{place.source} started {place.world_size} processes, planned were {total}; start through sdp launch"
+        )
     places = [(node, local) for node, host in enumerate(slots) for local in range(len(host))]
     node, local = places[place.rank]
     if place.source != "deepspeed" and place.local_rank != local:

@@ -47,15 +47,27 @@ def script(job: Job, start: Start, dump_dir: Path) -> str:
     """The batch script. Raises :class:`LaunchError` for values that SLURM could read as anything else than one value."""
     folder = dump_dir / FOLDER
     if re.search(r'[%\\"\n]', str(folder)):
-        raise LaunchError(f"--dump-dir {str(dump_dir)!r}: SLURM replaces % and \\ in the names of log files; choose a name without them")
-    asked = {"job-name": re.sub(r"[^A-Za-z0-9_.-]", "_", job.name), "nodes": str(job.nodes), "ntasks-per-node": str(job.per_node)}
+        raise LaunchError(
+            f"--dump-dir {str(dump_dir)!r}: SLURM replaces % and \\ in the names of log files; choose a name without them"
+        )
+    asked = {
+        "job-name": re.sub(r"[^A-Za-z0-9_.-]", "_", job.name),
+        "nodes": str(job.nodes),
+        "ntasks-per-node": str(job.per_node),
+    }
     asked |= {} if job.on_cpu else {"gpus-per-node": str(job.per_node)}
     asked |= {**job.options, "signal": f"B:USR1@{job.signal_seconds}", "open-mode": "append"}
     for name, value in asked.items():
         if not _VALUE.fullmatch(value):
-            raise LaunchError(f"--{name} {value!r}: not a value that SLURM could know; letters, digits and _.,:=@+/[]()&|*!- are allowed")
+            raise LaunchError(
+                f"--{name} {value!r}: not a value that SLURM could know; letters, digits and _.,:=@+/[]()&|*!- are allowed"
+            )
     lines = [f"#SBATCH --{name}={value}" for name, value in asked.items()]
-    lines += ["#SBATCH --requeue", f'#SBATCH --output="{folder}/job-%j.log"', *(f"#SBATCH {word}" for word in _checked_extra(start.extra))]
+    lines += [
+        "#SBATCH --requeue",
+        f'#SBATCH --output="{folder}/job-%j.log"',
+        *(f"#SBATCH {word}" for word in _checked_extra(start.extra)),
+    ]
     return _TEMPLATE.format(
         options="\n".join(lines),
         directory=shlex.quote(str(start.directory)),
@@ -71,7 +83,11 @@ def _srun(job: Job, start: Start, folder: Path) -> list[str]:
     words = ["srun", "--kill-on-bad-exit=1", "--open-mode=append", f"--output={folder}/job-%j-rank-%t.log"]
     if job.container is not None:
         mounts = ",".join(filter(None, [f"{start.directory}:{start.directory}", job.container_mounts]))
-        words += [f"--container-image={job.container}", f"--container-mounts={mounts}", f"--container-workdir={start.directory}"]
+        words += [
+            f"--container-image={job.container}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={start.directory}",
+        ]
     return words
 
 

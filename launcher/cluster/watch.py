@@ -68,7 +68,12 @@ def tell_by(stop: Callable[[int], Sequence[str]], environ: Mapping[str, str]) ->
 
 
 def run_watched(
-    command: Sequence[str], environ: Mapping[str, str], seconds: float, tell: Tell = tell_by_mpirun, *, kills: bool = False
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    seconds: float,
+    tell: Tell = tell_by_mpirun,
+    *,
+    kills: bool = False,
 ) -> int:
     """Run ``command`` and return its exit code; it is killed ``seconds`` after it said that the job ends, or after a second signal.
 
@@ -79,10 +84,14 @@ def run_watched(
     takes; the exit code is then 128 + the signal, unless the ranks fail. Raises :class:`LaunchError` where the command cannot be
     started.
     """
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # in a process group of its own it is in the background of the terminal
+    signal.signal(
+        signal.SIGTTOU, signal.SIG_IGN
+    )  # in a process group of its own it is in the background of the terminal
     with caught_signals() as received:
         try:
-            process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0)
+            process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0
+            )
         except OSError as error:
             raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
         assert process.stderr is not None
@@ -104,6 +113,9 @@ def run_watched(
                 return 128 + received[0] if received else 1
             time.sleep(_POLL_SECONDS)
         ending.finish(_POLL_SECONDS * 10)
-    if received and process.returncode not in (1, 2):  # not what sdp fails with; MPICH may say 0 after a signal, whatever its ranks say
+    if received and process.returncode not in (
+        1,
+        2,
+    ):  # not what sdp fails with; MPICH may say 0 after a signal, whatever its ranks say
         return 128 + received[0]
     return process.returncode if process.returncode >= 0 else 128 - process.returncode

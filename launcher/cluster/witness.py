@@ -31,7 +31,9 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _GUARD = ("/bin/sh", "-c", 'trap "" HUP INT TERM USR1; read -r _; kill -KILL 0')
 
 
-def run_witnessed(argv: Sequence[str], settings: Mapping[str, str], rank: int, command: Sequence[str] | None = None) -> int:
+def run_witnessed(
+    argv: Sequence[str], settings: Mapping[str, str], rank: int, command: Sequence[str] | None = None
+) -> int:
     """Run ``sdp`` with ``argv`` and ``settings`` in its environment in a process of its own, and return its exit code, 128 + a signal's.
 
     Signals to this process reach that one; where another one ends it, this process says so in one line. ``command`` replaces
@@ -42,7 +44,11 @@ def run_witnessed(argv: Sequence[str], settings: Mapping[str, str], rank: int, c
         place_file = Path(f"/dev/fd/{file.fileno()}")
         told = {PARENT_PID: str(os.getpid()), PLACE_FILE: str(place_file)}
         passed_on: list[int] = []
-        code = _run([*(command or own_command()), *argv], child_environment({**search_path(), **settings, **told}, {}), passed_on)
+        code = _run(
+            [*(command or own_command()), *argv],
+            child_environment({**search_path(), **settings, **told}, {}),
+            passed_on,
+        )
         place = Place.read(place_file)
     if code >= 0:
         return code
@@ -72,7 +78,9 @@ def _run(command: Sequence[str], environ: Mapping[str, str], passed_on: list[int
     quiet = subprocess.DEVNULL
     try:
         # Without the variables by which ranks are found (stop.py).
-        with subprocess.Popen(_GUARD, env={}, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, process_group=0) as guard:
+        with subprocess.Popen(
+            _GUARD, env={}, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, process_group=0
+        ) as guard:
             try:
                 # Not in this process's group, so that a signal to that one comes once. Open descriptors stay: one leads to MPI's daemon.
                 process = subprocess.Popen(command, env=environ, process_group=guard.pid, close_fds=False)

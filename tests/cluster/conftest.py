@@ -29,24 +29,34 @@ def local(hosts: Hosts) -> Iterator[dict[str, Future[list[float]]]]:
 
 def asked_for(request: pytest.FixtureRequest, parameter: str) -> set[object]:
     """The values that tests of this session have for a parameter."""
-    calls = (item.callspec for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec"))
+    calls = (
+        item.callspec
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    )
     return {call.params.get(parameter) for call in calls}
 
 
 @pytest.fixture(scope="session")
-def lives(hosts: Hosts, local: dict[str, Future[list[float]]], request: pytest.FixtureRequest) -> Iterator[dict[str, Future[str]]]:
+def lives(
+    hosts: Hosts, local: dict[str, Future[list[float]]], request: pytest.FixtureRequest
+) -> Iterator[dict[str, Future[str]]]:
     """Of the launchers asked for, two at a time beside other tests: they wait for time-outs. Each rank 1 has its own host."""
     wanted = asked_for(request, "torn")
     with ThreadPoolExecutor(2) as pool:
         begun = {}
         for place, (name, launcher) in enumerate(LAUNCHERS.items()):
             if name in wanted and what_installs(name) is None:
-                begun[name] = pool.submit(live, Life(hosts, f"life-{place}", launcher, "efghi"[place], 29600 + place), local["small"])
+                begun[name] = pool.submit(
+                    live, Life(hosts, f"life-{place}", launcher, "efghi"[place], 29600 + place), local["small"]
+                )
         yield begun
 
 
 @pytest.fixture(scope="session")
-def stories(hosts: Hosts, local: dict[str, Future[list[float]]], request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
+def stories(
+    hosts: Hosts, local: dict[str, Future[list[float]]], request: pytest.FixtureRequest
+) -> Iterator[dict[str, Future[None]]]:
     """SLURM's that are asked for, some at a time: they wait for it more than for the cores. None where it is not installed."""
     wanted = [story for story in STORIES if story.__name__ in asked_for(request, "story")]
     if not wanted or what_is_missing():

@@ -41,7 +41,18 @@ def test_the_quickstart_by_torchrun(hosts: Hosts, local: dict[str, Future[list[f
 
 def test_mpich_has_the_losses_of_a_local_start(hosts: Hosts, local: dict[str, Future[list[float]]]) -> None:
     needs("MPICH")
-    run = [*LAUNCH, "--launcher", *MPICH, "--hostfile", "with-j", "small.json", "--set", "training.steps=2", "--dump-dir", "mpich-small"]
+    run = [
+        *LAUNCH,
+        "--launcher",
+        *MPICH,
+        "--hostfile",
+        "with-j",
+        "small.json",
+        "--set",
+        "training.steps=2",
+        "--dump-dir",
+        "mpich-small",
+    ]
     assert hosts.run(*run) == pytest.approx(local["small"].result()[:2], rel=1e-6)
 
 

@@ -15,8 +15,20 @@ from sdp.tests.support.hosts import SDP
 from sdp.tests.support.processes import until
 
 pytestmark = pytest.mark.cluster
-MODEL = {"name": "llama", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 4}
-CONFIG = {"train_micro_batch_size_per_gpu": 1, "sdp": {"groups": 2, "capacity": 0.5}, "model": MODEL, "data": {"sequence_length": 16}}
+MODEL = {
+    "name": "llama",
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "sdp": {"groups": 2, "capacity": 0.5},
+    "model": MODEL,
+    "data": {"sequence_length": 16},
+}
 
 
 def namespaces() -> set[str]:
@@ -41,7 +53,9 @@ def test_a_signal_leaves_no_host_behind(number: signal.Signals, count: int) -> N
     script = f"import signal, time; from sdp.tools.bench.networks import hosts; made = hosts({count})\n"
     script += "signal.signal(signal.SIGINT, signal.default_int_handler)\nwith made: print('made', flush=True); time.sleep(0.5)"
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
-    process = subprocess.Popen([sys.executable, "-P", "-c", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
     def own() -> set[str]:
         return {name for name in namespaces() if name.startswith(f"sdp{process.pid}-")}
@@ -65,7 +79,18 @@ def test_links_are_as_slow_as_asked(tmp_path: Path) -> None:
     path = tmp_path / "small.json"
     path.write_text(json.dumps(CONFIG))
     before = namespaces()
-    words = ["bench", path, "--methods", "ddp,sdp-block-forward-0.5", "--rounds", "1", "--network", "50mbit,200mbit", "--out", tmp_path]
+    words = [
+        "bench",
+        path,
+        "--methods",
+        "ddp,sdp-block-forward-0.5",
+        "--rounds",
+        "1",
+        "--network",
+        "50mbit,200mbit",
+        "--out",
+        tmp_path,
+    ]
     done = subprocess.run([*SDP, *map(str, words)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert namespaces() == before

@@ -9,7 +9,9 @@ from sdp.tests.support.hosts import Hosts, needs
 pytestmark = pytest.mark.cluster
 
 
-@pytest.mark.parametrize("torn", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAUNCHERS])
+@pytest.mark.parametrize(
+    "torn", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAUNCHERS]
+)
 def test_a_run_that_is_torn_again_and_again_ends_as_if_undisturbed(lives: dict[str, Future[str]], torn: str) -> None:
     needs(torn)
     said = lives[torn].result()

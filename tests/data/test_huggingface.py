@@ -41,7 +41,9 @@ def test_ids_and_text_are_the_same(pair):
     assert theirs.eos_token_id == ours.end_of_text
 
     @settings(max_examples=300, deadline=None)
-    @given(AWKWARD | st.text() | st.sampled_from([*texts[:50], "<|endoftext|>", "<unk> <0x41>", "\n" * 9, "  \n  \t  "]))
+    @given(
+        AWKWARD | st.text() | st.sampled_from([*texts[:50], "<|endoftext|>", "<unk> <0x41>", "\n" * 9, "  \n  \t  "])
+    )
     def check(text: str) -> None:
         ids = ours.encode(text)
         assert theirs(text)["input_ids"] == ids

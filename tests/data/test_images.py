@@ -88,17 +88,28 @@ def broken_archives(tmp_path: Path) -> dict[str, tuple[Path, str]]:
     cut = cifar(tmp_path / "cut.tar.gz", whole)
     cut.write_bytes(cut.read_bytes()[:-4000])
     return {
-        "of pickles": (cifar(tmp_path / "a.tar.gz", {"data_batch_1": b"", "batches.meta": b""}), "holds pickles, which are code"),
+        "of pickles": (
+            cifar(tmp_path / "a.tar.gz", {"data_batch_1": b"", "batches.meta": b""}),
+            "holds pickles, which are code",
+        ),
         "of another set": (cifar(tmp_path / "b.tar.gz", {"train.bin": data}), r"has no data_batch_1\.bin"),
         "cut off": (cut, "damaged or cut off"),
         "no archive": (Path(__file__), "damaged or cut off"),
         "missing": (tmp_path / "nowhere.tar.gz", "no such file"),
-        "of odd size": (cifar(tmp_path / "c.tar.gz", whole | {"data_batch_3.bin": data[:-1]}), r"data_batch_3\.bin has 6,145 bytes"),
-        "of wrong labels": (cifar(tmp_path / "d.tar.gz", whole | {"test_batch.bin": b"\x0a" + data[1:]}), "a label of 10"),
+        "of odd size": (
+            cifar(tmp_path / "c.tar.gz", whole | {"data_batch_3.bin": data[:-1]}),
+            r"data_batch_3\.bin has 6,145 bytes",
+        ),
+        "of wrong labels": (
+            cifar(tmp_path / "d.tar.gz", whole | {"test_batch.bin": b"\x0a" + data[1:]}),
+            "a label of 10",
+        ),
     }
 
 
-@pytest.mark.parametrize("kind", ["of pickles", "of another set", "cut off", "no archive", "missing", "of odd size", "of wrong labels"])
+@pytest.mark.parametrize(
+    "kind", ["of pickles", "of another set", "cut off", "no archive", "missing", "of odd size", "of wrong labels"]
+)
 def test_a_broken_archive_is_named(tmp_path, kind):
     path, message = broken_archives(tmp_path)[kind]
     with pytest.raises(DataError, match=message) as error:
@@ -170,14 +181,21 @@ def mirrored_set(digits: Path) -> ImageArrays:
     return dataset
 
 
-def batches_of(dataset: ImageArrays, ranks: int, micro: int, steps: int, start: int = 0, workers: int = 0) -> list[dict]:
+def batches_of(
+    dataset: ImageArrays, ranks: int, micro: int, steps: int, start: int = 0, workers: int = 0
+) -> list[dict]:
     """What all data ranks read together in each step, in rank order."""
     collate = Batches(dataset.about, len(dataset), seed=3)
-    loaders = [ResumableLoader(dataset, micro, rank, ranks, seed=5, collate_fn=collate, num_workers=workers) for rank in range(ranks)]
+    loaders = [
+        ResumableLoader(dataset, micro, rank, ranks, seed=5, collate_fn=collate, num_workers=workers)
+        for rank in range(ranks)
+    ]
     for loader in loaders:
         loader.load_state_dict({"seed": 5, "consumed": start, "num_samples": len(dataset)})
     parts = [list(itertools.islice(loader, steps)) for loader in loaders]
-    return [{key: torch.cat([part[step][key] for part in parts]) for key in ("images", "labels")} for step in range(steps)]
+    return [
+        {key: torch.cat([part[step][key] for part in parts]) for key in ("images", "labels")} for step in range(steps)
+    ]
 
 
 def test_the_same_pictures_under_every_layout_and_after_a_resume(digits):

@@ -35,7 +35,9 @@ def write_json_lines(path: Path, texts=TEXTS) -> str:
 
 
 def quiet(inputs, output, **arguments):
-    return prepare(inputs, output, **{"tokenizer": "bytes", "workers": 1, "progress": False, "held_out": 0.2, **arguments})
+    return prepare(
+        inputs, output, **{"tokenizer": "bytes", "workers": 1, "progress": False, "held_out": 0.2, **arguments}
+    )
 
 
 def documents_of(directory: Path, split: str) -> list[str]:
@@ -175,7 +177,9 @@ def test_empty_corpus(tmp_path, tokenizer):
 
 def test_empty_split_says_what_to_do(tmp_path):
     path = write_json_lines(tmp_path / "one.jsonl", TEXTS[:1])
-    with pytest.raises(DataError, match=r"the corpus is one document, and each of the splits train and held_out needs one; give more"):
+    with pytest.raises(
+        DataError, match=r"the corpus is one document, and each of the splits train and held_out needs one; give more"
+    ):
         quiet([path], tmp_path / "out", held_out=0.5)
     path = write_json_lines(tmp_path / "a.jsonl", TEXTS[:2])
     with pytest.raises(DataError, match=r"the split 'held_out' is empty: 2 document.* raise --held-out"):
@@ -295,10 +299,14 @@ def test_hub_that_cannot_be_reached_is_one_line_within_seconds(tmp_path):
     arguments = ["prepare", "--output", str(tmp_path / "out"), "--tokenizer", "hf:some/name"]
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     started = time.monotonic()
-    result = subprocess.run([sys.executable, "-P", "-m", "sdp", *arguments], capture_output=True, text=True, env=environment, check=False)
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "sdp", *arguments], capture_output=True, text=True, env=environment, check=False
+    )
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("sdp: error: tokenizer 'hf:some/name' cannot be loaded: no such directory, not in the cache, and")
+    assert result.stderr.startswith(
+        "sdp: error: tokenizer 'hf:some/name' cannot be loaded: no such directory, not in the cache, and"
+    )
     assert result.stderr.count("\n") == 1
     assert time.monotonic() - started < 40  # the hub's own retries take 50 s on top of the imports
 
@@ -352,7 +360,11 @@ def test_command_prepares_and_verifies(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
-    [("splits", {}, "splits: "), ("vocab_size", 300, "the vocabulary in the index"), ("end_of_text", 3, "the vocabulary in the index")],
+    [
+        ("splits", {}, "splits: "),
+        ("vocab_size", 300, "the vocabulary in the index"),
+        ("end_of_text", 3, "the vocabulary in the index"),
+    ],
 )
 def test_an_index_edited_by_hand_does_not_verify(tmp_path, key, value, message):
     out = tmp_path / "out"

@@ -99,7 +99,9 @@ def test_missing_and_cut_off_shards_are_named_when_opening(tmp_path, tokens):
     index = write(tmp_path, tokens)
     path = tmp_path / index.splits["train"].shards[2].file
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(DataError, match=r"train-00002\.bin: 17 bytes instead of 20, damaged .* prepare it again with: sdp"):
+    with pytest.raises(
+        DataError, match=r"train-00002\.bin: 17 bytes instead of 20, damaged .* prepare it again with: sdp"
+    ):
         TokenDataset(tmp_path, "train", 4)
     path.unlink()
     with pytest.raises(DataError, match=r"train-00002\.bin: this token shard is missing"):

@@ -104,7 +104,9 @@ def test_a_cut_off_stream_never_passes_for_a_shorter_one(tmp_path, suffix):
     frames = [pack(json_lines([text])) for text in ("first", os.urandom(200_000).hex(), "last")]
     whole, path = b"".join(frames), tmp_path / f"a.jsonl.{suffix}"
     ends = {len(frames[0]), len(frames[0]) + len(frames[1]), len(whole)}
-    for size in {1, 9, len(frames[0]) // 2, len(frames[0]) + 1, 100_000, len(whole) - 1} | {end - 1 for end in ends} | ends:
+    for size in (
+        {1, 9, len(frames[0]) // 2, len(frames[0]) + 1, 100_000, len(whole) - 1} | {end - 1 for end in ends} | ends
+    ):
         path.write_bytes(whole[:size])
         if size in ends:
             assert texts_of(path)

@@ -10,7 +10,9 @@ from sdp.engine.errors import ConfigError, LaunchError
 from sdp.launcher.degrees import Degrees
 
 
-def _degrees(groups: int, fsdp: int | None = None, tp: int = 1, *, batch: dict[str, int] | None = None, **section: Any) -> Degrees:
+def _degrees(
+    groups: int, fsdp: int | None = None, tp: int = 1, *, batch: dict[str, int] | None = None, **section: Any
+) -> Degrees:
     config = {"sdp": {"groups": groups, **section}, "tensor_parallel": {"autotp_size": tp}, **(batch or {})}
     return Degrees(load_config(config), fsdp)
 
@@ -45,7 +47,12 @@ def test_process_count(groups: int, fsdp: int | None, tp: int, nproc: int | None
         (_degrees(4), 4, 2, r"4 processes \(--nproc\) need 4 devices, 2 visible"),
         (_degrees(4, engine="reference"), 4, 0, r"reference.* run all 4 groups in one process"),
         (_degrees(4, 2, engine="reference"), None, 0, r"reference.* fsdp 2"),
-        (_degrees(2, engine="deepspeed", group_sizes=[2, 1]), 4, 0, r"4 processes \(--nproc\) are not the 3 of sdp.group_sizes \[2, 1\]"),
+        (
+            _degrees(2, engine="deepspeed", group_sizes=[2, 1]),
+            4,
+            0,
+            r"4 processes \(--nproc\) are not the 3 of sdp.group_sizes \[2, 1\]",
+        ),
         (_degrees(2, 2, engine="deepspeed", group_sizes=[2, 1]), None, 0, r"--fsdp 2: sdp.group_sizes says"),
     ],
 )
@@ -73,5 +80,7 @@ def test_group_sizes_say_how_many_processes_start() -> None:
     ],
 )
 def test_samples_that_the_processes_do_not_share(degrees: Degrees, count: int) -> None:
-    with pytest.raises(ConfigError, match=r"train_batch_size \d \(from the configuration\) is not .*; change one of them"):
+    with pytest.raises(
+        ConfigError, match=r"train_batch_size \d \(from the configuration\) is not .*; change one of them"
+    ):
         degrees.check(count, "given")

@@ -148,7 +148,9 @@ time.sleep(60)
     code, _, err = job.end()
     assert code == 1
     log = job.logs / "rank-2.log"
-    assert err.splitlines() == [f"sdp: error: rank 2 on {HOST} was killed by SIGKILL, perhaps for lack of memory; its log: {log}"]
+    assert err.splitlines() == [
+        f"sdp: error: rank 2 on {HOST} was killed by SIGKILL, perhaps for lack of memory; its log: {log}"
+    ]
     assert not any(alive(pid) for pid in pids)
 
 
@@ -167,7 +169,9 @@ sys.exit(1)
     code, _, err = job.end()
     assert code == 1
     log = job.logs / "rank-2.log"
-    assert err.splitlines() == [f"sdp: error: rank 2 on {HOST} ended with exit code 1 (ValueError: the cause); its log: {log}"]
+    assert err.splitlines() == [
+        f"sdp: error: rank 2 on {HOST} ended with exit code 1 (ValueError: the cause); its log: {log}"
+    ]
     assert "ValueError: the cause" in log.read_text()
 
 

@@ -185,10 +185,14 @@ def test_stochastic_depth_skips_sequences_more_often_the_deeper_the_layer_and_ke
     skipped = layer.train()(hidden, *tables)
     stays = (skipped == hidden).flatten(1).all(1)
     assert 0.46 < stays.float().mean() < 0.54
-    torch.testing.assert_close(skipped[~stays], (one + 2 * (full - one)).expand_as(skipped[~stays]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        skipped[~stays], (one + 2 * (full - one)).expand_as(skipped[~stays]), rtol=1e-4, atol=1e-5
+    )
 
 
-@pytest.mark.parametrize(("option", "value"), [("attention_dropout", 1.0), ("residual_dropout", -0.1), ("stochastic_depth", 1.0)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("attention_dropout", 1.0), ("residual_dropout", -0.1), ("stochastic_depth", 1.0)]
+)
 def test_rates_are_probabilities_below_one(option, value):
     with pytest.raises(ValueError, match=option):
         LlamaConfig(**BASE, **{option: value})

@@ -100,7 +100,13 @@ def test_a_second_backward_is_refused() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_model_gives_the_same_loss_and_gradients_whatever_the_chunk(tied: bool) -> None:
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     ids = torch.randint(VOCABULARY, (3, 11))
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, IGNORE_INDEX)
     for chunk in (None, 5):
@@ -132,7 +138,13 @@ def test_the_peak_of_a_step_does_not_contain_the_logits() -> None:
     peaks = {}
     for kind in (LanguageModelHead, PlainHead):
         model = Llama(
-            LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+            LlamaConfig(
+                vocab_size=vocabulary,
+                hidden_size=hidden,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+            )
         )
         model.lm_head = kind(hidden, vocabulary, 64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -152,7 +164,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> Non
 
 
 def test_autocast_leaves_float64_alone() -> None:
-    hidden, weight, targets = torch.randn(4, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+    hidden, weight, targets = (
+        torch.randn(4, 8, dtype=torch.float64),
+        torch.randn(5, 8, dtype=torch.float64),
+        torch.tensor([0, 1, 2, 3]),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(hidden, weight, targets, 4)
     torch.testing.assert_close(loss, linear_cross_entropy(hidden, weight, targets, 4), rtol=0, atol=0)

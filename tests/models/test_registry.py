@@ -100,7 +100,9 @@ def test_shipped_sizes(name, parameters):
 def test_shipped_image_models(name, parameters):
     file = resources.files("sdp.configs") / f"{name}.json"
     config = load_config(json.loads(file.read_text(encoding="utf-8")))
-    model = build_model(config.model, num_classes=10 if "cifar" in name else 1000, image_size=32 if "cifar" in name else 224)
+    model = build_model(
+        config.model, num_classes=10 if "cifar" in name else 1000, image_size=32 if "cifar" in name else 224
+    )
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert config.scheduler is not None
     assert config.scheduler.params["total_num_steps"] == config.training.steps

@@ -99,7 +99,9 @@ def test_units_are_the_blocks_that_keep_their_shape():
     images = torch.randn(2, 3, 32, 32, device="meta")
     shapes: dict[str, Any] = {}
     for name in UNITS:
-        model.get_submodule(name).register_forward_hook(lambda _, args, out, name=name: shapes.update({name: (args[0].shape, out.shape)}))
+        model.get_submodule(name).register_forward_hook(
+            lambda _, args, out, name=name: shapes.update({name: (args[0].shape, out.shape)})
+        )
     assert model(images).shape == (2, 10)
     for unit in units:
         before, after = shapes[unit.name]
@@ -140,7 +142,11 @@ def test_initialisation_is_torchvisions():
     ("section", "data", "message"),
     [
         ({"stem": "cifr"}, {"num_classes": 10}, "model.stem: input should be 'cifar' or 'imagenet'"),
-        ({"num_classes": 100}, {"num_classes": 10}, "model.num_classes: 100, but the data has 10; remove model.num_classes"),
+        (
+            {"num_classes": 100},
+            {"num_classes": 10},
+            "model.num_classes: 100, but the data has 10; remove model.num_classes",
+        ),
         ({"image_size": 32}, {"image_size": 8}, "model.image_size: 32, but the data's images have sides of 8"),
         ({}, {}, "model.num_classes: not set, and no data states it"),
         ({}, {"vocab_size": 77}, "model.name: resnet18 reads images, but the data section means tokens"),

@@ -99,7 +99,9 @@ def test_units_are_the_residual_blocks_and_state_their_cost(side: int) -> None:
         before: dict[str, int] = {}
         for name, module in hooks.items():
             module.register_forward_pre_hook(lambda *_, name=name: before.update({name: counter.get_total_flops()}))
-            module.register_forward_hook(lambda *_, name=name: counted.update({name: counter.get_total_flops() - before[name]}))
+            module.register_forward_hook(
+                lambda *_, name=name: counted.update({name: counter.get_total_flops() - before[name]})
+            )
         assert model(torch.randn(1, 3, side, side, device="meta")).shape == (1, 10)
     assert counted == {unit.name: unit.flops for unit in units}
 
@@ -116,7 +118,11 @@ def test_initialisation_is_torchvisions() -> None:
             fill(tensor.data[3:], 3)
     state = model.state_dict()
     assert not any((value == -77).any() for value in state.values())
-    for name in ("features.5.3.attn.qkv.weight", "features.5.3.attn.relative_position_bias_table", "features.2.reduction.weight"):
+    for name in (
+        "features.5.3.attn.qkv.weight",
+        "features.5.3.attn.relative_position_bias_table",
+        "features.2.reduction.weight",
+    ):
         assert state[name].std().item() == pytest.approx(0.02, rel=0.05)
     assert state["features.5.3.mlp.0.bias"].eq(0).all() and state["features.5.3.norm2.weight"].eq(1).all()
     assert state["features.0.0.weight"].abs().max().item() == pytest.approx(48**-0.5, rel=0.01)
@@ -132,7 +138,10 @@ def test_initialisation_is_torchvisions() -> None:
     [
         ({"depths": [2, 2]}, r"model: depths names 2 stages and num_heads 4; give both a number a stage"),
         ({"num_heads": [3, 6, 12, 25]}, r"model: num_heads: 25 heads do not divide the 768 channels of stage 4"),
-        ({"stochastic_depth": 0.2}, r"model: stochastic_depth 0.2 is not available in this version: its draws would depend on the layout"),
+        (
+            {"stochastic_depth": 0.2},
+            r"model: stochastic_depth 0.2 is not available in this version: its draws would depend on the layout",
+        ),
         ({}, r"model.num_classes: not set, and no data states it"),
     ],
 )

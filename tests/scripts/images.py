@@ -55,7 +55,9 @@ def main(args):
     torch.manual_seed(0)
     net = Net()
     parameters = filter(lambda p: p.requires_grad, net.parameters())
-    model_engine, _, trainloader, _ = deepspeed.initialize(args=args, model=net, model_parameters=parameters, training_data=images())
+    model_engine, _, trainloader, _ = deepspeed.initialize(
+        args=args, model=net, model_parameters=parameters, training_data=images()
+    )
     local_device, local_rank = model_engine.device, model_engine.local_rank
     target_dtype = torch.bfloat16 if model_engine.bfloat16_enabled() else torch.float32
     criterion = nn.CrossEntropyLoss()

@@ -22,7 +22,9 @@ def _counters() -> list[Any]:
         engine.traffic.reset()
         engine.backward(engine(models.micro_batch("mlp", 0, micro, dist.get_rank())))
         engine.step()
-        seen.append((boundary, engine.traffic.total() > 0, engine.global_steps, engine.micro_steps, engine.global_samples))
+        seen.append(
+            (boundary, engine.traffic.total() > 0, engine.global_steps, engine.micro_steps, engine.global_samples)
+        )
     facts = (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
     return [seen, facts, engine.world_size, engine.global_rank == dist.get_rank(), engine.data_ranks_here]
 

@@ -63,16 +63,32 @@ def _build(kind: str) -> nn.Module:
         return Encoder() if kind == "encoder" else Peeking()
     import transformers as hf
 
-    small: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4, "num_attention_heads": 2}
+    small: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+    }
     if kind == "gpt2":
-        sizes: dict[str, Any] = {"vocab_size": WORDS, "n_embd": 8, "n_layer": 4, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+        sizes: dict[str, Any] = {
+            "vocab_size": WORDS,
+            "n_embd": 8,
+            "n_layer": 4,
+            "n_head": 2,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
         return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
     if kind == "mixtral":
-        return hf.MixtralForCausalLM(hf.MixtralConfig(vocab_size=WORDS, num_key_value_heads=1, num_local_experts=2, **small))
+        return hf.MixtralForCausalLM(
+            hf.MixtralConfig(vocab_size=WORDS, num_key_value_heads=1, num_local_experts=2, **small)
+        )
     if kind == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=WORDS, num_key_value_heads=1, **small))
     if kind == "qwen2":
-        return hf.Qwen2ForCausalLM(hf.Qwen2Config(vocab_size=WORDS, num_key_value_heads=1, tie_word_embeddings=True, **small))
+        return hf.Qwen2ForCausalLM(
+            hf.Qwen2Config(vocab_size=WORDS, num_key_value_heads=1, tie_word_embeddings=True, **small)
+        )
     small["num_labels"] = WORDS
     return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **small))
 
@@ -99,7 +115,9 @@ def _config(kind: str, case: Case, engine_name: str, units: str) -> dict[str, An
     del config["scheduler"]
     section = {key: value for key, value in config["sdp"].items() if key != "placement"}
     if units == "explicit":
-        section["placement"] = {f"{_STACKS[kind]}.{index}": held for index, held in enumerate([[0], [0, 1], [0, 1], [1]])}
+        section["placement"] = {
+            f"{_STACKS[kind]}.{index}": held for index, held in enumerate([[0], [0, 1], [0, 1], [1]])
+        }
     else:
         section |= {"profile": [1, 2, 2, 1], "units": "auto" if units == "auto" else [f"{_STACKS[kind]}.*"]}
     return config | {"sdp": section}
@@ -133,7 +151,11 @@ def _train(kind: str, case: Case, engine_name: str, units: str) -> Trained:
 @pytest.mark.parametrize(
     ("kind", "case", "units"),
     [
-        *((kind, case, "explicit") for kind in ("encoder", "peeking", "mixtral") for case in (Case(2, 1), Case(2, 2, 3))),
+        *(
+            (kind, case, "explicit")
+            for kind in ("encoder", "peeking", "mixtral")
+            for case in (Case(2, 1), Case(2, 2, 3))
+        ),
         *((kind, Case(2, 1), "auto") for kind in _HUGGING_FACE),
         *((kind, Case(2, 2, 3), "patterns") for kind in _HUGGING_FACE),
         *((kind, Case(2, 2, 3, masking="backward"), "patterns") for kind in _HUGGING_FACE),
@@ -154,12 +176,18 @@ def test_native_equals_the_reference(ranks: RankPool, kind: str, case: Case, uni
     assert seen == set(gradients)
     for name, weight in expected.items():
         # A key's bias has no gradient but round-off, and starts at zero.
-        torch.testing.assert_close(results[0][0][name], weight, rtol=0, atol=1e-5 * weight.abs().max().item() + 1e-8, msg=name)
+        torch.testing.assert_close(
+            results[0][0][name], weight, rtol=0, atol=1e-5 * weight.abs().max().item() + 1e-8, msg=name
+        )
     assert [result[1] for result in results] == [pytest.approx(loss, rel=1e-5)] * case.world
     assert [result[2] for result in results] == [pytest.approx(own, rel=1e-5)] * case.world
     start = _build(kind).state_dict()
     for index in range(4):
-        assert any(not torch.equal(expected[name], start[name]) for name in start if name.startswith(f"{_STACKS[kind]}.{index}."))
+        assert any(
+            not torch.equal(expected[name], start[name])
+            for name in start
+            if name.startswith(f"{_STACKS[kind]}.{index}.")
+        )
 
 
 def _cut(model: nn.Module, batch: dict[str, torch.Tensor], **section: Any) -> None:
@@ -183,7 +211,9 @@ def test_models_that_cannot_be_cut() -> None:
     stages = hf.ResNetForImageClassification(hf.ResNetConfig(**shape))
     pixels = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.arange(4)}
     remedy = r"leave it out of sdp\.units, list it in sdp\.protect, or use sdp\.masking \"backward\""
-    with pytest.raises(sdp.ModelError, match=rf"resnet\.encoder\.stages\.1: returns \(2, 8, 2, 2\) from \(2, 4, 4, 4\), .*; {remedy}"):
+    with pytest.raises(
+        sdp.ModelError, match=rf"resnet\.encoder\.stages\.1: returns \(2, 8, 2, 2\) from \(2, 4, 4, 4\), .*; {remedy}"
+    ):
         _cut(stages, pixels, units=["resnet.encoder.stages.*"])
     _cut(stages, pixels, units=["resnet.encoder.stages.*"], masking="backward")
 
@@ -198,7 +228,9 @@ def _scalars(case: Case) -> str:
     model = Peeking()
     model.blocks[3] = Scalar()
     try:
-        engine = sdp.initialize(model=model, config=case.config(sdp={"groups": 2, "placement": {"blocks.0": [0], "blocks.3": [1]}}))[0]
+        engine = sdp.initialize(
+            model=model, config=case.config(sdp={"groups": 2, "placement": {"blocks.0": [0], "blocks.3": [1]}})
+        )[0]
     except sdp.ModelError as error:
         return str(error)
     engine.backward(engine(_rows("peeking", 0, dist.get_rank())))

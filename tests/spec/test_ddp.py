@@ -79,8 +79,12 @@ def test_capacity_1_equals_ddp(ranks: RankPool, case: Case) -> None:
     assert list(ours.after) == list(weights)
     for name, weight in weights.items():
         update = (weight - ours.before[name]).abs().max().item()
-        tolerance = RELATIVE * update + STEPS * 2.0**-23 * weight.abs().max().item()  # one rounding of the weight a step
-        torch.testing.assert_close(ours.after[name], weight, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        tolerance = (
+            RELATIVE * update + STEPS * 2.0**-23 * weight.abs().max().item()
+        )  # one rounding of the weight a step
+        torch.testing.assert_close(
+            ours.after[name], weight, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("model", ["mlp", "llama-tied"])
@@ -95,7 +99,9 @@ def test_ddp_sends_what_its_plan_says(ranks: RankPool, model: str) -> None:
     bucket_bytes = ddp(ranks, case)[2]
     assert data_parallel_traffic(layout).by_kind() == {"between groups/all_reduce": round(2 * bucket_bytes * 3 / 4)}
     ours = native(ranks, case)[0]
-    assert ours.traffic[0]["between groups/all_reduce"] == round(2 * bucket_bytes * 3 / 4), "capacity 1 sends what DDP sends"
+    assert ours.traffic[0]["between groups/all_reduce"] == round(2 * bucket_bytes * 3 / 4), (
+        "capacity 1 sends what DDP sends"
+    )
 
 
 # -- FSDP2's own hybrid sharding, a replicate mesh for every holder set -------------------------------------------------------------
@@ -107,10 +113,14 @@ def _hybrid(case: Case) -> dict[str, torch.Tensor]:
     """A group's part of the model after training with FSDP2 on meshes (holders, shards); nothing of the package is used."""
     rank = dist.get_rank()
     group, grid = rank // 2, torch.arange(4).view(2, 2)
-    meshes = {held: DeviceMesh("cpu", grid[list(held)], mesh_dim_names=("holders", "shards")) for held in ((0,), (0, 1), (1,))}
+    meshes = {
+        held: DeviceMesh("cpu", grid[list(held)], mesh_dim_names=("holders", "shards")) for held in ((0,), (0, 1), (1,))
+    }
     model = models.build(case.model)
     absent = {index for index, holders in HOLDERS.items() if group not in holders}
-    model.layers = torch.nn.ModuleList(torch.nn.Identity() if i in absent else layer for i, layer in enumerate(model.layers))  # type: ignore[union-attr,arg-type]
+    model.layers = torch.nn.ModuleList(
+        torch.nn.Identity() if i in absent else layer for i, layer in enumerate(model.layers)
+    )  # type: ignore[union-attr,arg-type]
     for index, layer in enumerate(model.layers):  # type: ignore[arg-type]
         if index not in absent:
             fully_shard(layer, mesh=meshes[HOLDERS[index]])
@@ -121,7 +131,10 @@ def _hybrid(case: Case) -> dict[str, torch.Tensor]:
         model(**models.micro_batch(case.model, step, 0, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -133,7 +146,12 @@ def test_mixed_holders_equal_hybrid_sharding(ranks: RankPool, optimizer: Any) ->
     seen = set()
     for weights in ranks.run(_hybrid, case, world=4):
         for name, weight in weights.items():
-            tolerance = RELATIVE * (weight - ours.before[name]).abs().max().item() + STEPS * 2.0**-23 * weight.abs().max().item()
-            torch.testing.assert_close(ours.after[name], weight, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+            tolerance = (
+                RELATIVE * (weight - ours.before[name]).abs().max().item()
+                + STEPS * 2.0**-23 * weight.abs().max().item()
+            )
+            torch.testing.assert_close(
+                ours.after[name], weight, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            )
             seen.add(name)
     assert seen == set(ours.after)

@@ -84,7 +84,10 @@ def pairwise_cover(factors: dict[str, Sequence[Any]]) -> list[Case]:
 
 def full_table(factors: dict[str, Sequence[Any]]) -> list[Case]:
     """All combinations of all factors but the model and how it is cut, which take turns."""
-    turns = [dict(zip(TAKE_TURNS, values, strict=True)) for values in itertools.product(*(factors[name] for name in TAKE_TURNS))]
+    turns = [
+        dict(zip(TAKE_TURNS, values, strict=True))
+        for values in itertools.product(*(factors[name] for name in TAKE_TURNS))
+    ]
     kinds = itertools.cycle(turn for turn in turns if (turn["granularity"], turn["kind"]) != ("neuron", "mlp"))
     others = {name: values for name, values in factors.items() if name not in TAKE_TURNS}
     rows = (dict(zip(others, values, strict=True)) for values in itertools.product(*others.values()))
@@ -115,9 +118,15 @@ def test_clipping_acts_above_its_value_only() -> None:
 def test_the_cover_holds_every_pair() -> None:
     for cover, size in ((COVER, 30), (TENSOR_COVER, 25)):
         assert len(cover) < size
-        assert {(case.neurons > 0, case.masking) for case in cover} == set(itertools.product((False, True), FACTORS["masking"]))
-        assert {(case.neurons > 0, case.placement) for case in cover} == set(itertools.product((False, True), FACTORS["placement"]))
-        assert {(case.masking, case.placement) for case in cover} >= set(itertools.product(FACTORS["masking"], FACTORS["placement"][:3]))
+        assert {(case.neurons > 0, case.masking) for case in cover} == set(
+            itertools.product((False, True), FACTORS["masking"])
+        )
+        assert {(case.neurons > 0, case.placement) for case in cover} == set(
+            itertools.product((False, True), FACTORS["placement"])
+        )
+        assert {(case.masking, case.placement) for case in cover} >= set(
+            itertools.product(FACTORS["masking"], FACTORS["placement"][:3])
+        )
 
 
 NEURONS = [
@@ -125,11 +134,31 @@ NEURONS = [
     Case(2, 2, stage=3, neurons=2, model="even-llama-tied-meta", optimizer="adamw", accumulation=3, clip=True),
     Case(4, 1, neurons=2, model="llama-of-3", optimizer="adamw"),
     Case(2, 1, neurons=2, model="even-llama", masking="backward"),
-    Case(2, 2, stage=3, neurons=3, model="even-llama-tied-meta", optimizer="adamw", accumulation=3, clip=True, masking="backward"),
+    Case(
+        2,
+        2,
+        stage=3,
+        neurons=3,
+        model="even-llama-tied-meta",
+        optimizer="adamw",
+        accumulation=3,
+        clip=True,
+        masking="backward",
+    ),
     Case(4, 1, neurons=2, model="llama-of-3", stage=2, optimizer="adamw", masking="backward", placement="balanced"),
     Case(2, 2, stage=1, neurons=5, model="even-llama-tied", placement="cyclic", accumulation=3, masking="backward"),
     Case(2, 2, stage=3, neurons=2, model="wide-llama-tied-meta", tp=2, clip=True, accumulation=3, placement="random"),
-    Case(2, 1, neurons=2, model="wide-llama", tp=2, optimizer="adamw", masking="backward", checkpointing="selective", placement="balanced"),
+    Case(
+        2,
+        1,
+        neurons=2,
+        model="wide-llama",
+        tp=2,
+        optimizer="adamw",
+        masking="backward",
+        checkpointing="selective",
+        placement="balanced",
+    ),
 ]
 IMAGE_NEURONS = [  # the width of the first stage is 3, and so are the heads of the second
     Case(2, 1, neurons=3, model="resnet-meta", accumulation=3),
@@ -139,7 +168,9 @@ IMAGE_NEURONS = [  # the width of the first stage is 3, and so are the heads of 
     Case(4, 1, neurons=2, model="swin-meta", optimizer="adamw", placement="balanced"),
     Case(2, 2, stage=3, neurons=3, model="swin-meta", placement="cyclic", clip=True, accumulation=3),
     Case(2, 2, stage=2, neurons=4, model="swin-meta", optimizer="adamw", masking="backward"),
-    Case(2, 2, stage=3, neurons=2, model="swin-meta", optimizer="momentum", masking="backward", checkpointing="selective"),
+    Case(
+        2, 2, stage=3, neurons=2, model="swin-meta", optimizer="momentum", masking="backward", checkpointing="selective"
+    ),
 ]
 
 
@@ -151,7 +182,8 @@ def test_native_neurons_equal_the_reference(ranks: RankPool, case: Case) -> None
 
 
 @pytest.mark.parametrize(
-    ("mode", "masking"), [("full", "forward"), ("selective", "forward"), ("full", "backward"), ("selective", "backward")]
+    ("mode", "masking"),
+    [("full", "forward"), ("selective", "forward"), ("full", "backward"), ("selective", "backward")],
 )
 def test_activation_checkpointing_of_neurons_changes_nothing(ranks: RankPool, mode: Any, masking: Any) -> None:
     plain = replace(NEURONS[4 if masking == "backward" else 1], masking=masking)
@@ -187,7 +219,10 @@ def test_native_images_equal_the_reference(ranks: RankPool, case: Case) -> None:
     def weights_alone(result: Result) -> Result:
         states = {"before": result.before, "after": result.after}
         assert all(state is None or len(state) > len(parameters) for state in states.values())
-        weights = {part: state and {name: state[name] for name in state if name in parameters} for part, state in states.items()}
+        weights = {
+            part: state and {name: state[name] for name in state if name in parameters}
+            for part, state in states.items()
+        }
         return replace(result, **weights)
 
     expected = reference(replace(case, checkpointing="none"))
@@ -221,7 +256,11 @@ def test_gradients_of_tensor_parallel_parts_are_g_u(ranks: RankPool, case: Case)
         for name, gradient in result.gradients.items():
             largest = expected[name].abs().max().item()
             torch.testing.assert_close(
-                gradient, expected[name], rtol=0, atol=RELATIVE * largest, msg=lambda text, at=(rank, name): f"{at}: {text}"
+                gradient,
+                expected[name],
+                rtol=0,
+                atol=RELATIVE * largest,
+                msg=lambda text, at=(rank, name): f"{at}: {text}",
             )
     assert seen == set(expected)
 
@@ -336,7 +375,9 @@ def test_reference_equals_the_formula(fsdp: int, accumulation: int, clip: bool, 
 # -- gradients themselves ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "masking"), [(0, "forward"), (2, "forward"), (3, "forward"), (0, "backward"), (3, "backward")])
+@pytest.mark.parametrize(
+    ("stage", "masking"), [(0, "forward"), (2, "forward"), (3, "forward"), (0, "backward"), (3, "backward")]
+)
 def test_gradients_at_the_boundary_are_g_u(ranks: RankPool, stage: int, masking: Any) -> None:
     """Under backward masking that is the dense model's gradient over the holders' batches: an unbiased estimate."""
     case = Case(2, 2, stage=stage, accumulation=3, steps=1, masking=masking)
@@ -358,9 +399,16 @@ def test_gradients_at_the_boundary_are_g_u(ranks: RankPool, stage: int, masking:
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize(
     ("model", "tp", "masking"),
-    [("mlp", 1, "forward"), ("llama-tied-meta", 1, "forward"), ("even-llama", 2, "forward"), ("llama-tied-meta", 1, "backward")],
+    [
+        ("mlp", 1, "forward"),
+        ("llama-tied-meta", 1, "forward"),
+        ("even-llama", 2, "forward"),
+        ("llama-tied-meta", 1, "backward"),
+    ],
 )
-def test_activation_checkpointing_changes_nothing(ranks: RankPool, mode: Any, model: str, tp: int, masking: Any) -> None:
+def test_activation_checkpointing_changes_nothing(
+    ranks: RankPool, mode: Any, model: str, tp: int, masking: Any
+) -> None:
     plain = Case(2, 2, stage=3, accumulation=3, model=model, tp=tp, masking=masking)
     case = Case(2, 2, stage=3, accumulation=3, model=model, checkpointing=mode, tp=tp, masking=masking)
     assert_same_run(native(ranks, case), reference(plain), case)
@@ -386,7 +434,9 @@ def test_two_backward_passes_before_a_step_add_up(ranks: RankPool, stage: int) -
     expected = by_hand(Case(2, 2, accumulation=2, steps=1))[2][0]
     for gradients in ranks.run(_two_losses, stage, world=4):
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=RELATIVE * expected[name].abs().max().item())
+            torch.testing.assert_close(
+                gradient, expected[name], rtol=0, atol=RELATIVE * expected[name].abs().max().item()
+            )
 
 
 def _dropped(stage: int) -> dict[str, torch.Tensor]:
@@ -443,7 +493,9 @@ def _float32_run(case: Case) -> Result:
 def test_bf16_native_equals_reference(ranks: RankPool, case: Case) -> None:
     """Both compute in bfloat16 from the same weights, so they differ by round-off of 2⁻⁹ per operation, and less than from float32."""
     ours, theirs, exact = native(ranks, case), reference(case), _float32_run(case)
-    assert ours[0].after is not None and theirs.after is not None and theirs.before is not None and exact.after is not None
+    assert (
+        ours[0].after is not None and theirs.after is not None and theirs.before is not None and exact.after is not None
+    )
     assert ours[0].norms == pytest.approx(theirs.norms, rel=2e-2)
     squared = {"backends": 0.0, "rounding": 0.0, "update": 0.0}
     for name in dict(models.build(case.model).named_parameters()):

@@ -51,7 +51,9 @@ def _moments(case: Case, folder: str) -> list[Moment]:
         engine.traffic.reset()
         engine.step()
         assert engine.was_step_skipped == (step == 2)
-        sends = any(refresh.sent_by(engine.layout.mesh.coordinates(dist.get_rank()).sdp) for refresh in engine.layout.refreshes)
+        sends = any(
+            refresh.sent_by(engine.layout.mesh.coordinates(dist.get_rank()).sdp) for refresh in engine.layout.refreshes
+        )
         assert ("between groups/broadcast" in engine.traffic.by_kind()) == (sends and step != 2)
         if step:
             seen.append(_weights(engine))
@@ -74,7 +76,9 @@ def test_copies_are_bitwise_the_holders_weights(ranks: RankPool, case: Case, tmp
             assert frozen
             assert not set(held) & set(frozen)
             for name, copy in frozen.items():
-                others = [answers[mesh.rank(group, at.fsdp, at.tp)][moment][0].get(name) for group in range(case.groups)]
+                others = [
+                    answers[mesh.rank(group, at.fsdp, at.tp)][moment][0].get(name) for group in range(case.groups)
+                ]
                 weights = [weight for weight in others if weight is not None]
                 assert weights
                 assert all(torch.equal(copy, weight) for weight in weights), f"{name} on rank {rank} at moment {moment}"
@@ -106,7 +110,9 @@ def _backward_flops(case: Case) -> tuple[int, int, int]:
             for part in module._get_fsdp_state()._fsdp_param_groups[0].fsdp_params:
                 if part._param_fqn in engine.frozen_here:
                     whole = getattr(part, "_unsharded_param", None)
-                    gradients += part.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+                    gradients += part.unsharded_accumulated_grad is not None or (
+                        whole is not None and whole.grad is not None
+                    )
     assert not any(id(p) in {id(f) for f in engine.frozen_here.values()} for p in engine.optimizer.state)
     return forward.get_total_flops(), backward.get_total_flops(), gradients
 
@@ -114,7 +120,10 @@ def _backward_flops(case: Case) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("case", "saved"),
     [
-        (Case(2, 2, 0, masking="backward"), 2 * (2 * 2 * models.WIDTH * models.HIDDEN)),  # of one block in four, two matrices
+        (
+            Case(2, 2, 0, masking="backward"),
+            2 * (2 * 2 * models.WIDTH * models.HIDDEN),
+        ),  # of one block in four, two matrices
         (Case(2, 2, 3, masking="backward"), 2 * (2 * 2 * models.WIDTH * models.HIDDEN)),
         # Of half of each branch of four blocks: 4 of 8 heads' projections of 6 and of 14 hidden units, by 12 features.
         (
@@ -179,7 +188,12 @@ def test_gradients_are_gone_before_casts_of_weights_are_made(ranks: RankPool) ->
 def test_a_unit_waits_for_its_own_weights_only(ranks: RankPool) -> None:
     for events in ranks.run(_order, Case(2, 1, masking="backward"), world=2):
         assert events[:12] == ["broadcast"] * 12  # six parameters sent, six received
-        assert events[12:] == ["await layers.0", *(f"run layers.{index}" for index in range(3)), "await layers.3", "run layers.3"]
+        assert events[12:] == [
+            "await layers.0",
+            *(f"run layers.{index}" for index in range(3)),
+            "await layers.3",
+            "run layers.3",
+        ]
 
 
 # -- what is not trained at all, and blocks that could not be skipped --------------------------------------------------------------

@@ -47,7 +47,11 @@ class Reads(TorchDispatchMode):
 
 def _reads_of_three_steps(case: Case) -> dict[str, int]:
     engine = engine_of(case)
-    batches = [models.micro_batch(case.model, step, micro, dist.get_rank()) for step in range(4) for micro in range(case.accumulation)]
+    batches = [
+        models.micro_batch(case.model, step, micro, dist.get_rank())
+        for step in range(4)
+        for micro in range(case.accumulation)
+    ]
 
     def micro_steps(chosen: list[Any]) -> None:
         for batch in chosen:

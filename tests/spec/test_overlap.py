@@ -50,8 +50,25 @@ def test_reductions_start_before_backward_ends(ranks: RankPool, stage: int) -> N
 def test_a_unit_is_cut_into_few_buckets() -> None:
     """Last parameter first; up to a quarter of the unit each, 0.5 MiB at least and 64 MiB at most; parameters stay whole."""
     mega = 2**18  # elements of a MiB of float32
-    sizes = {"embedding": 40, "a.1": 1, "a.2": 1, "a.3": 3, "a.4": 3, "a.5": 8, "b.1": 100, "b.2": 30, "b.3": 30, "b.4": 240, "norm": 1}
-    numels = {name: size * mega for name, size in sizes.items()} | {"c.1": mega // 8, "c.2": mega // 8, "c.3": mega // 4, "c.4": mega // 4}
+    sizes = {
+        "embedding": 40,
+        "a.1": 1,
+        "a.2": 1,
+        "a.3": 3,
+        "a.4": 3,
+        "a.5": 8,
+        "b.1": 100,
+        "b.2": 30,
+        "b.3": 30,
+        "b.4": 240,
+        "norm": 1,
+    }
+    numels = {name: size * mega for name, size in sizes.items()} | {
+        "c.1": mega // 8,
+        "c.2": mega // 8,
+        "c.3": mega // 4,
+        "c.4": mega // 4,
+    }
     units = {name: name[0] if "." in name else "shared" for name in numels}
     buckets = plan_buckets(numels, lambda name: (0, 1), units.__getitem__, lambda name: name == "norm")
     assert [bucket.names for bucket in buckets] == [
@@ -99,6 +116,8 @@ def _outlive(case: Case) -> list[str]:
     return [name for name, parameter in parameters.items() if parameter() is not None]
 
 
-@pytest.mark.parametrize("case", [Case(2, 1, 0), Case(2, 1, 0, masking="backward"), Case(1, 2, 3), Case(2, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(2, 1, 0), Case(2, 1, 0, masking="backward"), Case(1, 2, 3), Case(2, 2, 3)], ids=str
+)
 def test_no_parameter_outlives_its_engine(ranks: RankPool, case: Case) -> None:
     assert ranks.run(_outlive, case, world=case.world) == [[]] * case.world

@@ -43,7 +43,9 @@ def _train(case: Case, bad: dict[int, float], max_skips: int, engine_name: str =
     return seen | {"after": engine.full_state_dict()}
 
 
-@pytest.mark.parametrize("case", [Case(2, 1, optimizer="adamw"), Case(2, 2, stage=3, optimizer="momentum", clip=True)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(2, 1, optimizer="adamw"), Case(2, 2, stage=3, optimizer="momentum", clip=True)], ids=str
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_one_bad_group_makes_all_skip(ranks: RankPool, case: Case, value: float) -> None:
     bad = {1: value, 2: value}
@@ -62,4 +64,7 @@ def test_more_in_a_row_than_allowed_ends_the_run_everywhere(ranks: RankPool) -> 
     bad = {1: float("nan"), 2: float("nan")}
     for answer in ranks.run(_train, Case(2, 1), bad, 1, world=2):
         assert answer["skipped"] == [0, 1]
-        assert "step 3, for the 2. time in a row (training.max_skips 1); the weights are those after step 1" in answer["error"]
+        assert (
+            "step 3, for the 2. time in a row (training.max_skips 1); the weights are those after step 1"
+            in answer["error"]
+        )

@@ -30,7 +30,8 @@ def test_measured_equals_predicted(ranks: RankPool, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "tensors", "copies"), [("sgd", 0, None), ("momentum", 1, None), ("adamw", 2, None), ("adamw", 2, 4), ("sgd", 0, 2)]
+    ("optimizer", "tensors", "copies"),
+    [("sgd", 0, None), ("momentum", 1, None), ("adamw", 2, None), ("adamw", 2, 4), ("sgd", 0, 2)],
 )
 def test_prediction_by_hand(ranks: RankPool, optimizer: Any, tensors: int, copies: int | None) -> None:
     """Group 0 of two lacks the last of four equal blocks, group 1 the first; ``copies`` of it take so many bytes an element."""
@@ -38,7 +39,12 @@ def test_prediction_by_hand(ranks: RankPool, optimizer: Any, tensors: int, copie
     everything = sum(p.numel() for p in models.mlp().parameters())
     block = sum(p.numel() for p in models.Block().parameters())
     held = everything - block
-    expected = {"parameters": 4 * held, "gradients": 4 * held, "optimizer": 4 * held * tensors, "frozen": block * (copies or 0)}
+    expected = {
+        "parameters": 4 * held,
+        "gradients": 4 * held,
+        "optimizer": 4 * held * tensors,
+        "frozen": block * (copies or 0),
+    }
     assert [result.measured for result in native(ranks, case)] == [expected, expected]
     assert [result.predicted for result in native(ranks, case)] == [expected, expected]
     assert reference(case).measured == reference(case).predicted

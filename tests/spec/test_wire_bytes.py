@@ -18,8 +18,13 @@ HEADERS = 0.05  # TCP, IP and gloo's own headers, acknowledgements, and small co
 
 
 def test_counted_bytes_are_on_the_wire() -> None:
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this process may not make a network namespace (unshare -n): bytes on the wire are not checked here")
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(
+            "this process may not make a network namespace (unshare -n): bytes on the wire are not checked here"
+        )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
         ["unshare", "-n", "--kill-child", "--fork", sys.executable, "-m", wire.__name__],
@@ -32,7 +37,9 @@ def test_counted_bytes_are_on_the_wire() -> None:
     for name, (sent, counted, quiet) in found["runs"].items():
         total = sum(counted.values())
         expected = sum(nbytes * GLOO_SENDS.get(kind.split("/")[1], 1.0) for kind, nbytes in counted.items())
-        print(f"{name}: {sent / 1e6:.2f} MB on the wire, {total / 1e6:.2f} MB counted; {sent / expected:.4f} of what gloo should send")
+        print(
+            f"{name}: {sent / 1e6:.2f} MB on the wire, {total / 1e6:.2f} MB counted; {sent / expected:.4f} of what gloo should send"
+        )
         assert quiet < 0.01 * total
         assert expected <= sent <= (1 + HEADERS) * expected, name
     for kind, ratio in found["collectives"].items():

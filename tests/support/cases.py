@@ -66,7 +66,9 @@ class Case:
             # A large eps: where a gradient is all but zero, Adam would blow round-off up to whole steps.
             "adamw": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-2}},
         }
-        if engine == "deepspeed" and self.groups == 1:  # DeepSpeed makes its own, of which it compiles AdamW unless it is told
+        if (
+            engine == "deepspeed" and self.groups == 1
+        ):  # DeepSpeed makes its own, of which it compiles AdamW unless it is told
             optimizers["adamw"]["params"]["torch_adam"] = True
         return {
             "train_batch_size": ROWS * self.accumulation * self.data_ranks,
@@ -76,7 +78,12 @@ class Case:
             "optimizer": optimizers[self.optimizer],
             "scheduler": {
                 "type": "WarmupLR",
-                "params": {"warmup_min_lr": peak / 3, "warmup_max_lr": peak, "warmup_num_steps": 3, "warmup_type": "linear"},
+                "params": {
+                    "warmup_min_lr": peak / 3,
+                    "warmup_max_lr": peak,
+                    "warmup_num_steps": 3,
+                    "warmup_type": "linear",
+                },
             },
             "bf16": {"enabled": self.bf16},
             "zero_optimization": zero_of(self.stage) if engine == "deepspeed" else {"stage": self.stage},
@@ -104,7 +111,9 @@ class Case:
             section |= {"profile": "depth", "capacity": 0.5}
         if self.placement == "mixed" and self.groups > 1:  # the first branch has nothing of the last group's
             units = [unit.name for unit in find_neuron_units(models.build(self.model), self.neurons)]
-            holders = {2: [[0], [0], [0, 1], [1], [0, 1]], 4: [[0, 1, 2], [0, 2], [3, 1, 0], [3], [1, 2, 3, 0]]}[self.groups]
+            holders = {2: [[0], [0], [0, 1], [1], [0, 1]], 4: [[0, 1, 2], [0, 2], [3, 1, 0], [3], [1, 2, 3, 0]]}[
+                self.groups
+            ]
             section["placement"] = {name: holders[index % len(holders)] for index, name in enumerate(units)}
         return section
 
@@ -185,7 +194,9 @@ def one_step(engine: Any, case: Case, step: int, *, data_rank: int | None) -> fl
 
 def full_gradients(engine: Any) -> dict[str, torch.Tensor]:
     """This process's gradients, whole, by canonical name; of sharded parameters the ranks of the group must all ask."""
-    return {name: whole(engine, name, p.grad).clone() for name, p in engine.parameters_here.items() if p.grad is not None}
+    return {
+        name: whole(engine, name, p.grad).clone() for name, p in engine.parameters_here.items() if p.grad is not None
+    }
 
 
 def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -195,7 +206,9 @@ def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
     if info.tp_dim is None:
         return part
     parts = [torch.empty_like(part) for _ in range(info.tp)]
-    dist.all_gather(parts, part.contiguous(), group=engine._backend.tensor_ranks.group)  # not counted as the engine's own
+    dist.all_gather(
+        parts, part.contiguous(), group=engine._backend.tensor_ranks.group
+    )  # not counted as the engine's own
     return torch.cat(parts, info.tp_dim)
 
 
@@ -223,9 +236,14 @@ def _train(case: Case, engine_name: str, **sections: Any) -> Result:
         result.norms.append(engine.get_global_grad_norm())
         result.traffic.append(engine.traffic.by_kind())
     result.planned = engine.planned_traffic().by_kind()
-    result.measured, result.predicted = engine.measured_state_bytes().to_json(), engine.predicted_state_bytes().to_json()
+    result.measured, result.predicted = (
+        engine.measured_state_bytes().to_json(),
+        engine.predicted_state_bytes().to_json(),
+    )
     result.after = engine.full_state_dict()
-    result.buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers() if name in engine.layout.buffers}
+    result.buffers = {
+        name: buffer.clone() for name, buffer in engine.module.named_buffers() if name in engine.layout.buffers
+    }
     return result
 
 
@@ -251,7 +269,12 @@ def native(ranks: Any, case: Case) -> list[Result]:
 
 def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
     """Weights, what the optimizer did to them, loss, gradient norm and learning rate of every step."""
-    assert ours[0].before is not None and ours[0].after is not None and theirs.before is not None and theirs.after is not None
+    assert (
+        ours[0].before is not None
+        and ours[0].after is not None
+        and theirs.before is not None
+        and theirs.after is not None
+    )
     assert list(ours[0].after) == list(theirs.after)
     for name, after in theirs.after.items():
         assert torch.equal(ours[0].before[name], theirs.before[name]), f"{name}: not initialised alike"
@@ -265,7 +288,9 @@ def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
         tolerance = RELATIVE * step + case.steps * EPSILON * largest
         assert tolerance < 1e-2 * step, f"{name}: the update is too small to show a wrong scale"
         deviation = (our_update - update).abs().max().item()
-        assert deviation <= tolerance, f"{name}: its update differs by {deviation:.2e}, {deviation / step:.2e} of the update"
+        assert deviation <= tolerance, (
+            f"{name}: its update differs by {deviation:.2e}, {deviation / step:.2e} of the update"
+        )
     for rank, result in enumerate(ours):
         assert result.norms == pytest.approx(theirs.norms, rel=RELATIVE), f"gradient norm on rank {rank}"
         assert result.rates == theirs.rates, f"learning rate on rank {rank}"
@@ -281,6 +306,6 @@ def assert_bytes_as_planned(ours: Sequence[Result]) -> None:
     for rank, result in enumerate(ours):
         assert result.measured == result.predicted, f"rank {rank}"
         for traffic in result.traffic:
-            assert {kind: sent for kind, sent in traffic.items() if not kind.startswith("tensor parallel")} == result.planned, (
-                f"rank {rank}"
-            )
+            assert {
+                kind: sent for kind, sent in traffic.items() if not kind.startswith("tensor parallel")
+            } == result.planned, f"rank {rank}"

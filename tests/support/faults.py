@@ -20,7 +20,13 @@ STEPS = 40
 OPEN_MPI = ["mpirun", "--mpirun", "mpirun.openmpi", "--launcher-args=--allow-run-as-root"]
 MPICH = ["mpirun", "--mpirun", "mpiexec.mpich"]
 INTEL_MPI = ["mpirun", "--mpirun", INTEL_MPIRUN]
-LAUNCHERS = {"deepspeed": ["deepspeed"], "Open MPI": OPEN_MPI, "MPICH": MPICH, "torchrun": ["torchrun"], "Intel MPI": INTEL_MPI}
+LAUNCHERS = {
+    "deepspeed": ["deepspeed"],
+    "Open MPI": OPEN_MPI,
+    "MPICH": MPICH,
+    "torchrun": ["torchrun"],
+    "Intel MPI": INTEL_MPI,
+}
 SLOW = ("MPICH", "Intel MPI")  # other flavours of mpirun than the one whose life is always tested
 _FIRST_SIGNAL = {"deepspeed": signal.SIGINT}  # the others': SIGTERM
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static", "--master-addr", "host-a"]
@@ -44,7 +50,16 @@ class Life:
             return [self.hosts.start(*LAUNCH, "--launcher", *self.launcher, *hosts, *train, log=self.log(phase))]
         started = []
         for node, host in enumerate(["a", self.host]):
-            place = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-port", str(self.port)]
+            place = [
+                "--nnodes",
+                "2",
+                "--node-rank",
+                str(node),
+                "--nproc-per-node",
+                "1",
+                "--master-port",
+                str(self.port),
+            ]
             command = [*TORCHRUN, *place, "-m", "sdp", "train", *train, "--set", "env.GLOO_SOCKET_IFNAME=eth0"]
             started.append(self.hosts.start(*command, log=self.log(phase) + "-b" * node, host=host))
         return started
@@ -79,7 +94,9 @@ class Life:
         phase = "full"
         code = self.check_end(self.start(phase, "--set", f"model.intermediate_size={10**10}"), phase, SECONDS)
         assert code not in (0, 2), self.said(phase)
-        assert "sdp: error: rank 0 on host-a, step 0, building the model: out of memory" in self.said(phase), self.said(phase)
+        assert "sdp: error: rank 0 on host-a, step 0, building the model: out of memory" in self.said(phase), self.said(
+            phase
+        )
 
     def is_stopped_by(self, number: signal.Signals, resume: list[str]) -> None:
         """A signal to the launcher: a checkpoint of the last step, and an exit code that tells."""
@@ -101,7 +118,9 @@ class Life:
         assert self.check_end(started, "killed") not in (0, 2), self.said("killed")
         said = self.said("killed")
         if self.launcher == ["torchrun"]:  # which has no process of ours beside the rank: the other one tells
-            assert re.search(r"sdp: error: rank 0 on host-a, step \d+, \w+: another rank is gone \(.*10\.77\.0", said), said
+            assert re.search(
+                r"sdp: error: rank 0 on host-a, step \d+, \w+: another rank is gone \(.*10\.77\.0", said
+            ), said
         else:
             cause = f"sdp: error: rank 1 on host-{self.host} was killed by SIGKILL, perhaps for lack of memory in step "
             assert cause in said, said

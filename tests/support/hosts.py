@@ -22,7 +22,13 @@ ON_ETH0 = ["--env", "GLOO_SOCKET_IFNAME=eth0"]
 LAUNCH = [*SDP, "launch", *ON_ETH0]
 # Three short steps of it on the hosts' own shards, and nothing that a step does not need; --dump-dir's value stands last.
 QUICKSTART = [str(Path(sdp.__path__[0]) / "configs/quickstart.json"), "--set"]
-QUICKSTART += ["data.path=shards", "data.tokenizer=bytes", "data.vocab_size=257", "data.sequence_length=64", "training.steps=3"]
+QUICKSTART += [
+    "data.path=shards",
+    "data.tokenizer=bytes",
+    "data.vocab_size=257",
+    "data.sequence_length=64",
+    "training.steps=3",
+]
 QUICKSTART += ["training.evaluate_batches=1", "training.evaluate_every=0", "training.save_every=0", "--dump-dir"]
 STEPS = 60  # of the undisturbed run that others are compared with: long enough to be disturbed again and again
 _PROGRAMS = ("ip", "tc", "ss", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
@@ -42,13 +48,17 @@ class Hosts:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.variables = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+        self.variables = dict(
+            os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1"
+        )
 
     def start(self, *command: str, log: str, host: str = "a") -> subprocess.Popen[str]:
         """Start a command on a host in the folder of the runs, its output in the file ``log`` there."""
         with (self.folder / log).open("w") as output:
             words = [SCRIPTS / "on.sh", self.folder, host, *command]
-            return subprocess.Popen(words, cwd=self.folder, env=self.variables, stdout=output, stderr=subprocess.STDOUT, text=True)
+            return subprocess.Popen(
+                words, cwd=self.folder, env=self.variables, stdout=output, stderr=subprocess.STDOUT, text=True
+            )
 
     def said(self, *command: str) -> str:
         """What a command on host-a prints; it must succeed."""
@@ -72,13 +82,18 @@ class Hosts:
 
     def checkpoints(self, run: str) -> list[int]:
         """The steps of the run's finished checkpoints, in their order."""
-        return sorted(int(path.parent.name.removeprefix("step-")) for path in self.folder.glob(f"{run}/checkpoints/step-*/state.json"))
+        return sorted(
+            int(path.parent.name.removeprefix("step-"))
+            for path in self.folder.glob(f"{run}/checkpoints/step-*/state.json")
+        )
 
     def processes(self, word: str, hosts: str) -> list[int]:
         """What runs on the hosts with ``word`` in its command line."""
         found = []
         for host in hosts:
-            pids = subprocess.run(["ip", "netns", "pids", f"{self.folder.name}-{host}"], capture_output=True, text=True, check=True)
+            pids = subprocess.run(
+                ["ip", "netns", "pids", f"{self.folder.name}-{host}"], capture_output=True, text=True, check=True
+            )
             for pid in map(int, pids.stdout.split()):
                 with contextlib.suppress(OSError):
                     found += [pid] if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() else []
@@ -98,7 +113,9 @@ class Hosts:
 def made_hosts() -> Iterator[Hosts]:
     """Twelve hosts that see each other at 10.77.0.1 to 10.77.0.12, and a small run's corpus and configuration; gone afterwards."""
     if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
-        pytest.skip(f"NOT TESTED, no {', '.join(missing)}: apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin")
+        pytest.skip(
+            f"NOT TESTED, no {', '.join(missing)}: apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin"
+        )
     folder = Path(tempfile.mkdtemp(prefix="sdp"))
     try:
         made = subprocess.run([SCRIPTS / "hosts_up.sh", folder], capture_output=True, text=True)
@@ -146,7 +163,13 @@ def _prepare(folder: Path) -> None:
     words = ["prepare", "--input", texts, "--output", folder / "shards", "--tokenizer", "bytes", "--held-out", "0.2"]
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
     subprocess.run([*SDP, *words], env=environ, check=True, capture_output=True)
-    model = {"name": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = {
+        "name": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},

@@ -77,7 +77,13 @@ def even_llama(*, tied: bool, device: str = "meta", **fields: Any) -> nn.Module:
 
 def wide_llama(*, tied: bool, device: str = "meta") -> nn.Module:
     """One of whose branches two tensor-parallel ranks can share each half: 2 of 4 key/value heads, 14 of 28 features."""
-    shape = {"hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "intermediate_size": 28}
+    shape = {
+        "hidden_size": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "intermediate_size": 28,
+    }
     return even_llama(tied=tied, device=device, **shape)
 
 
@@ -121,7 +127,12 @@ def build(kind: str) -> nn.Module:
         "llama-tied": lambda: llama(tied=True, device="cpu"),
         "llama-tied-meta": lambda: llama(tied=True),
         "llama-of-3": lambda: even_llama(
-            tied=False, device="cpu", num_attention_heads=6, num_key_value_heads=3, intermediate_size=15, vocab_size=VOCABULARY + 2
+            tied=False,
+            device="cpu",
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            intermediate_size=15,
+            vocab_size=VOCABULARY + 2,
         ),
         "even-llama": lambda: even_llama(tied=False, device="cpu"),
         "even-llama-meta": lambda: even_llama(tied=False),

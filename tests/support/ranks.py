@@ -28,10 +28,20 @@ from typing import Any
 from torch.distributed import TCPStore
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=240)  # ranks that share two loaded cores are slow, not stuck
-MOST_THREADS = 300  # gloo's threads outlive process groups that a device mesh still knows; many of them slow every case down
+MOST_THREADS = (
+    300  # gloo's threads outlive process groups that a device mesh still knows; many of them slow every case down
+)
 START_SECONDS = 300.0  # the server imports torch first, on cores that others load
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed
-_VARIABLES: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_VARIABLES: tuple[str, ...] = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def _threads(pid: int) -> int:
@@ -151,7 +161,9 @@ def _environment(values: dict[str, str]) -> Any:
 
 def _serve(connection: Connection) -> None:
     """A rank's life: jobs come as bytes, answers go back as bytes, until the other end closes."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux: die with the server, which dies with the test session, however it ends
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # Linux: die with the server, which dies with the test session, however it ends
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the session's, which kills its ranks
     faulthandler.register(signal.SIGUSR1)
@@ -206,7 +218,9 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _clear_sharding_prop_cache()  # it would hand out the old groups' names to DTensors on a mesh of the same ranks
-    if "deepspeed" in sys.modules:  # ZeRO 3 compares numbers that it gives from counts of the process; ranks here have different pasts
+    if (
+        "deepspeed" in sys.modules
+    ):  # ZeRO 3 compares numbers that it gives from counts of the process; ranks here have different pasts
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
         from deepspeed.runtime.zero.partition_parameters import Init
 

@@ -13,7 +13,9 @@ MIB = 2**20
 KIND = "between groups/all_reduce"
 
 
-def make_run(path: Path, *, holders: int = 2, groups: int = 4, steps: int = 40, finished: bool = True, tail: str = "") -> Run:
+def make_run(
+    path: Path, *, holders: int = 2, groups: int = 4, steps: int = 40, finished: bool = True, tail: str = ""
+) -> Run:
     """A run in which every unit has ``holders`` holders; its bytes are round numbers. ``tail`` is what a kill left behind."""
     share = holders / groups
     files = RunFiles(path, resume=False)
@@ -26,7 +28,9 @@ def make_run(path: Path, *, holders: int = 2, groups: int = 4, steps: int = 40, 
             files.step(_step_line(step, loss, share))
         if step % 10 == 0:
             subnetworks = [loss + 0.2 + group / 10 for group in range(groups)]
-            files.evaluation({"step": step, "tokens": step * 1000, "loss": loss, "subnetwork_losses": subnetworks, "seconds": 1.0})
+            files.evaluation(
+                {"step": step, "tokens": step * 1000, "loss": loss, "subnetwork_losses": subnetworks, "seconds": 1.0}
+            )
     if finished:
         files.summary(_summary(share, groups, steps))
     files.close()
@@ -46,7 +50,11 @@ def _step_line(step: int, loss: float, share: float) -> dict[str, Any]:
 
 def _summary(share: float, groups: int, steps: int) -> dict[str, Any]:
     sent = {KIND: int(20e6 * share), "control/all_reduce": 12}
-    state = {"parameters": int(24 * MIB * share), "gradients": int(24 * MIB * share), "optimizer": int(48 * MIB * share)}
+    state = {
+        "parameters": int(24 * MIB * share),
+        "gradients": int(24 * MIB * share),
+        "optimizer": int(48 * MIB * share),
+    }
     ranks = [
         {
             "rank": rank, "group": rank, "state_predicted": state, "state_measured": state,

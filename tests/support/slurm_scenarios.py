@@ -21,7 +21,10 @@ from sdp.tests.support.processes import until
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 SECONDS = 240.0  # for what takes some seconds on idle cores
 ENDLESS = "training.steps=1000000"
-PATIENT = ("training.step_timeout=600", "training.save_timeout=600")  # for ranks that are stopped for a while, at a step or in a save
+PATIENT = (
+    "training.step_timeout=600",
+    "training.save_timeout=600",
+)  # for ranks that are stopped for a while, at a step or in a save
 ALONE = ("sdp.groups=1", "sdp.capacity=1.0")  # where it does not matter how many ranks there are
 
 
@@ -34,19 +37,36 @@ class Slurm:
     def __call__(self, *command: str) -> str:
         return self.hosts.said(*command)
 
-    def submit(self, run: str, *options: str, settings: tuple[str, ...] = (), nodes: int = 1, partition: str = "side") -> str:
+    def submit(
+        self, run: str, *options: str, settings: tuple[str, ...] = (), nodes: int = 1, partition: str = "side"
+    ) -> str:
         """``sdp launch`` for two ranks, or one if ``ALONE``, with dump directory ``run``; the job's id."""
         ranks = 1 if ALONE[0] in settings else 2
-        launch = [*LAUNCH, "--launcher", "slurm", "--cpu", "--nodes", str(nodes), "--gpus-per-node", str(ranks // nodes)]
+        launch = [
+            *LAUNCH,
+            "--launcher",
+            "slurm",
+            "--cpu",
+            "--nodes",
+            str(nodes),
+            "--gpus-per-node",
+            str(ranks // nodes),
+        ]
         words = ["--set", *settings] if settings else []
-        return self(*launch, "--partition", partition, *options, "small.json", *words, "--dump-dir", run).split()[1].rstrip(";")
+        return (
+            self(*launch, "--partition", partition, *options, "small.json", *words, "--dump-dir", run)
+            .split()[1]
+            .rstrip(";")
+        )
 
     def status(self, run: str) -> str:
         return self(*SDP, "launch", "--launcher", "slurm", "--status", run).partition(": ")[2]
 
     def status_without_slurm(self, run: str) -> str:
         """By the run's own files."""
-        return self("sh", "-c", 'PATH= exec "$@"', "sh", *SDP, "launch", "--launcher", "slurm", "--status", run).partition(": ")[2]
+        return self(
+            "sh", "-c", 'PATH= exec "$@"', "sh", *SDP, "launch", "--launcher", "slurm", "--status", run
+        ).partition(": ")[2]
 
     def wait(self, run: str, *states: str) -> str:
         """The status once it begins with one of ``states``, which last; each look is a process."""
@@ -63,7 +83,9 @@ class Slurm:
 
     def said(self, run: str) -> str:
         """All that the run's jobs and tasks printed."""
-        return "\n".join(log.read_text(errors="replace") for log in sorted((self.hosts.folder / run / "slurm").glob("*.log")))
+        return "\n".join(
+            log.read_text(errors="replace") for log in sorted((self.hosts.folder / run / "slurm").glob("*.log"))
+        )
 
 
 def what_is_missing() -> list[str]:
@@ -84,8 +106,19 @@ def slurm_over(hosts: Hosts) -> Iterator[Slurm]:
 
 
 def the_same_losses_inside_the_users_own_srun(slurm: Slurm, expected: Future[list[float]]) -> None:
-    train = [*SDP, "train", "small.json", "--set", "training.steps=2", "env.GLOO_SOCKET_IFNAME=eth0", "--dump-dir", "own"]
-    losses = slurm.hosts.run("srun", "--partition", "side", "--nodes", "2", "--ntasks-per-node", "1", *train, seconds=SECONDS)
+    train = [
+        *SDP,
+        "train",
+        "small.json",
+        "--set",
+        "training.steps=2",
+        "env.GLOO_SOCKET_IFNAME=eth0",
+        "--dump-dir",
+        "own",
+    ]
+    losses = slurm.hosts.run(
+        "srun", "--partition", "side", "--nodes", "2", "--ntasks-per-node", "1", *train, seconds=SECONDS
+    )
     assert losses == pytest.approx(expected.result()[:2], rel=1e-6)
 
 
@@ -107,11 +140,24 @@ def a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that
 
     (rank,) = (pid for pid in slurm.hosts.processes(run, "b") if is_rank(pid))
     os.kill(rank, signal.SIGKILL)
-    assert slurm.wait(run, "failed", "done") == slurm.status_without_slurm(run) == "failed, exit code 137", slurm.said(run)
+    assert slurm.wait(run, "failed", "done") == slurm.status_without_slurm(run) == "failed, exit code 137", slurm.said(
+        run
+    )
     assert "srun: error: host-b: task 1: Killed" in slurm.said(run)
 
     def resume(steps: int) -> str:
-        launch = [*LAUNCH, "--launcher", "slurm", "--cpu", "--nodes", "2", "--gpus-per-node", "1", "--partition", "main"]
+        launch = [
+            *LAUNCH,
+            "--launcher",
+            "slurm",
+            "--cpu",
+            "--nodes",
+            "2",
+            "--gpus-per-node",
+            "1",
+            "--partition",
+            "main",
+        ]
         words = [*launch, "small.json", "--resume", "--set", f"training.steps={steps}", "--dump-dir", run]
         return slurm(*words).split()[1].rstrip(";")
 
@@ -144,7 +190,9 @@ def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, e
     slurm.rest("limited", signal.SIGCONT)
     until(lambda: f"{job} requeued" in events.read_text(), SECONDS, PAUSE)
     # On a busy machine the limit may be near before the first step: then it is the next life that leaves a checkpoint.
-    resumed = until(lambda: re.search(r"resumed from limited/checkpoints/step-(\d+)\n", slurm.said("limited")), 2 * SECONDS, PAUSE)
+    resumed = until(
+        lambda: re.search(r"resumed from limited/checkpoints/step-(\d+)\n", slurm.said("limited")), 2 * SECONDS, PAUSE
+    )
     assert f"stopped by SIGTERM after step {resumed[1]}" in slurm.said("limited")
     slurm("scancel", job)
     assert slurm.wait("limited", "cancelled", "failed").startswith("cancelled")
@@ -154,7 +202,12 @@ def jobs_that_do_not_end_well(slurm: Slurm, expected: Future[list[float]]) -> No
     """At once, for the limit of time is looked at twice a minute."""
     # A step that outlasts what SLURM waits for a job that is told to end.
     late = slurm.submit(
-        "late", "--time", "10", "--signal-seconds", "1", settings=(*ALONE, ENDLESS, *PATIENT, "gradient_accumulation_steps=100000")
+        "late",
+        "--time",
+        "10",
+        "--signal-seconds",
+        "1",
+        settings=(*ALONE, ENDLESS, *PATIENT, "gradient_accumulation_steps=100000"),
     )
     until(lambda: "step 0: " in slurm.said("late"), SECONDS, PAUSE)
     slurm.rest("late")

@@ -122,7 +122,10 @@ def main() -> None:
         rows = {}
         for groups, stage, masking in ((4, 0, "forward"), (2, 0, "forward"), (2, 3, "forward"), (4, 0, "backward")):
             answers = pool.run(wire.train, groups, stage, masking, 4, world=4)
-            counted = {kind: sum(sent.get(kind, 0) for _, sent, _ in answers) for kind in {k for _, sent, _ in answers for k in sent}}
+            counted = {
+                kind: sum(sent.get(kind, 0) for _, sent, _ in answers)
+                for kind in {k for _, sent, _ in answers for k in sent}
+            }
             rows[f"{groups}x{4 // groups} zero{stage} {masking}"] = (answers[0][0], counted, answers[0][2])
         print(json.dumps({"runs": rows, "collectives": pool.run(wire.collectives, world=4)[0]}))
     finally:

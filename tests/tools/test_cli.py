@@ -129,7 +129,9 @@ def test_ends_quietly_where_nobody_reads_the_output_any_more() -> None:
     os.close(ours)
     environ = {**os.environ, "PYTHONPATH": str(Path(sdp.__path__[0]).parent)}
     command = [sys.executable, "-P", "-m", "sdp", "config", "--schema"]
-    done = subprocess.run(command, env=environ, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        command, env=environ, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+    )
     os.close(theirs)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -140,11 +142,18 @@ def test_a_full_disk_under_the_output_is_said_in_a_line(words: list[str], unbuff
     environ = {**os.environ, "PYTHONPATH": str(Path(sdp.__path__[0]).parent), "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-P", "-m", "sdp", *words]
-        done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stderr) == (2, "sdp: error: standard output cannot be written (No space left on device)\n")
+        done = subprocess.run(
+            command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "sdp: error: standard output cannot be written (No space left on device)\n",
+    )
 
 
-def test_another_broken_pipe_is_a_failure(config: Path, training: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_broken_pipe_is_a_failure(
+    config: Path, training: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     training.outcome = BrokenPipeError("of a worker")
     assert main(["train", str(config), "--groups", "1"]) == 1
     assert "BrokenPipeError: of a worker" in capsys.readouterr().err
@@ -168,7 +177,9 @@ main.entry()
 """
 
 
-@pytest.mark.parametrize(("module", "last"), [("torch.distributed", "handlers called"), ("no.torch", "interpreter ended")])
+@pytest.mark.parametrize(
+    ("module", "last"), [("torch.distributed", "handlers called"), ("no.torch", "interpreter ended")]
+)
 def test_a_process_that_used_torch_distributed_leaves_without_ending_the_interpreter(module: str, last: str) -> None:
     ended = subprocess.run([sys.executable, "-P", "-c", ENDING, module], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 3, ended.stderr
@@ -196,7 +207,9 @@ def test_several_values_may_follow_one_set(config: Path, training: SimpleNamespa
     assert training.args.config == config
 
 
-def test_env_section_reaches_the_processes_to_be_started(config: Path, training: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_section_reaches_the_processes_to_be_started(
+    config: Path, training: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")  # the run's file goes over what the shell has
     assert main(["train", str(config), "--set", "env.NCCL_SOCKET_IFNAME=ib0"]) == 0
     assert training.started
@@ -263,7 +276,9 @@ def test_errors_become_exit_codes(
     assert capsys.readouterr().err == message
 
 
-def test_failure_of_the_program_shows_a_traceback(config: Path, training: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_of_the_program_shows_a_traceback(
+    config: Path, training: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     training.outcome = ValueError("unexpected")
     assert main(["train", str(config), "--groups", "1"]) == 1
     err = capsys.readouterr().err

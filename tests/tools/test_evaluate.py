@@ -30,7 +30,9 @@ def test_every_checkpoint_gives_the_loss_of_the_run_and_nothing_is_written(train
     assert newest["step"] == 4
     assert newest["loss"] == pytest.approx(own[4], rel=1e-5)
     assert newest["in_training"] == own[4]
-    assert newest["targets"] == newest["sequences"] * 47 == 2 * 2 * 4 * 47  # 2 batches of 2 sequences for each of 4 data ranks
+    assert (
+        newest["targets"] == newest["sequences"] * 47 == 2 * 2 * 4 * 47
+    )  # 2 batches of 2 sequences for each of 4 data ranks
     assert own[2] != pytest.approx(own[4], rel=1e-3)
     for arguments in (["--step", 2], ["--checkpoint", "step-2"]):
         assert evaluated(capsys, trained_run, *arguments)["loss"] == pytest.approx(own[2], rel=1e-5)
@@ -70,8 +72,12 @@ def test_optimizer_state_is_not_read(trained_run, tmp_path, capsys):
                 file.write(b"\xff" * place.length)
             spoiled += 1
     assert spoiled > 100
-    state = read_state(checkpoint) | {"files": hash_files(path for path in checkpoint.iterdir() if path.name != "state.json")}
-    (checkpoint / "state.json").write_text(encode_state({key: value for key, value in state.items() if key != "format"}))
+    state = read_state(checkpoint) | {
+        "files": hash_files(path for path in checkpoint.iterdir() if path.name != "state.json")
+    }
+    (checkpoint / "state.json").write_text(
+        encode_state({key: value for key, value in state.items() if key != "format"})
+    )
     assert evaluated(capsys, copy)["loss"] == pytest.approx(own_losses(trained_run)[4], rel=1e-5)
 
 

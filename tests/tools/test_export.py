@@ -43,7 +43,9 @@ def our_model(run: Path, tag: str = "step-4") -> torch.nn.Module:
 
 def texts() -> list[str]:
     root = Path(__file__).parent.parent.parent
-    return AWKWARD + [path.read_text() for path in (root / "README.md", root / "tools" / "shared" / "table.py", Path(__file__))]
+    return AWKWARD + [
+        path.read_text() for path in (root / "README.md", root / "tools" / "shared" / "table.py", Path(__file__))
+    ]
 
 
 def test_what_stands_beside_the_output_is_not_touched(trained_run, tmp_path):
@@ -57,9 +59,27 @@ def test_what_stands_beside_the_output_is_not_touched(trained_run, tmp_path):
 
 
 def test_data_of_another_tokenizer_is_refused(trained_run, tmp_path, capsys):
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"document {number} " * 9}) + "\n" for number in range(40)))
-    assert main(["prepare", "--input", str(tmp_path / "text.jsonl"), "--output", str(tmp_path / "other"), "--tokenizer", "bytes"]) == 0
-    for command in (["export", str(trained_run), "--to", "hf", str(tmp_path / "model")], ["evaluate", str(trained_run)]):
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {number} " * 9}) + "\n" for number in range(40))
+    )
+    assert (
+        main(
+            [
+                "prepare",
+                "--input",
+                str(tmp_path / "text.jsonl"),
+                "--output",
+                str(tmp_path / "other"),
+                "--tokenizer",
+                "bytes",
+            ]
+        )
+        == 0
+    )
+    for command in (
+        ["export", str(trained_run), "--to", "hf", str(tmp_path / "model")],
+        ["evaluate", str(trained_run)],
+    ):
         capsys.readouterr()
         assert main([*command, "--set", f"data.path={tmp_path / 'other'}"]) == 2
         assert "was trained with another tokenizer" in capsys.readouterr().err
@@ -71,7 +91,11 @@ def test_logits_and_generation_are_those_of_our_model(trained_run, exported):
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     assert type(theirs) is transformers.LlamaForCausalLM
     assert theirs.dtype == torch.float32
-    assert (theirs.config.rope_parameters["rope_theta"], theirs.config.bos_token_id, theirs.config.eos_token_id) == (5000.0, None, 1)
+    assert (theirs.config.rope_parameters["rope_theta"], theirs.config.bos_token_id, theirs.config.eos_token_id) == (
+        5000.0,
+        None,
+        1,
+    )
     ids = tokenizer(texts()[-1], return_tensors="pt")["input_ids"][:, : 8 * 64].view(8, 64)
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=1e-5, atol=1e-5)
@@ -87,7 +111,9 @@ def test_the_loss_is_that_of_the_runs_own_evaluation(trained_run, exported):
     model = transformers.AutoModelForCausalLM.from_pretrained(exported)
     config = json.loads((trained_run / "config.json").read_text())
     held_out = TokenDataset(config["data"]["path"], "held_out", 48)
-    rows = torch.stack([held_out[index * len(held_out) // 16]["input_ids"] for index in range(16)])  # 2 batches x 2 x 4 data ranks
+    rows = torch.stack(
+        [held_out[index * len(held_out) // 16]["input_ids"] for index in range(16)]
+    )  # 2 batches x 2 x 4 data ranks
     own = [json.loads(line) for line in (trained_run / "evaluations.jsonl").read_text().splitlines()]
     with torch.no_grad():
         assert model(rows, labels=rows).loss.item() == pytest.approx(own[-1]["loss"], rel=1e-5)
@@ -176,18 +202,36 @@ def hf_tokenizer(folder: Path) -> str:
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     special = ["<begin>", "<end>"]
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     made.train_from_iterator(texts(), trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<begin>", eos_token="<end>").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<begin>", eos_token="<end>").save_pretrained(
+        folder
+    )
     return f"hf:{folder}"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "hf"])
 def test_bytes_and_hugging_face_tokenizers(kind, tmp_path):
     name = kind if kind == "bytes" else hf_tokenizer(tmp_path / "tokenizer")
-    plain = [f"document {number} of those that make both splits large enough, whatever the others are; " * 4 for number in range(40)]
+    plain = [
+        f"document {number} of those that make both splits large enough, whatever the others are; " * 4
+        for number in range(40)
+    ]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text * 4}) + "\n" for text in [*plain, *texts()]))
-    data = ["--input", tmp_path / "text.jsonl", "--output", tmp_path / "data", "--tokenizer", name, "--held-out", 0.4, "--workers", 1]
+    data = [
+        "--input",
+        tmp_path / "text.jsonl",
+        "--output",
+        tmp_path / "data",
+        "--tokenizer",
+        name,
+        "--held-out",
+        0.4,
+        "--workers",
+        1,
+    ]
     assert main(["prepare", *map(str, data)]) == 0
     shutil.rmtree(tmp_path / "tokenizer", ignore_errors=True)  # the prepared data is enough
     config = {
@@ -218,7 +262,13 @@ def test_bytes_and_hugging_face_tokenizers(kind, tmp_path):
 
 # -- memory ----------------------------------------------------------------------------------------------------------------------
 
-BIG = {"name": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8}
+BIG = {
+    "name": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+}
 MODELS = {  # the second has one tensor in most files, and in bfloat16 takes half of what the checkpoint holds
     "many tensors a file": BIG,
     "one tensor a file": {**BIG, "intermediate_size": 24576, "num_hidden_layers": 1},
@@ -257,7 +307,9 @@ def test_the_memory_is_that_of_two_shards_not_of_the_model(trained_run, tmp_path
     write(tmp_path / "run" / "checkpoints", "step-4", tensors, state, Ranks(alone=True))
     del tensors
     arguments = [tmp_path / "run", tmp_path / "out", str(dtype).removeprefix("torch."), "50MB", "12MB"]
-    measured = subprocess.run([sys.executable, "-P", "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=300)
+    measured = subprocess.run(
+        [sys.executable, "-P", "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=300
+    )
     assert measured.returncode == 0, measured.stderr
     peak = int(measured.stdout.splitlines()[-1])
     files = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]

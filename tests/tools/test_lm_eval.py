@@ -37,7 +37,9 @@ QUESTIONS = [
     {"question": "the", "choices": ["model", "rank", "~~"], "answer": 1},
 ]
 
-COMMON = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}\ntest_split: test\nmetadata:\n  version: 1\n"
+COMMON = (
+    "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}\ntest_split: test\nmetadata:\n  version: 1\n"
+)
 TASKS = {
     "own_text": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
     "metric_list:\n  - metric: bits_per_byte\n",
@@ -89,7 +91,20 @@ def test_the_harness_scores_our_model(trained_run, tmp_path):
     (tmp_path / "tasks").mkdir()
     write_tasks(tmp_path / "tasks")
     model = f"pretrained={tmp_path / 'model'}"
-    command = [sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--model_args", model, "--device", "cpu", "--batch_size", "2"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "lm_eval",
+        "--model",
+        "hf",
+        "--model_args",
+        model,
+        "--device",
+        "cpu",
+        "--batch_size",
+        "2",
+    ]
     command += ["--tasks", ",".join(TASKS), "--include_path", tmp_path / "tasks", "--output_path", tmp_path / "scores"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     finished = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=500)

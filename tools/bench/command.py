@@ -51,9 +51,12 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')}: {getattr(args, name)} is not a positive whole number")
     found = detect()
     if found is not None and found.world_size > 1:
-        raise LaunchError(f"sdp bench times one rank, but {found.source} started {found.world_size}; start it without a launcher")
+        raise LaunchError(
+            f"sdp bench times one rank, but {found.source} started {found.world_size}; start it without a launcher"
+        )
     placement = place(
-        SDPSection(groups=args.groups, capacity=args.capacity, profile="uniform"), find_units(llama_of(args, args.layers), "auto")
+        SDPSection(groups=args.groups, capacity=args.capacity, profile="uniform"),
+        find_units(llama_of(args, args.layers), "auto"),
     )
     _require_neurons(args)
     _require_writable(args.json)
@@ -80,7 +83,9 @@ def _require_effect(args: argparse.Namespace) -> None:
     add_plain_arguments(plain)
     side_by_side.add_arguments(beside)
     parser, instead = (
-        (plain, "has no effect with CONFIG, which says it") if args.config else (beside, "needs a CONFIG to compare methods on")
+        (plain, "has no effect with CONFIG, which says it")
+        if args.config
+        else (beside, "needs a CONFIG to compare methods on")
     )
     for action in parser._actions:
         if action.dest not in ("help", "config") and getattr(args, action.dest) != action.default:

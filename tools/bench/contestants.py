@@ -55,11 +55,15 @@ def hand_written_copy(engine: SDPEngine, args: argparse.Namespace) -> nn.Module:
     """A model of the layers that the engine holds and nothing else, with the engine's weights."""
     placement = engine.layout.placement
     model = llama_of(args, held_layers(placement)).to_empty(device=engine.device)
-    model.load_state_dict({name_in_copy(name, placement): value.detach() for name, value in engine.parameters_here.items()})
+    model.load_state_dict(
+        {name_in_copy(name, placement): value.detach() for name, value in engine.parameters_here.items()}
+    )
     return model
 
 
-def narrower_copy(engine: SDPEngine, args: argparse.Namespace) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, Any]]:
+def narrower_copy(
+    engine: SDPEngine, args: argparse.Namespace
+) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, Any]]:
     """A model whose layers have the engine's neurons and no others; the weights in it by the engine's names, and by its own over how many
     ranks a gradient is averaged: a number, or one for every index.
     """
@@ -74,7 +78,9 @@ def narrower_copy(engine: SDPEngine, args: argparse.Namespace) -> tuple[nn.Modul
         setattr(model.get_submodule(path), leaf, parameter)
         widths = [info.shape[dim] for info in held]
         weights |= zip((info.name for info in held), parameter.detach().split(widths, dim), strict=True)
-        counts = torch.tensor([len(info.holders) for info in held for _ in range(info.shape[dim])], device=engine.device)
+        counts = torch.tensor(
+            [len(info.holders) for info in held for _ in range(info.shape[dim])], device=engine.device
+        )
         shape = [-1 if axis == dim else 1 for axis in range(parameter.dim())]
         holders[name] = len(held[0].holders) if len({info.holders for info in held}) == 1 else counts.view(shape)
     return model, weights, holders

@@ -67,11 +67,21 @@ def measure(
         (elsewhere,) = _largest([-1.0 if share is None else share])
         if uncounted is not None:
             turns = {name: own | {"sent_bytes": None} for name, own in turns.items()}
-        races.append(Race(link and link.rate, link and link.bytes_per_second, turns, uncounted, None if elsewhere < 0 else elsewhere))
+        races.append(
+            Race(
+                link and link.rate,
+                link and link.bytes_per_second,
+                turns,
+                uncounted,
+                None if elsewhere < 0 else elsewhere,
+            )
+        )
     return facts, races
 
 
-def _race(runners: Mapping[str, Runner], batches: list[Any], args: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
+def _race(
+    runners: Mapping[str, Runner], batches: list[Any], args: argparse.Namespace, device: torch.device
+) -> dict[str, dict[str, Any]]:
     """By method: seconds of a step in every round, by ``_MODES``, how much longer its slowest rank computes than the mean one, and, of the
     rank that has most, bytes sent and collectives in one step. Collective.
 
@@ -123,7 +133,11 @@ _MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 def _turn(
-    runner: Runner, batches: list[Any], steps: int, device: torch.device, around: Callable[[], AbstractContextManager[None]]
+    runner: Runner,
+    batches: list[Any],
+    steps: int,
+    device: torch.device,
+    around: Callable[[], AbstractContextManager[None]],
 ) -> _Turn:
     dist.barrier()
     before, calls = sent_by_this_process(), collectives_of_this_process()
@@ -148,7 +162,11 @@ def _turn(
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in (loss, *weights))
 
     def of_a_step(first: float, inner: float, last: float) -> float:
-        return (inner - first) / (steps + 1) + (last - inner) / OUTER_EVERY if runner.outer else (last - first) / (steps + 1)
+        return (
+            (inner - first) / (steps + 1) + (last - inner) / OUTER_EVERY
+            if runner.outer
+            else (last - first) / (steps + 1)
+        )
 
     # Bytes that the kernel does not count are nobody's: see ``why_not_counted``.
     sent = 0.0 if before is None or between is None or after is None else of_a_step(before, between, after)
@@ -225,8 +243,13 @@ def _require_same_losses(facts: Mapping[str, Mapping[str, Any]]) -> None:
     same = {name: found["losses"][:2] for name, found in facts.items() if name in SAME_STEPS}
     for name, losses in same.items():
         first, expected = next(iter(same.items()))
-        if any(not math.isclose(mine, theirs, rel_tol=LOSS_TOLERANCE) for mine, theirs in zip(losses, expected, strict=True)):
-            raise RuntimeError(f"{name} has losses {losses} in its first steps and {first} {expected}: they did not do the same work")
+        if any(
+            not math.isclose(mine, theirs, rel_tol=LOSS_TOLERANCE)
+            for mine, theirs in zip(losses, expected, strict=True)
+        ):
+            raise RuntimeError(
+                f"{name} has losses {losses} in its first steps and {first} {expected}: they did not do the same work"
+            )
 
 
 def _say(text: str) -> None:

@@ -20,7 +20,9 @@ from ..runs.model_inputs import model_and_batch
 DDP, SMALLER = "ddp", "smaller-ddp"
 DENSE = (DDP, "ddp-recompute", "ddp-bf16-gradients", "fsdp2", "hsdp", "zero2", "zero3", "diloco", SMALLER)
 REPLICAS = 2  # of HSDP's shards
-OUTER_EVERY = 50  # steps of a replica of its own between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105)
+OUTER_EVERY = (
+    50  # steps of a replica of its own between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105)
+)
 _SDP = re.compile(r"sdp-(block|neuron)-(forward|backward)-(0?\.\d+|1|1\.0+|\d(?:\.\d+)?e-\d+)")
 # Methods that make the same steps as DDP, but for rounding.
 SAME_STEPS = {DDP, "ddp-recompute", "fsdp2", "hsdp", "zero2", "zero3"}
@@ -34,7 +36,14 @@ def default_methods(config: Config) -> list[str]:
     if isinstance(section.capacity, list) or isinstance(section.profile, list) or isinstance(section.placement, dict):
         return [*DENSE, "sdp"]
     # All digits: a name says exactly what is run.
-    return [*DENSE, *(f"sdp-{by}-{masking}-{section.capacity!r}" for by in ("block", "neuron") for masking in ("forward", "backward"))]
+    return [
+        *DENSE,
+        *(
+            f"sdp-{by}-{masking}-{section.capacity!r}"
+            for by in ("block", "neuron")
+            for masking in ("forward", "backward")
+        ),
+    ]
 
 
 def is_sdp(name: str) -> bool:

@@ -39,7 +39,9 @@ class Link:
     def parse(cls, text: str) -> Link:
         link = cls(text)
         if not _RATE.fullmatch(text) or link.bytes_per_second < 1:
-            raise ConfigError(f"--network {text}: expected rates above zero as tc writes them, such as 100mbit,300mbit,1gbit")
+            raise ConfigError(
+                f"--network {text}: expected rates above zero as tc writes them, such as 100mbit,300mbit,1gbit"
+            )
         return link
 
     @property

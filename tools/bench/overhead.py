@@ -85,10 +85,22 @@ class Comparison:
 def add_plain_arguments(parser: argparse._ActionsContainer) -> None:
     """Those of the comparison without CONFIG."""
     for name, (default, text) in _NUMBERS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
-    parser.add_argument("--compile", action="store_true", help="time the engine with compiled units (training.compile) too")
-    parser.add_argument("--deepspeed", action="store_true", help="time one group under DeepSpeed against DeepSpeed alone too")
-    parser.add_argument("--capacity", type=float, default=0.5, metavar="C", help="held fraction of the layers, or neurons (default: 0.5)")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    parser.add_argument(
+        "--compile", action="store_true", help="time the engine with compiled units (training.compile) too"
+    )
+    parser.add_argument(
+        "--deepspeed", action="store_true", help="time one group under DeepSpeed against DeepSpeed alone too"
+    )
+    parser.add_argument(
+        "--capacity",
+        type=float,
+        default=0.5,
+        metavar="C",
+        help="held fraction of the layers, or neurons (default: 0.5)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write settings and every timing there")
 
 
@@ -113,7 +125,9 @@ def _require_neurons(args: argparse.Namespace) -> None:
         branches[unit.name.rpartition(".neurons.")[0]] |= placed.holds(0, unit.index)
     empty = [branch for branch, held in branches.items() if not held]
     if empty:
-        raise ConfigError(f"--capacity: {args.capacity:g} leaves rank 0 nothing of {empty[0]}; choose a higher one, or more heads")
+        raise ConfigError(
+            f"--capacity: {args.capacity:g} leaves rank 0 nothing of {empty[0]}; choose a higher one, or more heads"
+        )
 
 
 # -- the comparisons -------------------------------------------------------------------------------------------------------------
@@ -130,10 +144,15 @@ def _one_rank(args: argparse.Namespace, placement: Placement) -> Comparison:
         hand_written(f"{PLAIN}, all {args.layers} layers", random_model(args, engine.device)),
     ]
     if args.compile:
-        contestants.append(driven("engine, compiled units", engine_of(args, layers=held, groups=1, capacity=1.0, compiled=True)))
+        contestants.append(
+            driven("engine, compiled units", engine_of(args, layers=held, groups=1, capacity=1.0, compiled=True))
+        )
     timings = race(contestants, batches(args, engine.device), args.warmup, engine.device)
     return Comparison(
-        f"one rank, {held} of {args.layers} layers", AIM, timings, weight_difference(engine.parameters_here, weights_of(engine, plain))
+        f"one rank, {held} of {args.layers} layers",
+        AIM,
+        timings,
+        weight_difference(engine.parameters_here, weights_of(engine, plain)),
     )
 
 
@@ -142,7 +161,9 @@ def _one_of_many(args: argparse.Namespace, placement: Placement) -> Comparison:
     plain = hand_written_copy(engine, args)
     # Without peers the sum over holders is this rank's own gradient. The engine divides it by their number, as every data-parallel
     # loop does, so the hand-written one must too, or it would train on other gradients.
-    holders = {name_in_copy(name, placement): len(engine.layout.parameters[name].holders) for name in engine.parameters_here}
+    holders = {
+        name_in_copy(name, placement): len(engine.layout.parameters[name].holders) for name in engine.parameters_here
+    }
     contestants = [hand_written(PLAIN, plain, holders), driven(f"engine, rank 0 of {args.groups}", engine)]
     timings = race(contestants, batches(args, engine.device), args.warmup, engine.device)
     name = f"one of {args.groups} ranks, {held_layers(placement)} of {args.layers} layers at capacity {args.capacity:g}, without a wire"
@@ -150,7 +171,9 @@ def _one_of_many(args: argparse.Namespace, placement: Placement) -> Comparison:
 
 
 def _one_of_many_by_neurons(args: argparse.Namespace, _: Placement) -> Comparison:
-    engine = engine_of(args, layers=args.layers, groups=args.groups, capacity=args.capacity, neuron_groups=args.neuron_groups)
+    engine = engine_of(
+        args, layers=args.layers, groups=args.groups, capacity=args.capacity, neuron_groups=args.neuron_groups
+    )
     plain, weights, holders = narrower_copy(engine, args)
     contestants = [hand_written(PLAIN, plain, holders), driven(f"engine, rank 0 of {args.groups}", engine)]
     timings = race(contestants, batches(args, engine.device), args.warmup, engine.device)
@@ -235,14 +258,19 @@ def _print_settings(s: Mapping[str, Any]) -> None:
         f"vocabulary {s['vocab_size']}; batch {s['micro_batch']} × {s['sequence']} tokens; {s['dtype']}, {s['optimizer']}, clipped"
     )
     print(f"{s['device']}, threads: {s['threads']}, torch {s['torch']}, Python {s['python']}")
-    print(f"median of {s['repeats']} interleaved steps each, after {s['warmup']}; ratio to the first (least … most)", flush=True)
+    print(
+        f"median of {s['repeats']} interleaved steps each, after {s['warmup']}; ratio to the first (least … most)",
+        flush=True,
+    )
 
 
 def _print_comparison(comparison: Comparison) -> None:
     print(f"\n{comparison.name}")
     for timing in comparison.timings:
         ratio = f"{timing.median_ratio:.3f} ({min(timing.ratios):.3f} … {max(timing.ratios):.3f})"
-        print(f"  {timing.name:<36}{timing.parameters / 1e6:7.2f} M parameters{timing.median_seconds * 1e3:10.2f} ms  {ratio}")
+        print(
+            f"  {timing.name:<36}{timing.parameters / 1e6:7.2f} M parameters{timing.median_seconds * 1e3:10.2f} ms  {ratio}"
+        )
     same = f"the first two end with the same weights (relative difference {comparison.weight_difference:.1e})"
     reached = "reached" if comparison.reached else "NOT reached"
     print(f"  aim: at most {comparison.aim:.2f}: {reached}; {same}", flush=True)

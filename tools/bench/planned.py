@@ -34,7 +34,9 @@ class Plan:
         """Of the ranks' operations, recomputation included."""
         groups = self.forecast.groups
         ranks = sum(len(group.groups) for group in groups)
-        return max(group.trace.flops for group in groups) / (sum(group.trace.flops * len(group.groups) for group in groups) / ranks)
+        return max(group.trace.flops for group in groups) / (
+            sum(group.trace.flops * len(group.groups) for group in groups) / ranks
+        )
 
     def seconds(self, flops: float, link: float) -> float:
         """Of a step at so many FLOP/s of a rank, and bytes a second that each can send: of the slowest rank."""
@@ -46,7 +48,9 @@ class Plan:
         """
         times = self._times(flops, link)
         compute = max(time.compute for time in times)
-        awaited = max(time.compute + time.tensor_parallel + time.between + max(0.0, time.inside - time.compute) for time in times)
+        awaited = max(
+            time.compute + time.tensor_parallel + time.between + max(0.0, time.inside - time.compute) for time in times
+        )
         if awaited == compute or any(time.refresh for time in times):
             return None
         return (max(time.step for time in times) - compute) / (awaited - compute)
@@ -89,7 +93,9 @@ class _Planner:
     def forecast(self, config: Config) -> Forecast:
         key = config.model_dump_json()
         if key not in self._known:
-            self._known[key] = forecast("", config, Machine((self._world,), 1.0, 1.0, 1.0, 1.0, device_here()), self._world)
+            self._known[key] = forecast(
+                "", config, Machine((self._world,), 1.0, 1.0, 1.0, 1.0, device_here()), self._world
+            )
         return self._known[key]
 
     def plan(self, name: str, config: Config) -> Plan:
@@ -97,11 +103,15 @@ class _Planner:
         if name in _IN_BUCKETS:
             plan = with_buckets(plan)
         if factor != 1.0:
-            groups = [replace(group, ranks=tuple(_sending(rank, factor) for rank in group.ranks)) for group in plan.groups]
+            groups = [
+                replace(group, ranks=tuple(_sending(rank, factor) for rank in group.ranks)) for group in plan.groups
+            ]
             plan = replace(plan, groups=tuple(groups))
         mode = config.activation_checkpointing.model_copy(update={"mode": "none"})
         model = self.forecast(config.model_copy(update={"activation_checkpointing": mode}))
-        flops = sum(group.trace.flops * len(group.groups) for group in model.groups) / sum(len(group.groups) for group in model.groups)
+        flops = sum(group.trace.flops * len(group.groups) for group in model.groups) / sum(
+            len(group.groups) for group in model.groups
+        )
         return Plan(
             config=config,
             peak=None if name.startswith("zero") or factor != 1.0 else plan.worst.trace.peak,
@@ -120,5 +130,7 @@ class _Planner:
             else:
                 too_many = layers
         if fits == 0:
-            raise ConfigError(f"{SMALLER}: no model of this width fits {peak:,} bytes, what SDP needs; leave it out of --methods")
+            raise ConfigError(
+                f"{SMALLER}: no model of this width fits {peak:,} bytes, what SDP needs; leave it out of --methods"
+            )
         return fits

@@ -37,7 +37,9 @@ class Timing:
     median_ratio: float
 
 
-def race(contestants: Sequence[Contestant], batches: Iterable[Batch], warmup: int, device: torch.device) -> list[Timing]:
+def race(
+    contestants: Sequence[Contestant], batches: Iterable[Batch], warmup: int, device: torch.device
+) -> list[Timing]:
     """Time every contestant on every batch, after the first ``warmup`` ones; every other round runs in reverse order."""
     seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     for turn, batch in enumerate(batches):

@@ -73,7 +73,9 @@ class Report:
                 "planned_slowest_over_mean": plan.slowest_over_mean,
             }
             if "not_overlapped_seconds" in turns:
-                row["exposed_not_overlapped_seconds"] = _median_of(_minus, turns["not_overlapped_seconds"], turns["compute_seconds"])
+                row["exposed_not_overlapped_seconds"] = _median_of(
+                    _minus, turns["not_overlapped_seconds"], turns["compute_seconds"]
+                )
             if dense is not None:
                 row["speed_over_ddp"] = _median_of(_over, dense["seconds"], seconds)
             if "fsdp2" in race.turns:
@@ -97,7 +99,11 @@ class Report:
             }
             for race in self.races
         ]
-        return {"settings": dict(self.settings), "losses": {name: facts["losses"] for name, facts in self.facts.items()}, "races": races}
+        return {
+            "settings": dict(self.settings),
+            "losses": {name: facts["losses"] for name, facts in self.facts.items()},
+            "races": races,
+        }
 
 
 def _minus(left: float, right: float) -> float:
@@ -131,7 +137,10 @@ def write_report(folder: Path, report: Report) -> None:
     )
     if len(report.races) > 1:
         lines = {
-            name: [(race["bytes_per_second"] * 8e-6, race["methods"][name]["tokens_per_second"]) for race in content["races"]]
+            name: [
+                (race["bytes_per_second"] * 8e-6, race["methods"][name]["tokens_per_second"])
+                for race in content["races"]
+            ]
             for name in last["methods"]
         }
         plot_lines(lines, "speed against the hosts' links", "Mbit/s", _unit(report), folder / "network.png")
@@ -163,7 +172,10 @@ def _markdown(report: Report, content: Mapping[str, Any]) -> str:
         title = _title(race)
         lines += ["", f"## {title[0].upper()}{title[1:]}", "", *_table(race, _unit(report))]
         if race["sent_bytes_not_measured"]:
-            lines += ["", f"Sent bytes are not measured: {race['sent_bytes_not_measured']}. In parentheses what is planned."]
+            lines += [
+                "",
+                f"Sent bytes are not measured: {race['sent_bytes_not_measured']}. In parentheses what is planned.",
+            ]
         if (race["stolen_processor_time"] or 0.0) >= _NOTICED:
             share = f"{race['stolen_processor_time']:.0%} of the processors' time to other machines"
             lines += ["", f"The hypervisor gave {share} meanwhile: seconds, and what is made of them, vary with that."]
@@ -210,7 +222,9 @@ def _table(race: Mapping[str, Any], unit: str) -> list[str]:
 def _beside(measured: float | None, planned: float | None, spec: str) -> str:
     if measured is None and planned is None:
         return "–"
-    return ("–" if measured is None else format(measured, spec)) + (f" ({format(planned, spec)})" if planned is not None else "")
+    return ("–" if measured is None else format(measured, spec)) + (
+        f" ({format(planned, spec)})" if planned is not None else ""
+    )
 
 
 def _aims(race: Mapping[str, Any]) -> list[str]:
@@ -234,13 +248,26 @@ def _aims(race: Mapping[str, Any]) -> list[str]:
                 said.append(_aim("speed over DDP's", ratio, f"of planned, aim at least {BOUND}", ratio >= BOUND))
             if "speed_over_fsdp2" in row and row["capacity"] == FOR_CAPACITY:
                 said.append(
-                    _aim("speed", row["speed_over_fsdp2"], f"× FSDP2's, aim at least {OVER_FSDP2}", row["speed_over_fsdp2"] >= OVER_FSDP2)
+                    _aim(
+                        "speed",
+                        row["speed_over_fsdp2"],
+                        f"× FSDP2's, aim at least {OVER_FSDP2}",
+                        row["speed_over_fsdp2"] >= OVER_FSDP2,
+                    )
                 )
             if row["exposed_not_overlapped_seconds"] > 0:
-                ratio, plan = row["exposed_seconds"] / row["exposed_not_overlapped_seconds"], row.get("planned_exposed_over_not_overlapped")
+                ratio, plan = (
+                    row["exposed_seconds"] / row["exposed_not_overlapped_seconds"],
+                    row.get("planned_exposed_over_not_overlapped"),
+                )
                 planned = "" if plan is None else f" ({plan:.3f} planned)"
                 said.append(
-                    _aim("exposed communication", ratio, f"of that without overlap{planned}, aim at most {OVERLAP}", ratio <= OVERLAP)
+                    _aim(
+                        "exposed communication",
+                        ratio,
+                        f"of that without overlap{planned}, aim at most {OVERLAP}",
+                        ratio <= OVERLAP,
+                    )
                 )
         lines.append(f"- {name}: {'; '.join(said)}")
     return lines

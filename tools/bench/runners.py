@@ -36,7 +36,9 @@ from ...engine.subnetwork.materialise import give_values
 from ..runs.model_inputs import model_and_batch
 from .methods import REPLICAS, is_sdp
 
-_BUCKET = 25 * 2**20  # bytes of a DDP bucket; of DeepSpeed's too, whose default of 5e8 elements is larger than many models
+_BUCKET = (
+    25 * 2**20
+)  # bytes of a DDP bucket; of DeepSpeed's too, whose default of 5e8 elements is larger than many models
 
 
 _OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the paper's
@@ -79,7 +81,9 @@ def build(name: str, config: Config, device: torch.device) -> Runner:
 
 def _sdp(config: Config) -> Runner:
     section = config.sdp.model_copy(update={"check_interval": 0})
-    engine: SDPEngine = initialize(model=model_and_batch(config)[0](), config=config.model_copy(update={"sdp": section}))[0]
+    engine: SDPEngine = initialize(
+        model=model_and_batch(config)[0](), config=config.model_copy(update={"sdp": section})
+    )[0]
 
     def step(batches: Sequence[Batch]) -> Tensor:
         losses = []
@@ -144,7 +148,13 @@ class _Dense:
 
         parallel.register_comm_hook(None, noting)
         optimizer = self._optimizer()
-        return Runner(self.parameters, parallel, optimizer, self._loop(parallel, optimizer, parallel.no_sync), kept=lambda: buckets)
+        return Runner(
+            self.parameters,
+            parallel,
+            optimizer,
+            self._loop(parallel, optimizer, parallel.no_sync),
+            kept=lambda: buckets,
+        )
 
     def fsdp2(self, replicas: int) -> Runner:
         """Blocks one by one, and what the model wants on its own; ``replicas`` of each shard (HSDP)."""

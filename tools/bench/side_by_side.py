@@ -49,18 +49,36 @@ from .workers import OPTION
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what belongs to CONFIG."""
     group = parser.add_argument_group("side by side, with CONFIG")
-    group.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="compare ways to train this model, on several ranks")
-    group.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="override a key of CONFIG; may be repeated")
+    group.add_argument(
+        "config", metavar="CONFIG", type=Path, nargs="?", help="compare ways to train this model, on several ranks"
+    )
+    group.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a key of CONFIG; may be repeated",
+    )
     group.add_argument("--nproc", metavar="P", type=int, help="ranks to start here (default: sdp.groups)")
-    group.add_argument("--workers", metavar="N,…", help="compare once for each of these numbers of ranks, of as many groups, such as 2,4,8")
-    group.add_argument("--methods", metavar="A,B,…", help="which, of: ddp … diloco, sdp, sdp-block-forward-0.5 … (default: all)")
+    group.add_argument(
+        "--workers",
+        metavar="N,…",
+        help="compare once for each of these numbers of ranks, of as many groups, such as 2,4,8",
+    )
+    group.add_argument(
+        "--methods", metavar="A,B,…", help="which, of: ddp … diloco, sdp, sdp-block-forward-0.5 … (default: all)"
+    )
     group.add_argument("--rounds", metavar="N", type=int, default=5, help="turns of every method (default: 5)")
     group.add_argument("--steps", metavar="N", type=int, default=2, help="timed steps of a turn (default: 2)")
     group.add_argument(
-        "--network", metavar="RATE,…", help="ranks are hosts with links of these rates, such as 100mbit,300mbit,1gbit (root)"
+        "--network",
+        metavar="RATE,…",
+        help="ranks are hosts with links of these rates, such as 100mbit,300mbit,1gbit (root)",
     )
     group.add_argument("--hosts", metavar="NAME", help=argparse.SUPPRESS)  # for the ranks: those that were made
-    group.add_argument("--out", metavar="DIR", type=Path, help="where report.md, report.json and plots go (default: runs/bench)")
+    group.add_argument(
+        "--out", metavar="DIR", type=Path, help="where report.md, report.json and plots go (default: runs/bench)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,7 +128,9 @@ def _checked(args: argparse.Namespace, place: Environment | None, *, speaks: boo
 
         devices = visible_devices()
         if 0 < devices < world:
-            raise ConfigError(f"{world} ranks: {devices} devices are visible; use fewer, or CUDA_VISIBLE_DEVICES= for the CPU")
+            raise ConfigError(
+                f"{world} ranks: {devices} devices are visible; use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
+            )
     if place is None or place.rank == 0:
         _require_no_report(_out(args))
     return config, world, names
@@ -118,7 +138,9 @@ def _checked(args: argparse.Namespace, place: Environment | None, *, speaks: boo
 
 def _require_no_report(folder: Path) -> None:
     if (folder / REPORT).exists():
-        raise ConfigError(f"--out {folder}: holds the report of an earlier run; name another directory, or move that away")
+        raise ConfigError(
+            f"--out {folder}: holds the report of an earlier run; name another directory, or move that away"
+        )
 
 
 def _make_room(folder: Path) -> None:
@@ -138,7 +160,9 @@ def _config(args: argparse.Namespace) -> Config:
         if value is not None and value < 1:
             raise ConfigError(f"--{name}: {value} is not a positive whole number")
     if config.bf16.enabled:
-        raise ConfigError("bf16.enabled: methods are compared in float32, in which they all compute alike; add --set bf16.enabled=false")
+        raise ConfigError(
+            "bf16.enabled: methods are compared in float32, in which they all compute alike; add --set bf16.enabled=false"
+        )
     if config.tensor_parallel.autotp_size > 1:
         raise ConfigError(
             "tensor_parallel.autotp_size: other methods have no tensor parallelism here; add --set tensor_parallel.autotp_size=1"
@@ -154,7 +178,9 @@ def _names(args: argparse.Namespace, config: Config, world: int, *, speaks: bool
     """Of the methods, in order; those that cannot be run are left out unless they were asked for, and a rank that ``speaks`` says so."""
     asked = None if args.methods is None else list(dict.fromkeys(args.methods.split(",")))
     if asked is not None and "" in asked:
-        raise ConfigError(f'--methods "{args.methods}": a name is empty; write some of {", ".join(DENSE)}, sdp, or leave the option out')
+        raise ConfigError(
+            f'--methods "{args.methods}": a name is empty; write some of {", ".join(DENSE)}, sdp, or leave the option out'
+        )
     names, reasons = [], {}
     for name in default_methods(config) if asked is None else asked:
         reason = why_not(name, config, world)
@@ -165,7 +191,9 @@ def _names(args: argparse.Namespace, config: Config, world: int, *, speaks: bool
         else:
             reasons[name] = reason
     if asked is None and not any(map(is_sdp, names)):
-        raise ConfigError(f"{world} ranks leave nothing of SDP to compare: {next(why for name, why in reasons.items() if is_sdp(name))}")
+        raise ConfigError(
+            f"{world} ranks leave nothing of SDP to compare: {next(why for name, why in reasons.items() if is_sdp(name))}"
+        )
     for name, reason in reasons.items() if speaks else ():
         print(f"sdp bench: {name} is left out: {reason}", file=sys.stderr)
     return names

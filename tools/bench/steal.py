@@ -16,7 +16,9 @@ def ticks() -> tuple[int, int] | None:
     ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     try:
         lines = [line.split() for line in _STAT.read_text().splitlines()]
-        counts = [[int(value) for value in values[: _STOLEN + 1]] for word, *values in filter(None, lines) if word in ours]
+        counts = [
+            [int(value) for value in values[: _STOLEN + 1]] for word, *values in filter(None, lines) if word in ours
+        ]
     except (OSError, ValueError):
         return None
     if not counts or any(len(values) <= _STOLEN for values in counts):
@@ -28,4 +30,6 @@ def stolen(before: tuple[int, int] | None, after: tuple[int, int] | None) -> flo
     """The stolen part of the time between two counts, 0 … 1; None where it is not known."""
     if before is None or after is None or after[1] <= before[1]:
         return None
-    return min(1.0, max(0.0, (after[0] - before[0]) / (after[1] - before[1])))  # the kernel's counts may go back by a tick
+    return min(
+        1.0, max(0.0, (after[0] - before[0]) / (after[1] - before[1]))
+    )  # the kernel's counts may go back by a tick

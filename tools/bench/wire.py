@@ -77,7 +77,9 @@ def absent() -> Iterator[None]:
     finally:
         for group, backends in zip(groups, real, strict=True):
             for device, backend in backends.items():
-                kind = dist.ProcessGroup.BackendType.NCCL if device.type == "cuda" else dist.ProcessGroup.BackendType.GLOO
+                kind = (
+                    dist.ProcessGroup.BackendType.NCCL if device.type == "cuda" else dist.ProcessGroup.BackendType.GLOO
+                )
                 group._register_backend(device, kind, backend)
 
 

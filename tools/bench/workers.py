@@ -30,7 +30,10 @@ def counts(text: str) -> list[int]:
 
 
 def run(
-    args: argparse.Namespace, folder: Path, compare: Callable[[argparse.Namespace], int], check: Callable[[argparse.Namespace], object]
+    args: argparse.Namespace,
+    folder: Path,
+    compare: Callable[[argparse.Namespace], int],
+    check: Callable[[argparse.Namespace], object],
 ) -> int:
     """``compare`` once for each number, then workers.md, workers.json and workers.png in ``folder``. Returns 0, or the exit code of the
     first that fails. Raises :class:`ConfigError` for a number that ``check`` refuses, before the first is compared.
@@ -110,7 +113,10 @@ def _write(folder: Path, reports: Mapping[int, Mapping[str, Any]]) -> None:
         title = f"Hosts with links of {race['link']}" if race["link"] else "Processes of one host"
         header = ["method", *(f"{count} workers" for count in reports)]
         lines += ["", f"## {title}", "", "| " + " | ".join(header) + " |", "|---|" + "---:|" * len(reports)]
-        lines += ["| " + " | ".join([name, *(_cell(own.get(count)) for count in reports)]) + " |" for name, own in rows.items()]
+        lines += [
+            "| " + " | ".join([name, *(_cell(own.get(count)) for count in reports)]) + " |"
+            for name, own in rows.items()
+        ]
         tables.append({"link": race["link"], "methods": rows})
     text = "\n".join(lines) + "\n"
     write_whole(folder / "workers.md", text)

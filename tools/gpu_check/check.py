@@ -76,7 +76,11 @@ class Check:
         self._write(finished=False)
 
     def go(
-        self, jobs: Mapping[Row, Job], plan: Callable[[Row], Planned], measure: Callable[[Job], Share], seconds_left: Callable[[], float]
+        self,
+        jobs: Mapping[Row, Job],
+        plan: Callable[[Row], Planned],
+        measure: Callable[[Job], Share],
+        seconds_left: Callable[[], float],
     ) -> None:
         """Measure every row for which time is left; one that fails is noted, and the next one begun."""
         for row, job in jobs.items():
@@ -89,7 +93,9 @@ class Check:
             print(self._line(self.results[-1]), flush=True)
             self._write(finished=False)
 
-    def _one(self, row: Row, job: Job, plan: Callable[[Row], Planned], measure: Callable[[Job], Share], seconds_left: float) -> Result:
+    def _one(
+        self, row: Row, job: Job, plan: Callable[[Row], Planned], measure: Callable[[Job], Share], seconds_left: float
+    ) -> Result:
         started = time.perf_counter()
         share, error = _tried(lambda: measure(job), seconds_left, "the row was cut off, because no time was left")
         gc.collect()  # only here: an exception's frames hold the model
@@ -98,7 +104,9 @@ class Check:
         seconds = time.perf_counter() - started  # the plan is made beside it, and says nothing of how long rows take
         planned, plan_error = None, ""
         if not error:
-            planned, plan_error = _tried(lambda: plan(row), seconds_left - seconds, "it was not made before no time was left")
+            planned, plan_error = _tried(
+                lambda: plan(row), seconds_left - seconds, "it was not made before no time was left"
+            )
         return Result(row, seconds, planned, share, error, plan_error)
 
     def conclude(self) -> int:
@@ -228,9 +236,13 @@ def goals_of(results: Sequence[Result], rate: float) -> list[Goal]:
     """
     goals: list[Goal] = []
 
-    def goal(result: Result, what: str, value: float | None, aim: str, reached: Callable[[float], bool], missing: str = "") -> None:
+    def goal(
+        result: Result, what: str, value: float | None, aim: str, reached: Callable[[float], bool], missing: str = ""
+    ) -> None:
         if missing:
-            goals.append(Goal(f"{_name(result.row)}: {what}, aim {aim}: not shown, because {missing} is missing", None, False))
+            goals.append(
+                Goal(f"{_name(result.row)}: {what}, aim {aim}: not shown, because {missing} is missing", None, False)
+            )
         elif value is not None:
             verdict = "reached" if reached(value) else "NOT reached"
             goals.append(Goal(f"{_name(result.row)}: {what} {value:.3f}, aim {aim}: {verdict}", value, reached(value)))
@@ -241,14 +253,42 @@ def goals_of(results: Sequence[Result], rate: float) -> list[Goal]:
             continue
         missing = "" if planned else "its plan"
         if not row.compiled:
-            peak, state = planned and share.requested_over_planned(planned), planned and share.state_bytes / planned.state_bytes
-            goal(result, "requested peak over planned", peak, f"1 ± {PEAK_WITHIN:g}", lambda value: abs(value - 1) <= PEAK_WITHIN, missing)
-            goal(result, "state over planned", state, f"1 ± {STATE_WITHIN:g}", lambda value: abs(value - 1) <= STATE_WITHIN, missing)
+            peak, state = (
+                planned and share.requested_over_planned(planned),
+                planned and share.state_bytes / planned.state_bytes,
+            )
+            goal(
+                result,
+                "requested peak over planned",
+                peak,
+                f"1 ± {PEAK_WITHIN:g}",
+                lambda value: abs(value - 1) <= PEAK_WITHIN,
+                missing,
+            )
+            goal(
+                result,
+                "state over planned",
+                state,
+                f"1 ± {STATE_WITHIN:g}",
+                lambda value: abs(value - 1) <= STATE_WITHIN,
+                missing,
+            )
         elif row == Row(CONFIGS[0], DENSE):
             goal(result, "MFU", share.mfu(rate), f"at least {LEAST_MFU:g}", lambda value: value >= LEAST_MFU)
         elif (row.variant.granularity, row.variant.masking) == ("block", "forward"):
-            peak, speed, dense = planned and share.over_planned(planned), speed_over_bound(result, results), _dense(result, results)
-            goal(result, "allocated peak over planned", peak, f"at most {MOST_PEAK:g}", lambda value: value <= MOST_PEAK, missing)
+            peak, speed, dense = (
+                planned and share.over_planned(planned),
+                speed_over_bound(result, results),
+                _dense(result, results),
+            )
+            goal(
+                result,
+                "allocated peak over planned",
+                peak,
+                f"at most {MOST_PEAK:g}",
+                lambda value: value <= MOST_PEAK,
+                missing,
+            )
             if dense is not None:  # without its tokens there is nothing to compare with
                 missing = missing or ("" if dense.planned else "the dense model's plan")
                 what, aim = "tokens/s over the bound of operations", f"at least {LEAST_SPEED:g}"

@@ -34,18 +34,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there, after every row")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run (default: cuda)")
-    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=CONFIGS, metavar="NAME", help=f"of {', '.join(CONFIGS)}")
     parser.add_argument(
-        "--variants", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=f'such as "{NAMES[0]}" and "{NAMES[1]}" (default: all)'
+        "--configs", nargs="+", choices=CONFIGS, default=CONFIGS, metavar="NAME", help=f"of {', '.join(CONFIGS)}"
     )
     parser.add_argument(
-        "--micro-batch", type=_positive, metavar="N", help="samples of a step, for every configuration (default: a number of its own)"
+        "--variants",
+        nargs="+",
+        choices=NAMES,
+        default=NAMES,
+        metavar="NAME",
+        help=f'such as "{NAMES[0]}" and "{NAMES[1]}" (default: all)',
     )
     parser.add_argument(
-        "--minutes", type=_minutes, default=MINUTES, metavar="M", help=f"begin no row that would not end by then (default: {MINUTES})"
+        "--micro-batch",
+        type=_positive,
+        metavar="N",
+        help="samples of a step, for every configuration (default: a number of its own)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the rows and what they are planned to need; no GPU is needed")
-    parser.add_argument("--tiny", action="store_true", help="models and batches so small that a CPU does; figures mean nothing then")
+    parser.add_argument(
+        "--minutes",
+        type=_minutes,
+        default=MINUTES,
+        metavar="M",
+        help=f"begin no row that would not end by then (default: {MINUTES})",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the rows and what they are planned to need; no GPU is needed"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="models and batches so small that a CPU does; figures mean nothing then"
+    )
 
 
 def _minutes(text: str) -> float:
@@ -71,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     found = detect()
     if found is not None and found.world_size > 1:
-        raise LaunchError(f"sdp gpu-check measures one rank, but {found.source} started {found.world_size}; start it without a launcher")
+        raise LaunchError(
+            f"sdp gpu-check measures one rank, but {found.source} started {found.world_size}; start it without a launcher"
+        )
     jobs = {row: job_of(row, micro_batch=args.micro_batch, tiny=args.tiny) for row in rows(args.configs, args.variants)}
     if not jobs:
         raise ConfigError(f"--variants: {', '.join(args.variants)} is of no configuration but {CONFIGS[0]}")
@@ -82,18 +102,25 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _list(jobs, workers, args.device)
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("sdp gpu-check: torch finds no CUDA device here; nothing was checked (--device cpu --tiny shows that the command works)")
+        print(
+            "sdp gpu-check: torch finds no CUDA device here; nothing was checked (--device cpu --tiny shows that the command works)"
+        )
         _write(args.json, {"skipped": "no CUDA device"})
         return 0
     if args.device == "cpu" and torch.cuda.is_available():
-        raise ConfigError("--device cpu: the engine takes the GPU where there is one; hide it with CUDA_VISIBLE_DEVICES=")
+        raise ConfigError(
+            "--device cpu: the engine takes the GPU where there is one; hide it with CUDA_VISIBLE_DEVICES="
+        )
     if args.device == "cpu" and not args.tiny:
         raise ConfigError("--device cpu: the models are too large for a CPU; add --tiny")
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     with Plans(jobs, workers, args.device) as plans:
         check = _begin(args, device)
         check.go(
-            jobs, plans.of, lambda job: measure(job, device, tiny=args.tiny), lambda: 60 * args.minutes - time.perf_counter() + started
+            jobs,
+            plans.of,
+            lambda job: measure(job, device, tiny=args.tiny),
+            lambda: 60 * args.minutes - time.perf_counter() + started,
         )
     return check.conclude()
 
@@ -129,6 +156,8 @@ def _begin(args: argparse.Namespace, device: torch.device) -> Check:
     }
     beside = f" of {nominal:g} in its data sheet" if nominal else ""
     print(f"{name}, torch {torch.__version__}; bf16 matrix products, sustained: {rate / 1e12:.1f} TFLOP/s{beside}")
-    print(f"One rank of {GROUPS}; the others exist in name only: collectives return at once, so tokens/s are an upper bound.")
+    print(
+        f"One rank of {GROUPS}; the others exist in name only: collectives return at once, so tokens/s are an upper bound."
+    )
     print(f"Operations, for MFU and for the bound: {COUNTED}.", flush=True)
     return Check(settings, rate, nominal and nominal * 1e12, args.json, args.tiny, device)

@@ -53,7 +53,9 @@ class Row:
     @property
     def family(self) -> tuple[str, str, str, bool]:
         """Rows of a family run the same compiled blocks: those of the dense model and those that forward masking leaves whole are equal."""
-        granularity, masking = ("block", "forward") if self.variant == DENSE else (self.variant.granularity, self.variant.masking)
+        granularity, masking = (
+            ("block", "forward") if self.variant == DENSE else (self.variant.granularity, self.variant.masking)
+        )
         return self.config, granularity, masking, self.compiled
 
 
@@ -71,7 +73,9 @@ def rows(configs: Sequence[str], names: Sequence[str]) -> list[Row]:
     for config in configs:
         ordered += [Row(config, variant) for variant in goals]
         ordered += [UNCOMPILED] if config == UNCOMPILED.config and UNCOMPILED.name in names else []
-    rest.sort(key=lambda variant: (variant.granularity, variant.masking))  # rows of a family follow one another: they share compiled blocks
+    rest.sort(
+        key=lambda variant: (variant.granularity, variant.masking)
+    )  # rows of a family follow one another: they share compiled blocks
     ordered += [Row(*pair) for some in (halves, rest) for pair in itertools.product(configs, some)]
     return ordered
 
@@ -138,7 +142,9 @@ class Plans:
             self._begun = {row: self._pool.submit(planned, job, self._device) for row, job in self._jobs.items()}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -26,9 +26,17 @@ from .rows import GROUPS, Job, Planned
 WARM_UP = 2  # after the step that compiles: memory and the optimizer's state are then as in every later one
 LEAST_STEPS, MOST_STEPS, SECONDS = 5, 12, 2.5  # timed: the median of no fewer, then until the time is over
 TINY_STEPS = 2
-PRODUCTS, MATMUL_BATCHES = 10, 240  # of 8192 x 8192 matrices some 3.5 s of an H100: the clock settles to what it sustains
+PRODUCTS, MATMUL_BATCHES = (
+    10,
+    240,
+)  # of 8192 x 8192 matrices some 3.5 s of an H100: the clock settles to what it sustains
 # By device name, TFLOP/s of dense bfloat16 products in NVIDIA's data sheets.
-NOMINAL_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4, "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA A100-SXM4-40GB": 312.0}
+NOMINAL_TFLOPS = {
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H200": 989.4,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-SXM4-40GB": 312.0,
+}
 
 ATTENTION, UPDATE = "aten::_scaled_dot_product_", "aten::_fused_adamw_"
 FLASH = {
@@ -99,7 +107,9 @@ def matmul_rate(device: torch.device, size: int) -> float:
     return PRODUCTS * 2 * size**3 / statistics.median(seconds[-MATMUL_BATCHES // 3 :])
 
 
-def timed(work: Callable[[], Any], device: torch.device, *, least: int, most: int, seconds: float = math.inf) -> list[float]:
+def timed(
+    work: Callable[[], Any], device: torch.device, *, least: int, most: int, seconds: float = math.inf
+) -> list[float]:
     """Seconds of each of ``most`` calls of ``work``, one after the other, or from ``least`` on of as many as begin within ``seconds``.
 
     On CUDA they are those between events, so that the host runs ahead of the device as far as it does in training.
@@ -216,7 +226,9 @@ def _draw_weights(engine: SDPEngine, rule: Callable[[str], Init]) -> None:
 def _stepper(engine: SDPEngine, job: Job) -> Callable[[], torch.Tensor]:
     """A step on random tokens; it returns the loss."""
     shape = (engine.train_micro_batch_size_per_gpu(), job.sequence)
-    tokens = torch.randint(job.config["model"]["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(engine.device)
+    tokens = torch.randint(job.config["model"]["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(
+        engine.device
+    )
 
     def step() -> torch.Tensor:
         loss = engine.backward(engine({"input_ids": tokens, "labels": tokens}))

@@ -79,11 +79,25 @@ class Measured:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("config", metavar="CONFIG", type=Path, help="the JSON file whose model, placement and data are used")
-    parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="override a key of CONFIG; may be repeated")
-    parser.add_argument("--checkpoint", metavar="RUN", type=Path, help="take weights and data of this run, or of one checkpoint of it")
-    parser.add_argument("--batches", metavar="N", type=int, default=BATCHES, help=f"independent batches (default: {BATCHES})")
-    parser.add_argument("--same-data", action="store_true", help="every group reads the same rows: what is left is masking's alone")
+    parser.add_argument(
+        "config", metavar="CONFIG", type=Path, help="the JSON file whose model, placement and data are used"
+    )
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a key of CONFIG; may be repeated",
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="RUN", type=Path, help="take weights and data of this run, or of one checkpoint of it"
+    )
+    parser.add_argument(
+        "--batches", metavar="N", type=int, default=BATCHES, help=f"independent batches (default: {BATCHES})"
+    )
+    parser.add_argument(
+        "--same-data", action="store_true", help="every group reads the same rows: what is left is masking's alone"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write every figure there")
     parser.add_argument("--out", metavar="DIR", type=Path, help="where table, plot and, if none is named, data go "
                                                                 "(default: runs/NAME-gradient-bias)")  # fmt: skip
@@ -95,7 +109,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--batches {args.batches}: at least {FEWEST} are needed to tell bias from noise")
     config = with_initial_model(load_config(args.config, args.set))
     if config.sdp.groups == 1:
-        raise ConfigError("sdp.groups 1: the one group has the dense model's gradient; give several groups and a placement")
+        raise ConfigError(
+            "sdp.groups 1: the one group has the dense model's gradient; give several groups and a placement"
+        )
     out = args.out or Path("runs") / f"{args.config.stem}-gradient-bias"
     for option, path in (("--out", out), ("--json", args.json and args.json.parent)):  # before anything is measured
         try:
@@ -126,7 +142,9 @@ def in_one_process(config: Config) -> Config:
     return load_config(config.model_dump(mode="json"), [f"sdp.engine={engine}", *_IN_FLOAT32])
 
 
-def measure(config: Config, out: Path, batches: int, *, same_data: bool = False, saved: SavedRun | None = None) -> Measured:
+def measure(
+    config: Config, out: Path, batches: int, *, same_data: bool = False, saved: SavedRun | None = None
+) -> Measured:
     """The gradients of ``batches`` batches compared; weights of the seed, of ``training.init_from``, or of ``saved``.
 
     Raises ConfigError where the data has not as many samples, CheckpointError where the checkpoint is of another model or data.
@@ -148,13 +166,16 @@ def measure(config: Config, out: Path, batches: int, *, same_data: bool = False,
         size.train,
         same_data,
         f"step {saved.step} of {saved.dump_dir}" if saved is not None else _start(config),
-        {unit.name: len(held) for unit, held in zip(layout.units, layout.placement.holders, strict=True)} | {SHARED: mesh.sdp},
+        {unit.name: len(held) for unit, held in zip(layout.units, layout.placement.holders, strict=True)}
+        | {SHARED: mesh.sdp},
         {name: {unit: estimate(one) for unit, one in of_units.items()} for name, of_units in products.items()},
         {name: apparent_by_batches(of_units[OVERALL]) for name, of_units in products.items()},
     )
 
 
-def compare(config: Config, model: nn.Module, layout: Layout, batches: Iterable[Sequence[Any]]) -> dict[str, dict[str, Products]]:
+def compare(
+    config: Config, model: nn.Module, layout: Layout, batches: Iterable[Sequence[Any]]
+) -> dict[str, dict[str, Products]]:
     """Inner products of the differences from the dense gradient, by masking; then by unit, the shared part and ``"overall"`` last.
 
     ``model`` has values, and keeps them; ``batches``: the micro-batches of each, with the rows of all ranks in rank order.
@@ -182,7 +203,11 @@ def _float32_convolutions() -> Iterator[None]:
 
 
 def _start(config: Config) -> str:
-    return f"those in {config.training.init_from}" if config.training.init_from is not None else f"initial, seed {config.training.seed}"
+    return (
+        f"those in {config.training.init_from}"
+        if config.training.init_from is not None
+        else f"initial, seed {config.training.seed}"
+    )
 
 
 def _corpus(config: Config, out: Path, saved: SavedRun | None) -> Corpus:
@@ -213,13 +238,17 @@ def _worker(config: Config, model: nn.Module, layout: Layout, device: torch.devi
     return (VectorizedBackend if in_one_pass else ReferenceBackend)(copy.deepcopy(model), layout, device)
 
 
-def _batches(config: Config, corpus: Corpus, size: BatchSize, mesh: Mesh, count: int, *, same_data: bool) -> Iterator[list[Any]]:
+def _batches(
+    config: Config, corpus: Corpus, size: BatchSize, mesh: Mesh, count: int, *, same_data: bool
+) -> Iterator[list[Any]]:
     """The micro-batches of ``count`` steps, of all ranks in rank order, no sample twice; raises ConfigError where there are too few."""
     copies = mesh.data_ranks if same_data else 1
     rows = size.micro * mesh.data_ranks // copies
     needed, there = count * size.accumulation * rows, len(corpus.train)  # type: ignore[arg-type]
     if needed > there:
-        raise ConfigError(f"--batches {count}: independent batches need {needed:,} samples, and {corpus.path} has {there:,} to train on")
+        raise ConfigError(
+            f"--batches {count}: independent batches need {needed:,} samples, and {corpus.path} has {there:,} to train on"
+        )
     loader = iter(ResumableLoader(corpus.train, rows, seed=config.training.seed, collate_fn=corpus.collate))
 
     def for_all(leaf: Any) -> Any:
@@ -244,7 +273,8 @@ def gradient(worker: ReferenceBackend, micro_batches: Sequence[Any]) -> dict[str
 def to_json(measured: Measured) -> dict[str, Any]:
     """Every figure; relative to the dense mean's norm, see :class:`~sdp.tools.gradient_bias.estimate.Bias`."""
     biases = {
-        name: {unit: asdict(bias) | {"shown": bias.shown} for unit, bias in of_units.items()} for name, of_units in measured.biases.items()
+        name: {unit: asdict(bias) | {"shown": bias.shown} for unit, bias in of_units.items()}
+        for name, of_units in measured.biases.items()
     }
     return asdict(measured) | {"biases": biases}
 
@@ -289,9 +319,13 @@ def _verdict(bias: Bias) -> str:
 
 def _points(measured: Measured) -> tuple[dict[str, tuple[float, float]], dict[str, list[tuple[float, float]]]]:
     """For the plot: by masking the estimated overall bias and floor, and bias and standard error of every unit in order."""
-    overall = {name: (of_units[OVERALL].bias or 0.0, of_units[OVERALL].floor or 0.0) for name, of_units in measured.biases.items()}
+    overall = {
+        name: (of_units[OVERALL].bias or 0.0, of_units[OVERALL].floor or 0.0)
+        for name, of_units in measured.biases.items()
+    }
     units = [unit for unit in measured.holders if unit != SHARED]
     by_unit = {
-        name: [(of_units[unit].bias or 0.0, of_units[unit].error or 0.0) for unit in units] for name, of_units in measured.biases.items()
+        name: [(of_units[unit].bias or 0.0, of_units[unit].error or 0.0) for unit in units]
+        for name, of_units in measured.biases.items()
     }
     return overall, by_unit

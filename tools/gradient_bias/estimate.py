@@ -66,7 +66,9 @@ class Products:
     squares: float
 
     def __add__(self, other: Products) -> Products:
-        return Products(self.gram + other.gram, self.dense + other.dense, self.cross + other.cross, self.squares + other.squares)
+        return Products(
+            self.gram + other.gram, self.dense + other.dense, self.cross + other.cross, self.squares + other.squares
+        )
 
 
 class Differences:
@@ -86,9 +88,13 @@ class Differences:
         for name, gradients in {"dense": dense, **others}.items():
             wrong = next((key for key, gradient in gradients.items() if not torch.isfinite(gradient).all()), None)
             if wrong is not None:
-                raise DivergedError(f"{wrong}: its gradient ({name}) is no number on a batch; these weights have diverged, take others")
+                raise DivergedError(
+                    f"{wrong}: its gradient ({name}) is no number on a batch; these weights have diverged, take others"
+                )
         for name, gradients in others.items():
-            self._differences.setdefault(name, []).append({key: gradient - dense[key] for key, gradient in gradients.items()})
+            self._differences.setdefault(name, []).append(
+                {key: gradient - dense[key] for key, gradient in gradients.items()}
+            )
         for key, gradient in dense.items():
             self._dense[key] = self._dense[key] + gradient if key in self._dense else gradient
         for unit, parts in self._parts.items():
@@ -110,7 +116,10 @@ class Differences:
 
 def _parts_by_unit(layout: Layout) -> dict[str, list[Slice]]:
     """What every unit is made of, and the shared part: what is in none."""
-    parts = {unit.name: [part for part in unit.slices if layout.parameters[part.parameter].trainable] for unit in layout.units}
+    parts = {
+        unit.name: [part for part in unit.slices if layout.parameters[part.parameter].trainable]
+        for unit in layout.units
+    }
     taken = {part.parameter for unit in layout.units for part in unit.slices}
     shared = [Slice(name) for name, info in layout.parameters.items() if info.trainable and name not in taken]
     return parts | {SHARED: shared}
@@ -121,7 +130,9 @@ def _of(part: Slice, gradients: Mapping[str, Tensor]) -> Tensor:
     gradient = gradients[part.parameter]
     if part.dim is None:
         return gradient.flatten()
-    return torch.cat([gradient.narrow(part.dim, first, last - first) for first, last in part.ranges], part.dim).flatten()
+    return torch.cat(
+        [gradient.narrow(part.dim, first, last - first) for first, last in part.ranges], part.dim
+    ).flatten()
 
 
 def _gram(vectors: Sequence[Tensor]) -> Tensor:

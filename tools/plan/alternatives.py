@@ -24,7 +24,11 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
     if nodes == 1:
         notes.append("HSDP: on one node it is FSDP")
     elif config.tensor_parallel.autotp_size * nodes == world:
-        why = f"tensor parallelism of {config.tensor_parallel.autotp_size} fills a node" if world > nodes else "a node has one rank"
+        why = (
+            f"tensor parallelism of {config.tensor_parallel.autotp_size} fills a node"
+            if world > nodes
+            else "a node has one rank"
+        )
         notes.append(f"HSDP: {why}, so it has nobody there to share its state with, and is DDP")
     if notes:
         del dense["HSDP"]
@@ -32,7 +36,9 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
         try:
             settings = dense_config(config, groups, stage)
             planned.append(
-                distributed_data_parallel(settings, machine, world) if name == "DDP" else forecast(name, settings, machine, world)
+                distributed_data_parallel(settings, machine, world)
+                if name == "DDP"
+                else forecast(name, settings, machine, world)
             )
         except SDPError as error:
             notes.append(f"{name}: {error}")
@@ -46,9 +52,14 @@ def distributed_data_parallel(config: Config, machine: Machine, world: int) -> F
     """
     precision = getattr(torch, config.precision)
     if precision != torch.float32:
-        off = {"bf16": config.bf16.model_copy(update={"enabled": False}), "fp16": config.fp16.model_copy(update={"enabled": False})}
+        off = {
+            "bf16": config.bf16.model_copy(update={"enabled": False}),
+            "fp16": config.fp16.model_copy(update={"enabled": False}),
+        }
         config = config.model_copy(update=off)
-    return with_buckets(forecast("DDP", config, machine, world, autocast=None if precision == torch.float32 else precision))
+    return with_buckets(
+        forecast("DDP", config, machine, world, autocast=None if precision == torch.float32 else precision)
+    )
 
 
 def with_buckets(plan: Forecast) -> Forecast:
@@ -69,4 +80,6 @@ def with_buckets(plan: Forecast) -> Forecast:
 
 def dense_config(config: Config, groups: int, stage: int) -> Config:
     zero = config.zero_optimization.model_copy(update={"stage": stage})
-    return config.model_copy(update={"sdp": SDPSection(groups=groups, units=config.sdp.units), "zero_optimization": zero})
+    return config.model_copy(
+        update={"sdp": SDPSection(groups=groups, units=config.sdp.units), "zero_optimization": zero}
+    )

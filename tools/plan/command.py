@@ -28,22 +28,44 @@ PER_NODE = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the JSON file of the run")
-    parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="override a key of CONFIG; may be repeated")
-    parser.add_argument("--world", type=int, metavar="N", help="ranks (default: the hostfile's, else as few as CONFIG means)")
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a key of CONFIG; may be repeated",
+    )
+    parser.add_argument(
+        "--world", type=int, metavar="N", help="ranks (default: the hostfile's, else as few as CONFIG means)"
+    )
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="nodes and their slots, in DeepSpeed's format")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help=f"ranks of a node (default: {PER_NODE})")
-    parser.add_argument("--device", choices=DEVICES, help="whose operators to trace (default: cuda where torch finds a GPU here, else cpu)")
     parser.add_argument(
-        "--device-memory", metavar="BYTES", help="of a device, as 80GB or 80GiB: say whether the run fits (exit code 2: not)"
+        "--device",
+        choices=DEVICES,
+        help="whose operators to trace (default: cuda where torch finds a GPU here, else cpu)",
     )
-    parser.add_argument("--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan that")
-    parser.add_argument("--peak-flops", metavar="RATE", help=f"of a device (default: {PEAK_FLOPS}, an H100 in bfloat16)")
+    parser.add_argument(
+        "--device-memory",
+        metavar="BYTES",
+        help="of a device, as 80GB or 80GiB: say whether the run fits (exit code 2: not)",
+    )
+    parser.add_argument(
+        "--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan that"
+    )
+    parser.add_argument(
+        "--peak-flops", metavar="RATE", help=f"of a device (default: {PEAK_FLOPS}, an H100 in bfloat16)"
+    )
     parser.add_argument("--achieved", type=float, metavar="FRACTION", help=f"of that (default: {ACHIEVED})")
     rates = "in bytes or bits a second, as 50GB/s or 400Gbit"
-    parser.add_argument("--intra-node", metavar="RATE", help=f"that a rank sends inside a node, {rates} (default: {INSIDE})")
+    parser.add_argument(
+        "--intra-node", metavar="RATE", help=f"that a rank sends inside a node, {rates} (default: {INSIDE})"
+    )
     parser.add_argument("--inter-node", metavar="RATE", help=f"that a rank sends between nodes (default: {BETWEEN})")
     parser.add_argument("--alone", action="store_true", help="leave out DDP, FSDP and HSDP of the dense model")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with the map of units and bars of memory")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="also write a page with the map of units and bars of memory"
+    )
     parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
 
 
@@ -69,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
         plan = forecast(name, config, machine, world)
     others, notes = ([], []) if args.alone else alternatives(config, machine, world)
     if args.html is not None:
-        _write_page(args.html, [plan, *others], _notes(plan, others) + notes, f"{world} ranks ({source})", memory, fit, commands)
+        _write_page(
+            args.html, [plan, *others], _notes(plan, others) + notes, f"{world} ranks ({source})", memory, fit, commands
+        )
     if args.json:
         print(json.dumps(_report(plan, others, notes, world, memory) | _report_of_fit(fit, commands), indent=2))
     else:
@@ -98,7 +122,13 @@ def _world(args: argparse.Namespace, config: Config) -> tuple[int, str]:
 
 def _require_other_file(args: argparse.Namespace) -> None:
     for name, path in (("the configuration", args.config), ("the hostfile", args.hostfile)):
-        if args.html is not None and path is not None and args.html.exists() and path.exists() and args.html.samefile(path):
+        if (
+            args.html is not None
+            and path is not None
+            and args.html.exists()
+            and path.exists()
+            and args.html.samefile(path)
+        ):
             raise ConfigError(f"--html {args.html}: is {name}, which the page would replace; name another file")
 
 
@@ -136,10 +166,14 @@ def _require_fit(plan: Forecast, memory: float, args: argparse.Namespace) -> Non
 
 
 def _report_of_fit(fit: Fit | None, commands: dict[str, str]) -> dict[str, Any]:
-    return {} if fit is None else {"tried": list(map(str, fit.trials)), "reasons": list(fit.reasons), "commands": commands}
+    return (
+        {} if fit is None else {"tried": list(map(str, fit.trials)), "reasons": list(fit.reasons), "commands": commands}
+    )
 
 
-def _report(plan: Forecast, others: list[Forecast], notes: list[str], world: int, memory: float | None) -> dict[str, Any]:
+def _report(
+    plan: Forecast, others: list[Forecast], notes: list[str], world: int, memory: float | None
+) -> dict[str, Any]:
     report = {
         "world": world,
         "machine": plan.machine.to_json(),

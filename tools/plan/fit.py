@@ -57,7 +57,9 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
     groups = config.sdp.groups
     limit = world // groups if bounded else MOST_RANKS
     if limit < 1:
-        raise ConfigError(f"--fit: {world} ranks are fewer than sdp.groups {groups}, each of which needs one; lower sdp.groups")
+        raise ConfigError(
+            f"--fit: {world} ranks are fewer than sdp.groups {groups}, each of which needs one; lower sdp.groups"
+        )
     if (config.train_batch_size or 0) % groups:
         raise ConfigError(
             f"--fit: train_batch_size {config.train_batch_size:,} is no multiple of sdp.groups {groups}, so that no number of ranks shares "
@@ -78,7 +80,9 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
         if fitting:
             best = min(fitting, key=lambda trial: trial.cost)
             assert best.plan is not None
-            return Fit(best.choice, best.plan, tuple(search.trials), tuple(reasons_of(best, search.trials, step, model)))
+            return Fit(
+                best.choice, best.plan, tuple(search.trials), tuple(reasons_of(best, search.trials, step, model))
+            )
     assert tried  # one rank a group always shares what is a multiple of the groups
     raise ConfigError(_nothing(config, memory, tried, search.trials))
 
@@ -132,7 +136,11 @@ class _Search:
         """Whether the state of a group, by the trial of one rank, is more than twice what so many ranks have memory for; twice, since what
         is sharded may be of another kind. Powers of two are tried all the same: they tell how much is missing.
         """
-        states = [trial.need for trial in self.trials if trial.choice.ranks == 1 and trial.state_only and trial.need is not None]
+        states = [
+            trial.need
+            for trial in self.trials
+            if trial.choice.ranks == 1 and trial.state_only and trial.need is not None
+        ]
         return bool(ranks & (ranks - 1)) and min(states, default=0) > 2 * ranks * self.memory
 
     def _fastest(self) -> float:

@@ -186,10 +186,14 @@ def require_planned(config: Config) -> None:
     if config.sdp.engine != "fsdp2":
         why = "runs all groups in one process" if config.sdp.in_one_process else "has buffers of DeepSpeed's own"
         equal = " --set sdp.group_sizes=null" if config.sdp.group_sizes else ""
-        raise ConfigError(f'sdp.engine: "{config.sdp.engine}" {why}, which is not planned; add --set sdp.engine=fsdp2{equal}')
+        raise ConfigError(
+            f'sdp.engine: "{config.sdp.engine}" {why}, which is not planned; add --set sdp.engine=fsdp2{equal}'
+        )
 
 
-def forecast(name: str, config: Config, machine: Machine, world: int, *, autocast: torch.dtype | None = None) -> Forecast:
+def forecast(
+    name: str, config: Config, machine: Machine, world: int, *, autocast: torch.dtype | None = None
+) -> Forecast:
     """Plan ``config`` on ``world`` ranks; ``autocast``: with forward passes under torch's, of this precision. Raises an :class:`SDPError`
     for what a run under it would end with.
     """
@@ -247,7 +251,9 @@ def _most_telling(layout: Layout, kinds: list[list[int]]) -> list[list[int]]:
 
 def _runs(layout: Layout, group: int) -> Any:
     """What decides a group's state and time: how many units of each kind it holds, and how many it casts and sends."""
-    units = Counter((tuple(info.part for info in members), group in members[0].holders) for members in layout.members.values())
+    units = Counter(
+        (tuple(info.part for info in members), group in members[0].holders) for members in layout.members.values()
+    )
     return frozenset(units.items()), sum(refresh.source == group for refresh in layout.refreshes)
 
 
@@ -260,9 +266,16 @@ def _ranks(
         for rank in layout.mesh.ranks_of(group):
             at = layout.mesh.coordinates(rank)
             neighbours = layout.mesh.neighbours(at.sdp, at.fsdp)
-            activations = [Collective("tensor parallel", kind, neighbours, nbytes) for (kind, _), nbytes in trace.tensor_parallel.items()]
+            activations = [
+                Collective("tensor parallel", kind, neighbours, nbytes)
+                for (kind, _), nbytes in trace.tensor_parallel.items()
+            ]
             collectives = (*plan.of(rank), *activations)
-            alike = tuple(sorted((one.scope, one.kind, len(one.ranks), one.nbytes, machine.link(one.ranks)) for one in collectives))
+            alike = tuple(
+                sorted(
+                    (one.scope, one.kind, len(one.ranks), one.nbytes, machine.link(one.ranks)) for one in collectives
+                )
+            )
             if alike not in known:
                 known.add(alike)
                 time = step_time(trace.flops, collectives, machine, size.accumulation)

@@ -103,7 +103,9 @@ def step_time(flops: float, collectives: Sequence[Collective], machine: Machine,
         refresh, between, inside = (seconds[link, part] for part in ("refresh", "between groups", "inside groups"))
         free = compute - min(refresh, first) - min(between, last)
         step += max(0.0, refresh - first) + max(0.0, between - last) + max(0.0, inside - free)
-    return StepTime(compute, total("tensor parallel"), total("inside groups"), total("between groups"), total("refresh"), step)
+    return StepTime(
+        compute, total("tensor parallel"), total("inside groups"), total("between groups"), total("refresh"), step
+    )
 
 
 def default_world(config: Config) -> tuple[int, str]:

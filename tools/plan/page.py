@@ -74,7 +74,9 @@ def page(
         key="".join(f'<span><b style="background:{_colour(kind)}"></b>{kind}</span>' for kind in used),
         limit=f"<p>Dashed: the device's {decimal(memory)}.</p>" if memory else "",
         fit=_fit(reasons, tried, commands or {}),
-        units=f"<p>{escape(placement.describe())}</p>{map_of(placement)}" if placement.units else "<p>The model has no units.</p>",
+        units=f"<p>{escape(placement.describe())}</p>{map_of(placement)}"
+        if placement.units
+        else "<p>The model has no units.</p>",
         table=_table(table),
         collectives=escape(collectives.strip()),
         notes="".join(f"<li>{escape(note)}</li>" for note in notes),
@@ -134,6 +136,8 @@ def _table(table: Table) -> str:
         if row.heading:
             rows.append(f'<tr class="head"><th colspan="{len(table.header) + 1}">{escape(row.label)}</th></tr>')
             continue
-        cells = (f"{escape(cell.value)}{f'<small>{escape(cell.ratio)}</small>' if cell.ratio else ''}" for cell in row.cells)
+        cells = (
+            f"{escape(cell.value)}{f'<small>{escape(cell.ratio)}</small>' if cell.ratio else ''}" for cell in row.cells
+        )
         rows.append(f"<tr><td>{escape(row.label.strip())}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

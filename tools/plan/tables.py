@@ -16,7 +16,10 @@ from .forecast import Forecast
 from .machine import LINKS, PEAK_FLOPS
 from .page import page
 
-_DEVICES = {"cpu": "a CPU's operators (--device cuda: of a GPU's)", "cuda": "a GPU's operators (--device cpu: of a CPU's)"}
+_DEVICES = {
+    "cpu": "a CPU's operators (--device cuda: of a GPU's)",
+    "cuda": "a GPU's operators (--device cpu: of a CPU's)",
+}
 
 
 def _print(plan: Forecast, others: list[Forecast], notes: list[str], world: str) -> None:
@@ -40,15 +43,31 @@ def _print(plan: Forecast, others: list[Forecast], notes: list[str], world: str)
 
 
 def _write_page(
-    path: Path, columns: list[Forecast], notes: list[str], world: str, memory: float | None, fit: Fit | None, commands: dict[str, str]
+    path: Path,
+    columns: list[Forecast],
+    notes: list[str],
+    world: str,
+    memory: float | None,
+    fit: Fit | None,
+    commands: dict[str, str],
 ) -> None:
     plan = columns[0]
     machine = plan.machine
     parameters = sum(info.numel for info in plan.layout.parameters.values()) / 1e6
     nodes = f"{len(machine.slots)} node{'s' * (len(machine.slots) > 1)} of up to {max(machine.slots)}"
-    found: dict[str, Any] = {} if fit is None else {"reasons": fit.reasons, "tried": list(map(str, fit.trials)), "commands": commands}
+    found: dict[str, Any] = (
+        {} if fit is None else {"reasons": fit.reasons, "tried": list(map(str, fit.trials)), "commands": commands}
+    )
     table = _table(columns).without_empty()
-    text = page(columns, table, _collectives(plan), f"{parameters:,.2f} M parameters; {world} on {nodes}", notes, memory, **found)
+    text = page(
+        columns,
+        table,
+        _collectives(plan),
+        f"{parameters:,.2f} M parameters; {world} on {nodes}",
+        notes,
+        memory,
+        **found,
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
@@ -65,10 +84,15 @@ def _table(columns: list[Forecast]) -> Table:
     flops = [max(group.trace.flops for group in column.groups) for column in columns]
     in_bytes = partial(bytes_row, decimal=True)
     rows = [
-        text_row("sdp × fsdp × tp", [f"{c.layout.mesh.sdp} × {c.layout.mesh.fsdp} × {c.layout.mesh.tp}" for c in columns]),
+        text_row(
+            "sdp × fsdp × tp", [f"{c.layout.mesh.sdp} × {c.layout.mesh.fsdp} × {c.layout.mesh.tp}" for c in columns]
+        ),
         text_row("ZeRO stage", [str(column.config.zero_optimization.stage) for column in columns]),
         Row("memory of the rank that needs most"),
-        *(in_bytes(kind, [getattr(state, kind) for state in states]) for kind in ("parameters", "gradients", "optimizer")),
+        *(
+            in_bytes(kind, [getattr(state, kind) for state in states])
+            for kind in ("parameters", "gradients", "optimizer")
+        ),
         in_bytes("frozen copies", [state.frozen or None for state in states]),
         in_bytes("activations, at most", [group.trace.activations for group in worst]),
         in_bytes("communication buffers, at most", [group.trace.communication or None for group in worst]),
@@ -84,7 +108,11 @@ def _table(columns: list[Forecast]) -> Table:
         plain_row("between groups or replicas, before hiding", [rank.time.between or None for rank in slowest], ".3g"),
         plain_row("frozen copies, before hiding", [rank.time.refresh or None for rank in slowest], ".3g"),
         plain_row("step, slowest rank", [column.seconds for column in columns], ".4g"),
-        plain_row(_speed(columns[0]), [column.samples_per_second * column.config.data.tokens_per_sample for column in columns], ",.0f"),
+        plain_row(
+            _speed(columns[0]),
+            [column.samples_per_second * column.config.data.tokens_per_sample for column in columns],
+            ",.0f",
+        ),
     ]
     return Table([column.name for column in columns], rows)
 
@@ -115,7 +143,9 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
     machine = plan.machine
     trace = plan.worst.trace
     inside, between = machine.inside / 1e9, machine.between / 1e9
-    of_another_type = plan.config.precision == "float32" and machine.flops == quantity(PEAK_FLOPS, "FLOP/s", "--peak-flops")
+    of_another_type = plan.config.precision == "float32" and machine.flops == quantity(
+        PEAK_FLOPS, "FLOP/s", "--peak-flops"
+    )
     notes = [
         f"Speeds as stated, not measured, and no latencies: {machine.flops / 1e12:,.0f} TFLOP/s a device, {machine.achieved:.0%} of it "
         f"achieved; a rank sends {inside:,.4g} GB/s inside a node, {between:,.4g} GB/s between nodes."
@@ -125,14 +155,18 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
         "buffers come on top.",
     ]
     if trace.traced_blocks < trace.blocks:
-        notes.append(f"{trace.traced_blocks} of {trace.blocks} blocks were traced; what one more of a pattern adds was multiplied.")
+        notes.append(
+            f"{trace.traced_blocks} of {trace.blocks} blocks were traced; what one more of a pattern adds was multiplied."
+        )
     if plan.config.training.compile:
         notes.append("Blocks are traced as if they were not compiled; compiled ones need less.")
     if len(plan.groups) > 1:
         peaks: dict[str, list[int]] = {}
         for group in plan.groups:
             peaks.setdefault(decimal(group.trace.peak), []).append(group.trace.rank)
-        each = (f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {peak}" for peak, ranks in peaks.items())
+        each = (
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {peak}" for peak, ranks in peaks.items()
+        )
         notes.append(f"Groups differ; peaks: {'; '.join(each)}.")
     if plan.untraced:
         groups = ", ".join(map(str, plan.untraced))

@@ -109,7 +109,11 @@ def reasons_of(best: Trial, trials: Sequence[Trial], step: Step, model: nn.Modul
     choice = best.choice
     same = [trial for trial in trials if trial.choice.ranks == choice.ranks]
     fitting = [trial for trial in same if trial.plan is not None]
-    of = "the only layout" if len(fitting) == 1 else "the one with the shortest step, with no more recomputation than it needs,"
+    of = (
+        "the only layout"
+        if len(fitting) == 1
+        else "the one with the shortest step, with no more recomputation than it needs,"
+    )
     yield f"chosen: {choice}: {of} of so many ranks that fits ({best.plan.seconds:.4g} s by the plan)"
     fewer = [trial for trial in trials if trial.choice.ranks < choice.ranks]
     if fewer:
@@ -138,7 +142,11 @@ def _best_of(others: Sequence[Trial], best: Trial) -> str:
     seconds, sent, need = cheapest.cost
     if seconds > best.cost[0]:
         return f"a step takes {seconds:.4g} s with {cheapest.choice.settings}"
-    more = f"sends {decimal(sent)} a rank, not {decimal(best.cost[1])}" if sent > best.cost[1] else f"needs {decimal(need)}"
+    more = (
+        f"sends {decimal(sent)} a rank, not {decimal(best.cost[1])}"
+        if sent > best.cost[1]
+        else f"needs {decimal(need)}"
+    )
     return f"a step takes as long with {cheapest.choice.settings}, but {more}"
 
 
@@ -173,7 +181,9 @@ def own_share(step: Step, data_ranks: int) -> tuple[int, int]:
     """
     each, rest = divmod(step.samples, data_ranks)
     if rest or each < 1:
-        raise ConfigError(f"the {step.samples:,} samples of a step cannot be shared equally among {data_ranks} data ranks")
+        raise ConfigError(
+            f"the {step.samples:,} samples of a step cannot be shared equally among {data_ranks} data ranks"
+        )
     if step.accumulation is not None and each % step.accumulation == 0:
         return each // step.accumulation, step.accumulation
     micro = next(size for size in range(min(step.micro, each), 0, -1) if each % size == 0)

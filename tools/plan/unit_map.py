@@ -47,7 +47,10 @@ def _group(placement: Placement, group: int, units: int, wide: float, high: int,
             runs[-1][1] = unit + 1
         else:
             runs.append([unit, unit + 1])
-    held = "".join(f"M{_LEFT + a * wide:.2f} {y}h{(b - a) * wide - gap:.2f}v{high - 1}h{gap - (b - a) * wide:.2f}z" for a, b in runs)
+    held = "".join(
+        f"M{_LEFT + a * wide:.2f} {y}h{(b - a) * wide - gap:.2f}v{high - 1}h{gap - (b - a) * wide:.2f}z"
+        for a, b in runs
+    )
     row = f'<rect class="absent" x="{_LEFT}" y="{y}" width="{units * wide - gap:.2f}" height="{high - 1}"/><path class="held" d="{held}"/>'
     if high < 10 and group % 4:
         return row

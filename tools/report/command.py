@@ -19,7 +19,11 @@ WIDTH = 100  # columns
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "runs", nargs="+", metavar="DIR", type=Path, help="the --dump-dir of a run; a dense run is the baseline of the others"
+        "runs",
+        nargs="+",
+        metavar="DIR",
+        type=Path,
+        help="the --dump-dir of a run; a dense run is the baseline of the others",
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="print a Markdown table")
@@ -72,7 +76,9 @@ def _tables(runs: Sequence[Run], width: int | None = None) -> list[Table]:
 def _table(others: Sequence[Facts], dense: Baseline) -> Table:
     runs = [*others, dense.run] if dense.run else list(others)
     header = [run.name for run in runs] + (["dense, predicted"] if dense.known and not dense.measured else [])
-    table = Table(header, [*_identity(runs), *_learning(runs, dense), *_memory(runs, dense), *_traffic(runs, dense)]).without_empty()
+    table = Table(
+        header, [*_identity(runs), *_learning(runs, dense), *_memory(runs, dense), *_traffic(runs, dense)]
+    ).without_empty()
     return table.without_last_ratios() if dense.measured else table
 
 
@@ -114,9 +120,17 @@ def _learning(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
 
 def _memory(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
     base, predicted = dense.run, dense.known and not dense.measured
-    parts = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state", "frozen": "frozen copies"}
+    parts = {
+        "parameters": "parameters",
+        "gradients": "gradients",
+        "optimizer": "optimizer state",
+        "frozen": "frozen copies",
+    }
     parts |= {"together": "together"}
-    state = [bytes_row(parts[p], [run.state.get(p) for run in runs], dense.state.get(p), show_baseline=predicted) for p in parts]
+    state = [
+        bytes_row(parts[p], [run.state.get(p) for run in runs], dense.state.get(p), show_baseline=predicted)
+        for p in parts
+    ]
     process = "peak allocated on the GPU ²" if _on_cuda(runs) else "peak of resident memory ²"
     return [
         Row("memory per rank"),
@@ -167,13 +181,19 @@ def _notes(runs: Sequence[Run]) -> str:
     if dense.run is not None:
         lines.append(f"×, ±: against the dense run {dense.run.name}, measured; of the rank with the most.")
     elif dense.known:
-        lines.append("×: of the rank with the most, against the dense model, predicted: its float32 state on one rank, and")
+        lines.append(
+            "×: of the rank with the most, against the dense model, predicted: its float32 state on one rank, and"
+        )
         lines.append("   what DistributedDataParallel would send over the same n ranks, 2(n − 1)/n of all gradients.")
     if any(run.peak_tensors for run in facts):
-        lines.append("¹ parameters, gradients, optimizer state, activations, temporaries alive at once in one probed step.")
+        lines.append(
+            "¹ parameters, gradients, optimizer state, activations, temporaries alive at once in one probed step."
+        )
     if any(run.peak_process for run in facts):
         lines.append("² above what the process had before the model existed, by")
-        lines[-1] += " torch.cuda.max_memory_allocated." if _on_cuda(facts) else " the kernel's count of anonymous memory."
+        lines[-1] += (
+            " torch.cuda.max_memory_allocated." if _on_cuda(facts) else " the kernel's count of anonymous memory."
+        )
     for run in facts:
         if not run.finished:
             lines.append(f"{run.name} is unfinished: memory per rank is recorded at the end of a run.")

@@ -80,7 +80,9 @@ def find_baseline(runs: Sequence[Facts]) -> Baseline:
     if dense is not None:
         return Baseline(dense, {part: spread.largest for part, spread in dense.state.items()}, dense.sent)
     state = next((run.dense_state for run in runs if run.dense_state), {})
-    return Baseline(None, state, next((run.data_parallel_sent for run in runs if run.data_parallel_sent is not None), None))
+    return Baseline(
+        None, state, next((run.data_parallel_sent for run in runs if run.data_parallel_sent is not None), None)
+    )
 
 
 def facts_of_all(runs: Sequence[Run]) -> list[Facts]:
@@ -151,7 +153,11 @@ def _is_dense(run: Run) -> bool:
 
 def _layout(run: Run) -> str:
     layout: Mapping[str, Any] = (run.summary or {}).get("layout") or {}
-    degrees = {"sdp": layout.get("sdp", _section(run, "sdp").get("groups", 1)), "fsdp": layout.get("fsdp"), "tp": layout.get("tp", 1)}
+    degrees = {
+        "sdp": layout.get("sdp", _section(run, "sdp").get("groups", 1)),
+        "fsdp": layout.get("fsdp"),
+        "tp": layout.get("tp", 1),
+    }
     if sizes := layout.get("group_sizes"):
         return f"sdp {len(sizes)} × fsdp ({' + '.join(map(str, sizes))})"
     return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree and (degree > 1 or axis != "tp"))
@@ -193,7 +199,11 @@ def _sent_deviation(ranks: Sequence[Mapping[str, Any]]) -> float | None:
     """Of what tensor-parallel ranks send of activations there is no plan: it follows from the batch, not from the placement."""
     deviations = []
     for rank in ranks:
-        counted = {kind: sent for kind, sent in (rank.get("comm_bytes_per_step") or {}).items() if not kind.startswith("tensor parallel")}
+        counted = {
+            kind: sent
+            for kind, sent in (rank.get("comm_bytes_per_step") or {}).items()
+            if not kind.startswith("tensor parallel")
+        }
         planned = _total(rank, "comm_bytes_planned")
         if counted and planned:
             deviations.append(sum(counted.values()) / planned - 1)
@@ -201,14 +211,22 @@ def _sent_deviation(ranks: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _measured_state(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
-    parts: dict[str, Callable[[Mapping[str, Any]], float]] = {part: lambda state, part=part: state.get(part, 0) for part in STATE_PARTS}
+    parts: dict[str, Callable[[Mapping[str, Any]], float]] = {
+        part: lambda state, part=part: state.get(part, 0) for part in STATE_PARTS
+    }
     parts["together"] = lambda state: sum(state.get(part, 0) for part in STATE_PARTS)
     spreads = {part: Spread.of(value(rank["state_measured"]) for rank in ranks) for part, value in parts.items()}
-    return {part: spread for part, spread in spreads.items() if spread is not None and (part != "frozen" or spread.largest)}
+    return {
+        part: spread for part, spread in spreads.items() if spread is not None and (part != "frozen" or spread.largest)
+    }
 
 
 def _state_deviation(ranks: Sequence[Mapping[str, Any]]) -> float | None:
     """Largest relative difference between counted and predicted bytes, over ranks and parts."""
-    pairs = [(rank["state_measured"].get(part, 0), rank["state_predicted"].get(part, 0)) for rank in ranks for part in STATE_PARTS]
+    pairs = [
+        (rank["state_measured"].get(part, 0), rank["state_predicted"].get(part, 0))
+        for rank in ranks
+        for part in STATE_PARTS
+    ]
     deviations = [measured / predicted - 1 if predicted else float(bool(measured)) for measured, predicted in pairs]
     return max(deviations, key=abs, default=None)

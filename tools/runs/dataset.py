@@ -100,7 +100,12 @@ def _make_ready(config: Config, path: Path) -> None:
         return
     if data.path is None:
         log.info("data.path is not set: taking the sources of Python's standard library")
-        prepare(None, path, tokenizer="sentencepiece" if data.tokenizer is None else data.tokenizer, vocab_size=data.vocab_size)
+        prepare(
+            None,
+            path,
+            tokenizer="sentencepiece" if data.tokenizer is None else data.tokenizer,
+            vocab_size=data.vocab_size,
+        )
     _verify(path, data.verify)
 
 

@@ -15,7 +15,13 @@ _SMOOTHED: dict[str, Any] = {"linewidth": 1.8}
 _FULL_MODEL: dict[str, Any] = {
     "marker": "o", "markersize": 8, "markeredgecolor": "white", "markeredgewidth": 1.2, "linewidth": 1.0, "linestyle": (0, (4, 2)),
 }  # fmt: skip
-_SUBNETWORK: dict[str, Any] = {"marker": "_", "markersize": 12, "markeredgewidth": 1.6, "linestyle": "none", "alpha": 0.8}
+_SUBNETWORK: dict[str, Any] = {
+    "marker": "_",
+    "markersize": 12,
+    "markeredgewidth": 1.6,
+    "linestyle": "none",
+    "alpha": 0.8,
+}
 _COLOURS = ("#0b62a4", "#c8531c", "#2e7d32", "#7b3fa0", "#8a6d00", "#a3195b")
 
 
@@ -79,10 +85,16 @@ def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, path: Path)
     matplotlib is missing.
     """
     figure_class, canvas = _matplotlib()
-    figure = figure_class(figsize=(SIZE_INCHES[0], 1.6 + 0.34 * len(next(iter(panels.values())))), dpi=DPI, layout="constrained")
+    figure = figure_class(
+        figsize=(SIZE_INCHES[0], 1.6 + 0.34 * len(next(iter(panels.values())))), dpi=DPI, layout="constrained"
+    )
     canvas(figure)
-    for axes, (label, values) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True):
-        bars = axes.barh(list(values), list(values.values()), color=[_COLOURS[name.startswith("sdp")] for name in values])
+    for axes, (label, values) in zip(
+        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
+    ):
+        bars = axes.barh(
+            list(values), list(values.values()), color=[_COLOURS[name.startswith("sdp")] for name in values]
+        )
         axes.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=9)
         axes.set_xlabel(label, fontsize=12)
         axes.margins(x=0.16)
@@ -92,7 +104,9 @@ def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, path: Path)
     figure.savefig(path, format="png")
 
 
-def plot_lines(lines: Mapping[str, Sequence[tuple[float, float]]], title: str, across: str, up: str, path: Path) -> None:
+def plot_lines(
+    lines: Mapping[str, Sequence[tuple[float, float]]], title: str, across: str, up: str, path: Path
+) -> None:
     """Draw lines through points into the PNG ``path``, both axes logarithmic. Raises ConfigError where matplotlib is missing."""
     figure_class, canvas = _matplotlib()
     figure = figure_class(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
@@ -176,7 +190,10 @@ def _matplotlib() -> tuple[Any, Any]:
 
 def _token_unit(runs: Sequence[Run]) -> tuple[float, str]:
     most = max((line["tokens"] for run in runs for line in (*run.metrics, *run.evaluations)), default=0)
-    return next(((s, u) for s, u in ((1e9, "billions of tokens"), (1e6, "millions of tokens")) if most >= s), (1e3, "thousands of tokens"))
+    return next(
+        ((s, u) for s, u in ((1e9, "billions of tokens"), (1e6, "millions of tokens")) if most >= s),
+        (1e3, "thousands of tokens"),
+    )
 
 
 def _draw(axes: Any, run: Run, colours: _Colours, scale: float) -> None:
@@ -186,7 +203,12 @@ def _draw(axes: Any, run: Run, colours: _Colours, scale: float) -> None:
         axes.plot(tokens, losses, color=colours.training, alpha=0.22, linewidth=0.8)
         axes.plot(tokens, _smooth(losses), color=colours.training, zorder=2.5, **_SMOOTHED)
     held_out = [line for line in run.evaluations if line.get("loss") is not None]
-    subnetworks = [(line["tokens"] / scale, loss) for line in held_out for loss in line.get("subnetwork_losses") or [] if loss is not None]
+    subnetworks = [
+        (line["tokens"] / scale, loss)
+        for line in held_out
+        for loss in line.get("subnetwork_losses") or []
+        if loss is not None
+    ]
     for style, colour, marks in (
         (_SUBNETWORK, colours.subnetworks, subnetworks),
         (_FULL_MODEL, colours.held_out, [(line["tokens"] / scale, line["loss"]) for line in held_out]),
@@ -231,7 +253,11 @@ def _legend(axes: Any, runs: Sequence[Run]) -> None:
         ending = _ending(runs[0]) if single else ""
         entries.append(Line2D([], [], color=kinds.held_out, label=f"held-out, full model{ending}", **_FULL_MODEL))
     if any(line.get("subnetwork_losses") for run in runs for line in run.evaluations):
-        entries.append(Line2D([], [], color=kinds.subnetworks, label="held-out, each group's subnetwork, on its share", **_SUBNETWORK))
+        entries.append(
+            Line2D(
+                [], [], color=kinds.subnetworks, label="held-out, each group's subnetwork, on its share", **_SUBNETWORK
+            )
+        )
     if entries:
         axes.legend(handles=entries, frameon=False, fontsize=11, loc="upper right")
 

@@ -135,9 +135,15 @@ def _lock(file: TextIO, dump_dir: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"{dump_dir}: another run is writing here at this moment; wait for it, or name another --dump-dir") from None
+        raise ConfigError(
+            f"{dump_dir}: another run is writing here at this moment; wait for it, or name another --dump-dir"
+        ) from None
     except OSError as error:
-        log.warning("%s: its file system has no locks (%s), so nothing keeps a second run from writing there too", dump_dir, error.strerror)
+        log.warning(
+            "%s: its file system has no locks (%s), so nothing keeps a second run from writing there too",
+            dump_dir,
+            error.strerror,
+        )
 
 
 def require_no_other_run(dump_dir: Path, *, resume: bool) -> None:

@@ -90,7 +90,9 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str
             )
     images = state["client_state"].get("images")
     if images is not None and name not in (None, "folder", images["name"]):
-        raise CheckpointError(f"{checkpoint}: was trained with images of {images['name']!r}, and data.name is {name!r}; use the former")
+        raise CheckpointError(
+            f"{checkpoint}: was trained with images of {images['name']!r}, and data.name is {name!r}; use the former"
+        )
     if images is not None and (data / IMAGE_INDEX).is_file():
         index = load_image_index(data)
         if index.sha256 != images["sha256"]:
@@ -118,7 +120,9 @@ def _locate(directory: Path, tag: str | None) -> tuple[Path, Path]:
             raise ConfigError(f"{directory}: checkpoints of a script, no run of sdp train: nothing says what the model is; in the script "
                               "engine.load_checkpoint and engine.full_state_dict() give its weights")  # fmt: skip
         found = f"no {CONFIG} in it" if directory.is_dir() else "no such directory"
-        raise ConfigError(f"{directory}: neither a run nor a checkpoint of one ({found}); give the --dump-dir of sdp train")
+        raise ConfigError(
+            f"{directory}: neither a run nor a checkpoint of one ({found}); give the --dump-dir of sdp train"
+        )
     checkpoints = directory / "checkpoints"
     tag = latest(checkpoints) if tag is None else check_tag(tag)
     if tag is None:

@@ -30,7 +30,9 @@ def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> flo
             )
         number, factor = float(match[1]), _UNITS[match[2] or ""]
     if not 0 < number * factor < math.inf:
-        raise ConfigError(f"{option} {text}: expected more than nothing and less than everything, such as {_EXAMPLES[unit]}")
+        raise ConfigError(
+            f"{option} {text}: expected more than nothing and less than everything, such as {_EXAMPLES[unit]}"
+        )
     return number * factor
 
 

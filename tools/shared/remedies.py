@@ -16,7 +16,9 @@ def remedies(config: Config) -> list[str]:
     if config.zero_optimization.stage < 3:
         found.append("zero_optimization.stage 3 with more ranks per group (shares the state among them)")
     if config.sdp.groups > 1 and not isinstance(config.sdp.placement, dict) and _lowest(config) < _capacity(config):
-        found.append(f"an sdp.capacity below {_capacity(config):g} (down to {_lowest(config):g} with {config.sdp.groups} groups)")
+        found.append(
+            f"an sdp.capacity below {_capacity(config):g} (down to {_lowest(config):g} with {config.sdp.groups} groups)"
+        )
     if config.sdp.groups == 1:
         found.append("several sdp.groups with a capacity below 1")
     if config.compute_bytes == 4:

@@ -52,7 +52,9 @@ def text_row(label: str, values: Sequence[str | None]) -> Row:
     return Row(label, tuple(Cell(value or "") for value in values))
 
 
-def plain_row(label: str, values: Sequence[float | None], spec: str, baseline: float | None = None, *, difference: bool = False) -> Row:
+def plain_row(
+    label: str, values: Sequence[float | None], spec: str, baseline: float | None = None, *, difference: bool = False
+) -> Row:
     """Numbers in format ``spec``, compared with ``baseline`` by their ratio or their ``difference``."""
     cells = []
     for value in values:
@@ -69,7 +71,9 @@ def bytes_row(
 ) -> Row:  # fmt: skip
     """Bytes in the unit that suits the row's largest: KiB, MiB … for memory, kB, MB … (``decimal``) for what is sent."""
     spreads = [Spread(value, value) if isinstance(value, int | float) else value for value in values]
-    largest = max([spread.largest for spread in spreads if spread] + ([baseline or 0] if show_baseline else []), default=0)
+    largest = max(
+        [spread.largest for spread in spreads if spread] + ([baseline or 0] if show_baseline else []), default=0
+    )
     step, names = (1000, _DECIMAL) if decimal else (1024, _BINARY)
     power = 0
     while largest >= step ** (power + 1) and power + 1 < len(names):
@@ -124,7 +128,10 @@ class Table:
         cells = [self._filled(row) for row in self.rows if not row.heading]
         ratios = [max(len(row[column].ratio) for row in cells) for column in columns]
         values = [
-            max([len(row[column].value) for row in cells] + [len(self.header[column]) - (ratios[column] and ratios[column] + 1)])
+            max(
+                [len(row[column].value) for row in cells]
+                + [len(self.header[column]) - (ratios[column] and ratios[column] + 1)]
+            )
             for column in columns
         ]
         label = max(len(row.label) for row in self.rows)
@@ -138,7 +145,11 @@ class Table:
     def markdown(self) -> str:
         lines = ["| | " + " | ".join(self.header) + " |", "|---|" + "---:|" * len(self.header)]
         for row in self.rows:
-            label = f"**{row.label}**" if row.heading else "&nbsp;" * (len(row.label) - len(row.label.lstrip())) + row.label.strip()
+            label = (
+                f"**{row.label}**"
+                if row.heading
+                else "&nbsp;" * (len(row.label) - len(row.label.lstrip())) + row.label.strip()
+            )
             cells = (f"{cell.value} ({cell.ratio})" if cell.ratio else cell.value for cell in self._filled(row))
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
         return "\n".join(lines)

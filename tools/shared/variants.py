@@ -17,7 +17,11 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return " ".join(filter(None, [f"{self.capacity:g}", self.granularity, self.masking])) if self.granularity else "1 dense"
+        return (
+            " ".join(filter(None, [f"{self.capacity:g}", self.granularity, self.masking]))
+            if self.granularity
+            else "1 dense"
+        )
 
 
 def variants(capacities: Sequence[float], granularities: Sequence[str], maskings: Sequence[str]) -> list[Variant]:

@@ -69,7 +69,16 @@ _RESNET = {
 }
 _CONTROLS = {DROPOUT: {"attention_dropout": 0.1, "residual_dropout": 0.1}, STOCHASTIC_DEPTH: {"stochastic_depth": 0.5}}
 TASKS = {
-    "llama": Task(_LLAMA, "vectorized", "num_hidden_layers", 8, PROFILES, {"block": 8, "neuron": 8 * 2 * NEURON_GROUPS}, 16, _CONTROLS),
+    "llama": Task(
+        _LLAMA,
+        "vectorized",
+        "num_hidden_layers",
+        8,
+        PROFILES,
+        {"block": 8, "neuron": 8 * 2 * NEURON_GROUPS},
+        16,
+        _CONTROLS,
+    ),
     "resnet18": Task(_RESNET, "reference", "width", 8, ("uniform", "depth"), {}, 32),
 }
 
@@ -113,7 +122,12 @@ class Cell:
         if not dense:
             units = task.equal_units.get(self.granularity)
             profile = linear(units, self.capacity) if units and self.profile == "linear" else self.profile
-            config["sdp"] |= {"capacity": self.capacity, "granularity": self.granularity, "profile": profile, "check_interval": 0}
+            config["sdp"] |= {
+                "capacity": self.capacity,
+                "granularity": self.granularity,
+                "profile": profile,
+                "check_interval": 0,
+            }
             config["sdp"] |= {"placement": "balanced" if units else "cyclic"}
             config["sdp"] |= {"neuron_groups": NEURON_GROUPS} if self.granularity == "neuron" else {}
         if data is not None:
@@ -191,7 +205,9 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if self.controls and not TASKS[self.task].controls:
-            raise ConfigError(f"--controls: the model of {self.task} has neither dropout nor stochastic depth; choose another --task")
+            raise ConfigError(
+                f"--controls: the model of {self.task} has neither dropout nor stochastic depth; choose another --task"
+            )
         if unknown := [profile for profile in self.profiles if profile not in TASKS[self.task].profiles]:
             raise ConfigError(f"--profile {unknown[0]}: {self.task} has {', '.join(TASKS[self.task].profiles)}")
 
@@ -218,9 +234,12 @@ class Sweep:
 
     def cells(self) -> list[Cell]:
         """Every run once, seeds outermost, so that an unfinished sweep has whole tables of fewer seeds."""
-        keys = itertools.product(range(self.seeds), self.lengths, [*self.whole, *self.parts], self.granularities, self.capacities)
+        keys = itertools.product(
+            range(self.seeds), self.lengths, [*self.whole, *self.parts], self.granularities, self.capacities
+        )
         return list(
             dict.fromkeys(
-                self.cell(granularity, capacity, profile, seed, matched=matched) for seed, matched, profile, granularity, capacity in keys
+                self.cell(granularity, capacity, profile, seed, matched=matched)
+                for seed, matched, profile, granularity, capacity in keys
             )
         )

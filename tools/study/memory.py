@@ -77,7 +77,12 @@ TASKS = {
 
 def config_of(task: Task, variant: Variant, placement: str) -> dict[str, Any]:
     """As a user would write it: bfloat16, AdamW, master weights whole on every rank."""
-    section: dict[str, Any] = {"groups": GROUPS, "capacity": variant.capacity, "profile": "uniform", "placement": placement}
+    section: dict[str, Any] = {
+        "groups": GROUPS,
+        "capacity": variant.capacity,
+        "profile": "uniform",
+        "placement": placement,
+    }
     if variant.granularity:
         section |= {"granularity": variant.granularity, "masking": variant.masking}
     if variant.granularity == "neuron":
@@ -138,7 +143,9 @@ def _measured(task: Task, config: dict[str, Any]) -> dict[str, int]:
     fill_frozen(engine)
     ledger = watched_step(engine, (), set(), task.batch)
     if engine.skipped_steps:
-        raise DivergedError("a row's step was skipped, because its gradient was no number; what an update needs was not measured")
+        raise DivergedError(
+            "a row's step was skipped, because its gradient was no number; what an update needs was not measured"
+        )
     return state | {"activations": max(window.most[ACTIVATIONS] for window in ledger.windows.values()), "peak": peak}
 
 
@@ -197,7 +204,10 @@ def _isolated(task: Task, variant: Variant) -> dict[str, Any]:
         try:
             return pool.submit(measure, task, variant).result()
         except BrokenProcessPool:
-            return {"error": "its process was killed, most likely for want of memory; run the command again", "unfinished": True}
+            return {
+                "error": "its process was killed, most likely for want of memory; run the command again",
+                "unfinished": True,
+            }
 
 
 def _saved(path: Path) -> dict[str, Any]:
@@ -206,7 +216,9 @@ def _saved(path: Path) -> dict[str, Any]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path}: not the JSON of an earlier table ({error}); remove it or name another directory") from None
+        raise ConfigError(
+            f"{path}: not the JSON of an earlier table ({error}); remove it or name another directory"
+        ) from None
     if not isinstance(rows, dict):
         raise ConfigError(f"{path}: not the JSON of an earlier table; remove it or name another directory")
     return rows
@@ -214,7 +226,9 @@ def _saved(path: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the rows that are missing, then print the table of those asked for: exit code 1 where it is not within 3 %."""
-    parser = argparse.ArgumentParser(prog="python -m sdp.tools.study.memory", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m sdp.tools.study.memory", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="directory of memory.json and memory.md")
     parser.add_argument("--model", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES))
@@ -222,7 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--masking", nargs="+", choices=MASKINGS, default=list(MASKINGS))
     args = parser.parse_args(argv)
     if torch.cuda.is_available():
-        parser.error("rows are measured on a CPU, but the engine takes the GPU where there is one; hide it with CUDA_VISIBLE_DEVICES=")
+        parser.error(
+            "rows are measured on a CPU, but the engine takes the GPU where there is one; hide it with CUDA_VISIBLE_DEVICES="
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "memory.json"
     try:
@@ -240,7 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_whole(path, json.dumps(rows, indent=1) + "\n")
         row = found[variant.name]
         print(f"{model} {variant.name}: {row.get('error') or row['placement']}", file=sys.stderr, flush=True)
-    text, within = report({model: {variant.name: rows[model][variant.name] for variant in wanted} for model in args.model})
+    text, within = report(
+        {model: {variant.name: rows[model][variant.name] for variant in wanted} for model in args.model}
+    )
     write_whole(args.out / "memory.md", text + "\n")
     print(text)
     return 0 if within else 1

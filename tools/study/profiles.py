@@ -58,7 +58,9 @@ def _train(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "sdp", "train", str(config), "--dump-dir", str(folder)]
     # Nobody asks for the memory of these runs: what is freed need not go back to the system at once, which takes a third of their time.
     allocator = {name: str(1 << 30) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")}
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **allocator})
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **allocator}
+    )
 
 
 def _last_words(ended: subprocess.CompletedProcess[str]) -> str:
@@ -75,7 +77,10 @@ def table(sweep: Sweep, granularity: str, out: Path) -> tuple[str, list[dict[str
             rows[capacity, found[0].label] = {"capacity": capacity, "profile": found[0].label, **row}
     lines = [f"| C | {' | '.join(columns)} | size pays |", "|---" * (len(columns) + 2) + "|"]
     for capacity, matched in itertools.product(sweep.capacities, sweep.lengths):
-        found = [rows.get((capacity, sweep.cell(granularity, capacity, profile, 0, matched=matched).label)) for profile in columns]
+        found = [
+            rows.get((capacity, sweep.cell(granularity, capacity, profile, 0, matched=matched).label))
+            for profile in columns
+        ]
         pays = _pays(rows.get((capacity, DENSE)), found[columns.index(SMALLER)])
         name = f"{capacity:g}, {MATCHED}" if matched else f"{capacity:g}"
         lines.append(f"| {name} | {' | '.join(_figure(row, steps=matched) for row in found)} | {pays} |")
@@ -140,20 +145,30 @@ def prepared_data(task: str, out: Path) -> Path | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing of the sweep, then print its tables."""
-    parser = argparse.ArgumentParser(prog="python -m sdp.tools.study.profiles", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m sdp.tools.study.profiles", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="directory of runs, tables and plots")
     parser.add_argument("--task", choices=list(TASKS), default="llama")
     parser.add_argument("--granularity", nargs="+", choices=["block", "neuron"], default=["block"])
     parser.add_argument("--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES))
-    parser.add_argument("--profile", nargs="+", choices=PROFILES, default=[], help="which profiles (default: all that the task has)")
-    parser.add_argument("--controls", action="store_true", help="the dense model with dropout, and with stochastic depth, too")
-    parser.add_argument("--flop-matched", action="store_true", help="also runs of as many operations as the dense model's")
+    parser.add_argument(
+        "--profile", nargs="+", choices=PROFILES, default=[], help="which profiles (default: all that the task has)"
+    )
+    parser.add_argument(
+        "--controls", action="store_true", help="the dense model with dropout, and with stochastic depth, too"
+    )
+    parser.add_argument(
+        "--flop-matched", action="store_true", help="also runs of as many operations as the dense model's"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     try:
-        sweep = Sweep(args.task, args.granularity, args.capacity, args.seeds, args.profile, args.controls, args.flop_matched)
+        sweep = Sweep(
+            args.task, args.granularity, args.capacity, args.seeds, args.profile, args.controls, args.flop_matched
+        )
         data = prepared_data(args.task, args.out)
     except ConfigError as error:
         parser.error(str(error))
@@ -166,7 +181,9 @@ def _run_all(wanted: Sequence[Cell], out: Path, data: Path | None, jobs: int) ->
     for cell in wanted:
         cell.config(data)  # what is traced for it is traced here: threads would share the process group of that
     with ThreadPoolExecutor(jobs) as pool:
-        for number, (cell, error) in enumerate(zip(wanted, pool.map(lambda cell: run_cell(cell, out, data), wanted), strict=True), 1):
+        for number, (cell, error) in enumerate(
+            zip(wanted, pool.map(lambda cell: run_cell(cell, out, data), wanted), strict=True), 1
+        ):
             print(f"{number}/{len(wanted)} {error or cell.name}", file=sys.stderr, flush=True)
             if error is not None:
                 yield error

@@ -24,19 +24,31 @@ STOP_SECONDS = 300.0  # from a signal to the command until its ranks are killed:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, "the run's JSON file")
     parser.add_argument("--groups", metavar="N", type=positive_int, help="SDP groups (sdp.groups)")
-    parser.add_argument("--fsdp", metavar="F", type=positive_int, help="ranks that share a group's state (default: what is left)")
-    parser.add_argument("--tp", metavar="T", type=positive_int, help="tensor-parallel degree (tensor_parallel.autotp_size)")
+    parser.add_argument(
+        "--fsdp", metavar="F", type=positive_int, help="ranks that share a group's state (default: what is left)"
+    )
+    parser.add_argument(
+        "--tp", metavar="T", type=positive_int, help="tensor-parallel degree (tensor_parallel.autotp_size)"
+    )
     parser.add_argument("--nproc", metavar="P", type=positive_int, help="processes to start here where no launcher did")
-    parser.add_argument("--dump-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME of CONFIG)")
+    parser.add_argument(
+        "--dump-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME of CONFIG)"
+    )
     parser.add_argument(
         "--init-from",
         metavar="DIR",
         type=Path,
         help="start from the Hugging Face LLaMA or DeepSpeed checkpoint in DIR (training.init_from)",
     )
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the dump directory")
     parser.add_argument(
-        "--profile", metavar="STEPS", nargs="?", const="3-5", help="record these steps of rank 0 in DIR/profile (default: 3-5)"
+        "--resume", action="store_true", help="continue from the newest checkpoint in the dump directory"
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="STEPS",
+        nargs="?",
+        const="3-5",
+        help="record these steps of rank 0 in DIR/profile (default: 3-5)",
     )
 
 
@@ -50,13 +62,17 @@ def run(args: argparse.Namespace) -> int:
 
     complete_arguments(args)
     config = load_config(args.config, args.overrides)
-    export({name: str(value) for name, value in config.env.items()})  # before torch is imported, and for the processes started here
+    export(
+        {name: str(value) for name, value in config.env.items()}
+    )  # before torch is imported, and for the processes started here
     degrees = Degrees(config, args.fsdp)
     args.on_stall, args.guarded = partial(_end_stalled, args.above), args.above is None
     place = detect()
     if place is not None:
         if args.nproc not in (None, place.world_size):
-            raise ConfigError(f"--nproc {args.nproc}: {place.source} started {place.world_size} processes; leave it out")
+            raise ConfigError(
+                f"--nproc {args.nproc}: {place.source} started {place.world_size} processes; leave it out"
+            )
         degrees.check(place.world_size, place.source)
         from .rank import run as run_rank
 

@@ -127,7 +127,9 @@ class _CSV:
         earlier: list[list[str]] = []
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
-                earlier = [row for row in csv.reader(file) if len(row) == 2 and row[0].isdecimal() and int(row[0]) < step]
+                earlier = [
+                    row for row in csv.reader(file) if len(row) == 2 and row[0].isdecimal() and int(row[0]) < step
+                ]
         file = path.open("w", newline="", encoding="utf-8")
         writer = csv.writer(file)
         writer.writerows([["step", tag.rpartition("/")[2]], *earlier])

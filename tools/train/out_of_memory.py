@@ -14,7 +14,9 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: torch raises a class of its own for accelerators, a RuntimeError for a CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error))
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+    )
 
 
 def out_of_memory(config: Config, place: str, engine: SDPEngine | None) -> OutOfMemoryError:
@@ -27,7 +29,9 @@ def out_of_memory(config: Config, place: str, engine: SDPEngine | None) -> OutOf
             f" Of this rank's memory parameters take {_size(planned.parameters)}, {frozen}gradients {_size(planned.gradients)} and the "
             f"optimizer {_size(planned.optimizer)}; the rest are activations and buffers."
         )
-    return OutOfMemoryError(f"{place}: out of memory.{state} To need less: {'; '.join(remedies(config))}. What each would need: sdp plan")
+    return OutOfMemoryError(
+        f"{place}: out of memory.{state} To need less: {'; '.join(remedies(config))}. What each would need: sdp plan"
+    )
 
 
 def _size(nbytes: int) -> str:

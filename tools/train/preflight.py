@@ -40,7 +40,9 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     if config.data.name is not None:
         check_packages(config.data.name)
     path = path_of(config, dump_dir)
-    corpus = None if path == dump_dir / "corpus" else open_prepared(config, path)  # what is made for the run is not there yet
+    corpus = (
+        None if path == dump_dir / "corpus" else open_prepared(config, path)
+    )  # what is made for the run is not there yet
     model = build_model(config.model, **(corpus.facts if corpus is not None else _facts_to_come(config)))
     if config.data.name is None:
         _check_sequence(config, model)
@@ -60,7 +62,9 @@ def _check_length(config: Config) -> None:
     if not config.model:
         raise ConfigError('model: this section is required to train, for example {"name": "llama", …}')
     if config.data.name is not None and config.training.tokens is not None:
-        raise ConfigError(f"training.tokens: {config.data.name} are images; give the length of the run as training.steps")
+        raise ConfigError(
+            f"training.tokens: {config.data.name} are images; give the length of the run as training.steps"
+        )
     if (config.training.steps is None) == (config.training.tokens is None):
         raise ConfigError("training: give the length of the run as either training.steps or training.tokens")
 
@@ -112,7 +116,9 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
     try:
         changed = changed_key(config.model, json.loads(own.read_text())["model"]) if own.exists() else None
     except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:  # of another version, or damaged
-        raise ConfigError(f"{own}: its model cannot be compared with this run's ({error}); move it away to resume without that") from None
+        raise ConfigError(
+            f"{own}: its model cannot be compared with this run's ({error}); move it away to resume without that"
+        ) from None
     if changed is not None:
         key, new, old = changed
         raise ConfigError(

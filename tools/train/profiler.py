@@ -74,5 +74,7 @@ class StepProfiler:
         if self._recording:
             self._profile.stop()
             log.warning(
-                "WARNING: no profile was written: the run ended %d step(s) after its start, before the end of %s", self._done, self._steps
+                "WARNING: no profile was written: the run ended %d step(s) after its start, before the end of %s",
+                self._done,
+                self._steps,
             )

@@ -20,12 +20,16 @@ class Progress:
         if enabled and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total_steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr, smoothing=0.1)
+            self._bar = tqdm(
+                total=total_steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr, smoothing=0.1
+            )
 
     def update(self, step: int, loss: float, tokens_per_second: float, extra: Mapping[str, Any] | None = None) -> None:
         """Optimizer step ``step`` (from 1) is done; ``extra``: more to show, name → number or text."""
         shown = {"loss": f"{loss:.4f}", "tokens/s": f"{tokens_per_second:,.0f}"}
-        shown |= {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in (extra or {}).items()}
+        shown |= {
+            name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in (extra or {}).items()
+        }
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update(step - self._last)

@@ -38,7 +38,9 @@ log = logging.getLogger("sdp")
 
 # In what gloo and NCCL say where the process at the other end has ended; with its address where they name it, before or after.
 _ADDRESS = r"\[[0-9a-fA-F.:]+\]:\d+"
-_GONE = re.compile(rf"({_ADDRESS}: )?(Connection (reset|closed) by (remote )?peer|Broken pipe)( {_ADDRESS})?|ncclRemoteError")
+_GONE = re.compile(
+    rf"({_ADDRESS}: )?(Connection (reset|closed) by (remote )?peer|Broken pipe)( {_ADDRESS})?|ncclRemoteError"
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     files = RunFiles(args.dump_dir, resume=args.resume) if rank == 0 else None
     monitors = open_monitors(config, args.dump_dir) if rank == 0 else None
     _set_up_logging(rank, args.dump_dir)
-    log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), args.dump_dir / "logs")
+    log.info(
+        "%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), args.dump_dir / "logs"
+    )
     if config.env:
         log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
     log_file = args.dump_dir / "logs" / f"rank-{rank}.log"
@@ -74,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
     with explained(config, beat):
         model = build_model(config.model, **corpus.facts)
         engine, *_ = initialize(
-            model=model, training_data=corpus.train, collate_fn=corpus.collate, config=config.without_monitors_of_deepspeed()
+            model=model,
+            training_data=corpus.train,
+            collate_fn=corpus.collate,
+            config=config.without_monitors_of_deepspeed(),
         )
     _warn_of_split_groups(engine)
     trainer = Trainer(config, engine, corpus, args.dump_dir, baseline, beat, files, monitors)
@@ -86,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
         trainer.close()
         if files is not None:
             files.close()
-    if dist.is_initialized():  # not after a failure: other ranks may be inside a collective, and the message must get out
+    if (
+        dist.is_initialized()
+    ):  # not after a failure: other ranks may be inside a collective, and the message must get out
         dist.destroy_process_group()
     return status
 
@@ -121,7 +130,9 @@ def explained(config: Config, beat: Heartbeat, engine: SDPEngine | None = None) 
             raise out_of_memory(config, str(beat.place), engine) from None
         if (gone := _GONE.search(str(error))) is None:
             raise
-        raise PeerLostError(f"{beat.place}: another rank is gone ({gone[0]}); its log or its launcher says why") from None
+        raise PeerLostError(
+            f"{beat.place}: another rank is gone ({gone[0]}); its log or its launcher says why"
+        ) from None
 
 
 def _set_up_logging(rank: int, dump_dir: Path) -> None:

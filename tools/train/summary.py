@@ -49,7 +49,9 @@ def rank_facts(engine: SDPEngine, last: StepFacts | None, baseline: int, peak_te
     }
 
 
-def run_summary(engine: SDPEngine, corpus: Corpus, dump_dir: Path, ranks: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+def run_summary(
+    engine: SDPEngine, corpus: Corpus, dump_dir: Path, ranks: list[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
     """The whole run's summary, on rank 0. ``ranks``: every rank's :func:`rank_facts`; ``seconds``: wall time of the training."""
     layout, config = engine.layout, engine.config
     run = read_run(dump_dir)

@@ -90,7 +90,11 @@ class Trainer:
         mesh, here = engine.layout.mesh, engine.data_ranks_here
         micro, rank = engine.train_micro_batch_size_per_gpu() * here, mesh.data_rank(engine.global_rank)
         samples, workers = self.corpus.calibration or self.corpus.train, self.config.data.num_workers
-        return list(evaluation_batches(samples, micro, rank, mesh.data_ranks // here, limit, self.corpus.collate_held_out, workers))
+        return list(
+            evaluation_batches(
+                samples, micro, rank, mesh.data_ranks // here, limit, self.corpus.collate_held_out, workers
+            )
+        )
 
     def _recalibrated(self) -> AbstractContextManager[None]:
         return self.engine.recalibrated(self.calibration) if self.calibration else nullcontext()
@@ -109,7 +113,9 @@ class Trainer:
         start = self.engine.global_steps
         self.steps = self.config.training.steps or start + max(0, math.ceil(self._tokens_left() / self.tokens_per_step))
         if self._profiled is not None and self._profiled[1] > self.steps - start:
-            raise ConfigError(f"--profile: {self._profiled[1]} steps are needed, but only {self.steps - start} are left; name earlier ones")
+            raise ConfigError(
+                f"--profile: {self._profiled[1]} steps are needed, but only {self.steps - start} are left; name earlier ones"
+            )
         self._announce(start)
         bar = progress(self.steps, start, self.files is not None, self.config.steps_per_print)
         started = time.perf_counter()
@@ -127,7 +133,11 @@ class Trainer:
             bar.close()
             if self._stopping and self.engine.global_steps < self.steps:
                 self._write_checkpoint()
-                log.info("stopped by %s after step %d, with a checkpoint", signal.Signals(self._stopping).name, self.engine.global_steps)
+                log.info(
+                    "stopped by %s after step %d, with a checkpoint",
+                    signal.Signals(self._stopping).name,
+                    self.engine.global_steps,
+                )
                 return 128 + self._stopping
         self._finish(time.perf_counter() - started)
         return 0
@@ -254,7 +264,10 @@ class Trainer:
         own = self.engine.evaluate_subnetworks(batches)
         with self._recalibrated():
             loss = self.engine.evaluate(batches)
-            measures = {name: self.engine.evaluate([{**batch, "measure": name} for batch in batches]) for name in self.corpus.measures}
+            measures = {
+                name: self.engine.evaluate([{**batch, "measure": name} for batch in batches])
+                for name in self.corpus.measures
+            }
         if self.files is None or self.monitors is None:
             return
         step, mean_own = self.engine.global_steps, sum(own) / len(own)
@@ -264,7 +277,9 @@ class Trainer:
         self.files.evaluation({"step": step, "tokens": self.tokens, **facts})
         self.monitors.write(step, evaluation_scalars(facts))
         shown = f", accuracy {measures['accuracy']:.2%}" if "accuracy" in measures else ""
-        bar.print(f"step {step}: held-out loss {loss:.4f}{shown} (full model), {mean_own:.4f} (mean of the groups' own subnetworks)")
+        bar.print(
+            f"step {step}: held-out loss {loss:.4f}{shown} (full model), {mean_own:.4f} (mean of the groups' own subnetworks)"
+        )
 
     def _save(self, *, background: bool) -> None:
         """Write a checkpoint. One that fails leaves the one before in place; the run goes on."""
@@ -272,7 +287,11 @@ class Trainer:
         try:
             self._write_checkpoint(background=background)
         except CheckpointError as error:
-            log.error("WARNING: no checkpoint at step %d: %s; the one before stays, the run goes on", self.engine.global_steps, error)
+            log.error(
+                "WARNING: no checkpoint at step %d: %s; the one before stays, the run goes on",
+                self.engine.global_steps,
+                error,
+            )
 
     def _write_checkpoint(self, *, background: bool = False) -> None:
         self.beat.at(self.engine.global_steps, "checkpoint", self.config.training.save_timeout)
@@ -313,7 +332,11 @@ class Trainer:
         def remember(number: int, _: Any) -> None:
             self._told_to_stop = number
 
-        numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(n) is not signal.SIG_IGN]
+        numbers = [
+            n
+            for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+            if signal.getsignal(n) is not signal.SIG_IGN
+        ]
         before = {number: signal.signal(number, remember) for number in numbers}
         try:
             yield
@@ -327,20 +350,31 @@ class Trainer:
         if self.files is None:
             return
         parameters = sum(info.numel for info in self.engine.layout.parameters.values())
-        log.info("model: %s, %.2f M parameters; data: %s", self.config.model["name"], parameters / 1e6, self.corpus.description)
+        log.info(
+            "model: %s, %.2f M parameters; data: %s",
+            self.config.model["name"],
+            parameters / 1e6,
+            self.corpus.description,
+        )
         kind = "tokens" if self.config.data.name is None else "images"
         log.info("training: steps %d to %d, %s %s a step", start + 1, self.steps, f"{self.tokens_per_step:,}", kind)
         if self.engine.world_size > 1:
             log.info("bytes sent between groups by this rank in a step: %s", self.engine.traffic_formula())
-            planned = ", ".join(f"{kind.replace('/', ' ')} {sent:,}" for kind, sent in self.engine.planned_traffic().by_kind().items())
-            activations = "; activations between tensor-parallel ranks come on top" if self.engine.layout.mesh.tp > 1 else ""
+            planned = ", ".join(
+                f"{kind.replace('/', ' ')} {sent:,}" for kind, sent in self.engine.planned_traffic().by_kind().items()
+            )
+            activations = (
+                "; activations between tensor-parallel ranks come on top" if self.engine.layout.mesh.tp > 1 else ""
+            )
             log.info("bytes sent by this rank in a step, planned: %s%s", planned, activations)
         if not self._probes:
             log.info("peak of live tensors: not measured, since on a CPU compiled code takes memory unseen")
 
     def _finish(self, seconds: float) -> None:
         self.beat.at(self.engine.global_steps, "the end", None)
-        everyones = self.engine.gather_facts(rank_facts(self.engine, self.last_facts, self.baseline_memory, self.peak_tensors))
+        everyones = self.engine.gather_facts(
+            rank_facts(self.engine, self.last_facts, self.baseline_memory, self.peak_tensors)
+        )
         if self.files is None:
             return
         self.files.summary(run_summary(self.engine, self.corpus, self.dump_dir, everyones, seconds))

@@ -66,14 +66,25 @@ class DeepSpeedBackend:
         self.scale = LossScale(engine.optimizer)
         self.bundles = [bundle for bundle in bundles if self.at.sdp in bundle.holders]
         self._exposed = 0.0
-        self.options = [bundle.options for bundle in self.bundles]  # by DeepSpeed's parameter group: which of the user's it is of
+        self.options = [
+            bundle.options for bundle in self.bundles
+        ]  # by DeepSpeed's parameter group: which of the user's it is of
         self.options_count = 1 + max(bundle.options for bundle in bundles)
         self._install(bundles)
         # What a refresh sends is what is in memory: under ZeRO 3 partitions, which align where groups are of one size.
-        local: Mapping[str, torch.Tensor] = {name: local_part(p) for name, p in everything.items()} if stage == 3 else everything
+        local: Mapping[str, torch.Tensor] = (
+            {name: local_part(p) for name, p in everything.items()} if stage == 3 else everything
+        )
         if layout.mesh.sizes:
             self._refresh: WeightRefresh = RoutedRefresh(
-                layout.refreshes, local, groups.routes, groups.between, self.rank, traffic, compute_dtype, logged_broadcast
+                layout.refreshes,
+                local,
+                groups.routes,
+                groups.between,
+                self.rank,
+                traffic,
+                compute_dtype,
+                logged_broadcast,
             )
         else:
             between = groups.communicators.refresh
@@ -88,23 +99,43 @@ class DeepSpeedBackend:
         self._early: EarlyLaunch | None = None
         if not self.installed:
             return
-        if self.zero is None:  # gradients of whole parameters: reduced as they become ready, inside and between groups at once
+        if (
+            self.zero is None
+        ):  # gradients of whole parameters: reduced as they become ready, inside and between groups at once
             self.deepspeed.enable_backward_allreduce = False
             for parameter in self.parameters.values():
                 if parameter.requires_grad:
-                    parameter.grad_dtype = torch.float32  # sums over micro-batches and ranks, and clipping, round to no less
+                    parameter.grad_dtype = (
+                        torch.float32
+                    )  # sums over micro-batches and ranks, and clipping, round to no less
             buckets = self.layout.buckets(lambda _: False)
             self._hooked = GradientSync(
-                buckets, self.parameters, self.communicators.holders, self.traffic, clock=self.clock, all_reduce=logged_all_reduce
+                buckets,
+                self.parameters,
+                self.communicators.holders,
+                self.traffic,
+                clock=self.clock,
+                all_reduce=logged_all_reduce,
             )
             return
         held = iter(range(len(self.bundles)))
         here = [next(held) if self.at.sdp in bundle.holders else None for bundle in bundles]
         self._sync = ShardSync(
-            bundles, here, self.stage, self.layout.mesh, self.rank, self._groups.between, self.traffic, logged_all_reduce
+            bundles,
+            here,
+            self.stage,
+            self.layout.mesh,
+            self.rank,
+            self._groups.between,
+            self.traffic,
+            logged_all_reduce,
         )
-        if self.stage == 3 and not self.zero.offloaded:  # partitions are final as they are reduced; on the host, at the end of backward
-            self._early = EarlyLaunch(self._sync, self.zero.members, [master.numel() for master in self.zero.masters], self.device)
+        if (
+            self.stage == 3 and not self.zero.offloaded
+        ):  # partitions are final as they are reduced; on the host, at the end of backward
+            self._early = EarlyLaunch(
+                self._sync, self.zero.members, [master.numel() for master in self.zero.masters], self.device
+            )
             self.zero.on_reduced(self._early.ready)
 
     @property
@@ -221,7 +252,11 @@ class DeepSpeedBackend:
         else:  # whole gradients
             infos = self.layout.parameters
             first = self.at.fsdp == 0
-            counted = [p.grad for n, p in self.parameters.items() if p.grad is not None and first and infos[n].holders[0] == self.at.sdp]
+            counted = [
+                p.grad
+                for n, p in self.parameters.items()
+                if p.grad is not None and first and infos[n].holders[0] == self.at.sdp
+            ]
         squared = squared_norm(counted, self.device) / self.scale.value**2
         totals = torch.stack([squared, (loss / self.layout.mesh.world_size).to(self.device)])
         self.all_reduce_control(totals)
@@ -278,7 +313,9 @@ class DeepSpeedBackend:
         for bucket in self.layout.buckets(lambda _: False) if self._hooked is not None else ():
             if self.at.sdp in bucket.holders:
                 ranks = mesh.data_ranks_of(bucket.holders)
-                planned.record("between groups", "all_reduce", 4 * sum(infos[name].numel for name in bucket.names), ranks)
+                planned.record(
+                    "between groups", "all_reduce", 4 * sum(infos[name].numel for name in bucket.names), ranks
+                )
         for (name, _), routes in self._groups.routes.items():
             for route in routes:
                 if route.sent_by(self.rank) and infos[name].trainable:
@@ -306,9 +343,14 @@ class DeepSpeedBackend:
             return StreamedEvaluation(self._gathered(), chunk=1 if self.stage == 3 else None).run(batches)
 
     def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
-        guests = [named for name, stand_in in self.stand_ins.items() for named in stand_in.skeleton.named_modules(prefix=name)]
+        guests = [
+            named for name, stand_in in self.stand_ins.items() for named in stand_in.skeleton.named_modules(prefix=name)
+        ]
         return batch_statistics(
-            [*self.module.named_modules(), *guests], lambda: self.evaluate(batches), self.all_reduce_control, self.device
+            [*self.module.named_modules(), *guests],
+            lambda: self.evaluate(batches),
+            self.all_reduce_control,
+            self.device,
         )
 
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:

@@ -83,7 +83,9 @@ class DeepSpeedSDPEngine(SDPEngine):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         if self._backend.stage >= 2:
-            raise RuntimeError(f"no_sync() is not for ZeRO stage {self._backend.stage}, which reduces the gradients of every micro-batch")
+            raise RuntimeError(
+                f"no_sync() is not for ZeRO stage {self._backend.stage}, which reduces the gradients of every micro-batch"
+            )
         with self.deepspeed.no_sync(), super().no_sync():
             yield
 
@@ -113,7 +115,9 @@ class DeepSpeedSDPEngine(SDPEngine):
         else:
             materialise_state(self._backend)
 
-    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[str | None, dict[str, Any]]:
         found = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         engine = self.deepspeed
         engine.global_steps, engine.micro_steps = self.global_steps, self.micro_steps
@@ -157,5 +161,7 @@ class DeepSpeedSDPEngine(SDPEngine):
         return self._backend.planned_traffic()
 
     def traffic_formula(self) -> str:
-        between = sum(nbytes for kind, nbytes in self.planned_traffic().by_kind().items() if kind.startswith("between groups"))
+        between = sum(
+            nbytes for kind, nbytes in self.planned_traffic().by_kind().items() if kind.startswith("between groups")
+        )
         return f"the shards that holders average = {between:,} (inside groups DeepSpeed's own are not counted)"

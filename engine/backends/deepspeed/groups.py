@@ -25,7 +25,9 @@ class GroupsOfRanks:
         self.mpu: GroupAsWorld | None = None
         self.between: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.inside: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-        self.routes: dict[tuple[str, int], list[Route]] = {}  # of frozen copies by source, between groups of unequal size
+        self.routes: dict[
+            tuple[str, int], list[Route]
+        ] = {}  # of frozen copies by source, between groups of unequal size
         if mesh.sdp == 1:
             return
         for group in range(mesh.sdp):

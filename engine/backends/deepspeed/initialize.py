@@ -63,7 +63,9 @@ def initialize_deepspeed(
         take_values_of_rank_0(model, device)
     at = layout.mesh.coordinates(dist.get_rank())
     stand_ins = cut(model, config, layout, at.sdp, compute_dtype)
-    checkpoint_activations(model, [name for name in layout.blocks if name not in stand_ins], config.activation_checkpointing.mode)
+    checkpoint_activations(
+        model, [name for name in layout.blocks if name not in stand_ins], config.activation_checkpointing.mode
+    )
     give_values(model, layout, plan, device, Shard(), {info.name for info in layout.frozen(at.sdp)})
 
     bundles = bundles_of(layout, groups)
@@ -95,7 +97,9 @@ def initialize_deepspeed(
         # DeepSpeed's default cuts a large unit into several groups.
         settings["zero_optimization"] = {"sub_group_size": 10**12, **settings.get("zero_optimization", {})}
     _refuse_small_sub_groups(config, bundles, layout)
-    if stage == 3 and (installed or dist.get_world_size() == 1):  # which asks for a launcher's variables, to compare a rank with itself
+    if stage == 3 and (
+        installed or dist.get_world_size() == 1
+    ):  # which asks for a launcher's variables, to compare a rank with itself
         let_groups_differ()
     unbuilt = given is None or not isinstance(given, Optimizer)
     try:
@@ -110,11 +114,21 @@ def initialize_deepspeed(
             )
     except (AssertionError, ValueError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError(f'sdp.engine "deepspeed": DeepSpeed refuses its configuration ({reason}); change what it names') from error
+        raise ConfigError(
+            f'sdp.engine "deepspeed": DeepSpeed refuses its configuration ({reason}); change what it names'
+        ) from error
     engine = made[0]
     check_engine(package, engine, stage, config.precision)
     backend = DeepSpeedBackend(
-        engine, layout, bundles, process_groups, stand_ins, device, stage=stage, compute_dtype=compute_dtype, traffic=Traffic()
+        engine,
+        layout,
+        bundles,
+        process_groups,
+        stand_ins,
+        device,
+        stage=stage,
+        compute_dtype=compute_dtype,
+        traffic=Traffic(),
     )
     backend.clock = clock(device, waits=config.wall_clock_breakdown)
     _check_partitions(backend, parameters)
@@ -132,7 +146,13 @@ def bundles_of(layout: Layout, groups: Sequence[Mapping[str, Any]]) -> list[Bund
                     collected.setdefault((unit, options), []).append(info.name)
     infos = layout.parameters
     bundles = [
-        Bundle(infos[names[0]].unit, options, infos[names[0]].holders, tuple(names), tuple(infos[name].numel for name in names))
+        Bundle(
+            infos[names[0]].unit,
+            options,
+            infos[names[0]].holders,
+            tuple(names),
+            tuple(infos[name].numel for name in names),
+        )
         for (_, options), names in collected.items()
     ]
     order = {info.unit: index for index, info in reversed(list(enumerate(infos.values())))}
@@ -143,10 +163,16 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _as_given(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter], *, grouped: bool) -> list[Any]:
+def _as_given(
+    groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter], *, grouped: bool
+) -> list[Any]:
     """What the user's ``model_parameters`` were."""
     lists = [[parameters[name] for name in group["params"] if parameters[name].requires_grad] for group in groups]
-    return [{**_options(group), "params": members} for group, members in zip(groups, lists, strict=True)] if grouped else lists[0]
+    return (
+        [{**_options(group), "params": members} for group, members in zip(groups, lists, strict=True)]
+        if grouped
+        else lists[0]
+    )
 
 
 def _rounding_alike(optimizer: Optimizer, note: str) -> str:
@@ -223,5 +249,9 @@ def _check_partitions(backend: DeepSpeedBackend, parameters: Mapping[str, nn.Par
 
 def _check_copies(backend: DeepSpeedBackend) -> None:
     """At stage 0 in half precision DeepSpeed has a float32 copy of every parameter that is trained, and of no other."""
-    if backend.copies is not None and set(backend.copies.masters) != {name for bundle in backend.bundles for name in bundle.names}:
-        raise ModelError("DeepSpeed has float32 copies of other parameters than are trained; use zero_optimization.stage 1")
+    if backend.copies is not None and set(backend.copies.masters) != {
+        name for bundle in backend.bundles for name in bundle.names
+    }:
+        raise ModelError(
+            "DeepSpeed has float32 copies of other parameters than are trained; use zero_optimization.stage 1"
+        )

@@ -18,7 +18,9 @@ class LossScale:
 
     def __init__(self, optimizer: Any):
         self._optimizer = optimizer
-        self._record: Any = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)  # ZeRO's; stage 0's
+        self._record: Any = getattr(optimizer, "loss_scaler", None) or getattr(
+            optimizer, "loss_scale_config", None
+        )  # ZeRO's; stage 0's
         self._minimum = getattr(self._record, "min_scale", None) or getattr(self._record, "min_loss_scale", None)
         if hasattr(self._record, "raise_error_at_min_scale"):
             self._record.raise_error_at_min_scale = False  # training.max_skips says when a run ends
@@ -87,7 +89,9 @@ class MasterCopies:
         names = {id(parameter): name for name, parameter in parameters.items()}
         groups = zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True)
         self.masters: dict[str, torch.Tensor] = {
-            names[id(parameter)]: master for group, masters in groups for parameter, master in zip(group, masters, strict=True)
+            names[id(parameter)]: master
+            for group, masters in groups
+            for parameter, master in zip(group, masters, strict=True)
         }
 
     def spread_masters(self) -> None:
@@ -173,7 +177,9 @@ class ZeroState:
             self._optimizer._wait_for_offload_copies()
         if self.offloaded:
             return [master.grad for master in self.masters if master.grad is not None]
-        return [piece for index in range(len(self.masters)) for piece in self._optimizer.averaged_gradients.get(index) or ()]
+        return [
+            piece for index in range(len(self.masters)) for piece in self._optimizer.averaged_gradients.get(index) or ()
+        ]
 
     def drop_gradients(self) -> None:
         """Forget the gradients of all micro-batches; DeepSpeed's ``zero_grad`` leaves what ZeRO 1 and 2 have reduced already."""

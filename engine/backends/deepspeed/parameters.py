@@ -72,7 +72,9 @@ class Gathered:
         self._backend = backend
         self.parameters = _WholeParameters(backend)
         everyone = backend.layout.everyone
-        self.communicators = Communicators(backend.layout.mesh, backend.rank, True, holders={everyone: dist.group.WORLD})  # type: ignore[dict-item]
+        self.communicators = Communicators(
+            backend.layout.mesh, backend.rank, True, holders={everyone: dist.group.WORLD}
+        )  # type: ignore[dict-item]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)

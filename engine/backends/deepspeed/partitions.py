@@ -104,7 +104,11 @@ def stretches(bundle: Bundle, stage: int, mesh: Mesh) -> list[Shared]:
         places = [by_group[group] for group in bundle.holders]
         new = Shared(tuple(place[0] for place in places), tuple(place[1] for place in places), places[0][2])
         last = result[-1] if result else None
-        if last and last.ranks == new.ranks and all(at + last.length == then for at, then in zip(last.at, new.at, strict=True)):
+        if (
+            last
+            and last.ranks == new.ranks
+            and all(at + last.length == then for at, then in zip(last.at, new.at, strict=True))
+        ):
             result[-1] = Shared(last.ranks, last.at, last.length + new.length)  # neighbours everywhere
         else:
             result.append(new)
@@ -128,7 +132,9 @@ def routes_of(name: str, numel: int, refresh: Refresh, stage: int, mesh: Mesh) -
     """How a parameter comes from its source group to the others, which may have other numbers of ranks."""
     if stage < 3:  # every rank has the whole
         source = mesh.rank(refresh.source)
-        ranks = sorted([source, *(rank for group in refresh.members if group != refresh.source for rank in mesh.ranks_of(group))])
+        ranks = sorted(
+            [source, *(rank for group in refresh.members if group != refresh.source for rank in mesh.ranks_of(group))]
+        )
         return [Route(source, Shared(tuple(ranks), (0,) * len(ranks), numel))]
     pieces = stretches(Bundle("", 0, refresh.members, (name,), (numel,)), stage, mesh)
     return [Route(shared.ranks[refresh.members.index(refresh.source)], shared) for shared in pieces]
@@ -148,8 +154,14 @@ class RoutedRefresh(WeightRefresh):
         dtype: torch.dtype,
         broadcast: Callable[[torch.Tensor, int, dist.ProcessGroup], Any],
     ):
-        here = [r for r in refreshes if any(rank in route.shared.ranks for name in r.names for route in routes[name, r.source])]
-        super().__init__(here, parameters, {(refresh.source, refresh.members): None for refresh in here}, traffic, dtype, broadcast)  # type: ignore[arg-type]
+        here = [
+            r
+            for r in refreshes
+            if any(rank in route.shared.ranks for name in r.names for route in routes[name, r.source])
+        ]
+        super().__init__(
+            here, parameters, {(refresh.source, refresh.members): None for refresh in here}, traffic, dtype, broadcast
+        )  # type: ignore[arg-type]
         self._routes, self._between, self._rank = routes, between, rank
 
     def _parts(self, refresh: Refresh, name: str) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
@@ -181,7 +193,9 @@ class ShardSync:
     ):
         self._traffic, self._all_reduce = traffic, all_reduce
         self._groups, self._rank = groups, rank
-        self._plan: dict[int, tuple[float, list[tuple[int, Shared]]]] = {}  # by index, in the order of launch, one on all ranks
+        self._plan: dict[
+            int, tuple[float, list[tuple[int, Shared]]]
+        ] = {}  # by index, in the order of launch, one on all ranks
         self._works: list[Any] = []
         for bundle, index in reversed(list(zip(bundles, here, strict=True))):  # as backward makes gradients
             if index is None:
@@ -238,10 +252,16 @@ class EarlyLaunch:
     Launches keep the one order of all ranks: a bundle that is ready waits for those before it.
     """
 
-    def __init__(self, sync: ShardSync, members: Sequence[Sequence[torch.Tensor]], numels: Sequence[int], device: torch.device):
+    def __init__(
+        self, sync: ShardSync, members: Sequence[Sequence[torch.Tensor]], numels: Sequence[int], device: torch.device
+    ):
         """``members``: the parameters of every bundle here, in the order of their partitions; ``numels``: of its flat partition."""
         self._sync, self._numels, self._device = sync, numels, device
-        self._place = {id(parameter): (index, place) for index, group in enumerate(members) for place, parameter in enumerate(group)}
+        self._place = {
+            id(parameter): (index, place)
+            for index, group in enumerate(members)
+            for place, parameter in enumerate(group)
+        }
         self._starts: list[list[int]] = []
         for group in members:
             sizes = [parameter.ds_tensor.numel() for parameter in group]  # type: ignore[attr-defined]
@@ -261,7 +281,9 @@ class EarlyLaunch:
             return
         index, place = self._place[id(parameter)]
         if not self._missing[index]:
-            raise RuntimeError("a gradient was reduced twice in one backward pass; recompute activations without reentrant checkpoints")
+            raise RuntimeError(
+                "a gradient was reduced twice in one backward pass; recompute activations without reentrant checkpoints"
+            )
         if index not in self._flats:
             self._flats[index] = torch.zeros(self._numels[index], dtype=torch.float32, device=self._device)
         if partition is not None:
@@ -288,4 +310,6 @@ class EarlyLaunch:
 
 def rank_sets(bundles: Sequence[Bundle], stage: int, mesh: Mesh) -> list[tuple[int, ...]]:
     """The communicators that all bundles need, in one order on all ranks."""
-    return sorted({stretch.ranks for bundle in bundles for stretch in stretches(bundle, stage, mesh) if len(stretch.ranks) > 1})
+    return sorted(
+        {stretch.ranks for bundle in bundles for stretch in stretches(bundle, stage, mesh) if len(stretch.ranks) > 1}
+    )

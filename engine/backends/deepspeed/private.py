@@ -28,7 +28,13 @@ _NAMES = {
     "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.accelerator": ("get_accelerator",),
     "deepspeed.comm.comm": ("cdb", "all_reduce", "broadcast"),
-    "deepspeed.utils.groups": ("_WORLD_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu"),
+    "deepspeed.utils.groups": (
+        "_WORLD_GROUP",
+        "_TENSOR_MODEL_PARALLEL_GROUP",
+        "_MODEL_PARALLEL_GROUP",
+        "_DATA_PARALLEL_GROUP",
+        "mpu",
+    ),
     "deepspeed.runtime.zero.partitioned_param_coordinator": ("assert_ints_same_as_other_ranks",),
     "deepspeed.runtime.zero.partition_parameters": (
         "assert_ints_same_as_other_ranks",
@@ -51,7 +57,9 @@ _PARTITIONED = """
     _reassign_or_swap_out_partitioned_parameters partition_grads _get_param_partition_rank
 """
 _OF_OPTIMIZER = {0: "", 1: _FLAT, 2: _FLAT, 3: _PARTITIONED}
-_OF_ENGINE = "enable_backward_allreduce basic_optimizer micro_steps global_steps global_samples skipped_steps _global_grad_norm"
+_OF_ENGINE = (
+    "enable_backward_allreduce basic_optimizer micro_steps global_steps global_samples skipped_steps _global_grad_norm"
+)
 
 
 def load() -> Any:
@@ -68,7 +76,11 @@ def load() -> Any:
             raise _unsupported(deepspeed, module) from None
         _require(deepspeed, found, names, module)
     if deepspeed.__version__ not in TESTED:
-        log.warning("DeepSpeed %s has all names that are needed, but was not tested (tested: %s)", deepspeed.__version__, ", ".join(TESTED))
+        log.warning(
+            "DeepSpeed %s has all names that are needed, but was not tested (tested: %s)",
+            deepspeed.__version__,
+            ", ".join(TESTED),
+        )
     # Or C++ is compiled at start, for minutes, for a collective in shared memory that gloo replaces.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
@@ -89,7 +101,9 @@ def check_engine(deepspeed: Any, engine: Any, stage: int, precision: str) -> Non
             f"{precision} at zero_optimization.stage 0: DeepSpeed lays the weights of its FusedAdam side by side, so that they are not "
             "found again; set optimizer.params.torch_adam to true, or use stage 1"
         )
-    if stage and engine.optimizer.optimizer is not engine.basic_optimizer:  # its Adagrad, which it then has in one group for all
+    if (
+        stage and engine.optimizer.optimizer is not engine.basic_optimizer
+    ):  # its Adagrad, which it then has in one group for all
         raise ConfigError(
             f"optimizer: under ZeRO DeepSpeed makes another {type(engine.basic_optimizer).__name__} than the one that it was given, whose "
             "state a checkpoint would lack; use another optimizer, or zero_optimization.stage 0"
@@ -151,7 +165,9 @@ def logged_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
 def logged_broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
     """An asynchronous broadcast from the member ``source`` of the group that DeepSpeed's communication logger sees."""
     comm = importlib.import_module("deepspeed.comm")
-    return comm.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True, log_name=_BETWEEN_GROUPS)
+    return comm.broadcast(
+        tensor, dist.get_global_rank(group, source), group=group, async_op=True, log_name=_BETWEEN_GROUPS
+    )
 
 
 def set_gradient_norm(engine: Any, norm: float) -> None:

@@ -82,7 +82,10 @@ class DeepSpeedState(SavedState):
                 if not to_load and not self._saves(info):
                     continue
                 values = {"model/{}": master.detach()}
-                values |= {f"optimizer/{{}}/{key}": value for key, value in self._state.of(master, info.canonical, group).items()}
+                values |= {
+                    f"optimizer/{{}}/{key}": value
+                    for key, value in self._state.of(master, info.canonical, group).items()
+                }
                 for pattern, value in values.items():
                     key = pattern.format(info.canonical)
                     if value.shape != master.shape:
@@ -155,12 +158,20 @@ def check_holders(backend: DeepSpeedBackend) -> None:
     masters = backend.zero.masters
     for index, piece in backend.pieces():
         state = backend.deepspeed.basic_optimizer.state.get(masters[index], {})
-        values = [masters[index].detach(), *(v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor) and v.dim())]
+        values = [
+            masters[index].detach(),
+            *(v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor) and v.dim()),
+        ]
         for kind, value in enumerate(values):
             first = (places[piece.name] * 8 + kind) * 1_000_003 + piece.start
             total = sums[names.index(backend.layout.parameters[piece.name].unit)]
             for at in range(0, piece.length, CHUNK):  # 64-bit copies of a whole partition could be too much
-                words = value[piece.at + at : piece.at + min(at + CHUNK, piece.length)].contiguous().view(torch.int32).long()
+                words = (
+                    value[piece.at + at : piece.at + min(at + CHUNK, piece.length)]
+                    .contiguous()
+                    .view(torch.int32)
+                    .long()
+                )
                 weights = 2 * torch.arange(first + at, first + at + words.numel(), device=words.device) + 1
                 total += (words * weights).sum().cpu()
     everyones = torch.empty((backend.layout.mesh.world_size, len(names)), dtype=torch.int64, device=backend.device)
@@ -169,7 +180,9 @@ def check_holders(backend: DeepSpeedBackend) -> None:
     by_group = [everyones[mesh.ranks_of(group)].sum(0).tolist() for group in range(mesh.sdp)]
     for index, unit in enumerate(names):
         holders = backend.layout.everyone if unit == SHARED else backend.layout.placement.holders[index - 1]
-        compare_sums(unit, holders, [sums[index] for sums in by_group], [mesh.ranks_of(group)[0] for group in range(mesh.sdp)])
+        compare_sums(
+            unit, holders, [sums[index] for sums in by_group], [mesh.ranks_of(group)[0] for group in range(mesh.sdp)]
+        )
 
 
 def measured_bytes(backend: DeepSpeedBackend, gradient_bytes: int) -> StateBytes:
@@ -196,4 +209,6 @@ def predicted_bytes(backend: DeepSpeedBackend) -> StateBytes:
     masters = 4 * stepped if backend.stage or compute == 2 else 0
     # Averages of groups are float32; with one group they stay as DeepSpeed has them.
     averaged = 4 if backend.installed or (backend.zero is not None and backend.zero.offloaded) else compute
-    return StateBytes(held + masters, averaged * stepped, 4 * stepped * state_tensors(backend.deepspeed.basic_optimizer), copies)
+    return StateBytes(
+        held + masters, averaged * stepped, 4 * stepped * state_tensors(backend.deepspeed.basic_optimizer), copies
+    )

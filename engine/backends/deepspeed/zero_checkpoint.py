@@ -72,7 +72,9 @@ def _latest(directory: Path) -> str | None:
     except OSError:
         return None
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{directory / 'latest'}: is no text, but must name the checkpoint to read ({error.reason})") from None
+        raise CheckpointError(
+            f"{directory / 'latest'}: is no text, but must name the checkpoint to read ({error.reason})"
+        ) from None
     try:
         return check_tag(tag)
     except CheckpointError as error:
@@ -89,7 +91,9 @@ def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
             raise CheckpointError(f"{file}: is not a regular file; remove it, or take another checkpoint")
     load()
     convert: Any = importlib.import_module("deepspeed.utils.zero_to_fp32")
-    allowed = [getattr(importlib.import_module(module), name) for module, names in _IN_CHECKPOINTS.items() for name in names]
+    allowed = [
+        getattr(importlib.import_module(module), name) for module, names in _IN_CHECKPOINTS.items() for name in names
+    ]
     kept = convert.torch
     convert.torch = _SafeTorch()
     try:
@@ -97,7 +101,9 @@ def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
             return convert.get_fp32_state_dict_from_zero_checkpoint(str(directory))
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()[0][:160]
-        raise CheckpointError(f"{directory}: holds more than weights, which could run code and is not read ({reason})") from None
+        raise CheckpointError(
+            f"{directory}: holds more than weights, which could run code and is not read ({reason})"
+        ) from None
     except _DAMAGED as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         raise CheckpointError(f"{directory}: DeepSpeed cannot read its checkpoint there ({reason})") from None
@@ -115,13 +121,19 @@ def converted(directory: Path, ranks: Ranks) -> WeightFiles:
     open. Raises :class:`CheckpointError` on every rank.
     """
     with contextlib.ExitStack() as undo:
-        scratch = tempfile.TemporaryDirectory  # of every rank, by which it is seen who is on one host: names of hosts may be equal
-        own = _together(directory, ranks, lambda: undo.enter_context(scratch(prefix="sdp-weights-", ignore_cleanup_errors=True)))
+        scratch = (
+            tempfile.TemporaryDirectory
+        )  # of every rank, by which it is seen who is on one host: names of hosts may be equal
+        own = _together(
+            directory, ranks, lambda: undo.enter_context(scratch(prefix="sdp-weights-", ignore_cleanup_errors=True))
+        )
         # Hosts may share such a folder too, where one of them removing its files would take them from the others.
         places: list[tuple[str, str]] = ranks.gather((own, machine := machine_id()))
         first = next(rank for rank, (folder, other) in enumerate(places) if other == machine and os.path.isdir(folder))  # noqa: PTH112
         converts = ranks.rank in ranks.gather(first)
-        _together(directory, ranks, lambda: _write(weights_of_zero_checkpoint(directory), Path(own)) if converts else None)
+        _together(
+            directory, ranks, lambda: _write(weights_of_zero_checkpoint(directory), Path(own)) if converts else None
+        )
         return _together(directory, ranks, lambda: WeightFiles(Path(places[first][0])))
 
 
@@ -145,7 +157,9 @@ def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
         part: dict[str, torch.Tensor] = {}
         while tensors and sum(tensor.nbytes for tensor in part.values()) < _FILE_BYTES:
             name = next(iter(tensors))
-            part[name] = tensors.pop(name).clone(memory_format=torch.contiguous_format)  # those of a group share one storage
+            part[name] = tensors.pop(name).clone(
+                memory_format=torch.contiguous_format
+            )  # those of a group share one storage
         file = f"model-{len(set(where.values()))}.safetensors"
         save_file(part, folder / file)
         where |= dict.fromkeys(part, file)

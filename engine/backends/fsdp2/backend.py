@@ -126,7 +126,9 @@ class FSDP2Backend:
     def ready(self) -> None:
         """To be called once parameters have their values: hooks the cross-group layer to them, and fills frozen copies."""
         everything = dict(self.module.named_parameters())
-        self.parameters = {name: p for name, p in everything.items() if self.at.sdp in self.layout.parameters[name].holders}
+        self.parameters = {
+            name: p for name, p in everything.items() if self.at.sdp in self.layout.parameters[name].holders
+        }
         self._frozen = {name: p for name, p in everything.items() if name not in self.parameters}
         partial = [info.name for info in self.layout.held(self.at.sdp) if info.trainable and info.tp_dim is None]
         self._sync = GradientSync(
@@ -143,7 +145,9 @@ class FSDP2Backend:
             for name, info in self.layout.parameters.items()
             if info.trainable and self.layout.counts_norm(info, self.at, sharded=self.shards > 1)
         ]
-        self._refresh = WeightRefresh(self.layout.refreshes, everything, self.communicators.refresh, self.traffic, self.compute_dtype)
+        self._refresh = WeightRefresh(
+            self.layout.refreshes, everything, self.communicators.refresh, self.traffic, self.compute_dtype
+        )
         for name in self._refresh.blocks:
             # Before FSDP2's own hook, which gathers the shards.
             self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
@@ -207,10 +211,15 @@ class FSDP2Backend:
             return mean_loss(self, batches) if self.layout.keeps_frozen else StreamedEvaluation(self).run(batches)
 
     def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
-        skeletons = {name: stand_in.skeleton for name, stand_in in self.stand_ins.items() if isinstance(stand_in, PassThrough)}
+        skeletons = {
+            name: stand_in.skeleton for name, stand_in in self.stand_ins.items() if isinstance(stand_in, PassThrough)
+        }
         guests = [named for name, skeleton in skeletons.items() for named in skeleton.named_modules(prefix=name)]
         return batch_statistics(
-            [*self.module.named_modules(), *guests], lambda: self.evaluate(batches), self.all_reduce_control, self.device
+            [*self.module.named_modules(), *guests],
+            lambda: self.evaluate(batches),
+            self.all_reduce_control,
+            self.device,
         )
 
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:

@@ -33,7 +33,12 @@ class CountingReduceScatter(DefaultReduceScatter):
         self._traffic = traffic
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> dist.Work:
         self._traffic.record("inside groups", "reduce_scatter", input_tensor.nbytes, group.size())
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
@@ -43,7 +48,9 @@ def gather_stream(module: nn.Module) -> torch.Stream | None:
     """The CUDA stream on which FSDP2 reads the module's shards in forward: it does not wait for the current one, to be ahead of it."""
     if not isinstance(module, FSDPModule) or not torch.cuda.is_available():
         return None
-    return getattr(module._get_fsdp_state()._comm_ctx, "all_gather_copy_in_stream", None)  # made by the first forward pass
+    return getattr(
+        module._get_fsdp_state()._comm_ctx, "all_gather_copy_in_stream", None
+    )  # made by the first forward pass
 
 
 def drop_unreduced_gradients(module: FSDPModule) -> None:

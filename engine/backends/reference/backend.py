@@ -31,7 +31,9 @@ from ...subnetwork.carve import PassThrough, frozen_view, masked
 class ReferenceBackend:
     """All workers of the layout, one after the other. A batch holds the rows of all data ranks, in rank order."""
 
-    def __init__(self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32
+    ):
         self.layout, self.module, self.device = layout, model, device
         self.traffic = Traffic()
         self.parameters = dict(model.named_parameters())
@@ -50,7 +52,11 @@ class ReferenceBackend:
             self._cast_inputs()
 
     def _make_stand_ins(self, group: int) -> dict[str, nn.Module]:
-        absent = [unit.name for unit in self.layout.units if unit.is_block and not self.layout.placement.holds(group, unit.index)]
+        absent = [
+            unit.name
+            for unit in self.layout.units
+            if unit.is_block and not self.layout.placement.holds(group, unit.index)
+        ]
         if self.layout.keeps_frozen:
             return {name: frozen_view(self.module.get_submodule(name)) for name in absent}
         return {name: PassThrough(name, copy.deepcopy(self.module.get_submodule(name))) for name in absent}
@@ -121,7 +127,9 @@ class ReferenceBackend:
     def exposed_seconds(self) -> float:
         return 0.0
 
-    def _run(self, call: Callable[[nn.Module, Any], Any], batch: Any, held: Mapping[str, torch.Tensor] | None = None) -> Any:
+    def _run(
+        self, call: Callable[[nn.Module, Any], Any], batch: Any, held: Mapping[str, torch.Tensor] | None = None
+    ) -> Any:
         """``call`` with the module as it computes: in the compute precision, and slices that are not ``held`` zero, or not trained."""
         values = {}
         if self._compute_dtype != torch.float32:
@@ -145,7 +153,11 @@ class ReferenceBackend:
             with self._as_group(group):
                 outputs.append(self._run(call, rows, self._held[group]))
             mean.add(buffers, self._held_entries[group])
-            firsts |= {name: buffers[name].clone() for name, info in self.layout.buffers.items() if worker == mesh.rank(info.holders[0])}
+            firsts |= {
+                name: buffers[name].clone()
+                for name, info in self.layout.buffers.items()
+                if worker == mesh.rank(info.holders[0])
+            }
         for name, buffer in buffers.items():
             buffer.copy_(firsts[name])
         mean.give(buffers)
@@ -160,7 +172,9 @@ class ReferenceBackend:
         if self._compute_dtype == torch.float32:
             scaled.backward()
         else:  # recomputed activations need the cast parameters again
-            functional_call(_Backward(self.module), _cast_parameters(self.module, self._compute_dtype, "_module."), (scaled,))
+            functional_call(
+                _Backward(self.module), _cast_parameters(self.module, self._compute_dtype, "_module."), (scaled,)
+            )
         if not boundary:
             return
         self._scale_gradients(lambda workers: 1 / workers)
@@ -191,7 +205,9 @@ class ReferenceBackend:
 
     def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
         rows = [part for batch in batches for part in split_rows(batch, self.layout.mesh.data_ranks)]
-        return batch_statistics(self.module.named_modules(), lambda: self.evaluate(rows), self.all_reduce_control, self.device)
+        return batch_statistics(
+            self.module.named_modules(), lambda: self.evaluate(rows), self.all_reduce_control, self.device
+        )
 
     @torch.no_grad()
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:

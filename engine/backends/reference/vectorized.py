@@ -22,21 +22,30 @@ from ...placement.units import Slice, find_neuron_units, goes_into_sum
 from .backend import ReferenceBackend
 
 _HERE, _INSTEAD = 'sdp.engine "vectorized"', 'use "reference"'
-_RELATIVE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # by which outputs may differ from the reference's, of the largest element
+_RELATIVE = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 1e-2,
+}  # by which outputs may differ from the reference's, of the largest element
 
 
 class VectorizedBackend(ReferenceBackend):
     """The reference under forward masking, all workers' rows at once. Raises :class:`ModelError` for a model that it cannot run."""
 
-    def __init__(self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32
+    ):
         super().__init__(model, layout, device, compute_dtype=compute_dtype)
         mixing = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
         if mixing is not None:
             raise ModelError(f"{_HERE}: {mixing} mixes the rows of all groups; {_INSTEAD}")
         if not hasattr(model, "neuron_branches"):
-            raise ModelError(f"{_HERE}: {type(model).__name__} does not state its residual branches (neuron_branches()); {_INSTEAD}")
+            raise ModelError(
+                f"{_HERE}: {type(model).__name__} does not state its residual branches (neuron_branches()); {_INSTEAD}"
+            )
         self._tried = False
-        self._group_of_row: torch.Tensor | None = None  # None: the full model runs, or one group by the reference's means
+        self._group_of_row: torch.Tensor | None = (
+            None  # None: the full model runs, or one group by the reference's means
+        )
         for name, gates in self._gates().items():
             model.get_submodule(name).register_forward_pre_hook(self._gate(name, gates))
 
@@ -95,7 +104,10 @@ class VectorizedBackend(ReferenceBackend):
         modes = [(module, module.training) for module in self.module.modules()]
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         modules = {name: self.module.get_submodule(name) for name in lacking}
-        hooks = [module.register_forward_pre_hook(self._trial(name, lacking), with_kwargs=True) for name, module in modules.items()]
+        hooks = [
+            module.register_forward_pre_hook(self._trial(name, lacking), with_kwargs=True)
+            for name, module in modules.items()
+        ]
         self.module.eval()  # draws of dropout would differ
         try:
             with torch.no_grad(), torch.random.fork_rng():
@@ -111,9 +123,13 @@ class VectorizedBackend(ReferenceBackend):
             for buffer, value in buffers:
                 buffer.copy_(value)
         if lacking:
-            raise ModelError(f"{_HERE}: {next(iter(lacking))} is not called as a module, so it cannot be masked; {_INSTEAD}")
+            raise ModelError(
+                f"{_HERE}: {next(iter(lacking))} is not called as a module, so it cannot be masked; {_INSTEAD}"
+            )
         if not self._alike(ours, theirs):
-            raise ModelError(f"{_HERE}: the model returns something else than in the reference: rows of groups meet in it; {_INSTEAD}")
+            raise ModelError(
+                f"{_HERE}: the model returns something else than in the reference: rows of groups meet in it; {_INSTEAD}"
+            )
 
     def _lacking(self) -> dict[str, int]:
         """Blocks, and branches of groups of neurons, each with a group that does not hold all of it."""
@@ -124,7 +140,9 @@ class VectorizedBackend(ReferenceBackend):
                 lacking.setdefault(unit.name if unit.is_block else unit.name.rpartition(".neurons.")[0], absent)
         return lacking
 
-    def _trial(self, name: str, lacking: dict[str, int]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def _trial(
+        self, name: str, lacking: dict[str, int]
+    ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         """A hook that runs the module as the group that lacks it, with random values: what is zero at first (a bias) need not stay so."""
 
         def trial(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -141,7 +159,9 @@ class VectorizedBackend(ReferenceBackend):
                 theirs = self._stand_ins[group][name](*args, **kwargs)
             else:
                 held = {key: self._held[group].get(f"{name}.{key}", torch.ones(())) for key in values}
-                theirs = functional_call(module, {key: value * held[key].to(value) for key, value in values.items()}, args, kwargs)
+                theirs = functional_call(
+                    module, {key: value * held[key].to(value) for key, value in values.items()}, args, kwargs
+                )
             self._group_of_row = rows
             if not self._alike(ours, theirs):
                 raise ModelError(

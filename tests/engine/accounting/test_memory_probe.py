@@ -40,7 +40,9 @@ def probe(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int
 def test_parameters_gradients_and_activations():
     # In the first layer's backward: all weights, all gradients, the batch, and the gradient of the layer's output.
     model = chain()
-    assert probe(model, torch.optim.SGD(model.parameters())) == pytest.approx(2 * LAYERS * WEIGHT + 2 * ACTIVATION, rel=0.01)
+    assert probe(model, torch.optim.SGD(model.parameters())) == pytest.approx(
+        2 * LAYERS * WEIGHT + 2 * ACTIVATION, rel=0.01
+    )
 
 
 def test_optimizer_state_counts_from_the_start():
@@ -119,7 +121,9 @@ def test_activation_checkpointing(checkpointed: bool, activations: int):
         total.backward()
         optimizer.step()
 
-    assert peak_tensor_bytes(step, nn.ModuleList(blocks), optimizer, CPU) == pytest.approx(activations * ACTIVATION, rel=0.01)
+    assert peak_tensor_bytes(step, nn.ModuleList(blocks), optimizer, CPU) == pytest.approx(
+        activations * ACTIVATION, rel=0.01
+    )
 
 
 @pytest.fixture
@@ -203,7 +207,9 @@ def engine_peaks(config: dict[str, Any]) -> tuple[int, int]:
     return probed, state.parameters + state.frozen + state.optimizer + allocator_peak(step)
 
 
-def engine_config(capacity: float, stage: int, *, bf16: bool, accumulation: int, masking: str = "forward") -> dict[str, Any]:
+def engine_config(
+    capacity: float, stage: int, *, bf16: bool, accumulation: int, masking: str = "forward"
+) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,

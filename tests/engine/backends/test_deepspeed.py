@@ -20,7 +20,17 @@ import torch.distributed as dist
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import CheckpointError, ConfigError
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, Result, assert_bytes_as_planned, assert_same_run, engine_of, one_step, reference, train, zero_of
+from sdp.tests.support.cases import (
+    Case,
+    Result,
+    assert_bytes_as_planned,
+    assert_same_run,
+    engine_of,
+    one_step,
+    reference,
+    train,
+    zero_of,
+)
 from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -71,7 +81,9 @@ def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
     assert all((result.predicted["optimizer"] > 0) == (case.optimizer == "adamw") for result in ours)
 
 
-@pytest.mark.parametrize("case", [*VARIANTS, *(pytest.param(case, marks=pytest.mark.full_table) for case in WIDE)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*VARIANTS, *(pytest.param(case, marks=pytest.mark.full_table) for case in WIDE)], ids=str
+)
 def test_deepspeed_equals_the_reference_everywhere(ranks: RankPool, case: Case) -> None:
     ours = deepspeed(ranks, case)
     assert_same_run(ours, reference(replace(case, checkpointing="none")), case)
@@ -84,7 +96,16 @@ LARGE_AND_SMALL = [
     replace(UNEQUAL, stage=0, accumulation=3, clip=True, optimizer="adamw", masking="backward", model="llama-tied"),
     replace(UNEQUAL, stage=1, model="llama-tied-meta"),
     replace(UNEQUAL, stage=2, clip=True, optimizer="adamw", neurons=2, model="even-llama"),
-    replace(UNEQUAL, stage=3, accumulation=3, clip=True, optimizer="adamw", neurons=2, masking="backward", model="even-llama"),
+    replace(
+        UNEQUAL,
+        stage=3,
+        accumulation=3,
+        clip=True,
+        optimizer="adamw",
+        neurons=2,
+        masking="backward",
+        model="even-llama",
+    ),
 ]
 WIDE_UNEQUAL = [
     replace(UNEQUAL, stage=stage, neurons=neurons, masking=masking, optimizer=optimizer, clip=stage % 2 == 1, model=model)
@@ -97,7 +118,9 @@ WIDE_UNEQUAL = [
      for stage, masking in ((0, "backward"), (1, "forward"), (2, "backward"), (3, "forward"), (3, "backward"))]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*LARGE_AND_SMALL, *(pytest.param(case, marks=pytest.mark.full_table) for case in WIDE_UNEQUAL)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*LARGE_AND_SMALL, *(pytest.param(case, marks=pytest.mark.full_table) for case in WIDE_UNEQUAL)], ids=str
+)
 def test_groups_of_unequal_size_equal_the_reference(ranks: RankPool, case: Case) -> None:
     ours = deepspeed(ranks, case)
     assert_same_run(ours, reference(case), case)
@@ -142,12 +165,15 @@ def offloaded(stage: int, offload: bool = True) -> dict[str, Any]:
 
 
 MORE_SKIPS = [
-    pytest.param(*case, marks=pytest.mark.full_table) for case in (((), 1, False), ((), 2, True), ((), 3, True), ((2, 1), 0, False))
+    pytest.param(*case, marks=pytest.mark.full_table)
+    for case in (((), 1, False), ((), 2, True), ((), 3, True), ((2, 1), 0, False))
 ]
 
 
 @pytest.mark.parametrize(("sizes", "stage", "offload"), [((), 0, False), ((2, 1), 3, False), *MORE_SKIPS])
-def test_a_nan_in_one_group_makes_all_skip_the_step(ranks: RankPool, sizes: tuple[int, ...], stage: int, offload: bool) -> None:
+def test_a_nan_in_one_group_makes_all_skip_the_step(
+    ranks: RankPool, sizes: tuple[int, ...], stage: int, offload: bool
+) -> None:
     case = Case(2, 2, stage=stage, optimizer="adamw", clip=True, sizes=sizes)
     for skipped, only_then, finite in ranks.run(_nan_in_one_group, case, offload, world=case.world):
         assert skipped == [0, 1, 1, 1]
@@ -166,7 +192,9 @@ MORE_OFFLOADED = [
 ]
 
 
-@pytest.mark.parametrize("case", [OFFLOADED, *(pytest.param(case, marks=pytest.mark.full_table) for case in MORE_OFFLOADED)], ids=str)
+@pytest.mark.parametrize(
+    "case", [OFFLOADED, *(pytest.param(case, marks=pytest.mark.full_table) for case in MORE_OFFLOADED)], ids=str
+)
 def test_offloaded_optimizers_equal_the_reference(ranks: RankPool, case: Case) -> None:
     assert_same_run(ranks.run(_offloaded, case, world=case.world), reference(case), case)
 
@@ -203,7 +231,9 @@ def _events(stage: int, accumulation: int) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (2, 1), (3, 2), pytest.param(1, 2, marks=pytest.mark.full_table)])
+@pytest.mark.parametrize(
+    ("stage", "accumulation"), [(0, 1), (2, 1), (3, 2), pytest.param(1, 2, marks=pytest.mark.full_table)]
+)
 def test_reductions_between_groups_overlap(ranks: RankPool, stage: int, accumulation: int) -> None:
     """Each other always: all are launched before one is waited for. At stages 0 and 3 backward too, in its last micro-batch."""
     for events in ranks.run(_events, stage, accumulation, world=4):
@@ -248,10 +278,14 @@ LLAMA, NEURONS = replace(ADAMW, model="llama-tied"), replace(ADAMW, neurons=2, m
 MOVES = [
     (replace(ADAMW, stage=3), "deepspeed", replace(ADAMW, stage=1), "fsdp2"),
     (replace(LLAMA, stage=3), "fsdp2", replace(LLAMA, stage=2), "deepspeed"),
-    pytest.param(replace(ADAMW, stage=1), "deepspeed", replace(ADAMW, stage=3), "deepspeed", marks=pytest.mark.full_table),
+    pytest.param(
+        replace(ADAMW, stage=1), "deepspeed", replace(ADAMW, stage=3), "deepspeed", marks=pytest.mark.full_table
+    ),
     (replace(LLAMA, stage=3, sizes=(2, 1)), "deepspeed", replace(LLAMA, stage=1, sizes=(2, 1)), "deepspeed"),
     pytest.param(replace(NEURONS, stage=2), "deepspeed", NEURONS, "deepspeed", marks=pytest.mark.full_table),
-    pytest.param(replace(NEURONS, stage=1), "deepspeed", replace(NEURONS, stage=1), "deepspeed", marks=pytest.mark.full_table),
+    pytest.param(
+        replace(NEURONS, stage=1), "deepspeed", replace(NEURONS, stage=1), "deepspeed", marks=pytest.mark.full_table
+    ),
     (replace(NEURONS, stage=3), "deepspeed", replace(NEURONS, stage=3), "deepspeed"),
 ]
 
@@ -275,9 +309,12 @@ PLACED = replace(ADAMW, placement="cyclic", stage=1, sizes=(2, 1))
 
 
 @pytest.mark.parametrize(
-    "target", [PLACED, pytest.param(replace(PLACED, stage=3, neurons=2, model="even-llama"), marks=pytest.mark.full_table)]
+    "target",
+    [PLACED, pytest.param(replace(PLACED, stage=3, neurons=2, model="even-llama"), marks=pytest.mark.full_table)],
 )
-def test_a_checkpoint_of_another_placement_and_other_group_sizes_goes_on(ranks: RankPool, tmp_path: Path, target: Case) -> None:
+def test_a_checkpoint_of_another_placement_and_other_group_sizes_goes_on(
+    ranks: RankPool, tmp_path: Path, target: Case
+) -> None:
     """As the reference does from the same checkpoint, under the layout that reads it."""
     source = replace(target, placement="mixed", stage=3, sizes=())
     saved, _, _ = ranks.run(_save_after_two_steps, source, "deepspeed", str(tmp_path), world=source.world)[0]
@@ -362,7 +399,9 @@ def _nan_in_one_group_alone(stage: int, offload: bool) -> None:
     assert dist.get_rank() or all(torch.equal(before[name], after[name]) for name in before)
 
 
-MORE_ALONE = [pytest.param(*case, marks=pytest.mark.full_table) for case in ((1, False), (2, True), (3, False), (3, True))]
+MORE_ALONE = [
+    pytest.param(*case, marks=pytest.mark.full_table) for case in ((1, False), (2, True), (3, False), (3, True))
+]
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (2, False), *MORE_ALONE])
@@ -386,7 +425,9 @@ def _dropped(stage: int, offload: bool) -> None:
     assert dist.get_rank() or all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-MORE_DROPS = [pytest.param(*case, marks=pytest.mark.full_table) for case in ((0, False), (1, False), (3, False), (3, True))]
+MORE_DROPS = [
+    pytest.param(*case, marks=pytest.mark.full_table) for case in ((0, False), (1, False), (3, False), (3, True))
+]
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(2, False), (2, True), *MORE_DROPS])
@@ -412,7 +453,9 @@ def _partly_frozen(stage: int, bf16: bool) -> None:
         assert state[name].dtype == torch.float32 and torch.equal(state[name], rounded), name
 
 
-@pytest.mark.parametrize(("stage", "bf16"), [(3, False), (1, True), pytest.param(3, True, marks=pytest.mark.full_table)])
+@pytest.mark.parametrize(
+    ("stage", "bf16"), [(3, False), (1, True), pytest.param(3, True, marks=pytest.mark.full_table)]
+)
 def test_the_full_state_has_parameters_that_the_user_froze(ranks: RankPool, stage: int, bf16: bool) -> None:
     ranks.run(_partly_frozen, stage, bf16, world=2)
 
@@ -445,17 +488,23 @@ def _started_from(case: Case, folder: str, scratch: str) -> tuple[Any, int]:
     convert = zero_checkpoint.weights_of_zero_checkpoint
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", scratch)
-        patch.setattr(zero_checkpoint, "weights_of_zero_checkpoint", lambda path: (conversions.append(path), convert(path))[1])
+        patch.setattr(
+            zero_checkpoint, "weights_of_zero_checkpoint", lambda path: (conversions.append(path), convert(path))[1]
+        )
         patch.setattr(zero_checkpoint, "_FILE_BYTES", 4096)  # several files
         return engine_of(case, "fsdp2", training={"init_from": folder}).full_state_dict(), len(conversions)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full_table), pytest.param(2, marks=pytest.mark.full_table), 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.full_table), pytest.param(2, marks=pytest.mark.full_table), 3]
+)
 def test_a_plain_deepspeed_checkpoint_can_be_the_start(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     trained = ranks.run(_save_plain, stage, str(tmp_path), world=2)[0]
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    (started, first), (_, second) = ranks.run(_started_from, Case(2, 1, model="llama-tied-meta"), str(tmp_path), str(scratch), world=2)
+    (started, first), (_, second) = ranks.run(
+        _started_from, Case(2, 1, model="llama-tied-meta"), str(tmp_path), str(scratch), world=2
+    )
     assert [first, second] == [1, 0]
     assert list(scratch.iterdir()) == []
     assert set(trained) <= set(started)
@@ -479,19 +528,40 @@ def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path) -> None:
 # -- refused ---------------------------------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    ({"zero_optimization": {"round_robin_gradients": True}}, "zero_optimization.round_robin_gradients: true cannot be honoured"),
-    ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "zero_optimization.zero_hpz_partition_size: 2 cannot be honoured"),
+    (
+        {"zero_optimization": {"round_robin_gradients": True}},
+        "zero_optimization.round_robin_gradients: true cannot be honoured",
+    ),
+    (
+        {"zero_optimization": {"zero_hpz_partition_size": 2}},
+        "zero_optimization.zero_hpz_partition_size: 2 cannot be honoured",
+    ),
     ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size: 2 cannot be honoured"),
-    ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_optimization.zero_quantized_gradients: true cannot be honoured"),
-    ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights: true cannot be honoured"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, 'zero_optimization.offload_optimizer.device: "nvme" cannot'),
-    ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, 'zero_optimization.offload_param.device: "cpu" cannot be honoured'),
+    (
+        {"zero_optimization": {"zero_quantized_gradients": True}},
+        "zero_optimization.zero_quantized_gradients: true cannot be honoured",
+    ),
+    (
+        {"zero_optimization": {"zero_quantized_weights": True}},
+        "zero_optimization.zero_quantized_weights: true cannot be honoured",
+    ),
+    (
+        {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+        'zero_optimization.offload_optimizer.device: "nvme" cannot',
+    ),
+    (
+        {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+        'zero_optimization.offload_param.device: "cpu" cannot be honoured',
+    ),
     ({"zero_optimization": {"param_alignment": 8}}, "zero_optimization.param_alignment: unknown key"),
     (
         {"tensor_parallel": {"autotp_size": 2}},
         'tensor_parallel.autotp_size: 2 is not available in this version beside sdp.engine "deepspeed"',
     ),
-    ({"training": {"compile": True}}, 'training.compile: true is not available in this version beside sdp.engine "deepspeed"'),
+    (
+        {"training": {"compile": True}},
+        'training.compile: true is not available in this version beside sdp.engine "deepspeed"',
+    ),
     ({"communication_data_type": "bf16"}, 'communication_data_type: "bf16" cannot be honoured'),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: "bf16" cannot be honoured'),
     ({"prescale_gradients": True}, "prescale_gradients: true cannot be honoured"),
@@ -502,7 +572,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("section", "message"), REFUSED, ids=lambda value: json.dumps(value)[:70] if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    ("section", "message"), REFUSED, ids=lambda value: json.dumps(value)[:70] if isinstance(value, dict) else ""
+)
 def test_what_cannot_be_honoured_is_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({**section, "sdp": {"engine": "deepspeed", "groups": 2}})
@@ -549,13 +621,17 @@ def _mismatched_stages() -> str:
 
 
 def test_stages_that_differ_between_ranks_are_found(ranks: RankPool) -> None:
-    message = "zero_optimization.stage: rank 0 has 1, rank 1 has 2; start all with the same configuration, model and data"
+    message = (
+        "zero_optimization.stage: rank 0 has 1, rank 1 has 2; start all with the same configuration, model and data"
+    )
     assert ranks.run(_mismatched_stages, world=2) == [message] * 2
 
 
 def _sub_groups(groups: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        engine_of(Case(groups, 2 // groups, stage=3), "deepspeed", zero_optimization={"stage": 3, "sub_group_size": 100})
+        engine_of(
+            Case(groups, 2 // groups, stage=3), "deepspeed", zero_optimization={"stage": 3, "sub_group_size": 100}
+        )
     return str(caught.value)
 
 
@@ -571,9 +647,18 @@ def _refusals() -> tuple[str, str, str]:
 
     model = models.build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = {key: value for key, value in Case(2, 1, stage=3).config("deepspeed").items() if key not in ("optimizer", "scheduler")}
+    config = {
+        key: value
+        for key, value in Case(2, 1, stage=3).config("deepspeed").items()
+        if key not in ("optimizer", "scheduler")
+    }
     with pytest.raises(ConfigError) as scheduler:
-        sdp.initialize(model=model, optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, float), config=config)
+        sdp.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, float),
+            config=config,
+        )
     with pytest.raises(ConfigError) as refused:
         engine_of(Case(1, 2, stage=1), "deepspeed", optimizer={"type": "Unheard", "params": {"lr": 0.1}})
     with pytest.raises(ConfigError) as replaced:
@@ -583,8 +668,12 @@ def _refusals() -> tuple[str, str, str]:
 
 def test_what_deepspeed_would_refuse_is_told_in_one_line(ranks: RankPool) -> None:
     for scheduler, refused, replaced in ranks.run(_refusals, world=2):
-        assert replaced.startswith("optimizer: under ZeRO DeepSpeed makes another Adagrad than the one that it was given")
-        assert scheduler.startswith("lr_scheduler: the LambdaLR given has rates for 1 parameter groups, and DeepSpeed has ")
+        assert replaced.startswith(
+            "optimizer: under ZeRO DeepSpeed makes another Adagrad than the one that it was given"
+        )
+        assert scheduler.startswith(
+            "lr_scheduler: the LambdaLR given has rates for 1 parameter groups, and DeepSpeed has "
+        )
         assert "Unheard" in refused and "\n" not in refused
 
 
@@ -602,7 +691,11 @@ def _plain_script() -> float:
 def test_a_script_without_a_launcher_and_any_optimizer_work() -> None:
     here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"
     code = f"{here}; import test_deepspeed as t; print('norm', t._plain_script() > 0)"
-    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    environ = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
     assert "norm True" in done.stdout, done.stderr[-600:]
 
@@ -656,7 +749,9 @@ def _evaluations(case: Case, name: str) -> tuple[float, list[float], float]:
         Case(2, stage=3, model="llama-tied-meta", sizes=(2, 1)),
         pytest.param(Case(2, 2, stage=3, model="llama-tied-meta"), marks=pytest.mark.full_table),
         pytest.param(Case(2, 2, stage=1, model="llama"), marks=pytest.mark.full_table),
-        pytest.param(Case(3, stage=0, model="llama", sizes=(1, 2, 1), placement="cyclic"), marks=pytest.mark.full_table),
+        pytest.param(
+            Case(3, stage=0, model="llama", sizes=(1, 2, 1), placement="cyclic"), marks=pytest.mark.full_table
+        ),
         pytest.param(Case(2, stage=2, neurons=2, model="even-llama", sizes=(1, 2)), marks=pytest.mark.full_table),
         pytest.param(Case(2, 2, stage=3, model="llama-meta", masking="backward"), marks=pytest.mark.full_table),
     ],
@@ -680,7 +775,9 @@ def test_bf16_is_near_the_reference(ranks: RankPool, stage: int) -> None:
     for name, after in theirs.after.items():
         assert ours[0].after[name].dtype == torch.float32
         torch.testing.assert_close(ours[0].after[name], after, rtol=0, atol=0.02 * after.abs().max().item())
-        assert not torch.equal(ours[0].after[name], ours[0].after[name].bfloat16().float()), f"{name}: no float32 master"
+        assert not torch.equal(ours[0].after[name], ours[0].after[name].bfloat16().float()), (
+            f"{name}: no float32 master"
+        )
     assert torch.tensor([r.losses for r in ours]).mean(0).tolist() == pytest.approx(theirs.losses, rel=0.02)
     assert ours[0].norms == pytest.approx(theirs.norms, rel=0.1)
 
@@ -699,7 +796,10 @@ def _with_monitors(folder: str, stage: int) -> tuple[int, int, int]:
         engine.step()
     comms = importlib.import_module("deepspeed.comm.comm").comms_logger
     logged = sum(
-        size * counts[0] for name, sizes in comms.comms_dict.items() if "sdp_between_groups" in name for size, counts in sizes.items()
+        size * counts[0]
+        for name, sizes in comms.comms_dict.items()
+        if "sdp_between_groups" in name
+        for size, counts in sizes.items()
     )
     comms.enabled = False
     comms.comms_dict.clear()
@@ -707,7 +807,9 @@ def _with_monitors(folder: str, stage: int) -> tuple[int, int, int]:
     return logged, sent["all_reduce", 2], sent["broadcast", 2]
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full_table), pytest.param(3, marks=pytest.mark.full_table)])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.full_table), pytest.param(3, marks=pytest.mark.full_table)]
+)
 def test_monitor_flops_profiler_and_comms_logger_work(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     everyone = ranks.run(_with_monitors, str(tmp_path), stage, world=2)
     assert all(reduced > 0 for _, reduced, _ in everyone) and any(sent > 0 for *_, sent in everyone)
@@ -725,7 +827,13 @@ def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
     from sdp.engine.backends.deepspeed.private import load
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 16, "num_attention_heads": 2}
+    shape = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 2,
+    }
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**shape))
     whole = sum(p.numel() * 4 for p in model.parameters())
@@ -749,7 +857,11 @@ def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
     held = sum(engine.layout.parameters[name].numel * 4 for name in engine.parameters_here)
-    units = [u.name for u in engine.layout.units if any(n.startswith(f"{u.name}.") for n, _ in engine.module.named_parameters())]
+    units = [
+        u.name
+        for u in engine.layout.units
+        if any(n.startswith(f"{u.name}.") for n, _ in engine.module.named_parameters())
+    ]
     expected = [u.name for u in engine.layout.units if engine.layout.placement.holds(engine._backend.at.sdp, u.index)]
     assert units == expected
     return whole, handed_over[0], held, units

@@ -24,7 +24,12 @@ from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
-FP16 = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1, "loss_scale_window": 1}  # 1,024; doubled by the second good step
+FP16 = {
+    "enabled": True,
+    "initial_scale_power": 10,
+    "hysteresis": 1,
+    "loss_scale_window": 1,
+}  # 1,024; doubled by the second good step
 STEPS = 4
 BAD = 1  # the step in which one rank's gradient is no number
 
@@ -73,7 +78,11 @@ def _steps(engine: Any, case: Case, steps: range, life: Life, rank: int | None) 
         life.norms.append(engine.get_global_grad_norm())
         life.scales.append(engine.get_loss_scale())
         life.skipped.append(engine.skipped_steps)
-    last = models.rows_of_all(case.model, 9, 0, case.data_ranks) if rank is None else models.micro_batch(case.model, 9, 0, rank)
+    last = (
+        models.rows_of_all(case.model, 9, 0, case.data_ranks)
+        if rank is None
+        else models.micro_batch(case.model, 9, 0, rank)
+    )
     life.loss = engine.evaluate([last])
     return life
 
@@ -137,7 +146,9 @@ MORE = [
     ],
     ids=str,
 )
-def test_all_groups_skip_an_overflow_and_go_on_alike(ranks: RankPool, tmp_path: Path, case: Case, offload: bool) -> None:
+def test_all_groups_skip_an_overflow_and_go_on_alike(
+    ranks: RankPool, tmp_path: Path, case: Case, offload: bool
+) -> None:
     """Near the reference before, then and after, also in the step after which a scale is raised; a resumed run is the same, bit for bit."""
     everyone = ranks.run(_two_lives, case, offload, str(tmp_path), world=case.world)
     theirs = _in_float32(case)
@@ -150,7 +161,9 @@ def test_all_groups_skip_an_overflow_and_go_on_alike(ranks: RankPool, tmp_path: 
         assert life.loss == pytest.approx(theirs.loss, rel=0.02)
     life, again = everyone[0]
     dtype = torch.bfloat16 if case.bf16 else torch.float16
-    assert all(torch.equal(value, value.to(dtype).float()) for value in life.states[0].values()), "a step was taken before the first"
+    assert all(torch.equal(value, value.to(dtype).float()) for value in life.states[0].values()), (
+        "a step was taken before the first"
+    )
     _assert_near(life, theirs, 2 * torch.finfo(dtype).eps)
     for one, other in zip(life.states[3:], again.states, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -188,7 +201,9 @@ def _one_group(stage: int) -> tuple[Any, Any, float]:
         return before, engine.full_state_dict(), engine.get_global_grad_norm()
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full_table), pytest.param(3, marks=pytest.mark.full_table)])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.full_table), pytest.param(3, marks=pytest.mark.full_table)]
+)
 def test_one_group_steps_by_the_unscaled_gradient(ranks: RankPool, stage: int) -> None:
     """DeepSpeed's own backward leaves the loss as it is at stage 0, and its step divides by the scale."""
     theirs = reference(Case(1, 2, model="llama", steps=1))
@@ -275,16 +290,27 @@ REFUSED = [
     ({"bf16": {"enabled": True}}, "fp16.enabled: true beside bf16.enabled"),
     ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale: input should be greater than or equal to 0"),
     ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window: input should be greater than 0"),
-    ({"fp16": {"enabled": True, "min_loss_scale": 4, "initial_scale_power": 1}}, "fp16: min_loss_scale 4 is more than the scale at"),
+    (
+        {"fp16": {"enabled": True, "min_loss_scale": 4, "initial_scale_power": 1}},
+        "fp16: min_loss_scale 4 is more than the scale at",
+    ),
     ({"fp16": {"enabled": True, "loss_scales": 1}}, "fp16.loss_scales: unknown key, did you mean loss_scale?"),
     ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast: true cannot be honoured"),
-    ({"amp": {"enabled": True}}, 'amp.enabled: true cannot be honoured by sdp.engine "deepspeed": DeepSpeed has it no more; use'),
-    ({"sdp": {"engine": "fsdp2"}}, 'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "fsdp2" use bf16'),
+    (
+        {"amp": {"enabled": True}},
+        'amp.enabled: true cannot be honoured by sdp.engine "deepspeed": DeepSpeed has it no more; use',
+    ),
+    (
+        {"sdp": {"engine": "fsdp2"}},
+        'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "fsdp2" use bf16',
+    ),
     ({"sdp": {"engine": "reference"}}, 'fp16.enabled: true needs sdp.engine "deepspeed"'),
 ]
 
 
-@pytest.mark.parametrize(("section", "message"), REFUSED, ids=lambda value: "" if isinstance(value, str) else str(value)[:60])
+@pytest.mark.parametrize(
+    ("section", "message"), REFUSED, ids=lambda value: "" if isinstance(value, str) else str(value)[:60]
+)
 def test_what_cannot_be_honoured_is_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"fp16": {"enabled": True}, "sdp": {"engine": "deepspeed"}, **section})
@@ -304,7 +330,10 @@ def test_fp16_goes_to_deepspeed_and_through_a_resolved_file() -> None:
 def test_a_device_without_float16_is_told() -> None:
     from sdp.engine.backends.deepspeed.private import require_float16
 
-    with float16_here(False), pytest.raises(ConfigError, match=r"^fp16.enabled: true is not supported on .*; use bf16$"):
+    with (
+        float16_here(False),
+        pytest.raises(ConfigError, match=r"^fp16.enabled: true is not supported on .*; use bf16$"),
+    ):
         require_float16()
     with float16_here():
         require_float16()
@@ -316,8 +345,12 @@ def test_weights_laid_side_by_side_are_refused() -> None:
     from sdp.engine.backends.deepspeed.private import check_engine, load
 
     package = load()
-    engine = SimpleNamespace(**dict.fromkeys(private._OF_ENGINE.split()), optimizer=SimpleNamespace(fp32_groups_flat=[]))
-    with pytest.raises(ConfigError, match=r"^bfloat16 at zero_optimization.stage 0: DeepSpeed lays .*; set optimizer.params.torch_adam"):
+    engine = SimpleNamespace(
+        **dict.fromkeys(private._OF_ENGINE.split()), optimizer=SimpleNamespace(fp32_groups_flat=[])
+    )
+    with pytest.raises(
+        ConfigError, match=r"^bfloat16 at zero_optimization.stage 0: DeepSpeed lays .*; set optimizer.params.torch_adam"
+    ):
         check_engine(package, engine, 0, "bfloat16")
 
 

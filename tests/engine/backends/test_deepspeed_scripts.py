@@ -62,7 +62,13 @@ def _run(script: str, arguments: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("engine", "stage"), [("fsdp2", 0), pytest.param("deepspeed", 2, marks=needs_deepspeed)])
 def test_one_line_is_changed(ranks: RankPool, tmp_path: Path, engine: str, stage: int) -> None:
-    arguments = ["--deepspeed", "--deepspeed_config", str(configuration(tmp_path, engine, stage)), "--checkpoint", str(tmp_path / "saved")]
+    arguments = [
+        "--deepspeed",
+        "--deepspeed_config",
+        str(configuration(tmp_path, engine, stage)),
+        "--checkpoint",
+        str(tmp_path / "saved"),
+    ]
     everyone = ranks.run(_run, str(changed(tmp_path)), arguments, world=2)
     for rank, facts in enumerate(everyone):
         assert facts["losses"][-1] < 0.8 * facts["losses"][0]
@@ -84,9 +90,28 @@ def test_it_runs_by_the_deepspeed_launcher(tmp_path: Path, engine: str, stage: i
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    words = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "2", "--master_port", port, str(changed(tmp_path))]
-    words += ["--deepspeed", "--deepspeed_config", str(configuration(tmp_path, engine, stage)), "--checkpoint", str(tmp_path / "saved")]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    words = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_gpus",
+        "2",
+        "--master_port",
+        port,
+        str(changed(tmp_path)),
+    ]
+    words += [
+        "--deepspeed",
+        "--deepspeed_config",
+        str(configuration(tmp_path, engine, stage)),
+        "--checkpoint",
+        str(tmp_path / "saved"),
+    ]
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(root),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]
@@ -113,7 +138,9 @@ def test_what_a_script_may_not_ask_for_is_one_line() -> None:
 
 def test_options_of_deepspeed_that_are_not_honoured_are_one_line(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    engine = sdp.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, "sdp": {"engine": "reference"}})[0]
+    engine = sdp.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, "sdp": {"engine": "reference"}})[
+        0
+    ]
     for call in (
         lambda: engine.save_checkpoint(tmp_path, None, {}, False),
         lambda: engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True),

@@ -41,7 +41,9 @@ def test_a_run_is_the_references(case: Case, monkeypatch: pytest.MonkeyPatch) ->
     assert set(ours.gradients) == set(theirs.gradients)
     for name, gradient in theirs.gradients.items():
         atol = RELATIVE * gradient.abs().max().item()
-        torch.testing.assert_close(ours.gradients[name], gradient, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours.gradients[name], gradient, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_evaluations_are_the_references() -> None:
@@ -79,7 +81,9 @@ def _adds_a_bias(model: Any) -> None:
 
 def _compares_neurons(model: Any) -> None:
     for layer in model.model.layers:
-        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: (args[0] / (1 + args[0].norm(dim=-1, keepdim=True)),))
+        layer.mlp.down_proj.register_forward_pre_hook(
+            lambda _, args: (args[0] / (1 + args[0].norm(dim=-1, keepdim=True)),)
+        )
 
 
 def _goes_past_a_branch(model: Any) -> None:
@@ -92,8 +96,16 @@ def _mixes_rows(model: Any) -> None:
 
 
 REFUSED = {
-    "a branch is no block": (lambda _: None, {"units": ["model.layers.*.mlp"]}, r"model\.layers\.0\.mlp does more than add"),
-    "a norm is no block": (lambda _: None, {"units": ["model.layers.*.input_layernorm"]}, "0.input_layernorm does more than add"),
+    "a branch is no block": (
+        lambda _: None,
+        {"units": ["model.layers.*.mlp"]},
+        r"model\.layers\.0\.mlp does more than add",
+    ),
+    "a norm is no block": (
+        lambda _: None,
+        {"units": ["model.layers.*.input_layernorm"]},
+        "0.input_layernorm does more than add",
+    ),
     "more than branches": (_adds_a_bias, {}, r"model\.layers\.0 does more than add"),
     "neurons that meet": (_compares_neurons, {"granularity": "neuron"}, r"model\.layers\.0\.mlp does more than add"),
     "not a call": (_goes_past_a_branch, {"granularity": "neuron"}, "mlp is not called as a module"),
@@ -113,7 +125,9 @@ def test_what_is_not_the_reference_in_one_pass_is_refused(why: str) -> None:
 
 
 def test_a_model_that_states_no_branches_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"Mlp does not state its residual branches \(neuron_branches\(\)\); use \"reference\""):
+    with pytest.raises(
+        ModelError, match=r"Mlp does not state its residual branches \(neuron_branches\(\)\); use \"reference\""
+    ):
         sdp.initialize(model=models.build("mlp"), config=_config())
 
 

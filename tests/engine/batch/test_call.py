@@ -56,7 +56,9 @@ def test_outputs_are_joined_field_by_field() -> None:
     nested = merge_outputs([(Pair(one, X), UserDict(a=[Output(one)])), (Pair(two, X), UserDict(a=[Output(two)]))])
     assert type(nested[0]) is Pair
     assert nested[0].x == nested[1]["a"][0].loss == 2.0
-    with pytest.raises(ModelError, match="the model returned a Opaque, which cannot be joined over workers; use tensors, tuples"):
+    with pytest.raises(
+        ModelError, match="the model returned a Opaque, which cannot be joined over workers; use tensors, tuples"
+    ):
         merge_outputs([{"loss": one, "cache": Opaque([X])}] * 2)
     assert merge_outputs([("text", Opaque(3))] * 2)[0] == "text"
     assert merge_outputs([(torch.tensor(2),), (torch.tensor(5),)])[0] == 3.5
@@ -175,10 +177,15 @@ def test_arguments_are_spread_by_name_and_place() -> None:
 
 
 def test_keys_that_are_too_many_are_named() -> None:
-    with pytest.raises(DataError, match=r"^a batch has w, which Two.forward\(x, y, z\) does not take; leave it out of the batch$"):
+    with pytest.raises(
+        DataError, match=r"^a batch has w, which Two.forward\(x, y, z\) does not take; leave it out of the batch$"
+    ):
         call_model(Two(), {"x": 1, "y": 2, "w": 3})
     linear = nn.Linear(1, 1)
-    with pytest.raises(DataError, match=r"^a batch has labels, mask, which Linear.forward\(input\) does not take; leave it out of .* \("):
+    with pytest.raises(
+        DataError,
+        match=r"^a batch has labels, mask, which Linear.forward\(input\) does not take; leave it out of .* \(",
+    ):
         call_model(linear, {"input": X, "labels": 2, "mask": 3})
     whole = {"x": 1, "labels": 2}
     assert call_model(Defaults(), whole) == (whole, 0, 0), "it may be the one argument"
@@ -186,5 +193,7 @@ def test_keys_that_are_too_many_are_named() -> None:
 
 @pytest.mark.parametrize("batch", [(1, 2, 3, 4), (1,), {"x": 1}, {"x": 1, "w": 2}])
 def test_batches_that_fit_no_call(batch: Any) -> None:
-    with pytest.raises(DataError, match=r"a batch \(.*\) does not fit Two.forward\(x, y, z\): missing a required argument: 'y'"):
+    with pytest.raises(
+        DataError, match=r"a batch \(.*\) does not fit Two.forward\(x, y, z\): missing a required argument: 'y'"
+    ):
         call_model(Two(), batch)

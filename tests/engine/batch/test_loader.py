@@ -86,7 +86,10 @@ def test_four_data_ranks_resume_as_two(num_workers):
     samples, micro = 37, 2
 
     def loaders(ranks: int) -> list[ResumableLoader]:
-        return [ResumableLoader(Numbers(samples), micro, rank, ranks, seed=3, num_workers=num_workers) for rank in range(ranks)]
+        return [
+            ResumableLoader(Numbers(samples), micro, rank, ranks, seed=3, num_workers=num_workers)
+            for rank in range(ranks)
+        ]
 
     def take(iterators, count: int) -> list[int]:
         return [i for _ in range(count) for iterator in iterators for i in next(iterator).tolist()]

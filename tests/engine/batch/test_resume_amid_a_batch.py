@@ -69,7 +69,10 @@ def _assert_same(first: Any, second: Any) -> None:
 
 ENGINES = [
     *(("fsdp2", groups, stage) for groups, stage in ((1, 2), (2, 0), (2, 3))),
-    *(pytest.param("deepspeed", groups, stage, marks=needs_deepspeed) for groups, stage in ((1, 3), (2, 0), (2, 1), (2, 2), (2, 3))),
+    *(
+        pytest.param("deepspeed", groups, stage, marks=needs_deepspeed)
+        for groups, stage in ((1, 3), (2, 0), (2, 1), (2, 2), (2, 3))
+    ),
 ]
 
 
@@ -83,7 +86,9 @@ def test_what_was_accumulated_before_is_not_in_the_step_after(
 
 
 @pytest.mark.parametrize(("engine", "groups", "stage"), ENGINES)
-def test_what_was_accumulated_stays_if_it_is_refused(ranks: RankPool, tmp_path: Path, engine: str, groups: int, stage: int) -> None:
+def test_what_was_accumulated_stays_if_it_is_refused(
+    ranks: RankPool, tmp_path: Path, engine: str, groups: int, stage: int
+) -> None:
     case = replace(CASE, groups=groups, fsdp=2 // groups, stage=stage)
     for message, expected, found in ranks.run(_refused, case, engine, str(tmp_path), world=2):
         assert "holds no 'optimizer/" in message

@@ -14,7 +14,9 @@ KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumula
 
 
 def resolve(mesh: Mesh, *values: int | None) -> BatchSize:
-    return BatchSize.resolve(load_config({key: value for key, value in zip(KEYS, values, strict=True) if value is not None}), mesh)
+    return BatchSize.resolve(
+        load_config({key: value for key, value in zip(KEYS, values, strict=True) if value is not None}), mesh
+    )
 
 
 @given(
@@ -45,10 +47,26 @@ def test_tensor_ranks_read_the_same_data() -> None:
     [
         (
             (17, 2, 2),
-            ["train_batch_size 17 (from the configuration)", "gpu 2 (from the configuration)", "steps 2 (from the configuration)", "= 24"],
+            [
+                "train_batch_size 17 (from the configuration)",
+                "gpu 2 (from the configuration)",
+                "steps 2 (from the configuration)",
+                "= 24",
+            ],
         ),
-        ((16, 3, None), ["train_batch_size 16 (from the configuration)", "gpu 3 (from the configuration)", "steps 0 (derived)"]),
-        ((20, None, 3), ["train_batch_size 20 (from the configuration)", "gpu 1 (derived)", "steps 3 (from the configuration)", "= 18"]),
+        (
+            (16, 3, None),
+            ["train_batch_size 16 (from the configuration)", "gpu 3 (from the configuration)", "steps 0 (derived)"],
+        ),
+        (
+            (20, None, 3),
+            [
+                "train_batch_size 20 (from the configuration)",
+                "gpu 1 (derived)",
+                "steps 3 (from the configuration)",
+                "= 18",
+            ],
+        ),
         ((4, None, None), ["train_batch_size 4 (from the configuration)", "gpu 0 (derived)"]),
     ],
 )

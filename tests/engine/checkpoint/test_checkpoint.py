@@ -58,7 +58,9 @@ def _merged(answers: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def saved(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     answers = ranks.run(_train_and_save, SOURCE, folder, world=4)
     return folder, answers[0][0], _merged(answers)
@@ -89,9 +91,18 @@ def test_a_checkpoint_moves_to_any_layout_exactly(ranks: RankPool, saved: Any, t
 
 
 PAIRS = [
-    (Case(1, 4, stage=2, optimizer="adamw", placement="full"), Case(2, 2, stage=3, optimizer="adamw", placement="mixed")),
-    (Case(2, 1, stage=0, optimizer="adamw", placement="full"), Case(4, 1, stage=1, optimizer="adamw", placement="profile")),
-    (Case(4, 1, stage=0, optimizer="momentum", placement="cyclic"), Case(1, 2, stage=3, optimizer="momentum", placement="full")),
+    (
+        Case(1, 4, stage=2, optimizer="adamw", placement="full"),
+        Case(2, 2, stage=3, optimizer="adamw", placement="mixed"),
+    ),
+    (
+        Case(2, 1, stage=0, optimizer="adamw", placement="full"),
+        Case(4, 1, stage=1, optimizer="adamw", placement="profile"),
+    ),
+    (
+        Case(4, 1, stage=0, optimizer="momentum", placement="cyclic"),
+        Case(1, 2, stage=3, optimizer="momentum", placement="full"),
+    ),
     (Case(2, 2, stage=3, optimizer="adamw", masking="backward"), Case(4, 1, optimizer="adamw", placement="profile")),
     (Case(2, 1, optimizer="adamw", placement="cyclic"), Case(2, 2, stage=2, optimizer="adamw", masking="backward")),
     (  # running statistics are those of first holders
@@ -323,7 +334,9 @@ def test_a_checkpoint_of_another_model_is_refused(small: Path) -> None:
 def test_no_checkpoint_is_no_error_but_a_named_one_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_of(SOURCE, "reference")
     assert engine.load_checkpoint(tmp_path) == (None, {})
-    assert [f"no checkpoint in {tmp_path}; starting from the beginning"] == [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert [f"no checkpoint in {tmp_path}; starting from the beginning"] == [
+        r.message for r in caplog.records if r.levelname == "WARNING"
+    ]
     with pytest.raises(CheckpointError, match="step-7"):
         engine.load_checkpoint(tmp_path, "step-7")
 
@@ -382,19 +395,27 @@ def test_nothing_of_a_checkpoint_is_left_out(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_under_deepspeed_neither(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     ranks.run(_trained, "adamw", "mlp", str(tmp_path / "adamw"), "deepspeed", stage, world=2)
-    for error, steps, has_state in ranks.run(_refused, "sgd", "mlp", str(tmp_path / "adamw"), "deepspeed", stage, world=2):
+    for error, steps, has_state in ranks.run(
+        _refused, "sgd", "mlp", str(tmp_path / "adamw"), "deepspeed", stage, world=2
+    ):
         assert "exp_avg', which this optimizer does not keep" in error
         assert (steps, has_state) == (0, False)
     ranks.run(_trained, "momentum", "mlp", str(tmp_path / "momentum"), "deepspeed", stage, world=2)
-    for error, steps, has_state in ranks.run(_refused, "adamw", "mlp", str(tmp_path / "momentum"), "deepspeed", stage, world=2):
+    for error, steps, has_state in ranks.run(
+        _refused, "adamw", "mlp", str(tmp_path / "momentum"), "deepspeed", stage, world=2
+    ):
         assert "holds no 'optimizer/" in error
         assert (steps, has_state) == (0, False)
 
 
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("saved", "loaded"), [("deepspeed", "deepspeed"), ("deepspeed", "fsdp2"), ("fsdp2", "deepspeed")])
-def test_a_checkpoint_of_no_step_goes_on_under_any_engine(ranks: RankPool, tmp_path: Path, saved: str, loaded: str, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("deepspeed", "deepspeed"), ("deepspeed", "fsdp2"), ("fsdp2", "deepspeed")]
+)
+def test_a_checkpoint_of_no_step_goes_on_under_any_engine(
+    ranks: RankPool, tmp_path: Path, saved: str, loaded: str, stage: int
+) -> None:
     ranks.run(_trained, "adamw", "mlp", str(tmp_path), saved, stage, 0, world=2)
     assert ranks.run(_refused, "adamw", "mlp", str(tmp_path), loaded, stage, world=2) == [("", 0, False)] * 2
 
@@ -422,7 +443,9 @@ def _refused_once_trained(folder: str, tag: str) -> tuple[str, bool]:
 
 def _of_24_samples(folder: str) -> None:
     case = Case(2, 1, optimizer="adamw", placement="cyclic")
-    engine = sdp.initialize(model=models.mlp(), config=case.config("fsdp2"), training_data=[{"x": torch.zeros(1)}] * 24)[0]
+    engine = sdp.initialize(
+        model=models.mlp(), config=case.config("fsdp2"), training_data=[{"x": torch.zeros(1)}] * 24
+    )[0]
     for index in range(2):
         engine.save_checkpoint(folder)
         one_step(engine, case, index, data_rank=dist.get_rank())
@@ -430,7 +453,9 @@ def _of_24_samples(folder: str) -> None:
     engine.save_checkpoint(folder)
 
 
-@pytest.mark.parametrize(("tag", "message"), [("step-0", "'model/layers.3."), ("step-2", "a data set of 24 samples, this one has 48")])
+@pytest.mark.parametrize(
+    ("tag", "message"), [("step-0", "'model/layers.3."), ("step-2", "a data set of 24 samples, this one has 48")]
+)
 def test_a_refusal_changes_nothing(ranks: RankPool, tmp_path: Path, tag: str, message: str) -> None:
     ranks.run(_of_24_samples, str(tmp_path), world=2)
     for error, same in ranks.run(_refused_once_trained, str(tmp_path), tag, world=2):
@@ -465,7 +490,9 @@ def _with_state_from_the_start(folder: str) -> int:
     config = Case(2, 1, placement="cyclic").config("fsdp2")
     del config["optimizer"], config["scheduler"]
     for _ in range(2):
-        engine = sdp.initialize(model=models.mlp(), config=config, optimizer=lambda p: torch.optim.Adagrad(p, lr=0.01))[0]
+        engine = sdp.initialize(model=models.mlp(), config=config, optimizer=lambda p: torch.optim.Adagrad(p, lr=0.01))[
+            0
+        ]
         engine.load_checkpoint(folder)
         engine.save_checkpoint(folder)
     return len(engine.optimizer.state)
@@ -495,7 +522,11 @@ def _rates_of_layers(folder: str, engine: str, groups: int) -> tuple[dict[str, f
     saved.save_checkpoint(folder)
     loaded = build()
     loaded.load_checkpoint(folder)
-    same = [a["lr"] == b["lr"] for a, b in zip(saved.optimizer.param_groups, loaded.optimizer.param_groups, strict=True) if a["params"]]
+    same = [
+        a["lr"] == b["lr"]
+        for a, b in zip(saved.optimizer.param_groups, loaded.optimizer.param_groups, strict=True)
+        if a["params"]
+    ]
     return saved.rates_of_parameters(), loaded.rates_of_parameters(), same
 
 
@@ -510,7 +541,9 @@ def test_every_layer_keeps_its_learning_rate(ranks: RankPool, tmp_path: Path, en
 
 
 def test_a_checkpoint_in_place_of_its_directory_is_said(small: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"step-1: is a checkpoint itself; name the directory it is in, with the tag 'step-1'"):
+    with pytest.raises(
+        CheckpointError, match=r"step-1: is a checkpoint itself; name the directory it is in, with the tag 'step-1'"
+    ):
         engine_of(SOURCE, "reference").load_checkpoint(small / "step-1")
 
 
@@ -580,6 +613,8 @@ def _missing_on_one_rank(case: Case, folder: str) -> str:
 
 def test_what_one_rank_lacks_stops_all(ranks: RankPool, saved: Any, tmp_path: Path) -> None:
     # The llama has other names than the checkpointed model; group 0 and group 1 look for different ones.
-    messages = ranks.run(_missing_on_one_rank, Case(2, 1, optimizer="adamw", model="llama"), saved[0], world=2, timeout=60)
+    messages = ranks.run(
+        _missing_on_one_rank, Case(2, 1, optimizer="adamw", model="llama"), saved[0], world=2, timeout=60
+    )
     assert len(set(messages)) == 1
     assert "another model" in messages[0]

@@ -21,8 +21,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sdp": {"bf16": {"enabled": True}}}, "sdp.bf16: unknown key, did you mean bf16?"),
     ({"training": {"evaluate_evry": 2}}, "training.evaluate_evry: unknown key, did you mean evaluate_every?"),
     ({"zero_optimization": {"stge": 1}}, "zero_optimization.stge: unknown key, did you mean stage?"),
-    ({"zero_optimization": {"overlap_com": True}}, "zero_optimization.overlap_com: unknown key, did you mean overlap_comm?"),
-    ({"checkpoint": {"tag_validatoin": "Warn"}}, "checkpoint.tag_validatoin: unknown key, did you mean tag_validation?"),
+    (
+        {"zero_optimization": {"overlap_com": True}},
+        "zero_optimization.overlap_com: unknown key, did you mean overlap_comm?",
+    ),
+    (
+        {"checkpoint": {"tag_validatoin": "Warn"}},
+        "checkpoint.tag_validatoin: unknown key, did you mean tag_validation?",
+    ),
     ({"sdp": {"groups": "4"}}, "sdp.groups: input should be a valid integer (found"),
     ({"sdp": {"groups": 0}}, "sdp.groups: input should be greater than 0 (found 0)"),
     ({"sdp": {"groups": True}}, "sdp.groups: input should be a valid integer (found true)"),
@@ -33,10 +39,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: input should be 0, 1, 2 or 3 (found 4)"),
     ({"sdp": {"capacity": "half"}}, "sdp.capacity: input should be a valid number or input should be a valid list"),
     ({"sdp": {"placement": "cyclical"}}, "sdp.placement: input should be 'cyclic', 'balanced' or 'random' or "),
-    ({"sdp": {"placement": {"layers.0": [-1]}}}, "sdp.placement.layers.0.0: input should be greater than or equal to 0 (found -1)"),
+    (
+        {"sdp": {"placement": {"layers.0": [-1]}}},
+        "sdp.placement.layers.0.0: input should be greater than or equal to 0 (found -1)",
+    ),
     ({"optimizer": {"params": {"lr": 0.1}}}, "optimizer.type: this key is required"),
     ({"optimizer": "AdamW"}, "optimizer: "),
-    ({"activation_checkpointing": {"mode": "some"}}, "activation_checkpointing.mode: input should be 'none', 'full' or 'selective'"),
+    (
+        {"activation_checkpointing": {"mode": "some"}},
+        "activation_checkpointing.mode: input should be 'none', 'full' or 'selective'",
+    ),
     # What this version cannot do.
     ({"sdp": {"masking": "both"}}, "sdp.masking: input should be 'forward' or 'backward' (found \"both\")"),
     (
@@ -44,19 +56,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false",
     ),
     # DeepSpeed's semantics that cannot be honoured.
-    ({"fp16": {"enabled": True}}, 'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "fsdp2" use bf16'),
+    (
+        {"fp16": {"enabled": True}},
+        'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "fsdp2" use bf16',
+    ),
     ({"prescale_gradients": True}, "prescale_gradients: true cannot be honoured"),
-    ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor: 2.0 cannot be honoured by this engine; remove it or set it to 1"),
+    (
+        {"gradient_predivide_factor": 2.0},
+        "gradient_predivide_factor: 2.0 cannot be honoured by this engine; remove it or set it to 1",
+    ),
     ({"communication_data_type": "fp16"}, 'communication_data_type: "fp16" cannot be honoured'),
     (
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
         'zero_optimization.offload_optimizer.device: "cpu" cannot be honoured',
     ),
-    ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size: 8 cannot be honoured"),
+    (
+        {"zero_optimization": {"zero_hpz_partition_size": 8}},
+        "zero_optimization.zero_hpz_partition_size: 8 cannot be honoured",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("raw", "message"), REFUSED, ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    ("raw", "message"), REFUSED, ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else ""
+)
 def test_refused_in_one_line(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(raw)
@@ -71,18 +94,32 @@ def test_neutral_values_and_hints_are_accepted() -> None:
         {
             "fp16": {"enabled": False, "loss_scale": 0},
             "prescale_gradients": False,
-            "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "none"}, "reduce_bucket_size": 5e8},
+            "zero_optimization": {
+                "stage": 2,
+                "overlap_comm": True,
+                "offload_optimizer": {"device": "none"},
+                "reduce_bucket_size": 5e8,
+            },
             "checkpoint": {"tag_validation": "Warn"},
             "zero_allow_untested_optimizer": True,
         }
     )
     assert config.zero_optimization.stage == 2
-    assert config.hints == ("zero_optimization.overlap_comm", "zero_optimization.reduce_bucket_size", "zero_allow_untested_optimizer")
+    assert config.hints == (
+        "zero_optimization.overlap_comm",
+        "zero_optimization.reduce_bucket_size",
+        "zero_allow_untested_optimizer",
+    )
 
 
 def test_defaults_and_round_trip() -> None:
     config = load_config({})
-    assert (config.sdp.groups, config.sdp.capacity, config.sdp.engine, config.gradient_clipping) == (1, 1.0, "fsdp2", 0.0)
+    assert (config.sdp.groups, config.sdp.capacity, config.sdp.engine, config.gradient_clipping) == (
+        1,
+        1.0,
+        "fsdp2",
+        0.0,
+    )
     again = load_config(json.loads(config.model_dump_json()))
     assert again == config
     assert set(json_schema()["properties"]) == set(Config.model_fields)
@@ -110,8 +147,15 @@ def test_files(tmp_path: Path) -> None:
 
 def test_overrides() -> None:
     raw = {"sdp": {"groups": 2}}
-    config = load_config(raw, ["sdp.groups=4", "sdp.engine=reference", "gradient_clipping=0.5", 'sdp.units=["layers.*"]'])
-    assert (config.sdp.groups, config.sdp.engine, config.gradient_clipping, config.sdp.units) == (4, "reference", 0.5, ["layers.*"])
+    config = load_config(
+        raw, ["sdp.groups=4", "sdp.engine=reference", "gradient_clipping=0.5", 'sdp.units=["layers.*"]']
+    )
+    assert (config.sdp.groups, config.sdp.engine, config.gradient_clipping, config.sdp.units) == (
+        4,
+        "reference",
+        0.5,
+        ["layers.*"],
+    )
     assert raw == {"sdp": {"groups": 2}}, "the caller's mapping is left alone"
     for override, message in (
         ("sdp.groups", "expected section.key=value"),
@@ -125,7 +169,10 @@ def test_overrides() -> None:
 
 
 def test_env_section() -> None:
-    assert load_config({"env": {"NCCL_IB_GID_INDEX": 3, "UCX_TLS": "rc,cuda"}}).env == {"NCCL_IB_GID_INDEX": 3, "UCX_TLS": "rc,cuda"}
+    assert load_config({"env": {"NCCL_IB_GID_INDEX": 3, "UCX_TLS": "rc,cuda"}}).env == {
+        "NCCL_IB_GID_INDEX": 3,
+        "UCX_TLS": "rc,cuda",
+    }
     for name, value, message in (
         ("RANK", "1", "env.RANK: RANK is the launcher's"),
         ("CUDA_VISIBLE_DEVICES", "1", "CUDA_VISIBLE_DEVICES is the launcher's"),
@@ -146,7 +193,10 @@ def test_env_section() -> None:
             {"groups": 3, "group_sizes": [2, 1], "engine": "deepspeed"},
             "sdp.group_sizes: [2, 1] are the sizes of 2 groups, and sdp.groups is 3",
         ),
-        ({"groups": 2, "group_sizes": [2, 1]}, 'sdp.group_sizes: groups of unequal size, [2, 1], need sdp.engine "deepspeed"'),
+        (
+            {"groups": 2, "group_sizes": [2, 1]},
+            'sdp.group_sizes: groups of unequal size, [2, 1], need sdp.engine "deepspeed"',
+        ),
         ({"groups": 2, "group_sizes": [2, 0], "engine": "deepspeed"}, "sdp.group_sizes.1: "),
     ],
 )

@@ -55,7 +55,10 @@ def _start(kind: str, engine: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("optimizer", "optimizer.params.lr: rank 0 has 0.1, rank 1 has 0.2; start all with the same configuration, model and data"),
+        (
+            "optimizer",
+            "optimizer.params.lr: rank 0 has 0.1, rank 1 has 0.2; start all with the same configuration, model and data",
+        ),
         ("gradient_clipping", "gradient_clipping: rank 0 has 0, rank 1 has 0.5; "),
         ("seed", "training.seed: rank 0 has 0, rank 1 has 1; "),
         ("micro-batch", "train_micro_batch_size_per_gpu: rank 0 has 2, rank 1 has 3; "),
@@ -111,5 +114,9 @@ def test_ranks_may_have_groups_of_their_own(ranks: RankPool) -> None:
 def test_how_a_number_is_written_is_no_difference() -> None:
     assert _text({"weight_decay": 0, "betas": [0.9, 1.0]}) == _text({"betas": (0.9, 1), "weight_decay": 0.0})
     assert _text(0) != _text(False)
-    assert _first_difference("a", {"x": 1, "y": float("nan"), "z": 2}, {"x": 1, "y": float("nan"), "z": 3}) == ("a.z", "2", "3")
+    assert _first_difference("a", {"x": 1, "y": float("nan"), "z": 2}, {"x": 1, "y": float("nan"), "z": 3}) == (
+        "a.z",
+        "2",
+        "3",
+    )
     assert _first_difference("a", {"x": 1}, {"x": True}) == ("a.x", "1", "true")

@@ -41,6 +41,7 @@ def test_coordinates_in_groups_of_unequal_size(sizes: list[int], tp: int) -> Non
 @pytest.mark.parametrize(("world", "groups", "tp"), [(6, 4, 1), (2, 4, 1), (8, 3, 2), (1, 2, 1)])
 def test_worlds_that_do_not_divide(world: int, groups: int, tp: int) -> None:
     with pytest.raises(
-        ConfigError, match=rf"world size {world} is not divisible by sdp.groups {groups} .* start a multiple of {groups * tp} processes"
+        ConfigError,
+        match=rf"world size {world} is not divisible by sdp.groups {groups} .* start a multiple of {groups * tp} processes",
     ):
         Mesh.for_world(world, groups, tp)

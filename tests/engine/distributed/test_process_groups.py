@@ -13,7 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 HOLDER_SETS = [(0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 3), (2,)]
 
 
-def _groups(fsdp: int, replicate_inside: bool) -> tuple[list[int] | None, dict[tuple[int, ...], list[int]], list[float]]:
+def _groups(
+    fsdp: int, replicate_inside: bool
+) -> tuple[list[int] | None, dict[tuple[int, ...], list[int]], list[float]]:
     mesh = Mesh(4, fsdp)
     communicators = Communicators.build(mesh, HOLDER_SETS, replicate_inside=replicate_inside)
     inside = dist.get_process_group_ranks(communicators.fsdp) if communicators.fsdp is not None else None

@@ -15,7 +15,16 @@ from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.distributed.process_groups import tensor_group
 from sdp.engine.distributed.tensor_collectives import TensorRanks, scatter_sequence, vocabulary_embedding
-from sdp.engine.distributed.tensor_parallel import Column, Gather, Row, Style, Vocabulary, Whole, parallelise, parameter_cuts
+from sdp.engine.distributed.tensor_parallel import (
+    Column,
+    Gather,
+    Row,
+    Style,
+    Vocabulary,
+    Whole,
+    parallelise,
+    parameter_cuts,
+)
 from sdp.engine.distributed.traffic import Traffic
 from sdp.engine.errors import ModelError
 from sdp.engine.placement.layout import Layout
@@ -143,7 +152,9 @@ def test_logits_and_gradients_equal_hugging_face(ranks: RankPool, stage: int) ->
     for name, parameter in theirs.named_parameters():
         assert parameter.grad is not None
         for _, gradients in answers:
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=RELATIVE * parameter.grad.abs().max().item())
+            torch.testing.assert_close(
+                gradients[name], parameter.grad, rtol=0, atol=RELATIVE * parameter.grad.abs().max().item()
+            )
 
 
 def _passes(case: Case, *, drop: bool) -> dict[str, torch.Tensor]:
@@ -175,7 +186,9 @@ def test_backward_passes_before_a_step_add_up(ranks: RankPool, stage: int, drop:
     for gradients in ranks.run(_run_passes, case, drop, world=4):
         assert set(gradients) == set(expected)
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=RELATIVE * expected[name].abs().max().item())
+            torch.testing.assert_close(
+                gradient, expected[name], rtol=0, atol=RELATIVE * expected[name].abs().max().item()
+            )
 
 
 def _run_passes(case: Case, drop: bool) -> dict[str, torch.Tensor]:
@@ -267,9 +280,18 @@ def test_a_cut_skeleton_has_the_right_shapes_without_its_ranks() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_attention_heads": 3, "num_key_value_heads": 3}, r"layers\.0\.self_attn\.q_proj\.weight: dimension 0 \(3 pieces of 6\)"),
-        ({"num_key_value_heads": 1}, r"layers\.0\.self_attn\.k_proj\.weight: dimension 0 \(1 pieces of 6\) .* choose a divisor of 1"),
-        ({"intermediate_size": 13}, r"layers\.0\.mlp\.gate_proj\.weight: dimension 0 \(size 13\) cannot be cut among .*autotp_size = 2"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            r"layers\.0\.self_attn\.q_proj\.weight: dimension 0 \(3 pieces of 6\)",
+        ),
+        (
+            {"num_key_value_heads": 1},
+            r"layers\.0\.self_attn\.k_proj\.weight: dimension 0 \(1 pieces of 6\) .* choose a divisor of 1",
+        ),
+        (
+            {"intermediate_size": 13},
+            r"layers\.0\.mlp\.gate_proj\.weight: dimension 0 \(size 13\) cannot be cut among .*autotp_size = 2",
+        ),
         ({"vocab_size": 37}, r"embed_tokens\.weight: dimension 0 \(size 37\) cannot be cut"),
     ],
 )
@@ -281,13 +303,17 @@ def test_sizes_that_do_not_divide(fields: dict[str, int], message: str) -> None:
 
 def test_a_sequence_that_does_not_divide() -> None:
     ranks = TensorRanks(None, 2, 0, Traffic())
-    with pytest.raises(ModelError, match=r"a sequence of 5 tokens cannot be cut among tensor_parallel\.autotp_size = 2 ranks"):
+    with pytest.raises(
+        ModelError, match=r"a sequence of 5 tokens cannot be cut among tensor_parallel\.autotp_size = 2 ranks"
+    ):
         scatter_sequence(torch.zeros(1, 5, 4), ranks)
 
 
 def test_a_model_without_a_plan() -> None:
     config = load_config(Case(2, 1, tp=2).config())
-    with pytest.raises(ModelError, match=r"Mlp states no tensor_parallel_plan\(\), so it cannot be cut; set .*autotp_size to 1"):
+    with pytest.raises(
+        ModelError, match=r"Mlp states no tensor_parallel_plan\(\), so it cannot be cut; set .*autotp_size to 1"
+    ):
         Layout.of(models.mlp(), config, Mesh(2, 1, 2))
 
 
@@ -310,13 +336,21 @@ WORKING: dict[str, Style] = {"embed": Vocabulary(), "up": Column(), "down": Whol
     ("change", "message"),
     [
         ({"down": Row()}, r"down\.bias: input features of a layer with a bias cannot be cut"),
-        ({"embde": Gather()}, r"tensor_parallel_plan\(\): 'embde' matches no module of the model, did you mean embed\?"),
+        (
+            {"embde": Gather()},
+            r"tensor_parallel_plan\(\): 'embde' matches no module of the model, did you mean embed\?",
+        ),
         ({"up": None}, r"up\.weight: tensor_parallel_plan\(\) says nothing about it"),
     ],
 )
 def test_plans_that_cannot_be_carried_out(change: dict[str, Any], message: str) -> None:
     plan = {path: style for path, style in {**WORKING, **change}.items() if style is not None}
-    assert parameter_cuts(Planned(WORKING), 2) == {"embed.weight": 0, "up.weight": 0, "down.weight": None, "down.bias": None}
+    assert parameter_cuts(Planned(WORKING), 2) == {
+        "embed.weight": 0,
+        "up.weight": 0,
+        "down.weight": None,
+        "down.bias": None,
+    }
     with pytest.raises(ModelError, match=message):
         parameter_cuts(Planned(plan), 2)
 
@@ -334,5 +368,7 @@ def test_tied_weights_must_be_cut_alike() -> None:
     model.up.weight = model.embed.weight
     model.down = nn.Linear(4, 6, bias=False)
     model.down.weight = model.embed.weight
-    with pytest.raises(ModelError, match=r"embed\.weight: is tied, and tensor_parallel_plan\(\) cuts it along different dimensions"):
+    with pytest.raises(
+        ModelError, match=r"embed\.weight: is tied, and tensor_parallel_plan\(\) cuts it along different dimensions"
+    ):
         parameter_cuts(model, 2)

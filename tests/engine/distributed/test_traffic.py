@@ -59,7 +59,9 @@ def test_tensor_parallel_bytes_by_hand(ranks: RankPool, checkpointing: Any) -> N
         recomputed = held if checkpointing == "full" else 0
         gathers, scatters = 4 * held + 2 + 2 * recomputed, 4 * held + 2 + recomputed
         for counted in result.traffic:
-            sent = {kind.split("/")[1]: nbytes for kind, nbytes in counted.items() if kind.startswith("tensor parallel")}
+            sent = {
+                kind.split("/")[1]: nbytes for kind, nbytes in counted.items() if kind.startswith("tensor parallel")
+            }
             assert sent == {
                 "all_gather": 3 * gathers * hidden // 2,
                 "reduce_scatter": 3 * scatters * hidden // 2,
@@ -82,11 +84,17 @@ def test_plan_by_hand_between_groups(ranks: RankPool) -> None:
 @pytest.mark.parametrize(("bf16", "nbytes"), [(False, 4), (True, 2)])
 def test_plan_by_hand_of_frozen_copies(ranks: RankPool, bf16: bool, nbytes: int) -> None:
     """Each of two groups lacks a block that the other holds alone and sends after the step, in compute precision."""
-    case = Case(2, 1, optimizer="sgd", steps=2, masking="backward", bf16=bf16) if bf16 else Case(2, 1, masking="backward")
+    case = (
+        Case(2, 1, optimizer="sgd", steps=2, masking="backward", bf16=bf16) if bf16 else Case(2, 1, masking="backward")
+    )
     both = 4 * _numel(("stem", "head", "layers.1", "layers.2"))
     sent = nbytes * _numel(("layers.0",))
     for result in native(ranks, case):
-        assert result.planned == {"between groups/all_reduce": both, "between groups/broadcast": sent, "control/all_reduce": 16}
+        assert result.planned == {
+            "between groups/all_reduce": both,
+            "between groups/broadcast": sent,
+            "control/all_reduce": 16,
+        }
         assert result.traffic == [result.planned] * case.steps
     layout = Layout.of(models.mlp(), load_config(case.config()), Mesh(2))
     assert describe_formula(layout, 0, stage=0, compute_bytes=nbytes) == f"2·1/2·{both:,} B + {sent:,} B of new weights"
@@ -124,7 +132,11 @@ def test_every_group_without_a_unit_receives_it_once(groups: int, holders: int) 
     for held, deliveries in placement.deliveries.items():
         received = [group for delivery in deliveries for group in delivery.members if group != delivery.source]
         assert sorted(received) == [group for group in range(groups) if group not in held]
-        assert len({delivery.source for delivery in deliveries} & set(held)) == min(holders, groups - holders) == len(deliveries)
+        assert (
+            len({delivery.source for delivery in deliveries} & set(held))
+            == min(holders, groups - holders)
+            == len(deliveries)
+        )
         assert max(len(delivery.members) for delivery in deliveries) - 1 == -(-(groups - holders) // len(deliveries))
         for delivery in deliveries:
             sends.update(group for group in delivery.members if delivery.sent_by(group))
@@ -144,7 +156,11 @@ def test_as_many_copies_are_sent_as_groups_receive(groups: int) -> None:
     layout = Layout.of(models.mlp(blocks=6), load_config(config), Mesh(groups))
     plans = [plan_traffic(layout, rank, stage=0, accumulation=1, compute_bytes=4).by_kind() for rank in range(groups)]
     received = sum(4 * info.numel for group in range(groups) for info in layout.frozen(group))
-    assert sum(plan["between groups/broadcast"] for plan in plans) == received == (groups - 1) * 4 * _numel(("layers",)) * 6 // 4
+    assert (
+        sum(plan["between groups/broadcast"] for plan in plans)
+        == received
+        == (groups - 1) * 4 * _numel(("layers",)) * 6 // 4
+    )
 
 
 def test_what_would_need_too_many_communicators_is_sent_by_one_holder() -> None:
@@ -155,7 +171,9 @@ def test_what_would_need_too_many_communicators_is_sent_by_one_holder() -> None:
     served = {held: len(deliveries) for held, deliveries in placement.deliveries.items()}
     assert served[sets[0]] == 3
     assert served[sets[-1]] == 1
-    shared = {(d.source, d.members) for held, all_of in placement.deliveries.items() if served[held] > 1 for d in all_of}
+    shared = {
+        (d.source, d.members) for held, all_of in placement.deliveries.items() if served[held] > 1 for d in all_of
+    }
     assert 3 < len(shared) <= WAYS * 10
     for held, deliveries in placement.deliveries.items():
         received = [group for delivery in deliveries for group in delivery.members if group != delivery.source]

@@ -296,7 +296,9 @@ class FakeMPI:
 
     def __init__(self, size: int, begun: bool) -> None:
         self.begun, self.ended = begun, False
-        self.COMM_WORLD = types.SimpleNamespace(Get_size=lambda: size, Get_rank=lambda: 2, bcast=lambda own: ("gpu-01", 29400))
+        self.COMM_WORLD = types.SimpleNamespace(
+            Get_size=lambda: size, Get_rank=lambda: 2, bcast=lambda own: ("gpu-01", 29400)
+        )
 
     def Is_initialized(self) -> bool:  # noqa: N802
         return self.begun
@@ -315,7 +317,9 @@ class FakeMPI:
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_an_mpi4py_of_another_mpi_names_no_master(monkeypatch: pytest.MonkeyPatch, world_size: int, begun: bool) -> None:
+def test_an_mpi4py_of_another_mpi_names_no_master(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, begun: bool
+) -> None:
     """Each rank is then alone in a world of its own, and would name itself; the recorded start has 3 ranks. A script may have begun MPI."""
     for name in os.environ:
         if name.startswith(("MASTER_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_")):

@@ -37,7 +37,10 @@ TABLE = [
 
 def _batches(case: Case, rank: int) -> list[Any]:
     """A different number on every rank, 1 to 11: more than one chunk of lockstep passes; rows and ignored labels differ too."""
-    return [models.micro_batch(case.model, 500 + index, index, rank, rows=1 + (index + rank) % 3) for index in range(1 + 5 * (rank % 3))]
+    return [
+        models.micro_batch(case.model, 500 + index, index, rank, rows=1 + (index + rank) % 3)
+        for index in range(1 + 5 * (rank % 3))
+    ]
 
 
 def _evaluate(case: Case) -> tuple[float, list[float], Any, list[str]]:
@@ -211,7 +214,9 @@ def _frozen_mode() -> bool:
     engine = sdp.initialize(model=model, config=Case(2, 1).config())[0]
     engine.module.get_submodule("layers.1.norm").eval()  # a user's frozen statistics
     engine.evaluate([models.micro_batch("mlp", 0, 0, 0, rows=4)])
-    return engine.module.get_submodule("layers.1").training and not engine.module.get_submodule("layers.1.norm").training
+    return (
+        engine.module.get_submodule("layers.1").training and not engine.module.get_submodule("layers.1.norm").training
+    )
 
 
 def test_modes_of_single_modules_survive(ranks: RankPool) -> None:
@@ -265,7 +270,13 @@ class TakesDict(models.Mlp):
 
 def _calling_conventions() -> list[float]:
     losses = []
-    for kind, convert in ((models.Mlp, tuple), (models.Mlp, None), (TakesTuple, tuple), (TakesDict, None), (models.Mlp, list)):
+    for kind, convert in (
+        (models.Mlp, tuple),
+        (models.Mlp, None),
+        (TakesTuple, tuple),
+        (TakesDict, None),
+        (models.Mlp, list),
+    ):
         torch.manual_seed(0)
         engine = sdp.initialize(model=kind(), config=Case(2, 1).config())[0]
         named = models.micro_batch("mlp", 0, 0, dist.get_rank())
@@ -373,7 +384,9 @@ def _gradients_with_an_evaluation_between(evaluates: bool) -> dict[str, torch.Te
 
 
 def test_an_evaluation_between_forward_and_backward_changes_no_gradient(ranks: RankPool) -> None:
-    without, with_one = (ranks.run(_gradients_with_an_evaluation_between, evaluates, world=2) for evaluates in (False, True))
+    without, with_one = (
+        ranks.run(_gradients_with_an_evaluation_between, evaluates, world=2) for evaluates in (False, True)
+    )
     for before, after in zip(without, with_one, strict=True):
         assert before
         assert all(torch.equal(before[name], after[name]) for name in before)

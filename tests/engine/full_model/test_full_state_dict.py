@@ -102,7 +102,9 @@ def _buffers() -> tuple[Any, dict[str, torch.Tensor]]:
 def test_persistent_buffers_come_from_a_holder(ranks: RankPool) -> None:
     results = ranks.run(_buffers, world=4)
     state = results[0][0]
-    assert list(state) == list(dict.fromkeys([*dict(CountingModel().named_parameters()), *dict(CountingModel().named_buffers())]))
+    assert list(state) == list(
+        dict.fromkeys([*dict(CountingModel().named_parameters()), *dict(CountingModel().named_buffers())])
+    )
     for unit in range(4):
         for leaf in ("running_mean", "running_var", "num_batches_tracked"):
             name = f"layers.{unit}.norm.{leaf}"
@@ -127,7 +129,9 @@ def _with(kind: str, engine_name: str, stage: int) -> dict[str, Any]:
     if kind == "groups":
         given = {"model_parameters": groups}
     elif kind == "some":
-        given = {"model_parameters": (p for name, p in model.named_parameters() if "head" in name or "layers.0" in name)}
+        given = {
+            "model_parameters": (p for name, p in model.named_parameters() if "head" in name or "layers.0" in name)
+        }
     elif kind == "instance":
         optimizer = torch.optim.SGD(groups, lr=0.1)
         given = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
@@ -156,7 +160,9 @@ def _by_hand(kind: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The same, with plain torch over an explicit mean of holders."""
     model = models.mlp()
     start = models.cpu_state(model)
-    trained = {name: p for name, p in model.named_parameters() if kind != "some" or "head" in name or "layers.0" in name}
+    trained = {
+        name: p for name, p in model.named_parameters() if kind != "some" or "head" in name or "layers.0" in name
+    }
     norms = []
     for step in range(3):
         sums = {name: torch.zeros_like(p) for name, p in trained.items()}
@@ -195,7 +201,9 @@ def test_parameters_optimizers_and_schedules_of_the_user(ranks: RankPool, kind: 
                 torch.testing.assert_close(result["state"][name], weight, rtol=0, atol=1e-5 * weight.abs().max().item())
         assert len(result["rates"]) == (1 if kind == "some" else 2)
     if kind == "some":
-        assert results[0]["seen"] == {n for n in weights if "head" in n or "layers.0" in n}, "nothing else gets a gradient"
+        assert results[0]["seen"] == {n for n in weights if "head" in n or "layers.0" in n}, (
+            "nothing else gets a gradient"
+        )
 
 
 @pytest.mark.parametrize("given", [None, "list", "groups"])
@@ -209,7 +217,9 @@ def test_an_optimizer_function_gets_what_the_user_gave(given: str | None) -> Non
         seen.extend(parameters)
         return torch.optim.SGD(parameters, lr=0.1)
 
-    optimizer = sdp.initialize(model=model, config=Case(2, 1).config("reference"), model_parameters=parameters, optimizer=make)[1]
+    optimizer = sdp.initialize(
+        model=model, config=Case(2, 1).config("reference"), model_parameters=parameters, optimizer=make
+    )[1]
     if given == "groups":
         assert [type(group) for group in seen] == [dict]
         assert optimizer.param_groups[0]["momentum"] == 0.2

@@ -71,11 +71,17 @@ def test_statistics_are_the_full_models_over_all_ranks(ranks: RankPool, case: Ca
         if name.endswith("running_mean"):
             torch.testing.assert_close(state[name], buffer, rtol=1e-4, atol=1e-5, msg=name)
     torch.testing.assert_close(state["bn1.running_var"], first.var((0, 2, 3), correction=0), rtol=1e-4, atol=1e-6)
-    differs = {name for name, buffer in results[0]["before"].items() if not torch.allclose(buffer, results[0]["inside"][name], rtol=1e-2)}
+    differs = {
+        name
+        for name, buffer in results[0]["before"].items()
+        if not torch.allclose(buffer, results[0]["inside"][name], rtol=1e-2)
+    }
     assert {"layer4.0.bn1.running_var", "bn1.running_mean"} <= differs
     for result in results:
         assert all(torch.equal(state[name], buffer) for name, buffer in result["inside"].items()), "holders differ"
-        assert all(torch.equal(result["after"][name], buffer) for name, buffer in result["before"].items()), "not restored"
+        assert all(torch.equal(result["after"][name], buffer) for name, buffer in result["before"].items()), (
+            "not restored"
+        )
         assert result["loss"] == pytest.approx(loss, rel=1e-5)
     theirs = _recalibrate(case, "reference")
     for name, buffer in theirs["inside"].items():
@@ -101,7 +107,9 @@ def test_a_norm_that_does_not_run_is_named() -> None:
     import sdp
 
     assert not dist.is_initialized()
-    engine = sdp.initialize(model=Idle(), config={"train_micro_batch_size_per_gpu": 2, "sdp": {"engine": "reference"}})[0]
+    engine = sdp.initialize(model=Idle(), config={"train_micro_batch_size_per_gpu": 2, "sdp": {"engine": "reference"}})[
+        0
+    ]
     with pytest.raises(ModelError, match="norm: did not run"), engine.recalibrated([torch.randn(2, models.WIDTH)]):
         pass
     assert engine.module.get_submodule("norm").track_running_stats
@@ -119,9 +127,17 @@ def _own_and_agreed(case: Case, engine_name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("neurons", "masking", "engine_name"),
-    [(0, "forward", "fsdp2"), (0, "backward", "fsdp2"), (2, "forward", "fsdp2"), (2, "backward", "fsdp2"), (2, "forward", "deepspeed")],
+    [
+        (0, "forward", "fsdp2"),
+        (0, "backward", "fsdp2"),
+        (2, "forward", "fsdp2"),
+        (2, "backward", "fsdp2"),
+        (2, "forward", "deepspeed"),
+    ],
 )
-def test_statistics_are_means_over_the_holders_ranks(ranks: RankPool, neurons: int, masking: Any, engine_name: str) -> None:
+def test_statistics_are_means_over_the_holders_ranks(
+    ranks: RankPool, neurons: int, masking: Any, engine_name: str
+) -> None:
     """Of blocks, and of channels; of what is shared over all ranks. Frozen copies have them too, but do not count."""
     if engine_name == "deepspeed":
         pytest.importorskip("deepspeed")
@@ -131,7 +147,8 @@ def test_statistics_are_means_over_the_holders_ranks(ranks: RankPool, neurons: i
     entries = [
         (name, slice(None), next((unit.index for unit in layout.units if name.startswith(f"{unit.name}.")), None))
         for name in layout.buffers
-        if name.endswith(("mean", "var")) and not any(part.parameter == name for unit in layout.units for part in unit.buffers)
+        if name.endswith(("mean", "var"))
+        and not any(part.parameter == name for unit in layout.units for part in unit.buffers)
     ]
     entries += [(part.parameter, slice(*part.ranges[0]), unit.index) for unit in layout.units for part in unit.buffers]
     assert {layout.placement.holders[unit] for _, _, unit in entries if unit is not None} == {(0,), (1,), (0, 1)}
@@ -139,8 +156,12 @@ def test_statistics_are_means_over_the_holders_ranks(ranks: RankPool, neurons: i
         holders = layout.everyone if unit is None else layout.placement.holders[unit]
         own = [results[rank]["own"][name][where] for rank in range(case.world) if rank // case.fsdp in holders]
         assert not any(torch.equal(own[0], other) for other in own[1:]), f"{name}: nothing to agree on"
-        torch.testing.assert_close(results[0]["state"][name][where], torch.stack(own).mean(0), rtol=1e-6, atol=1e-8, msg=name)
+        torch.testing.assert_close(
+            results[0]["state"][name][where], torch.stack(own).mean(0), rtol=1e-6, atol=1e-8, msg=name
+        )
     for rank, result in enumerate(results):
         counts = {buffer.item() for name, buffer in result["agreed"].items() if name.endswith("num_batches_tracked")}
         assert counts == {1}
-        assert all(torch.equal(buffer, results[0]["state"][name]) for name, buffer in result["agreed"].items()), f"rank {rank}"
+        assert all(torch.equal(buffer, results[0]["state"][name]) for name, buffer in result["agreed"].items()), (
+            f"rank {rank}"
+        )

@@ -53,7 +53,11 @@ def _engine(case: Case, name: str, where: str) -> Any:
     """Under "torch" the same steps by torch's AdamW."""
 
     def made(groups: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.95), weight_decay=0.1) if where == "torch" else CountingAdam(groups, where)
+        return (
+            torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.95), weight_decay=0.1)
+            if where == "torch"
+            else CountingAdam(groups, where)
+        )
 
     config = {key: value for key, value in case.config(name).items() if key != "optimizer"}
     return sdp.initialize(model=models.build(case.model), optimizer=made, config=config)[0]
@@ -101,5 +105,7 @@ def test_other_state_is_refused() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter])
     optimizer.state[parameter] = {"history": [1, 2], "unused": None}
-    with pytest.raises(CheckpointError, match=r"'history' of layer\.weight is a list; a checkpoint keeps tensors and numbers"):
+    with pytest.raises(
+        CheckpointError, match=r"'history' of layer\.weight is a list; a checkpoint keeps tensors and numbers"
+    ):
         OptimizerState(optimizer).of(parameter, "layer.weight")

@@ -98,11 +98,16 @@ def test_what_the_user_gave_goes_before_the_section():
     parameters = list(network().parameters())
     groups = [{"params": parameters, "lr": 0.5}]
     given = torch.optim.SGD(network().parameters(), lr=0.1)
-    assert make_optimizer(None, given, groups, CPU, grouped=True) == (given, "optimizer: SGD, as given to sdp.initialize")
+    assert make_optimizer(None, given, groups, CPU, grouped=True) == (
+        given,
+        "optimizer: SGD, as given to sdp.initialize",
+    )
     assert [group["params"] for group in given.param_groups] == [parameters]
     got: list[Any] = []
     for grouped in (True, False):
-        _, line = make_optimizer(None, lambda of: got.append(of) or given, groups, CPU, grouped=grouped, arrangement=", by unit")
+        _, line = make_optimizer(
+            None, lambda of: got.append(of) or given, groups, CPU, grouped=grouped, arrangement=", by unit"
+        )
         assert line == "optimizer: SGD, as given to sdp.initialize, by unit"
     assert got[0] is groups
     assert got[1] is groups[0]["params"]

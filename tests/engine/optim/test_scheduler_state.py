@@ -35,7 +35,11 @@ def stairs(optimizer: Optimizer) -> StepLR:
 
 
 def build(
-    case: Case, engine: str, scheduler: Callable[[Optimizer], Any] | dict[str, Any] | None, alone: int | None = 1, rate: float = 0.01
+    case: Case,
+    engine: str,
+    scheduler: Callable[[Optimizer], Any] | dict[str, Any] | None,
+    alone: int | None = 1,
+    rate: float = 0.01,
 ) -> sdp.SDPEngine:
     """Rank 0 holds layers 0 and 2, rank 1 layers 1 and 2, both the others; layer ``alone`` has a rate of its own."""
     model = models.mlp()
@@ -68,11 +72,17 @@ def _unbroken_and_resumed(folder: str, stage: int, wrote: str, reads: str) -> tu
     return [stepped(unbroken, case, index) for index in (2, 3)], [stepped(resumed, case, index) for index in (2, 3)]
 
 
-OVER_ENGINES = [(0, "deepspeed", "deepspeed"), (2, "deepspeed", "deepspeed"), (1, "fsdp2", "deepspeed"), (1, "deepspeed", "fsdp2")]
+OVER_ENGINES = [
+    (0, "deepspeed", "deepspeed"),
+    (2, "deepspeed", "deepspeed"),
+    (1, "fsdp2", "deepspeed"),
+    (1, "deepspeed", "fsdp2"),
+]
 
 
 @pytest.mark.parametrize(
-    ("stage", "wrote", "reads"), [(0, "fsdp2", "fsdp2"), *(pytest.param(*each, marks=needs_deepspeed) for each in OVER_ENGINES)]
+    ("stage", "wrote", "reads"),
+    [(0, "fsdp2", "fsdp2"), *(pytest.param(*each, marks=needs_deepspeed) for each in OVER_ENGINES)],
 )
 def test_rates_go_on(ranks: RankPool, tmp_path: Path, stage: int, wrote: str, reads: str) -> None:
     for unbroken, resumed in ranks.run(_unbroken_and_resumed, str(tmp_path), stage, wrote, reads, world=2):
@@ -96,7 +106,9 @@ def _refused(folder: str, kind: str) -> tuple[str, bool]:
     with pytest.raises(CheckpointError) as refusal:
         engine.load_checkpoint(folder)
     same = all(torch.equal(before[name], parameter) for name, parameter in engine.parameters_here.items())
-    return str(refusal.value), same and not engine.optimizer.state and engine.global_steps == 0 and rates == engine.rates_of_parameters()
+    return str(
+        refusal.value
+    ), same and not engine.optimizer.state and engine.global_steps == 0 and rates == engine.rates_of_parameters()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +119,9 @@ def _refused(folder: str, kind: str) -> tuple[str, bool]:
         ("merged", "which are in one group of this optimizer; make its parameter groups as they were"),
     ],
 )
-def test_what_cannot_go_on_is_refused_and_changes_nothing(ranks: RankPool, tmp_path: Path, kind: str, message: str) -> None:
+def test_what_cannot_go_on_is_refused_and_changes_nothing(
+    ranks: RankPool, tmp_path: Path, kind: str, message: str
+) -> None:
     for refusal, unchanged in ranks.run(_refused, str(tmp_path), kind, world=2):
         assert message in refusal
         assert unchanged
@@ -117,7 +131,12 @@ def test_what_is_of_groups_is_the_ranks_own() -> None:
     inner = {"base_lrs": [0.1], "last_epoch": 3}
     saved = {"last_epoch": 5, "base_lrs": [1.0, 2.0], "_schedulers": [inner, inner], "_milestones": [4]}
     assert shared(saved) == {"last_epoch": 5, "_schedulers": [{"last_epoch": 3}] * 2}
-    own = {"last_epoch": 0, "base_lrs": [3.0], "_schedulers": [{"base_lrs": [7.0], "last_epoch": 0}] * 2, "_milestones": [4]}
+    own = {
+        "last_epoch": 0,
+        "base_lrs": [3.0],
+        "_schedulers": [{"base_lrs": [7.0], "last_epoch": 0}] * 2,
+        "_milestones": [4],
+    }
     assert fitting(shared(saved), own) == {
         "last_epoch": 5, "base_lrs": [3.0], "_schedulers": [{"base_lrs": [7.0], "last_epoch": 3}] * 2, "_milestones": [4]
     }  # fmt: skip

@@ -29,7 +29,9 @@ def section(**values: Any) -> SDPSection:
 sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=24)
 
 
-@given(groups=st.integers(1, 12), capacity=st.floats(0.01, 1.0), costs=sizes, profile=st.sampled_from(["uniform", "depth"]))
+@given(
+    groups=st.integers(1, 12), capacity=st.floats(0.01, 1.0), costs=sizes, profile=st.sampled_from(["uniform", "depth"])
+)
 def test_every_unit_is_held_and_the_mean_holds(groups: int, capacity: float, costs: list[int], profile: str) -> None:
     assume(capacity * groups >= 1)
     placement = place(section(groups=groups, capacity=capacity, profile=profile), units(*costs))
@@ -98,7 +100,12 @@ def test_cyclic_and_profile_by_hand() -> None:
     assert dealt.holders == ((0, 1, 2, 3), (0, 1), (2,), (3,))
 
 
-@given(groups=st.integers(1, 16), count=st.integers(1, 40), capacity=st.floats(0.01, 1.0), profile=st.sampled_from(["depth", "auto"]))
+@given(
+    groups=st.integers(1, 16),
+    count=st.integers(1, 40),
+    capacity=st.floats(0.01, 1.0),
+    profile=st.sampled_from(["depth", "auto"]),
+)
 def test_where_holders_fall_with_depth_groups_of_a_cyclic_placement_have_equally_many(
     groups: int, count: int, capacity: float, profile: str
 ) -> None:
@@ -120,13 +127,18 @@ def test_protected_units() -> None:
         listed = {"groups": 4, "protect": ["layers.0"], "placement": kind}
         placement = place(section(**listed, profile=[4, 1, 2, 3, 2], capacity=0.5), five)
         assert [len(held) for held in placement.holders] == [4, 1, 2, 3, 2]
-        with pytest.raises(ConfigError, match=r"2 holders are listed for unit 0 \(from 0\), which sdp.protect gives .*; list 4 there"):
+        with pytest.raises(
+            ConfigError, match=r"2 holders are listed for unit 0 \(from 0\), which sdp.protect gives .*; list 4 there"
+        ):
             place(section(**listed, profile=[2] * 5, capacity=0.5), five)
         with pytest.raises(
-            ConfigError, match=r"its mean is 3 holders a unit that is not protected, but .* 0.5 × 4 groups = 2; set .* 0.75"
+            ConfigError,
+            match=r"its mean is 3 holders a unit that is not protected, but .* 0.5 × 4 groups = 2; set .* 0.75",
         ):
             place(section(**listed, profile=[4, 3, 3, 3, 3], capacity=0.5), five)
-    with pytest.raises(ConfigError, match=r"sdp.protect: 'layers.9' is no unit; units are 'model.layers.0' … 'model.layers.3'"):
+    with pytest.raises(
+        ConfigError, match=r"sdp.protect: 'layers.9' is no unit; units are 'model.layers.0' … 'model.layers.3'"
+    ):
         place(section(groups=4, protect=["layers.9"]), layers)
     with pytest.raises(PlacementError, match=r"'model.layers.0' is protected, but sdp.placement gives it to groups"):
         place(section(groups=2, placement={"layers.0": [0], "layers.1": [1]}, protect=["layers.0"]), units(1, 1))
@@ -145,8 +157,18 @@ def test_degenerate_units(profile: str) -> None:
     [
         ({"capacity": 0.0}, (1, 1), ConfigError, r"sdp.capacity: 0.0 is out of range; .* more than 0 and at most 1"),
         ({"capacity": 1.5}, (1, 1), ConfigError, "sdp.capacity: 1.5 is out of range"),
-        ({"capacity": 0.2}, (1, 1), ConfigError, r"0.2 × 4 groups = 0.8 holders a unit, .* use a capacity of at least 0.25"),
-        ({"profile": [4, 2]}, (1, 1, 1), ConfigError, "sdp.profile: 2 values are given for 3 units; give one number of holders a unit"),
+        (
+            {"capacity": 0.2},
+            (1, 1),
+            ConfigError,
+            r"0.2 × 4 groups = 0.8 holders a unit, .* use a capacity of at least 0.25",
+        ),
+        (
+            {"profile": [4, 2]},
+            (1, 1, 1),
+            ConfigError,
+            "sdp.profile: 2 values are given for 3 units; give one number of holders a unit",
+        ),
         ({"profile": [5, 2]}, (1, 1), ConfigError, "sdp.profile: 5 holders are asked for, but sdp.groups is 4"),
         (
             {"profile": [4, 2], "capacity": 0.25},
@@ -161,15 +183,30 @@ def test_degenerate_units(profile: str) -> None:
             r"no holders are given for 'model.layers.1' \(1 of 2 units\); name every unit",
         ),
         ({"placement": {"layers.0": [0], "layers.1": []}}, (1, 1), PlacementError, "'model.layers.1' has no holder"),
-        ({"placement": {"layers.0": [0, 0], "layers.1": [1]}}, (1, 1), PlacementError, "'model.layers.0' names a group twice"),
+        (
+            {"placement": {"layers.0": [0, 0], "layers.1": [1]}},
+            (1, 1),
+            PlacementError,
+            "'model.layers.0' names a group twice",
+        ),
         (
             {"placement": {"layers.0": [4], "layers.1": [1]}},
             (1, 1),
             PlacementError,
             r"given to group 4, but sdp.groups is 4 \(groups count from 0\)",
         ),
-        ({"placement": {"layers.0": [0], "model.layers.0": [1], "layers.1": [1]}}, (1, 1), PlacementError, "is named twice"),
-        ({"placement": {"layers.0": [0], "layers.7": [1]}}, (1, 1), PlacementError, "sdp.placement: 'layers.7' is no module"),
+        (
+            {"placement": {"layers.0": [0], "model.layers.0": [1], "layers.1": [1]}},
+            (1, 1),
+            PlacementError,
+            "is named twice",
+        ),
+        (
+            {"placement": {"layers.0": [0], "layers.7": [1]}},
+            (1, 1),
+            PlacementError,
+            "sdp.placement: 'layers.7' is no module",
+        ),
     ],
 )
 def test_refused(values: dict[str, Any], costs: tuple[int, ...], error: type[Exception], message: str) -> None:
@@ -200,4 +237,8 @@ def test_saved_placements_are_checked() -> None:
 def test_unit_orders_do_not_matter_for_explicit_holders() -> None:
     named = {"layers.2": [1], "layers.0": [0], "layers.1": [1, 0]}
     for order in itertools.permutations(named):
-        assert place(section(groups=2, placement={key: named[key] for key in order}), units(1, 1, 1)).holders == ((0,), (0, 1), (1,))
+        assert place(section(groups=2, placement={key: named[key] for key in order}), units(1, 1, 1)).holders == (
+            (0,),
+            (0, 1),
+            (1,),
+        )

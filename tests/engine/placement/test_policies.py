@@ -21,7 +21,16 @@ from sdp.models.registry import build_model
 
 # The eight basic blocks of ResNet-18 for 32 × 32 images (He et al., arXiv 1512.03385; stem of stride 1, as usual on CIFAR): convolutions
 # of 3 × 3 without biases, 2 batch norms, and in the first block of stages 2 to 4 a 1 × 1 convolution with a batch norm.
-STAGES = [(64, 64, 32), (64, 64, 32), (64, 128, 16), (128, 128, 16), (128, 256, 8), (256, 256, 8), (256, 512, 4), (512, 512, 4)]
+STAGES = [
+    (64, 64, 32),
+    (64, 64, 32),
+    (64, 128, 16),
+    (128, 128, 16),
+    (128, 256, 8),
+    (256, 256, 8),
+    (256, 512, 4),
+    (512, 512, 4),
+]
 RESNET_PARAMETERS = [9 * i * o + 9 * o * o + 4 * o + (i * o + 2 * o) * (i != o) for i, o, _ in STAGES]
 RESNET_FLOPS = [2 * side**2 * (9 * i * o + 9 * o * o + i * o * (i != o)) for i, o, side in STAGES]
 
@@ -41,7 +50,9 @@ def placed(these: list[Unit], **values: Any) -> Placement:
 
 
 def test_resnet_costs_are_those_of_the_paper() -> None:
-    assert sum(RESNET_PARAMETERS) + 3 * 9 * 64 + 2 * 64 + 512 * 1000 + 1000 == 11_689_512 - 3 * 64 * (49 - 9)  # torchvision's resnet18
+    assert sum(RESNET_PARAMETERS) + 3 * 9 * 64 + 2 * 64 + 512 * 1000 + 1000 == 11_689_512 - 3 * 64 * (
+        49 - 9
+    )  # torchvision's resnet18
     assert RESNET_FLOPS[0] == 2 * 2 * 9 * 64 * 64 * 32 * 32
 
 
@@ -67,7 +78,9 @@ def test_resnet_blocks_are_balanced_within_their_memory() -> None:
 RESNET = {"name": "resnet18", "stem": "cifar", "num_classes": 10, "image_size": 32}
 
 
-@pytest.mark.parametrize(("profile", "proved"), [("uniform", "proved the least"), ("depth", "proved within 3.45% of the least")])
+@pytest.mark.parametrize(
+    ("profile", "proved"), [("uniform", "proved the least"), ("depth", "proved within 3.45% of the least")]
+)
 def test_resnet_of_the_registry_is_balanced_by_channels(profile: Any, proved: str) -> None:
     these = find_neuron_units(build_model(RESNET), 8)
     placement = placed(these, groups=4, capacity=0.5, placement="balanced", profile=profile)
@@ -79,11 +92,15 @@ def test_resnet_of_the_registry_is_balanced_by_channels(profile: Any, proved: st
 
 def test_resnet_blocks_that_cannot_be_balanced() -> None:
     these = find_units(build_model(RESNET), "auto")
-    with pytest.raises(PlacementError, match=r"no room to hold 'layer4.1' at all .*74.4%.* 0.755 would do.*\"neuron\".*sdp.protect"):
+    with pytest.raises(
+        PlacementError, match=r"no room to hold 'layer4.1' at all .*74.4%.* 0.755 would do.*\"neuron\".*sdp.protect"
+    ):
         placed(these, groups=4, capacity=0.5, placement="balanced")
     section = SDPSection(groups=4, capacity=0.5, profile="uniform")
     (note,) = warnings_of(section, place(section, these))
-    assert note.startswith("units differ in size: a group holds 6% to 94% of their parameters, and the slowest has 1.20 × the mean work")
+    assert note.startswith(
+        "units differ in size: a group holds 6% to 94% of their parameters, and the slowest has 1.20 × the mean work"
+    )
     assert warnings_of(section, place(section, units([7] * 5))) == []
 
 
@@ -99,7 +116,9 @@ cost_lists = st.lists(st.integers(1, 1000), min_size=2, max_size=20)
     profile=st.sampled_from(["uniform", "depth"]),
     with_flops=st.booleans(),
 )
-def test_capacities_coverage_and_determinism(capacity: list[float], costs: list[int], kind: Any, profile: Any, with_flops: bool) -> None:
+def test_capacities_coverage_and_determinism(
+    capacity: list[float], costs: list[int], kind: Any, profile: Any, with_flops: bool
+) -> None:
     assume(sum(capacity) >= 1)
     these = units(costs, costs[::-1] if with_flops else None)
     values = {"groups": len(capacity), "capacity": capacity, "placement": kind, "profile": profile, "seed": 1}
@@ -120,7 +139,12 @@ def test_capacities_coverage_and_determinism(capacity: list[float], costs: list[
 
 
 @settings(max_examples=40, deadline=None)
-@given(groups=st.integers(2, 8), count=st.integers(2, 24), held=st.integers(1, 24), kind=st.sampled_from(["random", "balanced"]))
+@given(
+    groups=st.integers(2, 8),
+    count=st.integers(2, 24),
+    held=st.integers(1, 24),
+    kind=st.sampled_from(["random", "balanced"]),
+)
 def test_equal_units_are_connected_and_fill_every_group(groups: int, count: int, held: int, kind: Any) -> None:
     assume(held <= count <= held * groups)
     placement = placed(units([7] * count), groups=groups, capacity=held / count, placement=kind, profile="uniform")
@@ -191,14 +215,18 @@ def test_few_units_are_placed_as_well_as_they_can_be(data: st.DataObject, capaci
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), groups=st.integers(2, 7), count=st.integers(1, 9))
 def test_connecting_keeps_holders(data: st.DataObject, groups: int, count: int) -> None:
-    held = np.array(data.draw(st.lists(st.lists(st.booleans(), min_size=count, max_size=count), min_size=groups, max_size=groups)))
+    held = np.array(
+        data.draw(st.lists(st.lists(st.booleans(), min_size=count, max_size=count), min_size=groups, max_size=groups))
+    )
     assume(held.any(axis=0).all())
     ones = np.ones(count, dtype=np.int64)
     packing = Packing(np.full(groups, count, dtype=np.int64), ones, ones, held.sum(axis=0))
     joined = connect(packing, held)
     assert (joined.sum(axis=0) == held.sum(axis=0)).all()
     names = tuple(map(str, range(count)))
-    placement = Placement(groups, names, tuple(tuple(np.flatnonzero(column).tolist()) for column in joined.T), (1,) * count)
+    placement = Placement(
+        groups, names, tuple(tuple(np.flatnonzero(column).tolist()) for column in joined.T), (1,) * count
+    )
     assert placement.connected == placement.can_be_connected
 
 
@@ -242,7 +270,9 @@ def test_holders_of_equal_units_come_to_them_together() -> None:
     costs=st.lists(st.sampled_from([4, 8]), min_size=4, max_size=24),
     profile=st.sampled_from(["uniform", "depth"]),
 )
-def test_the_order_of_equal_units_changes_only_who_waits(groups: int, capacity: float, costs: list[int], profile: Any) -> None:
+def test_the_order_of_equal_units_changes_only_who_waits(
+    groups: int, capacity: float, costs: list[int], profile: Any
+) -> None:
     assume(groups * capacity >= 1)
     values: dict[str, Any] = {"groups": groups, "capacity": capacity, "placement": "balanced", "profile": profile}
     try:
@@ -252,7 +282,9 @@ def test_the_order_of_equal_units_changes_only_who_waits(groups: int, capacity: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sdp.engine.placement.policies.in_step", lambda packing, held, bundles, work: held)
         plain = placed(units(costs, costs[::-1]), **values)
-    for key in {(costs[unit], costs[-1 - unit]) for unit in range(len(costs))} if groups <= 5 else ():  # else in bundles of equal sums
+    for key in (
+        {(costs[unit], costs[-1 - unit]) for unit in range(len(costs))} if groups <= 5 else ()
+    ):  # else in bundles of equal sums
         alike = [unit for unit in range(len(costs)) if (costs[unit], costs[-1 - unit]) == key]
         assert sorted(placement.holders[unit] for unit in alike) == sorted(plain.holders[unit] for unit in alike)
     assert [len(holders) for holders in placement.holders] == [len(holders) for holders in plain.holders]
@@ -275,7 +307,10 @@ def test_placements_that_must_never_change() -> None:
     """A rank on another machine, with another Python, must come to the same."""
     uniform: dict[str, Any] = {"groups": 4, "profile": "uniform"}
     assert placed(units([7] * 6), **uniform, capacity=0.5, placement="random", seed=5).holders == GOLDEN_RANDOM
-    assert placed(units([7] * 6), **uniform, capacity=[0.84, 0.5, 0.5, 0.34], placement="balanced").holders == GOLDEN_BALANCED
+    assert (
+        placed(units([7] * 6), **uniform, capacity=[0.84, 0.5, 0.5, 0.34], placement="balanced").holders
+        == GOLDEN_BALANCED
+    )
     assert placed(units([7] * 6), groups=4, capacity=0.5, placement="random", seed=5).holders == GOLDEN_RANDOM_FALLING
     assert placed(units([7] * 6), groups=4, capacity=0.5).holders == GOLDEN_CYCLIC_FALLING
 
@@ -306,27 +341,51 @@ def test_profile_auto_is_the_best_rule_known() -> None:
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"capacity": [0.5, 0.5]}, ConfigError, "sdp.capacity: 2 values are given for 4 groups; give one number, or one per group"),
+        (
+            {"capacity": [0.5, 0.5]},
+            ConfigError,
+            "sdp.capacity: 2 values are given for 4 groups; give one number, or one per group",
+        ),
         ({"capacity": [0.5, 0.5, 0.5, 0.0]}, ConfigError, "sdp.capacity: 0.0 is out of range"),
-        ({"capacity": [0.2] * 4}, ConfigError, "sdp.capacity: the values add up to 0.8 holders a unit, .* add up to at least 1"),
-        ({"capacity": [0.5, 1.0, 1.0, 1.0], "placement": "cyclic"}, ConfigError, 'treats all groups alike; .* sdp.placement "balanced"'),
-        ({"capacity": 0.3}, PlacementError, r"no room to hold 'layers.0' at all .* \(76.9% of the units' parameters\); 0.78\d would do"),
+        (
+            {"capacity": [0.2] * 4},
+            ConfigError,
+            "sdp.capacity: the values add up to 0.8 holders a unit, .* add up to at least 1",
+        ),
+        (
+            {"capacity": [0.5, 1.0, 1.0, 1.0], "placement": "cyclic"},
+            ConfigError,
+            'treats all groups alike; .* sdp.placement "balanced"',
+        ),
+        (
+            {"capacity": 0.3},
+            PlacementError,
+            r"no room to hold 'layers.0' at all .* \(76.9% of the units' parameters\); 0.78\d would do",
+        ),
         (
             {"placement": {"layers.0": [0, 1], "layers.1": [1, 0], "layers.2": [2, 3], "layers.3": [3, 2]}},
             PlacementError,
             r"sdp.placement: groups \[0, 1\] share no unit with groups \[2, 3\], though Σk = 8 ≥ .* = 7 .*; give a unit holders among both",
         ),
-        ({"capacity": 0.6, "profile": [4, 2, 1, 1, 4], "placement": "random"}, PlacementError, "no room for all 4 holders of 'layers.0'"),
+        (
+            {"capacity": 0.6, "profile": [4, 2, 1, 1, 4], "placement": "random"},
+            PlacementError,
+            "no room for all 4 holders of 'layers.0'",
+        ),
     ],
 )
 def test_refused(values: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
-        placed(units([10, 1, 1, 1] if "profile" not in values else [10, 1, 1, 1, 1]), **{"groups": 4, "placement": "balanced", **values})
+        placed(
+            units([10, 1, 1, 1] if "profile" not in values else [10, 1, 1, 1, 1]),
+            **{"groups": 4, "placement": "balanced", **values},
+        )
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("kind", "profile"), [("cyclic", "depth"), ("random", "depth"), ("balanced", "depth"), ("cyclic", "uniform"), ("balanced", "uniform")]
+    ("kind", "profile"),
+    [("cyclic", "depth"), ("random", "depth"), ("balanced", "depth"), ("cyclic", "uniform"), ("balanced", "uniform")],
 )
 def test_a_thousand_groups_in_ten_seconds(kind: Any, profile: Any) -> None:
     started = time.process_time()

@@ -29,9 +29,13 @@ class Two(nn.Module):
 def test_auto_takes_the_longest_stack_of_one_class() -> None:
     assert names(models.mlp()) == [f"layers.{index}" for index in range(4)]
     assert names(Two()) == [f"decoder.layers.{index}" for index in range(3)]
-    mixed = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.Sequential(models.Block(), models.Block()))
+    mixed = nn.Sequential(
+        nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.Sequential(models.Block(), models.Block())
+    )
     assert names(mixed) == ["4.0", "4.1"]
-    with pytest.raises(ModelError, match=r'sdp.units: "auto" finds no ModuleList or Sequential with two or more blocks'):
+    with pytest.raises(
+        ModelError, match=r'sdp.units: "auto" finds no ModuleList or Sequential with two or more blocks'
+    ):
         names(nn.Linear(2, 2))
 
 
@@ -43,7 +47,9 @@ def test_auto_takes_blocks_not_layers() -> None:
     ]
     with pytest.raises(ModelError, match='"auto" finds no'):
         names(perceptron)
-    around = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), *(models.Block() for _ in range(4)), nn.LayerNorm(3), models.Block())
+    around = nn.Sequential(
+        nn.Linear(3, 3), nn.Linear(3, 3), *(models.Block() for _ in range(4)), nn.LayerNorm(3), models.Block()
+    )
     assert names(around) == ["2", "3", "4", "5"]
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
     assert names(encoder) == [f"layers.{index}" for index in range(3)]
@@ -52,10 +58,17 @@ def test_auto_takes_blocks_not_layers() -> None:
 def hugging_face(kind: str) -> nn.Module:
     import transformers as hf
 
-    small: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    small: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
     with torch.device("meta"):
         if kind == "gpt2":
-            return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0))
+            return hf.GPT2LMHeadModel(
+                hf.GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0)
+            )
         if kind == "vit":
             return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **small))
         if kind == "llama":
@@ -64,7 +77,8 @@ def hugging_face(kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("kind", "blocks"), [("gpt2", "transformer.h"), ("vit", "vit.layers"), ("llama", "model.layers"), ("qwen2", "model.layers")]
+    ("kind", "blocks"),
+    [("gpt2", "transformer.h"), ("vit", "vit.layers"), ("llama", "model.layers"), ("qwen2", "model.layers")],
 )
 def test_auto_on_hugging_face_models(kind: str, blocks: str) -> None:
     assert names(hugging_face(kind)) == [f"{blocks}.{index}" for index in range(3)]
@@ -75,8 +89,14 @@ def test_a_model_may_state_its_units() -> None:
 
 
 def test_patterns() -> None:
-    assert names(Two(), ["*.layers.*"]) == [f"encoder.layers.{i}" for i in range(2)] + [f"decoder.layers.{i}" for i in range(3)]
-    assert names(Two(), ["decoder.layers.[02]", "encoder.layers.1"]) == ["encoder.layers.1", "decoder.layers.0", "decoder.layers.2"]
+    assert names(Two(), ["*.layers.*"]) == [f"encoder.layers.{i}" for i in range(2)] + [
+        f"decoder.layers.{i}" for i in range(3)
+    ]
+    assert names(Two(), ["decoder.layers.[02]", "encoder.layers.1"]) == [
+        "encoder.layers.1",
+        "decoder.layers.0",
+        "decoder.layers.2",
+    ]
     assert names(models.mlp(12), ["layers.*"])[-2:] == ["layers.10", "layers.11"]
     with pytest.raises(ModelError, match=r"sdp.units: 'layer.\*' matches no module of the model"):
         names(models.mlp(), ["layers.*", "layer.*"])
@@ -85,11 +105,18 @@ def test_patterns() -> None:
 
 
 def test_explicit_names_and_endings() -> None:
-    assert names(models.llama(tied=False), "auto", ["layers.3", "model.layers.0"]) == ["model.layers.0", "model.layers.3"]
+    assert names(models.llama(tied=False), "auto", ["layers.3", "model.layers.0"]) == [
+        "model.layers.0",
+        "model.layers.3",
+    ]
     assert resolve_name("layers.1", ["a.layers.1", "b.xlayers.1"]) == "a.layers.1"
-    with pytest.raises(PlacementError, match=r"'layers.1' could be 'encoder.layers.1' or 'decoder.layers.1'; write the whole path"):
+    with pytest.raises(
+        PlacementError, match=r"'layers.1' could be 'encoder.layers.1' or 'decoder.layers.1'; write the whole path"
+    ):
         names(Two(), "auto", ["layers.1"])
-    with pytest.raises(PlacementError, match=r"sdp.placement: 'layers.9' is no module of the model, did you mean layers\.\d\?"):
+    with pytest.raises(
+        PlacementError, match=r"sdp.placement: 'layers.9' is no module of the model, did you mean layers\.\d\?"
+    ):
         names(models.mlp(), "auto", ["layers.9"])
 
 
@@ -101,7 +128,9 @@ def test_units_list_whole_parameters() -> None:
     ]
     assert all(part.dim is None and part.ranges == () for part in units[1].slices)
     assert units[0].numel == sum(p.numel() for p in models.Block().parameters())
-    assert set(unit_of_parameters(units)) == {name for name, _ in models.mlp().named_parameters() if name.startswith("layers")}
+    assert set(unit_of_parameters(units)) == {
+        name for name, _ in models.mlp().named_parameters() if name.startswith("layers")
+    }
 
 
 def test_tied_weights_cannot_lie_in_units() -> None:

@@ -78,7 +78,9 @@ def test_by_hand_in_the_reference_and_natively(ranks: RankPool, case: Case) -> N
             assert found[key] == pytest.approx(expected[key], rel=1e-5), key
         assert found["own"] == pytest.approx(expected["own"], rel=1e-5)
         for name, weight in expected["after"].items() if found["after"] else ():
-            torch.testing.assert_close(found["after"][name], weight, rtol=0, atol=1e-5 * weight.abs().max().item(), msg=name)
+            torch.testing.assert_close(
+                found["after"][name], weight, rtol=0, atol=1e-5 * weight.abs().max().item(), msg=name
+            )
 
     def by_hand(batch: dict[str, torch.Tensor], group: int | None, state: Any) -> float:
         if case.neurons:
@@ -97,17 +99,24 @@ def test_by_hand_in_the_reference_and_natively(ranks: RankPool, case: Case) -> N
     rows = models.rows_of_all(case.model, 9, 0, case.data_ranks)
     assert expected["full"] == pytest.approx(by_hand(rows, None, expected["after"]), rel=1e-5)
     own = [
-        [by_hand(models.micro_batch(case.model, 9, 0, group * case.fsdp + f), group, expected["after"]) for f in range(case.fsdp)]
+        [
+            by_hand(models.micro_batch(case.model, 9, 0, group * case.fsdp + f), group, expected["after"])
+            for f in range(case.fsdp)
+        ]
         for group in range(case.groups)
     ]
-    if not case.neurons or case.fsdp == 1:  # the mean over ranks is weighted by targets, of which token batches have unequal numbers
+    if (
+        not case.neurons or case.fsdp == 1
+    ):  # the mean over ranks is weighted by targets, of which token batches have unequal numbers
         assert expected["own"] == pytest.approx([sum(losses) / len(losses) for losses in own], rel=1e-5)
 
 
 def test_where_it_has_no_meaning() -> None:
     with pytest.raises(ConfigError, match=r'sdp\.branch_scale: "train" has no meaning with sdp\.masking "backward"'):
         load_config({"sdp": {"groups": 2, "branch_scale": "train", "masking": "backward"}})
-    with pytest.raises(ConfigError, match=r'sdp\.branch_scale: "eval" is not available in this version beside sdp\.engine "deepspeed"'):
+    with pytest.raises(
+        ConfigError, match=r'sdp\.branch_scale: "eval" is not available in this version beside sdp\.engine "deepspeed"'
+    ):
         load_config({"sdp": {"groups": 2, "branch_scale": "eval", "engine": "deepspeed"}})
     with pytest.raises(ConfigError, match=r"sdp\.branch_scale"):
         load_config({"sdp": {"groups": 2, "branch_scale": "sometimes"}})
@@ -115,7 +124,9 @@ def test_where_it_has_no_meaning() -> None:
 
 def test_what_transformers_does_not_know_is_not_exported(tmp_path: Path) -> None:
     saved = SavedRun(tmp_path, load_config({"sdp": {"groups": 2, "branch_scale": "eval"}}), tmp_path, {})
-    with pytest.raises(ConfigError, match=r'scaled branches \(sdp\.branch_scale "eval"\), which transformers does not know'):
+    with pytest.raises(
+        ConfigError, match=r'scaled branches \(sdp\.branch_scale "eval"\), which transformers does not know'
+    ):
         export(saved, tmp_path / "out", torch.float32, 1 << 30)
 
 

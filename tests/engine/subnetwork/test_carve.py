@@ -116,7 +116,9 @@ def test_the_hidden_state_is_the_first_parameter_of_forward() -> None:
     assert stand_in(attention_mask=mask, position_ids=mask, hidden_states=x) is x
     assert stand_in(x, mask) is x
     assert PassThrough("layers.0", Keywords())(hidden=x, n=3) is x
-    with pytest.raises(ModelError, match=r"layers.0: its forward does not say which of mask, hidden is the hidden state"):
+    with pytest.raises(
+        ModelError, match=r"layers.0: its forward does not say which of mask, hidden is the hidden state"
+    ):
         PassThrough("layers.0", Keywords())(mask=mask, hidden=x)
 
 
@@ -180,7 +182,10 @@ def test_training_mode_follows() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda h: h[..., :2], r"layers.0: returns \(2, 2\) from \(2, 4\), so it cannot be skipped; leave it out of sdp.units"),
+        (
+            lambda h: h[..., :2],
+            r"layers.0: returns \(2, 2\) from \(2, 4\), so it cannot be skipped; leave it out of sdp.units",
+        ),
         (lambda h: (h, h), "layers.0: returns more than its hidden state"),
         (lambda h: (h, 1.0), "layers.0: returns more than its hidden state"),
         (lambda h: None, "layers.0: returns no tensor from|layers.0: returns no tensor"),
@@ -192,5 +197,7 @@ def test_blocks_that_cannot_be_skipped(make: Any, message: str) -> None:
 
 
 def test_a_call_without_a_tensor() -> None:
-    with pytest.raises(ModelError, match=r"layers.0: was called without a tensor, so it cannot be skipped; leave it out of sdp.units"):
+    with pytest.raises(
+        ModelError, match=r"layers.0: was called without a tensor, so it cannot be skipped; leave it out of sdp.units"
+    ):
         PassThrough("layers.0", Returns(lambda h: h))(None)

@@ -41,17 +41,30 @@ def _run(case: Case, compiled: bool, eps: float | None = None) -> dict[str, Any]
     held_out = [models.micro_batch(case.model, 9, 0, data_rank)]
     evaluated = [engine.evaluate(held_out), *engine.evaluate_subnetworks(held_out)]
     names = sorted(engine.full_state_dict() or {})
-    return {"losses": losses + evaluated, "gradients": gradients, "graphs": graphs, "names": names, "breaks": dict(counters["graph_break"])}
+    return {
+        "losses": losses + evaluated,
+        "gradients": gradients,
+        "graphs": graphs,
+        "names": names,
+        "breaks": dict(counters["graph_break"]),
+    }
 
 
 CASES = [
     Case(2, 1, 0, accumulation=2, model="llama"),
     pytest.param(Case(1, 2, 3, model="llama", placement="full", checkpointing="full"), marks=pytest.mark.slow),
-    pytest.param(Case(1, 2, 2, model="llama-meta", placement="full", checkpointing="selective"), marks=pytest.mark.slow),
+    pytest.param(
+        Case(1, 2, 2, model="llama-meta", placement="full", checkpointing="selective"), marks=pytest.mark.slow
+    ),
     pytest.param(Case(2, 2, 3, model="llama", masking="backward"), marks=pytest.mark.slow),
     pytest.param(Case(2, 1, model="even-llama", neurons=2, placement="cyclic"), marks=pytest.mark.slow),
-    pytest.param(Case(2, 2, 3, model="even-llama-tied", neurons=5, placement="cyclic", masking="backward"), marks=pytest.mark.slow),
-    pytest.param(Case(2, 2, 3, model="even-llama", neurons=2, placement="cyclic", checkpointing="full"), marks=pytest.mark.slow),
+    pytest.param(
+        Case(2, 2, 3, model="even-llama-tied", neurons=5, placement="cyclic", masking="backward"),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        Case(2, 2, 3, model="even-llama", neurons=2, placement="cyclic", checkpointing="full"), marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -93,8 +106,13 @@ def test_without_a_compiler_it_is_one_line(tmp_path: Path) -> None:
         "try: compile_units(torch.nn.Sequential(), [], torch.device('cpu'))\n"
         "except sdp.engine.errors.ConfigError as error: print(error)"
     )
-    environment = os.environ | {"CXX": str(tmp_path / "no-such-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    finished = subprocess.run([sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True, timeout=200)
+    environment = os.environ | {
+        "CXX": str(tmp_path / "no-such-compiler"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    finished = subprocess.run(
+        [sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True, timeout=200
+    )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("\n") == 1, finished.stdout
     assert "training.compile: torch.compile does not work here for cpu (" in finished.stdout

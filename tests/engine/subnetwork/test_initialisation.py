@@ -109,13 +109,22 @@ def _hugging_face(kind: str) -> nn.Module:
     """Sizes at which a standard deviation says something; GPT-2 scales its projections by its depth, one level up."""
     import transformers as hf
 
-    small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
+    small: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
     if kind == "gpt2":
-        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=200, n_embd=64, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0))
+        return hf.GPT2LMHeadModel(
+            hf.GPT2Config(vocab_size=200, n_embd=64, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0)
+        )
     if kind == "vit":
         return hf.ViTForImageClassification(hf.ViTConfig(image_size=32, patch_size=4, initializer_range=0.05, **small))
     if kind == "llama":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=200, num_key_value_heads=1, initializer_range=0.03, **small))
+        return hf.LlamaForCausalLM(
+            hf.LlamaConfig(vocab_size=200, num_key_value_heads=1, initializer_range=0.03, **small)
+        )
     return hf.Qwen2ForCausalLM(hf.Qwen2Config(vocab_size=200, num_key_value_heads=1, tie_word_embeddings=True, **small))
 
 
@@ -136,7 +145,9 @@ def test_hugging_face_models_are_initialised_as_they_do_it(kind: str) -> None:
             torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, msg=name)
         else:
             assert state[name].std().item() == pytest.approx(tensor.std().item(), rel=1.5 * spread), name
-            assert abs(state[name].mean().item() - tensor.mean().item()) < 6 * tensor.std().item() / tensor.numel() ** 0.5, name
+            assert (
+                abs(state[name].mean().item() - tensor.mean().item()) < 6 * tensor.std().item() / tensor.numel() ** 0.5
+            ), name
     if kind == "gpt2":
         assert state["transformer.h.1.mlp.c_proj.weight"].std().item() == pytest.approx(0.02 / 6**0.5, rel=0.05)
 
@@ -166,7 +177,9 @@ def test_models_that_cannot_be_initialised() -> None:
     config = {"sdp": {"engine": "reference"}, "train_micro_batch_size_per_gpu": 1}
     with torch.device("meta"):
         lawless = nn.Sequential(Lawless(), Lawless())
-    with pytest.raises(sdp.ModelError, match=r"nothing says how '0.scale' is initialised; give Lawless a reset_parameters"):
+    with pytest.raises(
+        sdp.ModelError, match=r"nothing says how '0.scale' is initialised; give Lawless a reset_parameters"
+    ):
         sdp.initialize(model=lawless, config=config)
     with torch.device("meta"):
         copies = Copies(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -178,5 +191,7 @@ def test_models_that_cannot_be_initialised() -> None:
     with pytest.raises(sdp.ModelError, match=r"'head.weight' is on the meta device but others have values"):
         sdp.initialize(model=half, config=config)
     for low in (models.mlp().bfloat16(), models.mlp(device="meta").bfloat16()):
-        with pytest.raises(sdp.ModelError, match=r"'stem.weight' is torch.bfloat16; master weights are float32: call model.float"):
+        with pytest.raises(
+            sdp.ModelError, match=r"'stem.weight' is torch.bfloat16; master weights are float32: call model.float"
+        ):
             sdp.initialize(model=low, config=config)

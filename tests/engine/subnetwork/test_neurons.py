@@ -39,7 +39,13 @@ def config(case: Case = Case(GROUPS), **section: Any) -> dict[str, Any]:  # noqa
     """Of the reference, with neuron units placed by hand."""
     names = [unit.name for unit in find_neuron_units(llama(), 3)]
     placement = dict(zip(names, HOLDERS, strict=True))
-    neuron = {"granularity": "neuron", "neuron_groups": 3, "placement": placement, "groups": GROUPS, "engine": "reference"}
+    neuron = {
+        "granularity": "neuron",
+        "neuron_groups": 3,
+        "placement": placement,
+        "groups": GROUPS,
+        "engine": "reference",
+    }
     return case.config("reference") | {"sdp": neuron | section}
 
 
@@ -94,7 +100,9 @@ def by_hand(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[dict[str
         losses.append(loss.item())
         for name, parameter in model.named_parameters():
             dim, where = indices(name, worker * GROUPS // len(batches)) or (0, torch.arange(parameter.shape[0]))
-            total[name].index_add_(dim, where, parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
+            total[name].index_add_(
+                dim, where, parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            )
             workers[name].index_add_(dim, where, torch.ones_like(parameter))
     return {name: total[name] / workers[name] for name in total}, losses
 
@@ -116,7 +124,9 @@ def test_the_reference_trains_as_by_hand(case: Case, masking: str) -> None:
             if micro + 1 < case.accumulation:
                 engine.step()
         for name, parameter in engine.parameters_here.items():
-            torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=RELATIVE * gradients[name].abs().max().item())
+            torch.testing.assert_close(
+                parameter.grad, gradients[name], rtol=0, atol=RELATIVE * gradients[name].abs().max().item()
+            )
         rate = engine.get_lr()[0]
         engine.step()
         assert engine.get_loss() == pytest.approx(sum(losses) / len(losses), rel=1e-6)
@@ -156,7 +166,9 @@ def test_native_gradients_are_the_dense_models(ranks: RankPool, case: Case) -> N
                 assert set(where_here.tolist()) <= set(where.tolist()), f"rank {rank} does not hold {name}"
                 whole = whole.index_select(dim, where_here)
             relative = 1e-6 if slice_index else RELATIVE  # the shared norms' are sums in which most cancels
-            torch.testing.assert_close(gradient, whole, rtol=0, atol=relative * expected[canonical].abs().max().item(), msg=name)
+            torch.testing.assert_close(
+                gradient, whole, rtol=0, atol=relative * expected[canonical].abs().max().item(), msg=name
+            )
             seen[canonical] = seen.get(canonical, 0) + gradient.numel() * (rank % case.fsdp == 0)
     sizes = {name: p.numel() for name, p in llama().named_parameters()}
     assert all(seen[name] >= size for name, size in sizes.items())
@@ -175,15 +187,21 @@ def test_losses_of_the_full_model_and_of_the_subnetworks() -> None:
 def test_bf16_is_the_narrow_model_in_bf16() -> None:
     engine, *_ = sdp.initialize(model=llama(), config=config() | {"bf16": {"enabled": True}})
     batch = models.rows_of_all("llama", 0, 0, GROUPS)
-    losses = [narrow(llama(), group).bfloat16()(**models.micro_batch("llama", 0, 0, group)).item() for group in range(GROUPS)]
+    losses = [
+        narrow(llama(), group).bfloat16()(**models.micro_batch("llama", 0, 0, group)).item() for group in range(GROUPS)
+    ]
     assert engine(batch).item() == pytest.approx(sum(losses) / GROUPS, rel=2e-3)
 
 
 def test_units_are_cut_as_the_branch_allows() -> None:
     units = find_neuron_units(llama(), 4)
-    assert [unit.name for unit in units[:3]] == [f"model.layers.0.self_attn.neurons.{group}" for group in range(3)]  # 3 key/value heads
+    assert [unit.name for unit in units[:3]] == [
+        f"model.layers.0.self_attn.neurons.{group}" for group in range(3)
+    ]  # 3 key/value heads
     assert len(units) == 4 * (3 + 4)
-    attention = find_neuron_units(models.build("swin-meta"), 2)[1]  # the second of two heads of 3 channels, beside queries, keys, values
+    attention = find_neuron_units(models.build("swin-meta"), 2)[
+        1
+    ]  # the second of two heads of 3 channels, beside queries, keys, values
     assert [part.ranges[0] for part in attention.slices] == [(1, 2), *[(3, 6), (9, 12), (15, 18)] * 2, (3, 6)]
     assert [part.index for part in attention.slices] == [1, *[1, 3, 5] * 2, 1]
 

@@ -72,7 +72,9 @@ def check(answers: list[Any], weights: dict[str, torch.Tensor], moments: dict[st
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_checkpoints_of_neurons_blocks_and_dense_runs_are_one_format(ranks: RankPool, tmp_path: Path, background: bool) -> None:
+def test_checkpoints_of_neurons_blocks_and_dense_runs_are_one_format(
+    ranks: RankPool, tmp_path: Path, background: bool
+) -> None:
     saved = ranks.run(_train_and_save, SOURCE, str(tmp_path), background, world=4)
     weights = saved[0][0]
     dense = Case(1, 2, stage=1, model=SOURCE.model, optimizer="adamw", placement="full")
@@ -96,7 +98,11 @@ def test_checkpoints_of_tensor_parallel_parts_of_slices(ranks: RankPool, tmp_pat
     weights, moments, _ = ranks.run(_load, dense, str(tmp_path), world=2)[0]
     assert any(value.abs().max() > 0 for value in moments.values())
     check(saved, weights, moments, source)
-    for target in (replace(source, tp=1, fsdp=2, neurons=3), replace(source, stage=0, placement="cyclic"), replace(source, neurons=0)):
+    for target in (
+        replace(source, tp=1, fsdp=2, neurons=3),
+        replace(source, stage=0, placement="cyclic"),
+        replace(source, neurons=0),
+    ):
         check(ranks.run(_load, target, str(tmp_path), world=4), weights, moments, target)
 
 
@@ -108,7 +114,10 @@ def test_checkpoints_of_images(ranks: RankPool, tmp_path: Path, model: str) -> N
     dense = Case(1, 2, stage=1, model=model, optimizer="adamw", placement="full")
     moments = ranks.run(_load, dense, str(tmp_path), world=2)[0][1]
     check(saved, saved[0][0], moments, source)
-    for target in (Case(4, 1, neurons=3, model=model, optimizer="adamw", masking="backward"), replace(source, stage=2, neurons=0)):
+    for target in (
+        Case(4, 1, neurons=3, model=model, optimizer="adamw", masking="backward"),
+        replace(source, stage=2, neurons=0),
+    ):
         check(ranks.run(_load, target, str(tmp_path), world=4), saved[0][0], moments, target)
 
 
@@ -167,7 +176,9 @@ def sliced(case: Case, group: int) -> nn.Module:
 def test_as_much_is_computed_as_by_a_narrower_model() -> None:
     """Floating-point operations, and matrix products: one of a projection, whatever the number of slices, and of frozen ones."""
     case = Case(2, 1, neurons=6, model="even-llama", placement="cyclic")
-    narrower = models.even_llama(tied=False, device="cpu", num_attention_heads=2, num_key_value_heads=1, intermediate_size=7)
+    narrower = models.even_llama(
+        tied=False, device="cpu", num_attention_heads=2, num_key_value_heads=1, intermediate_size=7
+    )
     batch = models.micro_batch(case.model, 0, 0, 0)
     counted = {}
     for name, model in {"narrower": narrower, "slices": sliced(case, 0)}.items():
@@ -182,21 +193,32 @@ def test_as_much_is_computed_as_by_a_narrower_model() -> None:
         calls: list[str] = []
         with torch.profiler.profile() as profile:
             model(**batch).backward()
-        calls = [event.key for event in profile.key_averages() for _ in range(event.count) if event.key in ("aten::mm", "aten::addmm")]
+        calls = [
+            event.key
+            for event in profile.key_averages()
+            for _ in range(event.count)
+            if event.key in ("aten::mm", "aten::addmm")
+        ]
         products.append(len(calls))
     assert products[0] == products[1] == products[2]
 
 
-@pytest.mark.parametrize(("dim", "frozen", "kept"), [(0, (1,), 8), (1, (1,), 3), (1, (), 8), (0, (0, 1), 0), (1, (0, 1), 0)])
+@pytest.mark.parametrize(
+    ("dim", "frozen", "kept"), [(0, (1,), 8), (1, (1,), 3), (1, (), 8), (0, (0, 1), 0), (1, (0, 1), 0)]
+)
 def test_of_an_input_only_what_a_trained_slice_needs_is_kept(dim: int, frozen: tuple[int, ...], kept: int) -> None:
     """Of 5 rows of 8 inputs, the first 3 of which the first slice takes."""
     held = [index for index in (0, 1) if index not in frozen]
-    layer = SlicedLinear(nn.Linear(8, 8, bias=False), {"weight": Slices("weight", dim, {0: (0, 3), 1: (3, 8)}, held, frozen)})
+    layer = SlicedLinear(
+        nn.Linear(8, 8, bias=False), {"weight": Slices("weight", dim, {0: (0, 3), 1: (3, 8)}, held, frozen)}
+    )
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         y = layer(torch.randn(5, 8, requires_grad=True))
     weights = {parameter.data_ptr() for parameter in layer.parameters()}
-    assert sum(tensor.untyped_storage().nbytes() for tensor in saved if tensor.data_ptr() not in weights) == 4 * 5 * kept
+    assert (
+        sum(tensor.untyped_storage().nbytes() for tensor in saved if tensor.data_ptr() not in weights) == 4 * 5 * kept
+    )
     y.sum().backward()
     assert [parameter.grad is not None for parameter in layer.parameters()] == [index not in frozen for index in (0, 1)]
 
@@ -209,7 +231,9 @@ def test_a_convolution_of_slices(dim: int, frozen: tuple[int, ...]) -> None:
     slices = Slices("weight", dim, {0: (0, 3), 1: (3, 8)}, [index for index in (0, 1) if index not in frozen], frozen)
     layer = SlicedConv2d(full, {"weight": slices})
     plain = full.weight.detach().index_select(dim, slices.where(torch.device("cpu"))).requires_grad_()
-    x, x_plain = (torch.randn(2, 8, 5, 5, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    x, x_plain = (
+        torch.randn(2, 8, 5, 5, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2)
+    )
     y, expected = layer(x), nn.functional.conv2d(x_plain, plain, stride=2, padding=1)
     assert torch.equal(y, expected)
     with FlopCounterMode(display=False) as counter:
@@ -217,7 +241,9 @@ def test_a_convolution_of_slices(dim: int, frozen: tuple[int, ...]) -> None:
     expected.square().sum().backward()
     torch.testing.assert_close(x.grad, x_plain.grad)
     assert plain.grad is not None
-    for index, gradient in zip(slices.order, plain.grad.split([(3, 5)[index] for index in slices.order], dim), strict=True):
+    for index, gradient in zip(
+        slices.order, plain.grad.split([(3, 5)[index] for index in slices.order], dim), strict=True
+    ):
         ours = layer.get_parameter(f"weight:{index}").grad
         assert (ours is None) == (index in frozen)
         if ours is not None:
@@ -226,13 +252,17 @@ def test_a_convolution_of_slices(dim: int, frozen: tuple[int, ...]) -> None:
     assert counter.get_total_flops() == 2 * 2 * 9 * 9 * 8 * (8 + trained)  # 2 images of 3 × 3 outputs, 3 × 3 weights
 
 
-@pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 3, groups=2, bias=False), nn.Conv2d(4, 4, 3), nn.Linear(4, 4)], ids=str)
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(4, 4, 3, groups=2, bias=False), nn.Conv2d(4, 4, 3), nn.Linear(4, 4)], ids=str
+)
 def test_what_cannot_be_cut_into_neurons_is_named(layer: nn.Module) -> None:
     model: Any = models.mlp(2)
     model.layers[0].inner = layer
     model.neuron_branches = lambda: [Branch("layers.0.inner", 4, (("layers.0.inner.weight", 0),))]
     layout = Layout.of(model, load_config({"sdp": {"groups": 2, "granularity": "neuron", "capacity": 0.5}}), Mesh(2))
-    with pytest.raises(ModelError, match=r'layers.0.inner: sdp.granularity "neuron" cuts linear layers .*, not weight of this'):
+    with pytest.raises(
+        ModelError, match=r'layers.0.inner: sdp.granularity "neuron" cuts linear layers .*, not weight of this'
+    ):
         slice_layers(model, layout, 0)
 
 
@@ -281,7 +311,9 @@ def _rates_of_slices() -> bool:
 
 def _save_with_adafactor(folder: str) -> str:
     case = Case(2, 1, neurons=2, model="even-llama")
-    engine = sdp.initialize(model=models.build(case.model), optimizer=lambda p: torch.optim.Adafactor(p), config=case.config())[0]
+    engine = sdp.initialize(
+        model=models.build(case.model), optimizer=lambda p: torch.optim.Adafactor(p), config=case.config()
+    )[0]
     one_step(engine, case, 0, data_rank=data_rank_of(case))
     engine.step()
     with pytest.raises(CheckpointError) as error:

@@ -32,7 +32,9 @@ def config_of(option: str, seed: int = 0, **section: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("option", ["attention_dropout", "residual_dropout", "stochastic_depth"])
 def test_groups_that_lack_units_are_refused_in_one_line(option: str) -> None:
     config = load_config(config_of(option, groups=2, capacity=0.5))
-    with pytest.raises(ConfigError, match=rf"^model\.{option} 0\.5: a control of dense training.*; set sdp\.capacity 1") as error:
+    with pytest.raises(
+        ConfigError, match=rf"^model\.{option} 0\.5: a control of dense training.*; set sdp\.capacity 1"
+    ) as error:
         Layout.of(build_model(config.model, 31), config, Mesh(2))
     assert "\n" not in str(error.value)
 

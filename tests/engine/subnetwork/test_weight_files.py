@@ -37,7 +37,9 @@ def make(folder: Path, *, tied: bool = False, even: bool = False, **options: Any
         "vocab_size": models.VOCABULARY + even, "hidden_size": 10 + 2 * even, "intermediate_size": 15 - even,
         "num_attention_heads": 2 + 2 * even, "num_key_value_heads": 1 + even,
     }  # fmt: skip
-    config = transformers.LlamaConfig(**shape, num_hidden_layers=4, head_dim=6, max_position_embeddings=32, tie_word_embeddings=tied)
+    config = transformers.LlamaConfig(
+        **shape, num_hidden_layers=4, head_dim=6, max_position_embeddings=32, tie_word_embeddings=tied
+    )
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -75,7 +77,9 @@ def _start(case: Case, folder: str) -> tuple[Any, float, int, int]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("tied", [False, True])
-def test_ranks_read_their_rows_and_the_loss_is_hugging_faces(ranks: RankPool, tmp_path: Path, stage: int, tied: bool) -> None:
+def test_ranks_read_their_rows_and_the_loss_is_hugging_faces(
+    ranks: RankPool, tmp_path: Path, stage: int, tied: bool
+) -> None:
     folder = make(tmp_path / "model", tied=tied, max_shard_size="3KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     case = Case(2, 2, stage=stage, placement="profile", model="llama-tied-meta" if tied else "llama-meta")
@@ -91,10 +95,14 @@ def test_ranks_read_their_rows_and_the_loss_is_hugging_faces(ranks: RankPool, tm
 
 
 @pytest.mark.parametrize(("fsdp", "stage", "tied"), [(1, 0, True), (2, 3, False)])
-def test_tensor_parallel_ranks_start_from_their_parts(ranks: RankPool, tmp_path: Path, fsdp: int, stage: int, tied: bool) -> None:
+def test_tensor_parallel_ranks_start_from_their_parts(
+    ranks: RankPool, tmp_path: Path, fsdp: int, stage: int, tied: bool
+) -> None:
     folder = make(tmp_path / "model", tied=tied, even=True)
     model = "even-llama-tied-meta" if tied else "even-llama-meta"
-    answers = ranks.run(_start, Case(2, fsdp, stage=stage, placement="profile", model=model, tp=2), str(folder), world=4 * fsdp)
+    answers = ranks.run(
+        _start, Case(2, fsdp, stage=stage, placement="profile", model=model, tp=2), str(folder), world=4 * fsdp
+    )
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
     state = answers[0][0]
     assert state.keys() == theirs.keys()
@@ -121,7 +129,9 @@ def rewrite(folder: Path, change: Any) -> None:
 
 ACCEPTED = {
     "a head beside a tie": lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()},
-    "the head's name alone": lambda t: {("lm_head.weight" if "embed" in name else name): tensor for name, tensor in t.items()},
+    "the head's name alone": lambda t: {
+        ("lm_head.weight" if "embed" in name else name): tensor for name, tensor in t.items()
+    },
     "no prefix": lambda t: {name.removeprefix("model."): tensor for name, tensor in t.items()},
     "rotary tables": lambda t: t | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(3) for i in range(4)},
 }
@@ -201,7 +211,11 @@ def test_damaged_files_are_one_line(tmp_path: Path, how: str, message: str) -> N
 
 def test_a_model_with_weights_has_its_start_already(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has weights already"):
-        engine_of(Case(1, 1, placement="full", model="llama"), "reference", training={"init_from": str(make(tmp_path / "model"))})
+        engine_of(
+            Case(1, 1, placement="full", model="llama"),
+            "reference",
+            training={"init_from": str(make(tmp_path / "model"))},
+        )
 
 
 # -- converted where the ranks are -------------------------------------------------------------------------------------------------------
@@ -213,7 +227,11 @@ def _converted(scratch: str) -> tuple[list[float], list[str]]:
     """What this rank read of weights that tell who converted them, and what is left of the files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", scratch)
-        patch.setattr(zero_checkpoint, "weights_of_zero_checkpoint", lambda _: {"weight": torch.full((2,), float(dist.get_rank()))})
+        patch.setattr(
+            zero_checkpoint,
+            "weights_of_zero_checkpoint",
+            lambda _: {"weight": torch.full((2,), float(dist.get_rank()))},
+        )
         files, value = converted(Path("checkpoint"), Ranks(alone=False)), torch.empty(2)
     files.fill(value, 0, "weight")
     dist.barrier()
@@ -243,7 +261,10 @@ def test_one_rank_of_a_host_converts(ranks: RankPool, tmp_path: Path) -> None:
 def test_hosts_of_one_name_convert_each_for_itself(ranks: RankPool, tmp_path: Path) -> None:
     if sys.platform != "linux" or os.geteuid():
         pytest.skip("NOT TESTED: a host with files of its own is a mount namespace here, which needs root on Linux")
-    assert ranks.run(_converted_on_two_hosts, str(tmp_path), world=2, timeout=60) == [([0.0, 0.0], []), ([1.0, 1.0], [])]
+    assert ranks.run(_converted_on_two_hosts, str(tmp_path), world=2, timeout=60) == [
+        ([0.0, 0.0], []),
+        ([1.0, 1.0], []),
+    ]
 
 
 def _converted_on_two_machines(scratch: str) -> tuple[list[float], list[str]]:

@@ -22,7 +22,10 @@ def _digests(engine: Any) -> dict[str, str]:
     digests = {}
     for name, parameter in engine.parameters_here.items():
         state = engine.optimizer.state[parameter]
-        tensors = [parameter.detach(), *(value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor))]
+        tensors = [
+            parameter.detach(),
+            *(value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)),
+        ]
         digest = hashlib.sha256()
         for tensor in tensors:
             digest.update(local_tensor(tensor).contiguous().numpy().tobytes())
@@ -51,7 +54,9 @@ def _fifty_steps(case: Case) -> tuple[dict[str, str], dict[str, str]]:
         Case(2, 2, 2, 1, optimizer="adamw", bf16=True, model="llama"),
         Case(2, 2, 3, 1, optimizer="adamw", model="even-llama", tp=2),
         Case(4, 1, 0, 1, optimizer="adamw", model="llama-of-3", neurons=3),
-        Case(2, 1, 0, 1, optimizer="adamw", placement="profile", model="llama-of-3", tp=3),  # sums of three depend on their order
+        Case(
+            2, 1, 0, 1, optimizer="adamw", placement="profile", model="llama-of-3", tp=3
+        ),  # sums of three depend on their order
     ],
     ids=str,
 )
@@ -71,7 +76,12 @@ def test_holders_are_bitwise_equal_after_50_steps(ranks: RankPool, case: Case) -
                 for name in common:
                     assert digests[name] == results[other][moment][name], f"{name}: ranks {other} and {rank}"
     assert compared > 20
-    assert all(first[name] != last[name] for first, last in results for name in first if name.endswith("weight") and "norm" not in name)
+    assert all(
+        first[name] != last[name]
+        for first, last in results
+        for name in first
+        if name.endswith("weight") and "norm" not in name
+    )
 
 
 def _corrupt(case: Case, name: str, what: str, bad_rank: int, *, by_interval: bool) -> str | None:
@@ -137,7 +147,12 @@ def _corrupt_by_interval(*args: Any) -> str | None:
 
 def test_check_interval_finds_it_in_training(ranks: RankPool) -> None:
     messages = ranks.run(
-        _corrupt_by_interval, Case(4, 1, optimizer="adamw", placement="cyclic"), "layers.2.norm.bias", "exp_avg", 3, world=4
+        _corrupt_by_interval,
+        Case(4, 1, optimizer="adamw", placement="cyclic"),
+        "layers.2.norm.bias",
+        "exp_avg",
+        3,
+        world=4,
     )
     assert all(message is not None and "unit 'layers.2'" in message for message in messages), messages
 
@@ -182,4 +197,7 @@ def _corrupt_a_copy() -> str:
 
 def test_copies_on_tensor_parallel_ranks_are_compared(ranks: RankPool) -> None:
     for message in ranks.run(_corrupt_a_copy, world=4):
-        assert "the shared part: weights or optimizer state of rank 1 (group 0) differ from those of rank 0 (group 0)" in message
+        assert (
+            "the shared part: weights or optimizer state of rank 1 (group 0) differ from those of rank 0 (group 0)"
+            in message
+        )

@@ -19,7 +19,14 @@ from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.models.registry import build_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4}
+LLAMA = {
+    "name": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 1.0,
@@ -103,7 +110,9 @@ def _traced(config: dict[str, Any], device: Device) -> StepTrace:
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
-def test_a_step_with_such_norms_is_as_planned_of_a_gpu(bf16: bool, checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_such_norms_is_as_planned_of_a_gpu(
+    bf16: bool, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = CONFIG | {"bf16": {"enabled": bf16}, "activation_checkpointing": {"mode": checkpointing}}
     on_cpu, on_cuda = _traced(config, "cpu"), _traced(config, "cuda")
     assert (on_cuda.state, on_cuda.flops) == (on_cpu.state, on_cpu.flops)

@@ -20,7 +20,14 @@ from sdp.models.registry import build_model
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
-LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4}
+LLAMA = {
+    "name": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+}
 RESNET = {"name": "resnet18", "stem": "cifar", "width": 8, "num_classes": 10, "image_size": 16}
 SEQUENCE = 64
 
@@ -108,7 +115,13 @@ def test_a_traced_step_is_a_real_ranks(ranks: RankPool, name: str) -> None:
 
 @pytest.mark.slow
 def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
-    model = LLAMA | {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    model = LLAMA | {
+        "vocab_size": 4096,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    }
     config = config_of(model=model, masking="backward") | {"train_micro_batch_size_per_gpu": 40}
     peak, state, *_ = ranks.run(measured, config, world=2, timeout=600)[0]
     plan = traced(config, 2)
@@ -121,9 +134,15 @@ def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
     ("layers", "options"),
     [
         (20, {"stage": 3, "bf16": True, "accumulation": 2, "checkpointing": "full"}),
-        (12, {"groups": 1, "stage": 3, "bf16": True, "accumulation": 2, "model": {"hidden_size": 512}}),  # the peak is amid the last blocks
+        (
+            12,
+            {"groups": 1, "stage": 3, "bf16": True, "accumulation": 2, "model": {"hidden_size": 512}},
+        ),  # the peak is amid the last blocks
         (20, {"masking": "backward"}),  # blocks of two kinds take turns
-        (24, {"groups": 4, "masking": "backward", "stage": 3, "placement": "cyclic", "profile": "uniform"}),  # in a pattern of four
+        (
+            24,
+            {"groups": 4, "masking": "backward", "stage": 3, "placement": "cyclic", "profile": "uniform"},
+        ),  # in a pattern of four
         (
             30,
             {"masking": "backward", "placement": {f"model.layers.{i}": [int(10 <= i < 20)] for i in range(30)}},
@@ -132,13 +151,19 @@ def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
         (10, {"granularity": "neuron", "neuron_groups": 2, "tp": 2}),
     ],
 )
-def test_what_is_left_out_of_a_deep_model_is_exactly_what_one_more_block_adds(layers: int, options: dict[str, Any]) -> None:
+def test_what_is_left_out_of_a_deep_model_is_exactly_what_one_more_block_adds(
+    layers: int, options: dict[str, Any]
+) -> None:
     model = LLAMA | {"num_hidden_layers": layers} | options.get("model", {})
     config = config_of(**{**options, "model": model})
     part, all_of_it = traced(config, 4), traced(config, 4, whole=True)
     assert part.traced_blocks < part.blocks == all_of_it.traced_blocks
     assert part.at_peak == all_of_it.at_peak
-    assert (part.activations, part.communication, part.flops) == (all_of_it.activations, all_of_it.communication, all_of_it.flops)
+    assert (part.activations, part.communication, part.flops) == (
+        all_of_it.activations,
+        all_of_it.communication,
+        all_of_it.flops,
+    )
     assert part.beside == all_of_it.beside
 
 

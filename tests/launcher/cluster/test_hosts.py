@@ -120,7 +120,9 @@ def test_words_survive(word: str) -> None:
     assert set(encoded) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:,@-+")
 
 
-@pytest.mark.parametrize(("word", "safe"), [("/opt/py-3.11/bin/python", True), ("a b", False), ("a;b", False), ("-x", False), ("", False)])
+@pytest.mark.parametrize(
+    ("word", "safe"), [("/opt/py-3.11/bin/python", True), ("a b", False), ("a;b", False), ("-x", False), ("", False)]
+)
 def test_safe_words(word: str, safe: bool) -> None:
     assert is_safe(word) is safe
 

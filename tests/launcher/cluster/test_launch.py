@@ -85,7 +85,15 @@ def test_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     printed = dry_run(capsys, *words)
     command = command_of(printed)
-    runner = ["--hostfile", "hosts", "--include", "worker-0:0,1@worker-1:1,3", "--force_multi", "--master_addr", "worker-0"]
+    runner = [
+        "--hostfile",
+        "hosts",
+        "--include",
+        "worker-0:0,1@worker-1:1,3",
+        "--force_multi",
+        "--master_addr",
+        "worker-0",
+    ]
     runner += [
         "--master_port",
         "29500",
@@ -101,7 +109,10 @@ def test_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
     assert command[:3] == [PYTHON, "-m", "deepspeed.launcher.runner"]
     assert command[3 : 3 + len(runner)] == runner
     assert train_words(printed) == ["train", "run.json", "--resume", "--set", 'env.NCCL_DEBUG="INFO"']
-    assert printed.splitlines()[1:3] == ["# ranks 0 to 1 on worker-0, devices 0,1", "# ranks 2 to 3 on worker-1, devices 1,3"]
+    assert printed.splitlines()[1:3] == [
+        "# ranks 0 to 1 on worker-0, devices 0,1",
+        "# ranks 2 to 3 on worker-1, devices 1,3",
+    ]
 
 
 def test_what_stops_a_run_under_deepspeed() -> None:
@@ -123,22 +134,43 @@ def test_what_stops_a_run_under_deepspeed() -> None:
 
 def test_open_mpi(capsys: pytest.CaptureFixture[str]) -> None:
     printed = dry_run(
-        capsys, "--launcher", "mpirun", "--mpi", "openmpi", "--hostfile", "hosts", "--launcher-args=--allow-run-as-root", "run.json"
+        capsys,
+        "--launcher",
+        "mpirun",
+        "--mpi",
+        "openmpi",
+        "--hostfile",
+        "hosts",
+        "--launcher-args=--allow-run-as-root",
+        "run.json",
     )
     command = command_of(printed)
     assert command[:5] == ["mpirun", "-np", "6", "--host", "worker-0:2,worker-1:4"]
     assert "--allow-run-as-root" in command
     assert train_words(printed) == ["train", "run.json"]
-    assert not any("tcp_if" in word or word in ("btl", "tcp,self", "^openib") for word in command)  # InfiniBand stays possible
+    assert not any(
+        "tcp_if" in word or word in ("btl", "tcp,self", "^openib") for word in command
+    )  # InfiniBand stays possible
 
 
 def test_mpich(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = dry_run(capsys, "--launcher", "mpirun", "--mpi", "mpich", "--hostfile", "hosts", "--mpirun", "mpiexec", "run.json")
+    printed = dry_run(
+        capsys, "--launcher", "mpirun", "--mpi", "mpich", "--hostfile", "hosts", "--mpirun", "mpiexec", "run.json"
+    )
     command = command_of(printed)
     hosts = command[command.index("-hosts") :]
     assert command[0] == "mpiexec"
     assert hosts[:4] == ["-hosts", "worker-0:2,worker-1:4", "-n", "6"]
-    assert hosts[4:] == [PYTHON, "-P", "-m", "sdp.launcher.cluster.rank", "0,1/0,1,2,3", "worker-0:29500", "train", "run.json"]
+    assert hosts[4:] == [
+        PYTHON,
+        "-P",
+        "-m",
+        "sdp.launcher.cluster.rank",
+        "0,1/0,1,2,3",
+        "worker-0:29500",
+        "train",
+        "run.json",
+    ]
 
 
 def test_intel_mpi(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,15 +178,37 @@ def test_intel_mpi(capsys: pytest.CaptureFixture[str]) -> None:
     assert command[command.index("I_MPI_PIN") :][:2] == ["I_MPI_PIN", "0"]
     first, second = " ".join(command).split(" : ")
     assert "-host worker-0 -n 2 " in first
-    assert second.startswith(f"-host worker-1 -n 4 {PYTHON} -P -m sdp.launcher.cluster.rank 0,1/0,1,2,3 worker-0:29500 train run.json")
+    assert second.startswith(
+        f"-host worker-1 -n 4 {PYTHON} -P -m sdp.launcher.cluster.rank 0,1/0,1,2,3 worker-0:29500 train run.json"
+    )
 
 
 def test_slurm(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--partition", "gpu", "--account", "a1", "--qos", "high", "--time", "1-12:00:00", "--constraint", "a100&nvlink"]
+    options = [
+        "--partition",
+        "gpu",
+        "--account",
+        "a1",
+        "--qos",
+        "high",
+        "--time",
+        "1-12:00:00",
+        "--constraint",
+        "a100&nvlink",
+    ]
     options += ["--container", "docker://nvcr.io/x:1", "--container-mounts", "/data:/data", "--signal-seconds", "120"]
-    printed = dry_run(capsys, "--launcher", "slurm", "--nodes", "2", "--gpus-per-node", "4", *options, "run.json", "--dump-dir", "out")
+    printed = dry_run(
+        capsys, "--launcher", "slurm", "--nodes", "2", "--gpus-per-node", "4", *options, "run.json", "--dump-dir", "out"
+    )
     lines = printed.splitlines()
-    for option in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "partition=gpu", "time=1-12:00:00", "constraint=a100&nvlink"):
+    for option in (
+        "nodes=2",
+        "ntasks-per-node=4",
+        "gpus-per-node=4",
+        "partition=gpu",
+        "time=1-12:00:00",
+        "constraint=a100&nvlink",
+    ):
         assert f"#SBATCH --{option}" in lines
     assert "#SBATCH --signal=B:USR1@120" in lines
     assert f'#SBATCH --output="{Path.cwd()}/out/slurm/job-%j.log"' in lines
@@ -172,12 +226,16 @@ def test_slurm(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("degree", [2, 4])
-def test_tensor_parallelism_across_hosts_is_warned_of(capsys: pytest.CaptureFixture[str], launcher: list[str], degree: int) -> None:
+def test_tensor_parallelism_across_hosts_is_warned_of(
+    capsys: pytest.CaptureFixture[str], launcher: list[str], degree: int
+) -> None:
     settings = ["--set", "sdp.groups=1", "--tp", str(degree)]
     assert main(["launch", "--dry-run", "--launcher", *launcher, "run.json", *settings]) == 0
     said = capsys.readouterr().err
     names = "node 0 and node 1" if launcher[0] == "slurm" else "worker-0 and worker-1"
-    assert (f"sdp: WARNING: tensor parallelism of 4 ranks crosses the network: ranks 0 to 3 are on {names}" in said) == (degree == 4)
+    assert (
+        f"sdp: WARNING: tensor parallelism of 4 ranks crosses the network: ranks 0 to 3 are on {names}" in said
+    ) == (degree == 4)
     assert said.count("\n") == (degree == 4)
 
 
@@ -188,7 +246,9 @@ def test_slurm_without_gpus_asks_for_none(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("word", HOSTILE)
 @pytest.mark.parametrize("launcher", ["local", "deepspeed", "mpirun"])
 def test_hostile_words_stay_words(capsys: pytest.CaptureFixture[str], launcher: str, word: str) -> None:
-    hosts = [] if launcher == "local" else ["--hostfile", "hosts"] + (["--mpi", "openmpi"] if launcher == "mpirun" else [])
+    hosts = (
+        [] if launcher == "local" else ["--hostfile", "hosts"] + (["--mpi", "openmpi"] if launcher == "mpirun" else [])
+    )
     out = word or "."
     printed = dry_run(capsys, "--launcher", launcher, *hosts, "--env", f"NCCL_X={word}", "run.json", "--dump-dir", out)
     expected = ["train", "run.json", "--dump-dir", out, "--set", f"env.NCCL_X={json.dumps(word)}"]
@@ -213,14 +273,24 @@ def test_hostile_words_in_the_batch_script(capsys: pytest.CaptureFixture[str], f
     stand_in = Path("bin/srun")
     stand_in.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{folder}/words"\nexit 3\n')
     stand_in.chmod(0o755)
-    printed = dry_run(capsys, "--launcher", "slurm", "--gpus-per-node", "2", "--env", f"NCCL_X={word}", "run.json", "--dump-dir", word)
+    printed = dry_run(
+        capsys, "--launcher", "slurm", "--gpus-per-node", "2", "--env", f"NCCL_X={word}", "run.json", "--dump-dir", word
+    )
     script = printed.partition("\n")[2]
     (folder / word / "slurm").mkdir(parents=True)
     environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
     ended = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (3, "")
     words = Path("words").read_text().splitlines()
-    assert words[words.index("train") :] == ["train", "run.json", "--dump-dir", word, "--set", f"env.NCCL_X={json.dumps(word)}", "--resume"]
+    assert words[words.index("train") :] == [
+        "train",
+        "run.json",
+        "--dump-dir",
+        word,
+        "--set",
+        f"env.NCCL_X={json.dumps(word)}",
+        "--resume",
+    ]
     assert [line.split()[1:] for line in (folder / word / "slurm/events").read_text().splitlines()] == [
         ["7", "running"],
         ["7", "ended", "3"],
@@ -238,7 +308,9 @@ def test_hostile_words_in_the_batch_script(capsys: pytest.CaptureFixture[str], f
         ("Unable to create step", 143),
     ],
 )
-def test_the_code_of_the_task_that_failed_first(capsys: pytest.CaptureFixture[str], folder: Path, said: str, expected: int) -> None:
+def test_the_code_of_the_task_that_failed_first(
+    capsys: pytest.CaptureFixture[str], folder: Path, said: str, expected: int
+) -> None:
     Path("bin").mkdir()
     stand_in = Path("bin/srun")
     stand_in.write_text(f"#!/bin/sh\nprintf 'srun: error: {said}\\n' >&2\nexit 143\n")
@@ -251,7 +323,9 @@ def test_the_code_of_the_task_that_failed_first(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(("given", "expected"), [({"SLURM_CPUS_PER_TASK": "6"}, "6"), ({}, "unset")])
-def test_srun_is_told_the_cores_of_a_task(capsys: pytest.CaptureFixture[str], folder: Path, given: dict[str, str], expected: str) -> None:
+def test_srun_is_told_the_cores_of_a_task(
+    capsys: pytest.CaptureFixture[str], folder: Path, given: dict[str, str], expected: str
+) -> None:
     Path("bin").mkdir()
     stand_in = Path("bin/srun")
     stand_in.write_text(f'#!/bin/sh\necho "${{SRUN_CPUS_PER_TASK-unset}}" > "{folder}/cores"\n')
@@ -271,28 +345,79 @@ def test_srun_is_told_the_cores_of_a_task(capsys: pytest.CaptureFixture[str], fo
         (["--launcher", "local", "--hostfile", "hosts", "run.json"], "--hostfile has no effect with --launcher local"),
         (["--launcher", "mpirun", "run.json"], "needs --hostfile"),
         (["--launcher", "slurm", "run.json"], "needs --gpus-per-node"),
-        (["--launcher", "slurm", "--gpus-per-node", "2", "--mpi", "mpich", "run.json"], "--mpi has no effect with --launcher slurm"),
-        (["--launcher", "slurm", "--gpus-per-node", "2", "--partition", "a\n#SBATCH --x", "run.json"], "not a value that SLURM could know"),
-        (["--launcher", "slurm", "--gpus-per-node", "2", "--time", "1;touch pwned", "run.json"], "not a value that SLURM could know"),
-        (["--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", 'a"b'], "choose a name without them"),
-        (["--launcher", "slurm", "--gpus-per-node", "2", "--launcher-args", "touch pwned", "run.json"], "options of sbatch in the form"),
-        (["--launcher", "local", "--gpus-per-node", "3", "run.json"], "3 processes (--gpus-per-node) are not a multiple of groups 2"),
-        (["--launcher", "deepspeed", "--hostfile", "hosts", "run.json", "--fsdp", "2"], "6 processes (slots of 2 hosts) are not"),
-        (["--launcher", "local", "--gpus-per-node", "10", "run.json"], "train_batch_size 24 (from the configuration) is not"),
-        (["--launcher", "local", "run.json", "--set", "train_batch_size=7"], "train_batch_size 7 (from the configuration) is not"),
-        (["--launcher", "slurm", "--gpus-per-node", "2", "--launcher-args=--nodes=2", "run.json"], "'--nodes=2': which ranks there are is"),
+        (
+            ["--launcher", "slurm", "--gpus-per-node", "2", "--mpi", "mpich", "run.json"],
+            "--mpi has no effect with --launcher slurm",
+        ),
+        (
+            ["--launcher", "slurm", "--gpus-per-node", "2", "--partition", "a\n#SBATCH --x", "run.json"],
+            "not a value that SLURM could know",
+        ),
+        (
+            ["--launcher", "slurm", "--gpus-per-node", "2", "--time", "1;touch pwned", "run.json"],
+            "not a value that SLURM could know",
+        ),
+        (
+            ["--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", 'a"b'],
+            "choose a name without them",
+        ),
+        (
+            ["--launcher", "slurm", "--gpus-per-node", "2", "--launcher-args", "touch pwned", "run.json"],
+            "options of sbatch in the form",
+        ),
+        (
+            ["--launcher", "local", "--gpus-per-node", "3", "run.json"],
+            "3 processes (--gpus-per-node) are not a multiple of groups 2",
+        ),
+        (
+            ["--launcher", "deepspeed", "--hostfile", "hosts", "run.json", "--fsdp", "2"],
+            "6 processes (slots of 2 hosts) are not",
+        ),
+        (
+            ["--launcher", "local", "--gpus-per-node", "10", "run.json"],
+            "train_batch_size 24 (from the configuration) is not",
+        ),
+        (
+            ["--launcher", "local", "run.json", "--set", "train_batch_size=7"],
+            "train_batch_size 7 (from the configuration) is not",
+        ),
+        (
+            ["--launcher", "slurm", "--gpus-per-node", "2", "--launcher-args=--nodes=2", "run.json"],
+            "'--nodes=2': which ranks there are is",
+        ),
         (
             ["--launcher", "slurm", "--gpus-per-node", "2", "--launcher-args=-N2", "run.json"],
             "said by --nodes and --gpus-per-node; leave",
         ),
-        (["--launcher", "mpirun", "--hostfile", "hosts", "--launcher-args=-np 4", "run.json"], "'-np': which ranks there are is said by"),
-        (["--launcher", "deepspeed", "--hostfile", "hosts", "--launcher-args=--num_nodes=1", "run.json"], "'--num_nodes=1': which ranks"),
+        (
+            ["--launcher", "mpirun", "--hostfile", "hosts", "--launcher-args=-np 4", "run.json"],
+            "'-np': which ranks there are is said by",
+        ),
+        (
+            ["--launcher", "deepspeed", "--hostfile", "hosts", "--launcher-args=--num_nodes=1", "run.json"],
+            "'--num_nodes=1': which ranks",
+        ),
         *(
-            (["--launcher", launcher, *more, f"--launcher-args={word}", "run.json"], f"{word.split()[0]!r}: which ranks there are")
+            (
+                ["--launcher", launcher, *more, f"--launcher-args={word}", "run.json"],
+                f"{word.split()[0]!r}: which ranks there are",
+            )
             for launcher, more, words in (
-                ("slurm", ("--gpus-per-node", "2"), ("--array=0-3", "--gpus-per-node=4", "--ntasks-per-node=3", "--ntas=3", "-n3")),
-                ("mpirun", ("--hostfile", "hosts"), ("--pernode", "-rf x", ": -n 2", "--default-hostfile x", "-machinefile=x")),
-                ("deepspeed", ("--hostfile", "hosts"), ("--num_gpu=2", "-iw0", "--inc=w0", "--num_accelerators=2", "--exc=w0")),
+                (
+                    "slurm",
+                    ("--gpus-per-node", "2"),
+                    ("--array=0-3", "--gpus-per-node=4", "--ntasks-per-node=3", "--ntas=3", "-n3"),
+                ),
+                (
+                    "mpirun",
+                    ("--hostfile", "hosts"),
+                    ("--pernode", "-rf x", ": -n 2", "--default-hostfile x", "-machinefile=x"),
+                ),
+                (
+                    "deepspeed",
+                    ("--hostfile", "hosts"),
+                    ("--num_gpu=2", "-iw0", "--inc=w0", "--num_accelerators=2", "--exc=w0"),
+                ),
             )
             for word in words
         ),
@@ -300,11 +425,26 @@ def test_srun_is_told_the_cores_of_a_task(capsys: pytest.CaptureFixture[str], fo
             ["--launcher", "mpirun", "--hostfile", "hosts", "run.json", "--set", "train_batch_size=8"],
             "data ranks 6 (sdp.groups 2 × fsdp 3)",
         ),
-        (["--launcher", "slurm", "--nodes", "5", "--gpus-per-node", "2", "run.json"], "data ranks 10 (sdp.groups 2 × fsdp 5)"),
-        (["--launcher", "deepspeed", "--hostfile", "hosts", "--master-addr", "a;b", "run.json"], "--master-addr: 'a;b' is no host name"),
-        (["--launcher", "deepspeed", "--hostfile", "hosts", "--python", "/a b/python", "run.json"], "passes it unquoted to remote shells"),
-        (["--launcher", "deepspeed", "--hostfile", "hosts", "--python", "/a/%h/python", "run.json"], "passes it unquoted to remote shells"),
-        (["--launcher", "deepspeed", "--hostfile", "hosts", "--launcher-args=--venv_script=/%u/x", "run.json"], "passes it through pdsh"),
+        (
+            ["--launcher", "slurm", "--nodes", "5", "--gpus-per-node", "2", "run.json"],
+            "data ranks 10 (sdp.groups 2 × fsdp 5)",
+        ),
+        (
+            ["--launcher", "deepspeed", "--hostfile", "hosts", "--master-addr", "a;b", "run.json"],
+            "--master-addr: 'a;b' is no host name",
+        ),
+        (
+            ["--launcher", "deepspeed", "--hostfile", "hosts", "--python", "/a b/python", "run.json"],
+            "passes it unquoted to remote shells",
+        ),
+        (
+            ["--launcher", "deepspeed", "--hostfile", "hosts", "--python", "/a/%h/python", "run.json"],
+            "passes it unquoted to remote shells",
+        ),
+        (
+            ["--launcher", "deepspeed", "--hostfile", "hosts", "--launcher-args=--venv_script=/%u/x", "run.json"],
+            "passes it through pdsh",
+        ),
         (["--launcher", "deepspeed", "--hostfile", "per-cent", "run.json"], "'n%h' is no host name"),
         (["--launcher", "deepspeed", "--hostfile", "local-host", "run.json"], "cannot reach rank 0 at localhost"),
         (["--launcher", "local", "--env", "NCCL_DEBUG", "run.json"], "expected NAME=VALUE"),
@@ -314,11 +454,23 @@ def test_srun_is_told_the_cores_of_a_task(capsys: pytest.CaptureFixture[str], fo
         (["--launcher", "mpirun", "--hostfile", "hosts", "--launcher-args", "'", "run.json"], "No closing quotation"),
         (["--launcher", "local", "run.json", "--nproc", "2"], "give --gpus-per-node before CONFIG"),
         (["--launcher", "local", "none.json"], "none.json: no such configuration file"),
-        (["--launcher", "mpirun", "--hostfile", "none", "run.json"], "--hostfile none: cannot be read (No such file or directory)"),
-        (["--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", "earlier"], "earlier already holds a run"),
+        (
+            ["--launcher", "mpirun", "--hostfile", "none", "run.json"],
+            "--hostfile none: cannot be read (No such file or directory)",
+        ),
+        (
+            ["--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", "earlier"],
+            "earlier already holds a run",
+        ),
         (["--launcher", "local", "run.json", "--dump-dir", "earlier"], "earlier already holds a run; pass --resume"),
-        (["--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--set", "sdp.capacity=1.5"], "sdp.capacity: 1.5 is out of range"),
-        (["--launcher", "mpirun", "--hostfile", "hosts", "--mpirun", "./no-mpirun", "run.json"], "no-mpirun is not on the PATH"),
+        (
+            ["--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--set", "sdp.capacity=1.5"],
+            "sdp.capacity: 1.5 is out of range",
+        ),
+        (
+            ["--launcher", "mpirun", "--hostfile", "hosts", "--mpirun", "./no-mpirun", "run.json"],
+            "no-mpirun is not on the PATH",
+        ),
     ],
 )
 def test_refused(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
@@ -332,14 +484,18 @@ def test_refused(capsys: pytest.CaptureFixture[str], words: list[str], message: 
     assert message in err
 
 
-@pytest.mark.parametrize("line", ["A=%h", "A=a%%b", "A=$(touch pwned)", "A=`touch pwned`", 'A="x"', "# comment", "", "export A=1"])
+@pytest.mark.parametrize(
+    "line", ["A=%h", "A=a%%b", "A=$(touch pwned)", "A=`touch pwned`", 'A="x"', "# comment", "", "export A=1"]
+)
 def test_deepspeed_env_file_that_the_runner_would_trip_over(capsys: pytest.CaptureFixture[str], line: str) -> None:
     Path(".deepspeed_env").write_text(f"NCCL_DEBUG=INFO\n{line}\n")
     assert main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
     assert ".deepspeed_env:2:" in capsys.readouterr().err
 
 
-def test_deepspeed_exports_that_a_remote_shell_would_expand(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_exports_that_a_remote_shell_would_expand(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UCX_TLS", "$(touch pwned)")
     assert main(["launch", "--dry-run", "--launcher", "deepspeed", "--hostfile", "hosts", "run.json"]) == 2
     assert "UCX_TLS='$(touch pwned)'" in capsys.readouterr().err
@@ -374,8 +530,16 @@ def test_deepspeed_keeps_the_users_ssh_options(monkeypatch: pytest.MonkeyPatch) 
     assert settings == {"PDSH_SSH_ARGS_APPEND": f"-p 2222 -i key {alone}"}
 
 
-def test_started_ranks_are_not_launched_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+def test_started_ranks_are_not_launched_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     assert main(["launch", "--launcher", "local", "run.json"]) == 2
     assert "its ranks run sdp train themselves" in capsys.readouterr().err
@@ -417,16 +581,34 @@ def test_rank_on_another_host_than_planned(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_local_ranks_of_unequal_hosts_under_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed numbers them by rank modulo the host's slots: ranks 2, 3, 4 of hosts with 2 and 3 slots as 2, 0, 1."""
-    values = {"RANK": 2, "WORLD_SIZE": 5, "LOCAL_RANK": 2, "LOCAL_SIZE": 3, "CROSS_RANK": 1, "MASTER_ADDR": "h", "MASTER_PORT": 7}
+    values = {
+        "RANK": 2,
+        "WORLD_SIZE": 5,
+        "LOCAL_RANK": 2,
+        "LOCAL_SIZE": 3,
+        "CROSS_RANK": 1,
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": 7,
+    }
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
     assert place_settings([[0, 1], [0, 1, 2]], "h", "7")["LOCAL_RANK"] == "0"
 
 
 def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"a text of number {n} " * 9}) + "\n" for n in range(40)))
-    prepare([str(folder / "texts.jsonl")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
-    model = {"name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": f"a text of number {n} " * 9}) + "\n" for n in range(40))
+    )
+    prepare(
+        [str(folder / "texts.jsonl")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False
+    )
+    model = {
+        "name": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "sdp": {"groups": 2, "capacity": 0.5},
@@ -446,7 +628,10 @@ def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
     assert "environment of every rank: GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=a b" in launched.stderr
     trained = [*head, "train", "small.json", "--set", "sdp.engine=reference", "--dump-dir", "two"]  # in one process
     assert subprocess.run(trained, env=environ, capture_output=True, timeout=240).returncode == 0
-    losses = [[json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()] for run in ("one run", "two")]
+    losses = [
+        [json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+        for run in ("one run", "two")
+    ]
     assert len(losses[0]) == 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -467,12 +652,18 @@ def test_examples_for_clusters(folder: Path, name: str) -> None:
     (folder / "sdp").write_text(f'#!/bin/sh\nexec {shlex.quote(PYTHON)} -P -m sdp "$@"\n')
     (folder / "sdp").chmod(0o755)
     (folder / "hosts").write_text("worker-0 slots=8\nworker-1 slots=8\n")
-    environ = dict(os.environ, PYTHONPATH=str(root.parent), PATH=f"{folder}:{os.environ['PATH']}", HOSTFILE=str(folder / "hosts"))
+    environ = dict(
+        os.environ, PYTHONPATH=str(root.parent), PATH=f"{folder}:{os.environ['PATH']}", HOSTFILE=str(folder / "hosts")
+    )
     script = root / f"configs/clusters/{name}.sh"
     shown = subprocess.run([script, "--dry-run"], cwd=root, env=environ, capture_output=True, text=True, timeout=60)
     assert (shown.returncode, shown.stderr) == (0, "")
     text = " ".join(map(decode, shown.stdout.replace("'", "").split()))
-    missing = [name for name in [*EXAMPLES[name], "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"] if f"--set env.{name}=" not in text]
+    missing = [
+        name
+        for name in [*EXAMPLES[name], "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"]
+        if f"--set env.{name}=" not in text
+    ]
     assert not missing, text
     if name != "ethernet":
         options = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time")

@@ -31,7 +31,10 @@ def test_ended_when_it_hangs_after_its_job(capfdbinary: pytest.CaptureFixture[by
     assert run_watched(["sh", "-c", 'echo "$1" >&2; exec sleep 60', "sh", line], os.environ, 0.3) == 1
     assert time.monotonic() - started < 30
     out, err = capfdbinary.readouterr()
-    assert (out, err.decode().splitlines()) == (b"", [line, "sdp: sh still waits for a host 0.3 s after the job's end: killed"])
+    assert (out, err.decode().splitlines()) == (
+        b"",
+        [line, "sdp: sh still waits for a host 0.3 s after the job's end: killed"],
+    )
 
 
 def test_ranks_that_a_launcher_leaves_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +80,9 @@ def test_the_ranks_of_a_run_are_signalled_and_nothing_else() -> None:
     script = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']) if sys.argv[1:] else 0\nprint(0, flush=True)\ntime.sleep(60)"
     runs = [
         [
-            subprocess.Popen([sys.executable, "-c", script, *words], env=_told(port), stdout=subprocess.PIPE, process_group=0)
+            subprocess.Popen(
+                [sys.executable, "-c", script, *words], env=_told(port), stdout=subprocess.PIPE, process_group=0
+            )
             for words in (["more"], [])
         ]
         for port in ("1111", "11111")

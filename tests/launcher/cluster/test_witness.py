@@ -36,7 +36,11 @@ def _ended(script: str, *words: str) -> tuple[int, str, str]:
 
 
 def test_an_end_of_its_own_is_passed_on_without_a_word() -> None:
-    assert _ended("import os, sys; print(sys.argv[1], os.environ['FROM']); sys.exit(7)", "word") == (7, "word the launcher\n", "")
+    assert _ended("import os, sys; print(sys.argv[1], os.environ['FROM']); sys.exit(7)", "word") == (
+        7,
+        "word the launcher\n",
+        "",
+    )
 
 
 def test_a_killed_rank_is_named_with_host_step_and_cause() -> None:
@@ -47,7 +51,10 @@ def test_a_killed_rank_is_named_with_host_step_and_cause() -> None:
 
 def test_one_that_is_killed_before_it_said_anything() -> None:
     code, _, err = _ended("import os; os.kill(os.getpid(), 11)")
-    assert (code, err) == (128 + signal.SIGSEGV, f"sdp: error: rank 3 on {socket.gethostname()} was killed by SIGSEGV\n")
+    assert (code, err) == (
+        128 + signal.SIGSEGV,
+        f"sdp: error: rank 3 on {socket.gethostname()} was killed by SIGSEGV\n",
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
@@ -63,7 +70,8 @@ def test_signals_reach_it_and_are_no_failure_to_tell_of(number: signal.Signals) 
 def test_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     code, out, _ = _ended(
-        _SAY_PLACE + f"print(subprocess.Popen(['sleep', '60'], stdout=2).pid, os.listdir({str(tmp_path)!r})); sys.exit(3)"
+        _SAY_PLACE
+        + f"print(subprocess.Popen(['sleep', '60'], stdout=2).pid, os.listdir({str(tmp_path)!r})); sys.exit(3)"
     )
     pid, files = out.split(maxsplit=1)
     assert (code, files) == (3, "[]\n"), "what has a name may be left behind"

@@ -14,7 +14,15 @@ from sdp.tools.cli import main
 
 TINY = "--layers 4 --hidden 16 --intermediate 32 --heads 2 --vocab-size 64 --sequence 8 --micro-batch 2 --repeats 3 --warmup 1".split()
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +44,16 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
 
 def test_report_names_model_batch_and_software(outcome: tuple[str, dict[str, Any]]) -> None:
     settings = outcome[1]["settings"]
-    expected = {"layers": 4, "hidden": 16, "micro_batch": 2, "sequence": 8, "groups": 4, "capacity": 0.5, "threads": 1, "repeats": 3}
+    expected = {
+        "layers": 4,
+        "hidden": 16,
+        "micro_batch": 2,
+        "sequence": 8,
+        "groups": 4,
+        "capacity": 0.5,
+        "threads": 1,
+        "repeats": 3,
+    }
     assert settings.items() >= expected.items()
     assert all(settings[name] for name in ("torch", "python", "device", "dtype", "optimizer"))
 
@@ -51,7 +68,9 @@ def test_every_timing_is_complete_and_compared_with_the_loop(outcome: tuple[str,
         assert base["ratios"] == [1.0] * 3
         for timing in comparison["timings"]:
             assert all(seconds > 0 for seconds in timing["seconds"])
-            assert timing["ratios"] == pytest.approx([a / b for a, b in zip(timing["seconds"], base["seconds"], strict=True)])
+            assert timing["ratios"] == pytest.approx(
+                [a / b for a, b in zip(timing["seconds"], base["seconds"], strict=True)]
+            )
             assert timing["median_seconds"] == sorted(timing["seconds"])[1]
             assert timing["median_ratio"] == sorted(timing["ratios"])[1]
     assert [[timing["name"] for timing in comparison["timings"]] for comparison in under_deepspeed] == [
@@ -72,7 +91,9 @@ def test_the_terminal_shows_every_timing(outcome: tuple[str, dict[str, Any]]) ->
     printed, report = outcome
     for comparison in report["comparisons"]:
         assert comparison["name"] in printed
-        assert f"aim: at most {comparison['aim']:.2f}: {'reached' if comparison['reached'] else 'NOT reached'}" in printed
+        assert (
+            f"aim: at most {comparison['aim']:.2f}: {'reached' if comparison['reached'] else 'NOT reached'}" in printed
+        )
         for timing in comparison["timings"]:
             assert f"{timing['median_ratio']:.3f}" in printed
 
@@ -92,8 +113,16 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.Ca
     assert message in err
 
 
-def test_refuses_a_launcher_of_several_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+def test_refuses_a_launcher_of_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }.items():
         monkeypatch.setenv(name, value)
     assert main(["bench", *TINY]) == 2
     assert "sdp bench times one rank" in capsys.readouterr().err

@@ -29,7 +29,14 @@ from sdp.tools.cli import main
 from sdp.tools.plan.alternatives import alternatives
 from sdp.tools.plan.machine import Machine
 
-MODEL = {"name": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+MODEL = {
+    "name": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 1.0,
@@ -51,15 +58,23 @@ def measured(names: list[str], layers: int) -> Any:
     return measure({name: variant(name, config, layers) for name in names}, ROUNDS, config, torch.device("cpu"))
 
 
-def test_every_method_does_its_work_and_is_reported(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_method_does_its_work_and_is_reported(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = load_config(CONFIG)
     names = [*DENSE, "sdp-block-forward-0.5", "sdp-neuron-backward-0.5"]
     plans = plan_methods(names, config, 4)
     layers = plans["smaller-ddp"].config.model["num_hidden_layers"]
     assert 1 <= layers < 4
-    ddp = next(column for column in alternatives(config, Machine((4,), 1.0, 1.0, 1.0, 1.0), 4)[0] if column.name == "DDP")
-    assert ddp.worst.trace.peak == plans["ddp"].peak  # the column of ``sdp plan``, which below is held to what torch's DDP needs
-    facts, races = ranks.run(measured, names, layers, world=4)[0]  # raises where DDP, FSDP2, HSDP and ZeRO have other losses
+    ddp = next(
+        column for column in alternatives(config, Machine((4,), 1.0, 1.0, 1.0, 1.0), 4)[0] if column.name == "DDP"
+    )
+    assert (
+        ddp.worst.trace.peak == plans["ddp"].peak
+    )  # the column of ``sdp plan``, which below is held to what torch's DDP needs
+    facts, races = ranks.run(measured, names, layers, world=4)[
+        0
+    ]  # raises where DDP, FSDP2, HSDP and ZeRO have other losses
     write_report(tmp_path, Report(SETTINGS, plans, facts, races))
     rows = json.loads((tmp_path / "report.json").read_text())["races"][0]["methods"]
     printed = capsys.readouterr().out
@@ -71,14 +86,24 @@ def test_every_method_does_its_work_and_is_reported(ranks: RankPool, tmp_path: P
         assert row["compute_seconds"] > 0
         assert row["slowest_over_mean"] >= 1
         # Equal blocks, and equal shares of them; branches differ.
-        assert row["planned_slowest_over_mean"] == 1 or (name == names[-1] and 1 < row["planned_slowest_over_mean"] < 1.01)
+        assert row["planned_slowest_over_mean"] == 1 or (
+            name == names[-1] and 1 < row["planned_slowest_over_mean"] < 1.01
+        )
         if row["planned_peak_bytes"]:  # tiny: counters and scalars show
-            assert row["peak_bytes"] == pytest.approx(row["planned_peak_bytes"], rel=0.01 if "ddp" in name else 0.1), name
+            assert row["peak_bytes"] == pytest.approx(row["planned_peak_bytes"], rel=0.01 if "ddp" in name else 0.1), (
+                name
+            )
     # On a ring of four, and only there, gloo sends what is planned, beside 100 bytes for each message.
     for name in ("ddp", "ddp-recompute", "ddp-bf16-gradients", "smaller-ddp", "sdp-block-forward-0.5"):
-        assert rows[name]["planned_sent_bytes"] <= rows[name]["sent_bytes"] <= rows[name]["planned_sent_bytes"] * 1.05 + 20_000, name
+        assert (
+            rows[name]["planned_sent_bytes"]
+            <= rows[name]["sent_bytes"]
+            <= rows[name]["planned_sent_bytes"] * 1.05 + 20_000
+        ), name
     assert rows["ddp"]["collectives"] == 1  # one bucket
-    assert rows["sdp-block-forward-0.5"]["collectives"] == 5  # of two blocks, of what is shared before and after them, and of the norm
+    assert (
+        rows["sdp-block-forward-0.5"]["collectives"] == 5
+    )  # of two blocks, of what is shared before and after them, and of the norm
     assert rows["ddp-bf16-gradients"]["sent_bytes"] < 0.7 * rows["ddp"]["sent_bytes"]
     assert rows["diloco"]["sent_bytes"] < 0.1 * rows["ddp"]["sent_bytes"]
     for name in names[-2:]:
@@ -105,7 +130,9 @@ def test_gradients_of_earlier_micro_batches_are_beside_ddps_buckets(ranks: RankP
 def test_methods_of_another_work_are_told_apart() -> None:
     from sdp.tools.bench.measure import _require_same_losses
 
-    _require_same_losses({"ddp": {"losses": [2.0, 1.0]}, "zero3": {"losses": [2.00001, 1.0]}, "diloco": {"losses": [2.0, 3.0]}})
+    _require_same_losses(
+        {"ddp": {"losses": [2.0, 1.0]}, "zero3": {"losses": [2.00001, 1.0]}, "diloco": {"losses": [2.0, 3.0]}}
+    )
     with pytest.raises(RuntimeError, match="did not do the same work"):
         _require_same_losses({"ddp": {"losses": [2.0, 1.0]}, "zero3": {"losses": [2.0, 1.1]}})
 
@@ -153,7 +180,15 @@ def test_bytes_that_the_kernel_does_not_count_are_not_measured(monkeypatch: pyte
     monkeypatch.delattr("socket.TCP_INFO")
     reason = why_not_counted(torch.device("cpu"))
     assert "does not tell what a TCP connection sent" in str(reason)
-    turns = {"ddp": {"seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": None, "collectives": 2.0, "slowest_over_mean": [1.0]}}
+    turns = {
+        "ddp": {
+            "seconds": [1.0],
+            "compute_seconds": [0.5],
+            "sent_bytes": None,
+            "collectives": 2.0,
+            "slowest_over_mean": [1.0],
+        }
+    }
     facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
     report = Report(SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, [Race(None, None, turns, reason)])
     (race,) = report.to_json()["races"]
@@ -183,11 +218,26 @@ def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pyt
         stat.write_text(other)
         assert ticks() is None
         assert stolen(first, None) is None
-    turns = {"ddp": {"seconds": [1.0], "compute_seconds": [0.5], "sent_bytes": 1.0, "collectives": 2.0, "slowest_over_mean": [1.0]}}
+    turns = {
+        "ddp": {
+            "seconds": [1.0],
+            "compute_seconds": [0.5],
+            "sent_bytes": 1.0,
+            "collectives": 2.0,
+            "slowest_over_mean": [1.0],
+        }
+    }
     facts = {"ddp": {"losses": [1.0], "parameters": 1, "peak_bytes": 1}}
     for share, said in ((0.35, 1), (0.0, 0), (None, 0)):
-        report = Report(SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, [Race(None, None, turns, None, share)])
-        assert _markdown(report, report.to_json()).count("The hypervisor gave 35% of the processors' time to other machines") == said
+        report = Report(
+            SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, [Race(None, None, turns, None, share)]
+        )
+        assert (
+            _markdown(report, report.to_json()).count(
+                "The hypervisor gave 35% of the processors' time to other machines"
+            )
+            == said
+        )
 
 
 def test_what_sdp_must_reach_over_a_link_is_judged_beside_the_plan() -> None:
@@ -234,7 +284,12 @@ def test_a_default_method_is_named_by_all_of_its_capacity(capacity: float) -> No
 
 
 @pytest.mark.parametrize(
-    "listed", [{"placement": {f"layers.{layer}": [0, 1] for layer in range(4)}}, {"profile": [4, 2, 1, 1]}, {"capacity": [0.5] * 4}]
+    "listed",
+    [
+        {"placement": {f"layers.{layer}": [0, 1] for layer in range(4)}},
+        {"profile": [4, 2, 1, 1]},
+        {"capacity": [0.5] * 4},
+    ],
 )
 def test_holders_that_are_listed_go_without_the_name_of_a_capacity(listed: dict[str, Any]) -> None:
     assert default_methods(load_config(CONFIG | {"sdp": {"groups": 4} | listed})) == [*DENSE, "sdp"]
@@ -248,10 +303,16 @@ def test_holders_that_are_listed_go_without_the_name_of_a_capacity(listed: dict[
         (["--methods", "sdp-block-forward-0.5", "--set", 'sdp.placement={"layers.0": [0]}'], "whatever C; write sdp"),
         (["--methods", ""], '--methods "": a name is empty'),
         (["--methods", "ddp,"], '--methods "ddp,": a name is empty'),
-        (["--methods", "hsdp", "--nproc", "2", "--set", "sdp.groups=2"], "--methods hsdp: needs an even number of ranks"),
+        (
+            ["--methods", "hsdp", "--nproc", "2", "--set", "sdp.groups=2"],
+            "--methods hsdp: needs an even number of ranks",
+        ),
         (["--workers", "2,two"], "--workers 2,two: expected different numbers of ranks"),
         (["--workers", "2,4", "--nproc", "2"], "--nproc: --workers says how many ranks to start"),
-        (["--workers", "4,5", "--methods", "hsdp"], "--workers 4,5: 5 cannot be run: --methods hsdp: needs an even number of ranks"),
+        (
+            ["--workers", "4,5", "--methods", "hsdp"],
+            "--workers 4,5: 5 cannot be run: --methods hsdp: needs an even number of ranks",
+        ),
         (["--set", "sdp.capacity=0.05"], "4 ranks leave nothing of SDP to compare: sdp.capacity: 0.05 × 4 groups"),
         (["--rounds", "0"], "--rounds: 0 is not a positive whole number"),
         (["--network", "fast"], "--network fast: expected rates"),
@@ -262,7 +323,9 @@ def test_holders_that_are_listed_go_without_the_name_of_a_capacity(listed: dict[
         (["--set", "bf16.enabled=true"], "bf16.enabled: methods are compared in float32"),
     ],
 )
-def test_mistakes_are_one_line(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(CONFIG))
     assert main(["bench", str(path), *words]) == 2
@@ -278,7 +341,10 @@ def test_a_report_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "workers-2" / "report.json").write_text("{}")
     for words, said in (
         (["--out", str(tmp_path / "workers-2")], f"--out {tmp_path / 'workers-2'}: holds the report of an earlier run"),
-        (["--out", str(tmp_path), "--workers", "2,4"], f"--workers 2,4: 2 cannot be run: --out {tmp_path / 'workers-2'}: holds the report"),
+        (
+            ["--out", str(tmp_path), "--workers", "2,4"],
+            f"--workers 2,4: 2 cannot be run: --out {tmp_path / 'workers-2'}: holds the report",
+        ),
         (["--out", str(path / "below")], f"--out {path / 'below'}: cannot be made (Not a directory)"),
     ):
         assert main(["bench", str(path), "--methods", "ddp", *words]) == 2
@@ -286,7 +352,9 @@ def test_a_report_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "workers-2" / "report.json").read_text() == "{}"
 
 
-def test_numbers_of_workers_have_their_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_workers_have_their_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launcher_layout, "visible_devices", lambda: 2)
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(CONFIG))

@@ -22,7 +22,10 @@ def report(speeds: dict[str, float], over: dict[str, float]) -> dict[str, Any]:
 
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1}
-REPORTS = {2: report({"ddp": 100.0, "sdp": 200.0}, {"ddp": 1.0, "sdp": 2.0}), 4: report({"ddp": 150.0, "sdp": 400.0, "hsdp": 80.0}, {})}
+REPORTS = {
+    2: report({"ddp": 100.0, "sdp": 200.0}, {"ddp": 1.0, "sdp": 2.0}),
+    4: report({"ddp": 150.0, "sdp": 400.0, "hsdp": 80.0}, {}),
+}
 
 
 def test_efficiency_is_of_a_worker_beside_the_fewest() -> None:
@@ -60,7 +63,9 @@ def test_each_number_is_a_run_of_as_many_groups(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_run_that_fails_ends_it(tmp_path: Path) -> None:
-    given = argparse.Namespace(config=CONFIG, workers="2,4", nproc=None, set=[], argv=["bench", "--workers=2,4"], out=tmp_path)
+    given = argparse.Namespace(
+        config=CONFIG, workers="2,4", nproc=None, set=[], argv=["bench", "--workers=2,4"], out=tmp_path
+    )
     assert run(given, tmp_path, lambda args: 2 if "--workers=2,4" not in args.argv else 0, lambda _: None) == 2
     assert not (tmp_path / "workers.md").exists()
 
@@ -87,6 +92,8 @@ def test_numbers_of_workers(text: str) -> None:
 
 
 def test_a_batch_of_all_ranks_is_refused(tmp_path: Path) -> None:
-    given = argparse.Namespace(config=CONFIG, workers="2,4", nproc=None, set=["train_batch_size=16"], argv=[], out=tmp_path)
+    given = argparse.Namespace(
+        config=CONFIG, workers="2,4", nproc=None, set=["train_batch_size=16"], argv=[], out=tmp_path
+    )
     with pytest.raises(ConfigError, match="train_batch_size: with --workers a rank's batch stays"):
         run(given, tmp_path, lambda _: 0, lambda _: None)

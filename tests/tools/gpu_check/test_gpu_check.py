@@ -24,7 +24,16 @@ from sdp.tools.gpu_check import share as gpu_share
 from sdp.tools.gpu_check.check import Check, Result, TimeIsUp, cut_off_after, expected_seconds, goals_of
 from sdp.tools.gpu_check.command import add_arguments
 from sdp.tools.gpu_check.rows import CONFIGS, DENSE, NAMES, UNCOMPILED, Job, Planned, Plans, Row, job_of, planned, rows
-from sdp.tools.gpu_check.share import FLASH, UPDATE, Share, WrongKernelError, measure, require_kernels, require_training, timed
+from sdp.tools.gpu_check.share import (
+    FLASH,
+    UPDATE,
+    Share,
+    WrongKernelError,
+    measure,
+    require_kernels,
+    require_training,
+    timed,
+)
 from sdp.tools.shared.variants import Variant
 
 ROOT = Path(command.__file__).parents[2]
@@ -44,7 +53,12 @@ def not_needed() -> list[str]:
 
 def check(*words: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, because it makes process groups; the packages that it should do without cannot be imported there."""
-    lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in not_needed()), "from sdp.tools.cli import entry", "entry()"]
+    lines = [
+        "import sys",
+        *(f"sys.modules[{name!r}] = None" for name in not_needed()),
+        "from sdp.tools.cli import entry",
+        "entry()",
+    ]
     command = [sys.executable, "-P", "-c", "\n".join(lines), "gpu-check", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=550)
 
@@ -79,11 +93,17 @@ def result(row: Row, planned: Planned = PLANNED, **figures: Any) -> Result:
 def test_rows_that_goals_are_about_come_first_and_share_their_graphs() -> None:
     every = rows(CONFIGS, NAMES)
     assert len(every) == len(set(every)) == 3 * (1 + 3 * 4) + 1
-    assert [row.name for row in every[:5]] == ["1 dense", *(f"{c} block forward" for c in (0.75, 0.5, 0.375)), UNCOMPILED.name]
+    assert [row.name for row in every[:5]] == [
+        "1 dense",
+        *(f"{c} block forward" for c in (0.75, 0.5, 0.375)),
+        UNCOMPILED.name,
+    ]
     goals = [row for row in every if (row.variant.granularity, row.variant.masking) in (("", ""), ("block", "forward"))]
     assert every[: len(goals)] == goals
     families = [family for family, _ in itertools.groupby(every, lambda row: row.family)]
-    assert families[:4] == [row.family for row in (every[0], UNCOMPILED, Row(CONFIGS[1], DENSE), Row(CONFIGS[2], DENSE))]
+    assert families[:4] == [
+        row.family for row in (every[0], UNCOMPILED, Row(CONFIGS[1], DENSE), Row(CONFIGS[2], DENSE))
+    ]
     assert rows(["llama_134m"], [UNCOMPILED.name]) == []
 
 
@@ -113,8 +133,12 @@ def test_a_process_beside_plans_the_same() -> None:
 
 
 def test_a_dry_run_lists_what_rows_need(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.run(arguments("--dry-run", "--tiny", "--configs", "llama_134m", "--variants", "0.5 block forward")) == 0
-    assert capsys.readouterr().out.startswith("llama_134m  0.5 block forward               2 x 32 tokens  state   0.00 GiB  peak")
+    assert (
+        command.run(arguments("--dry-run", "--tiny", "--configs", "llama_134m", "--variants", "0.5 block forward")) == 0
+    )
+    assert capsys.readouterr().out.startswith(
+        "llama_134m  0.5 block forward               2 x 32 tokens  state   0.00 GiB  peak"
+    )
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------------------
@@ -147,8 +171,12 @@ def test_shares_are_measured_beside_their_plan(tmp_path: Path) -> None:
     assert shares[0]["graphs"] > shares[1]["graphs"]
     assert shares[0]["speed_over_bound"] == 1.0
     faster = shares[1]["tokens_per_second"] / shares[0]["tokens_per_second"]
-    assert shares[1]["speed_over_bound"] == pytest.approx(faster * shares[1]["planned"]["flops"] / shares[0]["planned"]["flops"])
-    assert [goal["text"].split(":")[0] for goal in report["goals"]] == ["llama_1b 1 dense"] + 2 * ["llama_1b 0.5 block forward"]
+    assert shares[1]["speed_over_bound"] == pytest.approx(
+        faster * shares[1]["planned"]["flops"] / shares[0]["planned"]["flops"]
+    )
+    assert [goal["text"].split(":")[0] for goal in report["goals"]] == ["llama_1b 1 dense"] + 2 * [
+        "llama_1b 0.5 block forward"
+    ]
     assert printed.count("tokens/s  MFU") == 2
     assert "collectives return at once, so tokens/s are an upper bound" in printed
 
@@ -156,7 +184,9 @@ def test_shares_are_measured_beside_their_plan(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_kind_of_share_runs(tmp_path: Path) -> None:
     kinds = [f"0.5 {by} {masking}" for by in ("block", "neuron") for masking in ("forward", "backward")]
-    report, _ = tiny(tmp_path / "check.json", "--minutes", "60", "--configs", "llama_1b", "--variants", UNCOMPILED.name, *kinds)
+    report, _ = tiny(
+        tmp_path / "check.json", "--minutes", "60", "--configs", "llama_1b", "--variants", UNCOMPILED.name, *kinds
+    )
     shares = {share["name"]: share for share in report["shares"]}
     assert {name: share["error"] for name, share in shares.items()} == dict.fromkeys([*kinds, UNCOMPILED.name], "")
     assert [shares[kind]["mfu"] is not None for kind in kinds] == [True, False, False, False]
@@ -173,12 +203,28 @@ def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("operators", "fused", "complaint"),
     [
-        ({UPDATE, "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_backward"}, True, None),
+        (
+            {UPDATE, "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_backward"},
+            True,
+            None,
+        ),
         ({UPDATE, "aten::_scaled_dot_product_cudnn_attention"}, True, None),
-        ({UPDATE, "aten::_scaled_dot_product_efficient_attention"}, True, "attention ran as aten::_scaled_dot_product_efficient_attention"),
-        ({UPDATE, "aten::_scaled_dot_product_attention_math"}, True, "attention ran as aten::_scaled_dot_product_attention_math"),
+        (
+            {UPDATE, "aten::_scaled_dot_product_efficient_attention"},
+            True,
+            "attention ran as aten::_scaled_dot_product_efficient_attention",
+        ),
+        (
+            {UPDATE, "aten::_scaled_dot_product_attention_math"},
+            True,
+            "attention ran as aten::_scaled_dot_product_attention_math",
+        ),
         ({UPDATE, "aten::bmm", "aten::_softmax"}, True, "attention ran as no operator of its own"),
-        ({"aten::_foreach_add_", "aten::_scaled_dot_product_flash_attention"}, True, "update did not run as aten::_fused_adamw_"),
+        (
+            {"aten::_foreach_add_", "aten::_scaled_dot_product_flash_attention"},
+            True,
+            "update did not run as aten::_fused_adamw_",
+        ),
         ({UPDATE, "aten::_scaled_dot_product_flash_attention"}, False, "update did not run as aten::_fused_adamw_"),
     ],
 )
@@ -200,12 +246,17 @@ def test_steps_without_an_update_or_a_loss_are_an_error() -> None:
 
 def test_a_row_fails_where_its_kernels_or_its_steps_are_not_those_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     job, cpu = job_of(UNCOMPILED, tiny=True), torch.device("cpu")
-    with monkeypatch.context() as patch, pytest.raises(WrongKernelError, match="attention ran as aten::_scaled_dot_product_flash"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(WrongKernelError, match="attention ran as aten::_scaled_dot_product_flash"),
+    ):
         patch.setitem(FLASH, "cpu", {"aten::_scaled_dot_product_cudnn_attention"})
         measure(job, cpu, tiny=True)
     with monkeypatch.context() as patch, pytest.raises(DivergedError, match="steps were skipped, and the loss is nan"):
         patch.setattr(
-            gpu_share, "_draw_weights", lambda engine, rule: [p.data.fill_(float("nan")) for p in engine.parameters_here.values()]
+            gpu_share,
+            "_draw_weights",
+            lambda engine, rule: [p.data.fill_(float("nan")) for p in engine.parameters_here.values()],
         )
         job.config["training"]["max_skips"] = 100
         measure(job, cpu, tiny=True)
@@ -232,7 +283,11 @@ def test_goals_compare_with_the_plan_and_the_dense_model() -> None:
     assert [goal.reached for goal in found] == [False, False, False]
     assert "NOT reached" in found[0].text
     # No goal of this kind: another way to train, another size's dense model, and a speed without a dense model to compare with.
-    others = [result(Row(ONE_B, Variant(0.5, "neuron", "forward"))), result(Row("llama_134m", DENSE)), Result(half, 1.0, error="X: y")]
+    others = [
+        result(Row(ONE_B, Variant(0.5, "neuron", "forward"))),
+        result(Row("llama_134m", DENSE)),
+        Result(half, 1.0, error="X: y"),
+    ]
     assert goals_of(others, rate=100.0) == []
     assert len(goals_of([result(half)], rate=100.0)) == 1
 
@@ -241,8 +296,12 @@ def test_goals_compare_with_the_plan_and_the_dense_model() -> None:
     ("requested", "state", "reached"),
     [(951, 504, [True, True]), (949, 494, [False, False]), (1049, 500, [True, True]), (1051, 506, [False, False])],
 )
-def test_the_plan_is_held_to_the_program_that_it_is_of_from_both_sides(requested: int, state: int, reached: list[bool]) -> None:
-    found = goals_of([result(UNCOMPILED, requested_bytes=requested, state_bytes=state, peak_memory_bytes=9999)], rate=1.0)
+def test_the_plan_is_held_to_the_program_that_it_is_of_from_both_sides(
+    requested: int, state: int, reached: list[bool]
+) -> None:
+    found = goals_of(
+        [result(UNCOMPILED, requested_bytes=requested, state_bytes=state, peak_memory_bytes=9999)], rate=1.0
+    )
     assert [goal.reached for goal in found] == reached
 
 
@@ -297,14 +356,20 @@ def failing(row: Row) -> Planned:
 
 @pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize(
-    ("plan", "why"), [(late, "TimeIsUp: it was not made before no time was left"), (failing, "ValueError: no placement")]
+    ("plan", "why"),
+    [(late, "TimeIsUp: it was not made before no time was left"), (failing, "ValueError: no placement")],
 )
 def test_a_share_is_kept_where_its_plan_fails_or_is_late(
     plan: Callable[[Row], Planned], why: str, tiny: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, (dense, other, *_) = tmp_path / "check.json", JOBS
     run = Check({}, 100.0, None, path, tiny=tiny)
-    run.go({row: JOBS[row] for row in (dense, other)}, lambda row: plan(row) if row == other else PLANNED, measured({}), lambda: 60.0)
+    run.go(
+        {row: JOBS[row] for row in (dense, other)},
+        lambda row: plan(row) if row == other else PLANNED,
+        measured({}),
+        lambda: 60.0,
+    )
     assert [(found.error, found.plan_error) for found in run.results] == [("", ""), ("", why)]
     assert run.conclude() == 1
     out = capsys.readouterr().out
@@ -379,7 +444,9 @@ def test_a_row_that_is_cut_off_ends_as_an_error() -> None:
 
 
 @pytest.mark.parametrize(("tiny", "code"), [(False, 1), (True, 0)])
-def test_goals_that_are_missed_end_in_exit_code_1_but_not_of_tiny_models(tiny: bool, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_goals_that_are_missed_end_in_exit_code_1_but_not_of_tiny_models(
+    tiny: bool, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     jobs = {row: job for row, job in JOBS.items() if row.variant == DENSE}
     for rate, expected in ((200.0, code), (100.0, 0)):
         run = Check({}, rate, None, tiny=tiny)

@@ -44,7 +44,9 @@ def rows(batches: int, *, same_data: bool, accumulation: int = 1) -> Iterator[li
         yield made
 
 
-def biases(batches: int = 8, *, same_data: bool = False, accumulation: int = 1, **section: Any) -> dict[str, dict[str, Bias]]:
+def biases(
+    batches: int = 8, *, same_data: bool = False, accumulation: int = 1, **section: Any
+) -> dict[str, dict[str, Bias]]:
     section = {"groups": GROUPS, "capacity": 0.5, "profile": "uniform"} | section
     config = in_one_process(load_config({"train_micro_batch_size_per_gpu": MICRO, "model": MODEL, "sdp": section}))
     model = build_model(config.model, VOCABULARY)
@@ -55,7 +57,9 @@ def biases(batches: int = 8, *, same_data: bool = False, accumulation: int = 1, 
 
 
 @pytest.mark.parametrize("section", [{}, {"granularity": "neuron", "neuron_groups": 2}], ids=["blocks", "neurons"])
-def test_on_the_same_rows_backward_masking_is_the_dense_gradient_and_forward_masking_is_not(section: dict[str, Any]) -> None:
+def test_on_the_same_rows_backward_masking_is_the_dense_gradient_and_forward_masking_is_not(
+    section: dict[str, Any],
+) -> None:
     found = biases(12, same_data=True, **section)
     for unit, bias in found[BACKWARD].items():
         assert bias.apparent is not None and bias.apparent < 1e-6, unit
@@ -93,7 +97,12 @@ def test_one_pass_and_several_micro_batches_give_the_references_figures() -> Non
 
 def products_of(differences: torch.Tensor, dense: torch.Tensor) -> Products:
     total = dense.sum(0)
-    return Products(differences @ differences.T, float(total @ total), float(total @ differences.sum(0)), float(dense.square().sum()))
+    return Products(
+        differences @ differences.T,
+        float(total @ total),
+        float(total @ differences.sum(0)),
+        float(dense.square().sum()),
+    )
 
 
 def drawn(bias: float, generator: torch.Generator, batches: int = 8, size: int = 40) -> Products:
@@ -160,9 +169,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_command_writes_table_plot_and_figures(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_table_plot_and_figures(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, figures = tmp_path / "out", tmp_path / "figures.json"
-    assert main(["gradient-bias", str(config), "--batches", "4", "--same-data", "--out", str(out), "--json", str(figures)]) == 0
+    assert (
+        main(["gradient-bias", str(config), "--batches", "4", "--same-data", "--out", str(out), "--json", str(figures)])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "| model.layers.0 | 4 |" in printed and "| overall |  |" in printed
     verdict = next(line for line in printed.splitlines() if line.startswith("backward: "))
@@ -177,7 +191,9 @@ def test_the_command_writes_table_plot_and_figures(config: Path, tmp_path: Path,
 
 def test_weights_of_a_run_are_its_checkpoints(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, here = tmp_path / "run", ["--out", str(tmp_path / "out"), "--json", str(tmp_path / "figures.json")]
-    assert main(["train", str(config), "--set", "sdp.engine=reference", "bf16.enabled=false", "--dump-dir", str(run)]) == 0
+    assert (
+        main(["train", str(config), "--set", "sdp.engine=reference", "bf16.enabled=false", "--dump-dir", str(run)]) == 0
+    )
     found = []
     for more in ([], ["--checkpoint", str(run)], ["--checkpoint", str(run / "checkpoints" / "step-2")]):
         assert main(["gradient-bias", str(config), "--batches", "4", *more, *here]) == 0
@@ -207,7 +223,14 @@ def test_what_cannot_be_measured_is_one_line(
 
 
 def test_gradients_that_are_no_numbers_are_no_verdict() -> None:
-    model = {"name": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = {
+        "name": "llama",
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = load_config({"train_micro_batch_size_per_gpu": 1, "sdp": {"groups": 2, "capacity": 0.5}, "model": model})
     differences = Differences(Layout.of(build_model(config.model), config, mesh_of(config, 2)))
     with pytest.raises(DivergedError, match="is no number on a batch"):
@@ -217,7 +240,10 @@ def test_gradients_that_are_no_numbers_are_no_verdict() -> None:
 def test_outputs_are_tried_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "a.json"
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "sdp": {"groups": 2, "capacity": 0.5}}))
-    for option, path, message in (("--out", config, "cannot be made a folder"), ("--json", tmp_path, "is a folder; name a file")):
+    for option, path, message in (
+        ("--out", config, "cannot be made a folder"),
+        ("--json", tmp_path, "is a folder; name a file"),
+    ):
         words = ["--out", str(tmp_path / "out")] if option == "--json" else []
         assert main(["gradient-bias", str(config), *words, option, str(path)]) == 2
         assert message in capsys.readouterr().err

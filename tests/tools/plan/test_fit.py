@@ -27,7 +27,14 @@ from sdp.tools.plan.trials import Choice, Step, own_share, stated_step
 from sdp.tools.shared import arguments
 from sdp.tools.train import command as train_command
 
-LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {
+    "name": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,
@@ -115,7 +122,9 @@ def test_nothing_of_its_ranks_is_faster_and_no_fewer_fit(once: Planner) -> None:
         assert fit.choice.ranks == (2 if memory < of_one else 1)
         if memory < of_one:
             fitting = [plan for plan in of_two if plan.worst.trace.peak <= memory]
-            assert fit.plan.seconds == min(plan.seconds for plan in fitting if not any(dominates(other, plan) for other in fitting))
+            assert fit.plan.seconds == min(
+                plan.seconds for plan in fitting if not any(dominates(other, plan) for other in fitting)
+            )
     with pytest.raises(ConfigError, match="no layout of up to 2 ranks a group fits"):
         find_fit(config, peaks[0] - 1, machine, 4, bounded=True)
 
@@ -143,7 +152,9 @@ def test_samples_are_shared_equally() -> None:
     assert own_share(Step(24, 1, 3), 4) == (2, 3)
     assert own_share(Step(24, 4, 4), 4) == (3, 2)  # nor 4 rounds
     for ranks in (5, 48):
-        with pytest.raises(ConfigError, match=f"the 24 samples of a step cannot be shared equally among {ranks} data ranks"):
+        with pytest.raises(
+            ConfigError, match=f"the 24 samples of a step cannot be shared equally among {ranks} data ranks"
+        ):
             own_share(Step(24, 4), ranks)
 
 
@@ -151,21 +162,30 @@ def test_a_smaller_micro_batch_is_announced(tmp_path: Path, capsys: pytest.Captu
     path = tmp_path / "images.json"
     model = {"name": "resnet18", "stem": "cifar", "width": 8}
     sdp = {"groups": 2, "granularity": "neuron", "neuron_groups": 4, "capacity": 0.5}
-    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 6, "sdp": sdp, "model": model, "data": {"name": "digits"}}))
+    path.write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 6, "sdp": sdp, "model": model, "data": {"name": "digits"}})
+    )
     needed = peak_of(planned(capsys, path, "--alone", "--set", "activation_checkpointing.mode=full"))
     report = planned(capsys, path, "--alone", "--device-memory", f"{needed - 1}B", "--fit")
     assert report["plan"]["batch"] == {"train": 12, "micro": 3, "accumulation": 1}
-    assert any("micro-batch 3 in place of 6, so that a step keeps its 12 samples; batch norm" in reason for reason in report["reasons"])
+    assert any(
+        "micro-batch 3 in place of 6, so that a step keeps its 12 samples; batch norm" in reason
+        for reason in report["reasons"]
+    )
 
 
 def test_every_other_choice_has_a_reason(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    alone = peak_of(planned(capsys, config, "--alone", "--set", "zero_optimization.stage=0", "activation_checkpointing.mode=full"))
+    alone = peak_of(
+        planned(capsys, config, "--alone", "--set", "zero_optimization.stage=0", "activation_checkpointing.mode=full")
+    )
     assert main(["plan", str(config), "--alone", "--device-memory", f"{alone - 1}B", "--fit"]) == 0
     lines = capsys.readouterr().out.splitlines()
     tried, chosen, fewer, degrees = (
         next(line for line in lines if line.startswith(word)) for word in ("tried", "chosen", "fewer", "not fsdp")
     )
-    assert tried.startswith("tried: 1 rank a group (fsdp 1 × tp 1), ZeRO stage 0, activation checkpointing full: does not fit: the peak is")
+    assert tried.startswith(
+        "tried: 1 rank a group (fsdp 1 × tp 1), ZeRO stage 0, activation checkpointing full: does not fit: the peak is"
+    )
     assert tried.endswith(", 1 B too much")
     assert chosen.startswith("chosen: 2 ranks a group (")
     assert fewer == f"fewer ranks a group do not do: {tried.removeprefix('tried: ')}"
@@ -220,7 +240,11 @@ def test_the_fewest_ranks_that_share_the_samples(once: Planner, samples: int, ra
 def test_samples_that_no_ranks_share(
     config: Path, capsys: pytest.CaptureFixture[str], train: int, micro: str, accumulation: str, message: str
 ) -> None:
-    stated = [f"train_batch_size={train}", f"train_micro_batch_size_per_gpu={micro}", f"gradient_accumulation_steps={accumulation}"]
+    stated = [
+        f"train_batch_size={train}",
+        f"train_micro_batch_size_per_gpu={micro}",
+        f"gradient_accumulation_steps={accumulation}",
+    ]
     assert main(["plan", str(config), "--set", *stated, "--device-memory", "80GB", "--fit", "--world", "18"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -229,7 +253,11 @@ def test_samples_that_no_ranks_share(
 
 def test_samples_alone_say_how_many_a_step_has(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """48 samples, of which 20 slots cannot have equal shares: the most ranks that can say what a micro-batch is, 8 a group of 20 ÷ 2."""
-    alone = {key: value for key, value in CONFIG.items() if key not in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
+    alone = {
+        key: value
+        for key, value in CONFIG.items()
+        if key not in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    }
     assert stated_step(load_config(alone | {"train_batch_size": 48}), 20) == Step(48, 3)
     config.write_text(json.dumps(alone | {"train_batch_size": 48}))
     found = planned(capsys, config, "--world", 20, "--device-memory", "80GB", "--fit", "--alone")
@@ -242,7 +270,9 @@ def test_a_stated_degree_of_three_is_tried() -> None:
         "tensor_parallel": {"autotp_size": 3},
     }
     with pytest.raises(ConfigError, match=r"no layout of up to 3 ranks .*; closest: 3 ranks a group \(fsdp 1 × tp 3\)"):
-        find_fit(load_config(CONFIG | three), 3e5, lambda world: replace(machine(world), slots=(world,)), 6, bounded=True)
+        find_fit(
+            load_config(CONFIG | three), 3e5, lambda world: replace(machine(world), slots=(world,)), 6, bounded=True
+        )
 
 
 def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,7 +322,9 @@ def started_by(command: str) -> tuple[int, Forecast]:
 
 
 @pytest.mark.parametrize("per_node", [8, 2])
-def test_suggested_commands_make_the_same_layout(config: Path, capsys: pytest.CaptureFixture[str], per_node: int) -> None:
+def test_suggested_commands_make_the_same_layout(
+    config: Path, capsys: pytest.CaptureFixture[str], per_node: int
+) -> None:
     given = [
         config,
         "--set",
@@ -309,7 +341,9 @@ def test_suggested_commands_make_the_same_layout(config: Path, capsys: pytest.Ca
     again = shlex.split(report["commands"]["plan"])
     assert again[:2] == ["sdp", "plan"]
     repeated = planned(capsys, *again[2:])
-    assert {key: repeated[key] for key in ("world", "machine", "plan")} == {key: report[key] for key in ("world", "machine", "plan")}
+    assert {key: repeated[key] for key in ("world", "machine", "plan")} == {
+        key: report[key] for key in ("world", "machine", "plan")
+    }
     world, plan = started_by(report["commands"]["train"])
     assert (world, plan.worst.trace.peak) == (report["world"], peak_of(report))
     assert plan.batch.train == report["plan"]["batch"]["train"]
@@ -317,7 +351,16 @@ def test_suggested_commands_make_the_same_layout(config: Path, capsys: pytest.Ca
 
 
 def test_the_way_to_fit_keeps_what_was_given(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["plan", str(config), "--set", "data.sequence_length=64", "train_micro_batch_size_per_gpu=4", "--world", "8", "--alone"]
+    given = [
+        "plan",
+        str(config),
+        "--set",
+        "data.sequence_length=64",
+        "train_micro_batch_size_per_gpu=4",
+        "--world",
+        "8",
+        "--alone",
+    ]
     assert main([*given, "--device-memory", "1MB"]) == 2
     suggested = capsys.readouterr().err.partition("a device; ")[2].removesuffix(" looks for a layout that does\n")
     assert shlex.split(suggested) == [

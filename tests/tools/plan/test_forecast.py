@@ -30,7 +30,14 @@ from sdp.tools.runs.model_inputs import model_and_batch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-LLAMA = {"name": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+LLAMA = {
+    "name": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "sdp": {"groups": 2, "capacity": 0.5},
@@ -96,7 +103,9 @@ def test_tensor_parallel_ranks_on_two_nodes(tmp_path: Path, capsys: pytest.Captu
     assert together.slowest.time.tensor_parallel == pytest.approx(torn.slowest.time.tensor_parallel * SLOW / 1e9)
     assert torn.slowest.rank == 3  # of the two the one whose gradients cross as well
     assert not [warning for warning in together.warnings if "cross" in warning]
-    assert torn.warnings[-1].startswith("1 of 2 tensor-parallel groups cross nodes, the first that of ranks 2 to 3: activations are sent")
+    assert torn.warnings[-1].startswith(
+        "1 of 2 tensor-parallel groups cross nodes, the first that of ranks 2 to 3: activations are sent"
+    )
     path = tmp_path / "torn.json"
     path.write_text(json.dumps(CONFIG | tp))
     assert main(["plan", str(path), "--alone", "--world", "4", "--gpus-per-node", "3"]) == 0
@@ -111,7 +120,17 @@ def test_tensor_parallel_ranks_on_two_nodes(tmp_path: Path, capsys: pytest.Captu
     [
         (8, {"groups": 2, "masking": "backward", "placement": {f"model.layers.{i}": [int(i >= 4)] for i in range(8)}}),
         (12, {"groups": 4, "masking": "backward", "capacity": 0.4}),
-        (4, {"groups": 4, "granularity": "neuron", "neuron_groups": 4, "placement": "random", "profile": "uniform", "seed": 7}),
+        (
+            4,
+            {
+                "groups": 4,
+                "granularity": "neuron",
+                "neuron_groups": 4,
+                "placement": "random",
+                "profile": "uniform",
+                "seed": 7,
+            },
+        ),
     ],
     ids=["early-and-late-blocks", "depth", "slices-of-one-layer"],
 )

@@ -45,9 +45,16 @@ def test_a_page_never_replaces_what_it_is_of(config: Path, tmp_path: Path, capsy
     hosts.write_text("one slots=2\n")
     (tmp_path / "link").symlink_to(config)
     before = config.read_text(), hosts.read_text()
-    for path, name in ((config, "the configuration"), (tmp_path / "link", "the configuration"), (hosts, "the hostfile")):
+    for path, name in (
+        (config, "the configuration"),
+        (tmp_path / "link", "the configuration"),
+        (hosts, "the hostfile"),
+    ):
         assert main(["plan", str(config), "--alone", "--hostfile", str(hosts), "--html", str(path)]) == 2
-        assert capsys.readouterr().err == f"sdp: error: --html {path}: is {name}, which the page would replace; name another file\n"
+        assert (
+            capsys.readouterr().err
+            == f"sdp: error: --html {path}: is {name}, which the page would replace; name another file\n"
+        )
     assert (config.read_text(), hosts.read_text()) == before
 
 
@@ -68,7 +75,21 @@ def test_what_was_there_stays_where_a_page_cannot_be_written_whole(
 
 
 def test_the_page_needs_nothing_else(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(config), "--world", "4", "--html", str(tmp_path / "new" / "plan.html"), "--device-memory", "1GB"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                str(config),
+                "--world",
+                "4",
+                "--html",
+                str(tmp_path / "new" / "plan.html"),
+                "--device-memory",
+                "1GB",
+            ]
+        )
+        == 0
+    )
     text = (tmp_path / "new" / "plan.html").read_text()
     assert not any(word in text for word in ("<script", "http", "src=", "@import"))
     assert text.count('class="bar"') == 3  # HSDP is FSDP on one node
@@ -86,7 +107,11 @@ def test_the_page_needs_nothing_else(config: Path, tmp_path: Path, capsys: pytes
 def test_the_page_warns_and_gives_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, html = tmp_path / "images.json", tmp_path / "plan.html"
     model = {"name": "resnet18", "stem": "cifar", "width": 8}
-    path.write_text(json.dumps({"train_batch_size": 8, "sdp": {"groups": 2, "capacity": 0.5}, "model": model, "data": {"name": "digits"}}))
+    path.write_text(
+        json.dumps(
+            {"train_batch_size": 8, "sdp": {"groups": 2, "capacity": 0.5}, "model": model, "data": {"name": "digits"}}
+        )
+    )
     assert main(["plan", str(path), "--alone", "--device-memory", "1GB", "--fit", "--html", str(html)]) == 0
     text, printed = html.read_text(), capsys.readouterr().out
     assert '<p class="warning">Warning: units differ in size: a group holds' in text
@@ -104,12 +129,17 @@ def cells(drawing: str) -> int:
 
 
 def test_the_map_of_units() -> None:
-    placement = Placement(4, tuple(f"layers.{index}" for index in range(8)), tuple((unit % 4,) for unit in range(8)), (1,) * 8)
+    placement = Placement(
+        4, tuple(f"layers.{index}" for index in range(8)), tuple((unit % 4,) for unit in range(8)), (1,) * 8
+    )
     drawing = map_of(placement)
     assert drawing.count('class="unit"') == drawing.count('class="count"') - 1 == 8  # one of them in the legend
     assert cells(drawing) == 8
     assert "<title>layers.5: k = 1, held by 1</title>" in drawing
-    assert all(word in drawing for word in ("held by the group", "not held", "k: how many of 4 groups hold the unit", "group 3"))
+    assert all(
+        word in drawing
+        for word in ("held by the group", "not held", "k: how many of 4 groups hold the unit", "group 3")
+    )
 
 
 @pytest.mark.parametrize(("groups", "units"), [(8, 256), (128, 1000)])
@@ -140,8 +170,20 @@ def test_a_browser_draws_it(config: Path, tmp_path: Path) -> None:
             pictures[scheme] = {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 24)}
     style = html.read_text()
     for scheme, block in enumerate(re.findall(r":root\{(.*?)\}", style, re.DOTALL)[::-1]):
-        colours = {name: tuple(bytes.fromhex(full(value))) for name, value in re.findall(r"--([a-z0-9-]+):#([0-9a-f]+)", block)}
-        for part in ("page", "card", "accent", "track", "count", "good", "kind0", "kind2", "kind6"):  # bars, map, cards, verdict
+        colours = {
+            name: tuple(bytes.fromhex(full(value))) for name, value in re.findall(r"--([a-z0-9-]+):#([0-9a-f]+)", block)
+        }
+        for part in (
+            "page",
+            "card",
+            "accent",
+            "track",
+            "count",
+            "good",
+            "kind0",
+            "kind2",
+            "kind6",
+        ):  # bars, map, cards, verdict
             assert pictures[scheme].get(colours[part], 0) > 20, (scheme, part)
         assert max(pictures[scheme], key=lambda colour: pictures[scheme][colour]) == colours["page"]
         assert len(pictures[scheme]) > 100  # letters have smooth edges

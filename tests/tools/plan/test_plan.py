@@ -14,7 +14,14 @@ from sdp.tools.plan.machine import Machine, evenly, filled
 from sdp.tools.shared.quantities import decimal, quantity
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-LLAMA = {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
+LLAMA = {
+    "name": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "sdp": {"groups": 2, "capacity": 0.5},
@@ -62,7 +69,10 @@ def test_a_gpu_keeps_less_for_backward(config: Path, capsys: pytest.CaptureFixtu
     for device, report in reports.items():
         assert report["machine"]["device"] == device
         assert main(["plan", str(config), "--alone", "--device", device]) == 0
-        assert f"Memory is that of tensors of a {'GPU' if device == 'cuda' else 'CPU'}'s operators" in capsys.readouterr().out
+        assert (
+            f"Memory is that of tensors of a {'GPU' if device == 'cuda' else 'CPU'}'s operators"
+            in capsys.readouterr().out
+        )
     plans = {device: [report["plan"], *report["alternatives"].values()] for device, report in reports.items()}
     for on_cpu, on_cuda in zip(plans["cpu"], plans["cuda"], strict=True):
         cpu, cuda = on_cpu["ranks"][0], on_cuda["ranks"][0]
@@ -82,17 +92,23 @@ def test_bytes_are_told_apart_by_link(config: Path, capsys: pytest.CaptureFixtur
     rank = report["plan"]["ranks"][0]
     shared = 4 * EMBEDDINGS // 4  # every unit has one holder
     assert rank["sent"]["between nodes"] == shared + 2 * 16 * 7 / 8
-    assert rank["sent"]["inside a node"] == 3 * shard * 3  # two gathers and a reduce-scatter, three quarters of four shards each
+    assert (
+        rank["sent"]["inside a node"] == 3 * shard * 3
+    )  # two gathers and a reduce-scatter, three quarters of four shards each
     assert report["alternatives"] == {}
 
 
-def test_the_hostfile_says_how_many_ranks_and_which_are_together(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_hostfile_says_how_many_ranks_and_which_are_together(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=2\nb slots=6\n")
     report = planned(capsys, config, "--hostfile", hosts, "--alone")
     assert report["world"] == 8
     assert report["machine"]["slots"] == [2, 6]
-    links = {one["kind"]: one["link"] for one in report["plan"]["ranks"][0]["collectives"] if one["scope"] == "inside groups"}
+    links = {
+        one["kind"]: one["link"] for one in report["plan"]["ranks"][0]["collectives"] if one["scope"] == "inside groups"
+    }
     assert links == {"all_gather": "between nodes", "reduce_scatter": "between nodes"}
 
 
@@ -142,7 +158,10 @@ def test_images_and_units_that_differ(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--achieved", "1.5"], "--achieved 1.5: expected a fraction"),
         (["--set", "sdp.engine=reference"], "which is not planned"),
         (["--set", "sdp.units=[]"], "sdp.units: [] leaves groups nothing to hold a part of"),
-        (["--set", "train_batch_size=1", "gradient_accumulation_steps=1"], "train_batch_size 1 (from the configuration) is not"),
+        (
+            ["--set", "train_batch_size=1", "gradient_accumulation_steps=1"],
+            "train_batch_size 1 (from the configuration) is not",
+        ),
         (["--set", "model={}"], "model: this section is required to plan"),
         (["--set", "data.sequence_length=4096"], "max_position_embeddings"),
     ],
@@ -159,7 +178,12 @@ def test_quantities() -> None:
     assert quantity("80GiB", "B", "-") == 80 * 2**30
     assert quantity("989TFLOP/s", "FLOP/s", "-") == 989e12
     assert quantity("1.5e3B/s", "B/s", "-") == 1500
-    assert quantity("100Gbit", "B/s", "-") == quantity("100 gbit/s", "B/s", "-") == quantity("12.5GB/s", "B/s", "-") == 12.5e9
+    assert (
+        quantity("100Gbit", "B/s", "-")
+        == quantity("100 gbit/s", "B/s", "-")
+        == quantity("12.5GB/s", "B/s", "-")
+        == 12.5e9
+    )
     for wrong in ("80gb", "0GB", "-1GB", "GB", "80GBB", "80", "", "1.5e3", "80Gbit", "1e999GB"):
         with pytest.raises(ConfigError, match="expected"):
             quantity(wrong, "B", "-")
@@ -191,10 +215,15 @@ def test_slots_are_filled_in_their_order() -> None:
     ("words", "why"),
     [
         (["--world", 8, "--gpus-per-node", 1], "HSDP: a node has one rank"),
-        (["--world", 8, "--gpus-per-node", 4, "--set", "tensor_parallel.autotp_size=4"], "HSDP: tensor parallelism of 4 fills a node"),
+        (
+            ["--world", 8, "--gpus-per-node", 4, "--set", "tensor_parallel.autotp_size=4"],
+            "HSDP: tensor parallelism of 4 fills a node",
+        ),
     ],
 )
-def test_hsdp_that_shards_nothing_is_left_out(config: Path, capsys: pytest.CaptureFixture[str], words: list[object], why: str) -> None:
+def test_hsdp_that_shards_nothing_is_left_out(
+    config: Path, capsys: pytest.CaptureFixture[str], words: list[object], why: str
+) -> None:
     report = planned(capsys, config, *words)
     assert list(report["alternatives"]) == ["DDP", "FSDP (ZeRO-3)"]
     assert report["notes"] == [f"{why}, so it has nobody there to share its state with, and is DDP"]

@@ -82,7 +82,10 @@ def test_deviations_from_the_plan_are_shown(tmp_path: Path):
     run = make_run(tmp_path / "run")
     assert run.summary is not None
     run.summary["ranks"][1]["state_measured"] = run.summary["ranks"][1]["state_measured"] | {"gradients": 13 * MIB}
-    run.summary["ranks"][1]["comm_bytes_per_step"] = {"between groups/all_reduce": 11_000_000, "inside groups/all_gather": 1}
+    run.summary["ranks"][1]["comm_bytes_per_step"] = {
+        "between groups/all_reduce": 11_000_000,
+        "inside groups/all_gather": 1,
+    }
     table = render([run])
     assert row(table, "gradients") == ["12.00–13.00 MiB 0.54×", "24.00 MiB"]
     assert row(table, "counted against predicted") == ["+8.33%"]
@@ -104,7 +107,11 @@ def test_the_text_fits_into_100_columns(tmp_path: Path):
     runs = [make_run(tmp_path / f"capacity-{holders}", holders=holders) for holders in (1, 2, 3, 4)]
     table = render(runs)
     assert max(len(line) for line in table.splitlines() if not line.startswith("files")) <= 100
-    headers = [line.split() for line in table.splitlines() if "capacity-4" in line and "against" not in line and "files" not in line]
+    headers = [
+        line.split()
+        for line in table.splitlines()
+        if "capacity-4" in line and "against" not in line and "files" not in line
+    ]
     assert headers == [["capacity-1", "capacity-2", "capacity-4"], ["capacity-3", "capacity-4"]]
 
 

@@ -80,5 +80,7 @@ def test_what_one_rank_finds_is_raised_on_all(shards, ranks):
 
 def test_the_tokenizer_that_is_asked_for_must_be_the_one_of_the_shards(shards, tmp_path):
     open_corpus(config(shards, tokenizer="bytes", vocab_size=257), tmp_path)
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: hf:gpt2, but .* was prepared with bytes; remove data\.tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer: hf:gpt2, but .* was prepared with bytes; remove data\.tokenizer"
+    ):
         open_corpus(config(shards, tokenizer="hf:gpt2"), tmp_path)

@@ -38,15 +38,23 @@ def test_a_line_is_in_the_file_when_the_call_returns(tmp_path: Path):
 
 
 def test_a_loss_that_is_no_number_stays_valid_json(tmp_path: Path):
-    RunFiles(tmp_path, resume=False).step(line(1, float("nan")) | {"by": {"x": float("inf")}, "list": [1.0, float("-inf")]})
+    RunFiles(tmp_path, resume=False).step(
+        line(1, float("nan")) | {"by": {"x": float("inf")}, "list": [1.0, float("-inf")]}
+    )
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(text, parse_constant=pytest.fail) == line(1) | {"loss": None, "by": {"x": None}, "list": [1.0, None]}
+    assert json.loads(text, parse_constant=pytest.fail) == line(1) | {
+        "loss": None,
+        "by": {"x": None},
+        "list": [1.0, None],
+    }
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path: Path):
     make_run(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ConfigError, match="already holds a run; pass --resume to continue it or name another --dump-dir"):
+    with pytest.raises(
+        ConfigError, match="already holds a run; pass --resume to continue it or name another --dump-dir"
+    ):
         RunFiles(tmp_path, resume=False)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -99,7 +107,11 @@ def test_a_cut_last_line_is_left_out(tmp_path: Path, tail: str):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n', r"metrics.jsonl:2: not a line of a run \(.*\); remove it"),
+        (
+            "metrics.jsonl",
+            '{"step": 1}\n{"st\n{"step": 3}\n',
+            r"metrics.jsonl:2: not a line of a run \(.*\); remove it",
+        ),
         ("config.json", "{", r"config.json: cannot be read \(.*\); the file is damaged"),
         ("summary.json", "[1]", "summary.json: a JSON object is expected, not list; the file is damaged"),
     ],

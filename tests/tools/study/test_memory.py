@@ -62,7 +62,9 @@ def test_blocks_that_balance_nowhere_are_placed_cyclically_and_a_refusal_is_a_ro
 
 def test_finished_rows_are_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures: dict[str, int] = dict.fromkeys(COLUMNS, 1_000_000)
-    rows: dict[str, Any] = {"llama_134m": {one.name: _row(figures) for one in variants([0.5, 1.0], ["block"], ["forward", "backward"])}}
+    rows: dict[str, Any] = {
+        "llama_134m": {one.name: _row(figures) for one in variants([0.5, 1.0], ["block"], ["forward", "backward"])}
+    }
     (tmp_path / "memory.json").write_text(json.dumps(rows))
     words = [str(tmp_path), "--model", "llama_134m", "--capacity", "0.5", "1", "--granularity", "block"]
     assert main(words) == 0
@@ -72,7 +74,9 @@ def test_finished_rows_are_not_measured_again(tmp_path: Path, capsys: pytest.Cap
     rows["llama_134m"]["1 dense"] = _row(figures | {"gradients": 1_031_000})
     (tmp_path / "memory.json").write_text(json.dumps(rows))
     assert main(words) == 1
-    assert capsys.readouterr().out.endswith("largest deviation +3.10% (gradients of llama_134m, 1 dense): NOT within 3%\n")
+    assert capsys.readouterr().out.endswith(
+        "largest deviation +3.10% (gradients of llama_134m, 1 dense): NOT within 3%\n"
+    )
 
 
 def _row(measured: dict[str, int]) -> dict[str, Any]:

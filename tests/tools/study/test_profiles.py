@@ -53,7 +53,9 @@ def test_the_smaller_model_is_the_largest_that_a_group_has_memory_for(task: str)
         assert count(size) <= held < count(size + 1)
 
 
-@pytest.mark.parametrize("cell", Sweep("llama", ["block", "neuron"], CAPACITIES, 1, controls=True).cells(), ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell", Sweep("llama", ["block", "neuron"], CAPACITIES, 1, controls=True).cells(), ids=lambda cell: cell.name
+)
 def test_every_configuration_is_one_and_every_group_has_room(tmp_path: Path, cell: Cell) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(cell.config(None)))
@@ -64,7 +66,10 @@ def test_every_configuration_is_one_and_every_group_has_room(tmp_path: Path, cel
         units = find_units(model, "auto") if cell.granularity == "block" else find_neuron_units(model, NEURON_GROUPS)
         assert len(units) == TASKS["llama"].equal_units[cell.granularity]
         if isinstance(config.sdp.profile, list):
-            assert explicit_profile(config.sdp, config.sdp.profile, cell.capacity * GROUPS, len(units)) == config.sdp.profile
+            assert (
+                explicit_profile(config.sdp, config.sdp.profile, cell.capacity * GROUPS, len(units))
+                == config.sdp.profile
+            )
         placement = place(config.sdp, units)
         held = [sum(unit.numel for unit in units if placement.holds(group, unit.index)) for group in range(GROUPS)]
         assert max(held) <= cell.capacity * sum(unit.numel for unit in units)
@@ -83,7 +88,9 @@ def test_a_sweep_has_every_run_once_and_controls_and_matched_runs_where_they_are
 
 
 def test_controls_are_the_dense_model_with_dropout_and_with_stochastic_depth() -> None:
-    dense, dropout, depth = (Cell("llama", "", 1.0, profile, 0).config(None) for profile in (DENSE, DROPOUT, STOCHASTIC_DEPTH))
+    dense, dropout, depth = (
+        Cell("llama", "", 1.0, profile, 0).config(None) for profile in (DENSE, DROPOUT, STOCHASTIC_DEPTH)
+    )
     assert dropout["model"] == dense["model"] | {"attention_dropout": 0.1, "residual_dropout": 0.1}
     assert depth["model"] == dense["model"] | {"stochastic_depth": 0.5}
     assert dropout["sdp"] == depth["sdp"] == dense["sdp"]
@@ -153,7 +160,9 @@ def test_matched_figures_stand_beside_those_of_as_many_steps(tmp_path: Path) -> 
     assert names == ["dense", "dropout", "depth", "depth, FLOP-matched"]
 
 
-def test_a_finished_run_is_not_repeated_and_one_that_was_cut_off_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_not_repeated_and_one_that_was_cut_off_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained: list[Path] = []
 
     def train(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -30,13 +30,21 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("failures")
     words = random.Random(0)
     for number in range(60):
-        (folder / f"{number}.txt").write_text(" ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80)))
+        (folder / f"{number}.txt").write_text(
+            " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80))
+        )
     prepare([str(folder / "*.txt")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
     config = {
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
         "sdp": {"groups": RANKS, "capacity": 0.75},
-        "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2},
+        "model": {
+            "name": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+        },
         "data": {"path": str(folder / "shards"), "sequence_length": 32},
         "training": {"steps": STEPS, "evaluate_every": 4, "evaluate_batches": 2, "save_every": SAVE_EVERY, "keep": 3},
     }
@@ -47,7 +55,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Job:
     """``sdp train`` as a process of its own."""
 
-    def __init__(self, config: Path, dump_dir: Path, *more: str, file_bytes: int | None = None, address_bytes: int | None = None):
+    def __init__(
+        self, config: Path, dump_dir: Path, *more: str, file_bytes: int | None = None, address_bytes: int | None = None
+    ):
         self.dump_dir = dump_dir
         command = [sys.executable, "-P", "-m", "sdp", "train", str(config), "--dump-dir", str(dump_dir), *more]
         limits = {resource.RLIMIT_FSIZE: file_bytes, resource.RLIMIT_AS: address_bytes}
@@ -57,14 +67,18 @@ class Job:
                 if value is not None:
                     resource.setrlimit(resource_type, (value, value))
 
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit
+        )
 
     def rank_pid(self, rank: int) -> int:
         def find() -> int | None:
             for folder in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):
                     parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-                    if int(parent) == self.process.pid and f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    if int(parent) == self.process.pid and f"RANK={rank}".encode() in (
+                        folder / "environ"
+                    ).read_bytes().split(b"\0"):
                         return int(folder.name)
             return None
 
@@ -124,9 +138,12 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize(
-    "moment", ["backward", "checkpoint", *(pytest.param(name, marks=pytest.mark.slow) for name in ("start", "evaluation"))]
+    "moment",
+    ["backward", "checkpoint", *(pytest.param(name, marks=pytest.mark.slow) for name in ("start", "evaluation"))],
 )
-def test_a_killed_rank_ends_the_run_and_a_resume_loses_nothing(config: Path, tmp_path: Path, undisturbed: list[float], moment: str) -> None:
+def test_a_killed_rank_ends_the_run_and_a_resume_loses_nothing(
+    config: Path, tmp_path: Path, undisturbed: list[float], moment: str
+) -> None:
     rank, reached = MOMENTS[moment]
     job = Job(config, tmp_path / "run")
     error = check_death(job, rank, job.signal_rank_when(rank, signal.SIGKILL, reached))
@@ -162,13 +179,17 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run(config: Path, tmp_path: Pat
     code, err = job.end()
     assert code == 1
     line = next(line for line in err.splitlines() if "error" in line)
-    assert re.search(rf"rank 0 on {HOST}, step \d, \w+: no progress for 3 s; stopped: rank 1 on {HOST}, step 3", line), err
+    assert re.search(
+        rf"rank 0 on {HOST}, step \d, \w+: no progress for 3 s; stopped: rank 1 on {HOST}, step 3", line
+    ), err
     assert "Thread 0x" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()  # where it waits
     assert not any(alive(pid) for pid in pids)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_leaves_a_checkpoint(config: Path, tmp_path: Path, undisturbed: list[float], number: int, code: int) -> None:
+def test_a_signal_leaves_a_checkpoint(
+    config: Path, tmp_path: Path, undisturbed: list[float], number: int, code: int
+) -> None:
     job = Job(config, tmp_path / "run")
     until(lambda: (place := job.place(0)) is not None and place.step == 3, seconds=60)
     job.process.send_signal(number)
@@ -193,7 +214,14 @@ def test_no_room_for_a_checkpoint_does_not_end_the_run(config: Path, tmp_path: P
 
 def test_out_of_memory_says_what_would_need_less(config: Path, tmp_path: Path) -> None:
     # Two of the widest activations, 0.33 GB each, are more than is left of the addresses that each process has.
-    much = ("--set", "model.intermediate_size=40000", "--set", "train_batch_size=128", "--set", "training.evaluate_batches=1")
+    much = (
+        "--set",
+        "model.intermediate_size=40000",
+        "--set",
+        "train_batch_size=128",
+        "--set",
+        "training.evaluate_batches=1",
+    )
     code, err = Job(config, tmp_path / "run", *much, address_bytes=1_600_000_000).end()
     assert code == 1
     line = next(line for line in err.splitlines() if "error" in line)

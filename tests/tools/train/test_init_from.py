@@ -49,7 +49,11 @@ def test_it_starts_where_the_export_ended_and_a_checkpoint_wins(trained_run, exp
     assert lines(tmp_path / "whole" / "evaluations.jsonl")[0]["loss"] == pytest.approx(ended, rel=1e-5)
     recorded = json.loads((tmp_path / "whole" / "config.json").read_text())
     assert recorded["training"]["init_from"] == str(start)
-    assert (recorded["model"]["name"], recorded["model"]["hidden_size"], recorded["model"]["rope_theta"]) == ("llama", 32, 5000.0)
+    assert (recorded["model"]["name"], recorded["model"]["hidden_size"], recorded["model"]["rope_theta"]) == (
+        "llama",
+        32,
+        5000.0,
+    )
 
     assert main([*run, str(tmp_path / "halves"), "--set", "training.steps=1"]) == 0
     assert main([*run, str(tmp_path / "halves"), "--resume"]) == 0
@@ -107,5 +111,19 @@ def test_a_start_of_transformers_4_and_its_loss(config, exported, tmp_path):
     old = json.loads((start / "config.json").read_text())
     del old["rope_parameters"], old["head_dim"]
     (start / "config.json").write_text(json.dumps(old))
-    assert main(["train", str(config), "--init-from", str(start), "--dump-dir", str(tmp_path / "run"), "--set", "training.steps=1"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(config),
+                "--init-from",
+                str(start),
+                "--dump-dir",
+                str(tmp_path / "run"),
+                "--set",
+                "training.steps=1",
+            ]
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["rope_theta"] == 5000.0

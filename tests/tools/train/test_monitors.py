@@ -36,8 +36,16 @@ def test_nothing_enabled_writes_nothing(tmp_path: Path):
 
 
 def test_csv_has_the_layout_of_deepspeed(tmp_path: Path):
-    write({"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "out"), "job_name": "job"}}, tmp_path / "dump", {1: 2.5, 2: 2.0})
-    assert (tmp_path / "out/job/Train_Samples_train_loss.csv").read_text().splitlines() == ["step,train_loss", "1,2.5", "2,2.0"]
+    write(
+        {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "out"), "job_name": "job"}},
+        tmp_path / "dump",
+        {1: 2.5, 2: 2.0},
+    )
+    assert (tmp_path / "out/job/Train_Samples_train_loss.csv").read_text().splitlines() == [
+        "step,train_loss",
+        "1,2.5",
+        "2,2.0",
+    ]
     assert (tmp_path / "out/job/Eval_loss.csv").read_text().splitlines() == ["step,loss", "1,3.5", "2,3.0"]
 
 
@@ -45,7 +53,12 @@ def test_csv_of_a_resumed_run_has_every_step_once(tmp_path: Path):
     config = {"csv_monitor": {"enabled": True}}
     write(config, tmp_path, {1: 5.0, 2: 4.0, 3: 3.0})
     write(config, tmp_path, {2: 4.5, 3: 3.5})
-    assert (tmp_path / "csv/Train_Samples_train_loss.csv").read_text().splitlines() == ["step,train_loss", "1,5.0", "2,4.5", "3,3.5"]
+    assert (tmp_path / "csv/Train_Samples_train_loss.csv").read_text().splitlines() == [
+        "step,train_loss",
+        "1,5.0",
+        "2,4.5",
+        "3,3.5",
+    ]
 
 
 def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path):
@@ -56,7 +69,9 @@ def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path):
 
 
 def test_tensorboard_goes_where_the_configuration_says(tmp_path: Path):
-    write({"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}, tmp_path / "dump", {1: 5.0})
+    write(
+        {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}, tmp_path / "dump", {1: 5.0}
+    )
     assert read_tensorboard(tmp_path / "job") == {1: 5.0}
 
 
@@ -99,12 +114,17 @@ def test_wandb_gets_the_section_and_the_points(tmp_path: Path, monkeypatch: pyte
 
 def test_wandb_that_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(refuses=True))
-    with pytest.raises(ConfigError, match=r"wandb: no API key configured; set WANDB_MODE=offline, or set wandb\.enabled to false"):
+    with pytest.raises(
+        ConfigError, match=r"wandb: no API key configured; set WANDB_MODE=offline, or set wandb\.enabled to false"
+    ):
         open_monitors(load_config({"wandb": {"enabled": True}}), tmp_path)
 
 
 def test_the_curves_of_a_line():
     line = {"step": 1, "tokens": 8, "loss": 2.0, "lr": 0.1, "grad_norm": None, "comm_bytes": 7}
     assert train_scalars(line) == {LOSS: 2.0, "Train/Samples/lr": 0.1, "Train/comm_bytes": 7}
-    assert evaluation_scalars({"loss": 3.0, "subnetwork_losses": [3.0, 5.0]}) == {"Eval/loss": 3.0, "Eval/subnetwork_loss_mean": 4.0}
+    assert evaluation_scalars({"loss": 3.0, "subnetwork_losses": [3.0, 5.0]}) == {
+        "Eval/loss": 3.0,
+        "Eval/subnetwork_loss_mean": 4.0,
+    }
     assert evaluation_scalars({"loss": 3.0}) == {"Eval/loss": 3.0}

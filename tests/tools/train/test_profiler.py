@@ -13,7 +13,13 @@ def arguments(text_corpus: Path, tmp_path: Path) -> list[str]:
     config = {
         "train_batch_size": 4,
         "sdp": {"groups": 2, "engine": "reference"},
-        "model": {"name": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+        "model": {
+            "name": "llama",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
         "data": {"path": str(text_corpus), "sequence_length": 16},
         "training": {"steps": 4, "evaluate_batches": 1},
     }
@@ -22,7 +28,9 @@ def arguments(text_corpus: Path, tmp_path: Path) -> list[str]:
     return ["train", str(path), "--dump-dir", str(tmp_path / "run")]
 
 
-def test_a_trace_of_the_steps_that_were_asked_for(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_the_steps_that_were_asked_for(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*arguments, "--profile", "3-4"]) == 0
     trace = tmp_path / "run" / "profile" / "rank-0-trace.json.gz"
     said = [line for line in capsys.readouterr().err.splitlines() if "profile" in line]
@@ -35,9 +43,15 @@ def test_a_trace_of_the_steps_that_were_asked_for(arguments: list[str], tmp_path
 
 @pytest.mark.parametrize(
     ("steps", "message"),
-    [("5-3", "steps are given as FIRST-LAST, 3-5 for example"), ("0", "FIRST-LAST"), ("3-5", "5 steps are needed, but only 4 are left")],
+    [
+        ("5-3", "steps are given as FIRST-LAST, 3-5 for example"),
+        ("0", "FIRST-LAST"),
+        ("3-5", "5 steps are needed, but only 4 are left"),
+    ],
 )
-def test_steps_that_cannot_be_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str], steps: str, message: str) -> None:
+def test_steps_that_cannot_be_are_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], steps: str, message: str
+) -> None:
     assert main([*arguments, "--profile", steps]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("sdp: error: --profile") and message in error

@@ -28,7 +28,9 @@ def test_plain_lines_every_few_steps_and_at_the_end(capsys: pytest.CaptureFixtur
     assert captured.out == ""
 
 
-def test_a_bar_on_a_terminal_starts_where_the_run_resumes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_bar_on_a_terminal_starts_where_the_run_resumes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     train(total=5, start=3)
     captured = capsys.readouterr()

@@ -37,7 +37,13 @@ def config(corpus) -> dict:
         "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 2, "total_num_steps": STEPS, "decay_num_steps": 2}},
         "csv_monitor": {"enabled": True},
         "sdp": {"groups": 2, "capacity": 0.75, "check_interval": 2},
-        "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2},
+        "model": {
+            "name": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+        },
         "data": {"path": str(corpus), "sequence_length": 32},
         "training": {"steps": STEPS, "evaluate_every": 3, "evaluate_batches": 2, "save_every": 3},
     }
@@ -81,7 +87,16 @@ def test_a_run_of_four_processes_its_files_and_its_resume_on_two(config, tmp_pat
 def check_files(dump_dir: Path) -> None:
     lines = metrics(dump_dir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    for key in ("tokens", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "peak_memory_bytes", "comm_bytes"):
+    for key in (
+        "tokens",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens_per_second",
+        "step_seconds",
+        "peak_memory_bytes",
+        "comm_bytes",
+    ):
         assert all(isinstance(line[key], int | float) for line in lines), key
     for line in lines:
         parts = [line[f"{part}_seconds"] for part in ("data", "forward", "backward", "exposed_reduction", "optimizer")]
@@ -128,7 +143,11 @@ def test_a_run_goes_on_under_tensor_parallelism(trained_run, tmp_path):
 def test_neurons_train_resume_and_go_on_as_blocks(config, tmp_path, engine):
     section = {"groups": 2, "capacity": 0.5, "granularity": "neuron", "neuron_groups": 4, "engine": engine}
     path = write(config | {"sdp": section, "train_micro_batch_size_per_gpu": 4}, tmp_path)
-    start = (lambda *words: sdp(*words)) if engine == "fsdp2" else (lambda *words: SimpleNamespace(returncode=main([*map(str, words)])))
+    start = (
+        (lambda *words: sdp(*words))
+        if engine == "fsdp2"
+        else (lambda *words: SimpleNamespace(returncode=main([*map(str, words)])))
+    )
     assert start("train", path, "--dump-dir", tmp_path / "whole").returncode == 0
     if engine == "reference":
         assert start("train", path, "--dump-dir", tmp_path / "halves", "--set", "training.steps=3").returncode == 0
@@ -137,7 +156,10 @@ def test_neurons_train_resume_and_go_on_as_blocks(config, tmp_path, engine):
     last = json.loads((tmp_path / "whole" / "evaluations.jsonl").read_text().splitlines()[-1])
     assert last["subnetwork_losses"][0] != pytest.approx(last["loss"], rel=1e-4)
     for rank in json.loads((tmp_path / "whole" / "summary.json").read_text())["ranks"] if engine == "fsdp2" else ():
-        assert rank["state_measured"] == rank["state_predicted"] and rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]
+        assert (
+            rank["state_measured"] == rank["state_predicted"]
+            and rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]
+        )
     # The same run goes on in blocks: names and shapes are those of the full model.
     blocks = ["sdp.granularity=block", "sdp.neuron_groups=8", "sdp.engine=reference", "training.steps=7"]
     assert main(["train", str(path), "--dump-dir", str(tmp_path / "whole"), "--resume", "--set", *blocks]) == 0
@@ -157,7 +179,14 @@ def test_reference_engine_trains_the_same_run_and_resumes_bit_for_bit(config, tm
 
 
 def test_backward_masking_trains_and_resumes_as_the_reference_does(config, tmp_path):
-    command = ["train", write(config, tmp_path), "--set", "sdp.masking=backward", "sdp.profile=uniform", "training.evaluate_every=0"]
+    command = [
+        "train",
+        write(config, tmp_path),
+        "--set",
+        "sdp.masking=backward",
+        "sdp.profile=uniform",
+        "training.evaluate_every=0",
+    ]
     native = ["--dump-dir", tmp_path / "native"]
     first = sdp(*command, "training.steps=3", *native)
     assert first.returncode == 0, first.stderr
@@ -174,7 +203,10 @@ def test_backward_masking_trains_and_resumes_as_the_reference_does(config, tmp_p
         assert rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]
     # Group 0 holds all four blocks, and sends two to group 1.
     assert [rank["state_measured"]["frozen"] > 0 for rank in summaries[0]["ranks"]] == [False, True]
-    assert ["between groups/broadcast" in rank["comm_bytes_per_step"] for rank in summaries[0]["ranks"]] == [True, False]
+    assert ["between groups/broadcast" in rank["comm_bytes_per_step"] for rank in summaries[0]["ranks"]] == [
+        True,
+        False,
+    ]
 
 
 def test_a_run_that_diverges_names_its_last_checkpoint_and_keeps_it(config, tmp_path, capsys):
@@ -199,7 +231,9 @@ def test_a_resume_with_another_tokenizer_or_a_damaged_checkpoint_changes_nothing
     written = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
 
     texts = str(corpus.parent / "*.txt")
-    prepare([texts], tmp_path / "other", tokenizer="sentencepiece", vocab_size=300, held_out=0.2, workers=1, progress=False)
+    prepare(
+        [texts], tmp_path / "other", tokenizer="sentencepiece", vocab_size=300, held_out=0.2, workers=1, progress=False
+    )
     index = json.loads((run / "checkpoints" / "step-2" / "state.json").read_text())
     assert index["client_state"]["tokenizer"] == {"kind": "bytes"}
     capsys.readouterr()
@@ -229,7 +263,9 @@ def test_a_resume_with_another_model_changes_nothing(config, tmp_path, capsys):
     for key, value, before in (("num_hidden_layers", layers - 1, layers), ("rope_theta", 99.0, 10000.0)):
         assert main([*resume, "--set", f"model.{key}={value}", "training.steps=4"]) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"sdp: error: model.{key}: {value}, but {run}/config.json has {before}, with which {run}/checkpoints/")
+        assert error.startswith(
+            f"sdp: error: model.{key}: {value}, but {run}/config.json has {before}, with which {run}/checkpoints/"
+        )
         assert error.count("\n") == 1
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == written
     own = run / "config.json"
@@ -242,7 +278,16 @@ def test_a_resume_with_another_model_changes_nothing(config, tmp_path, capsys):
 
 def test_an_existing_run_is_not_overwritten(config, tmp_path, capsys):
     path = write(config, tmp_path)
-    arguments = ["train", str(path), "--set", "sdp.engine=reference", "--set", "training.steps=2", "--dump-dir", str(tmp_path / "run")]
+    arguments = [
+        "train",
+        str(path),
+        "--set",
+        "sdp.engine=reference",
+        "--set",
+        "training.steps=2",
+        "--dump-dir",
+        str(tmp_path / "run"),
+    ]
     assert main(arguments) == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert main(arguments) == 2
@@ -268,7 +313,10 @@ BAD = [
     ({"data.sequence_length": 10**7}, "fewer than one sequence"),
     ({"data.sequence_length": 1024}, "the evaluation data has"),
     ({"data.tokenizer": "sentencepiece"}, "was prepared with bytes; remove data.tokenizer"),
-    ({"data.sequence_length": 4096, "model.max_position_embeddings": 2048}, "more than model.max_position_embeddings = 2048"),
+    (
+        {"data.sequence_length": 4096, "model.max_position_embeddings": 2048},
+        "more than model.max_position_embeddings = 2048",
+    ),
     ({"scheduler.params.total_num_steps": -1}, "scheduler.params.total_num_steps"),
     ({"training.seed": 10**25}, "training.seed"),
     ({"training.tokens": 4096}, "either training.steps or training.tokens"),

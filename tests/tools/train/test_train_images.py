@@ -54,13 +54,23 @@ def test_two_processes_on_digits_and_the_reference_with_a_resume(config, tmp_pat
     assert finished.returncode == 0, finished.stderr
     assert "digits (1,437 images to train on, 360 held out, 10 classes, 8 × 8 pixels" in finished.stderr
     metrics = lines(tmp_path / "run", "metrics.jsonl")
-    assert [(line["step"], line["samples"], line["tokens"]) for line in metrics] == [(step, 48 * step, 48 * step) for step in range(1, 5)]
+    assert [(line["step"], line["samples"], line["tokens"]) for line in metrics] == [
+        (step, 48 * step, 48 * step) for step in range(1, 5)
+    ]
     assert all(line["samples_per_second"] == line["tokens_per_second"] > 0 for line in metrics)
     evaluations = lines(tmp_path / "run", "evaluations.jsonl")
     assert [line["step"] for line in evaluations] == [0, 2, 4]
     assert all(0 <= line["accuracy"] <= 1 and "perplexity" not in line for line in evaluations)
     # The reference reads the same samples in the same random form, also where it goes on: the whole run again, in this process.
-    again = ["train", path, "--dump-dir", str(tmp_path / "reference"), "--set", "sdp.engine=reference", "training.evaluate_every=0"]
+    again = [
+        "train",
+        path,
+        "--dump-dir",
+        str(tmp_path / "reference"),
+        "--set",
+        "sdp.engine=reference",
+        "training.evaluate_every=0",
+    ]
     assert main([*again, "training.steps=2"]) == 0
     assert main([*again, "--resume"]) == 0
     expected = [line["loss"] for line in lines(tmp_path / "reference", "metrics.jsonl")]
@@ -78,7 +88,14 @@ def test_two_processes_on_digits_and_the_reference_with_a_resume(config, tmp_pat
 
 def test_a_small_swin_learns_digits(config, tmp_path, capsys):
     """Every group its own subnetwork, in one process; the native backend is held to it in the table of equality."""
-    config["model"] = {"name": "swin_t", "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [1, 2], "window_size": 3}
+    config["model"] = {
+        "name": "swin_t",
+        "patch_size": 2,
+        "embed_dim": 16,
+        "depths": [2, 2],
+        "num_heads": [1, 2],
+        "window_size": 3,
+    }
     config["model"]["initializer_range"] = 0.2
     config["sdp"] |= {"engine": "reference", "placement": "balanced"}
     config["training"] |= {"steps": 40, "evaluate_every": 0, "save_every": 40}
@@ -134,7 +151,14 @@ def test_configurations_for_large_data_train(name, make, changes, tmp_path):
         "training.recalibrate_batches=1",
         "data.num_workers=0",
     ]
-    here = ["sdp.engine=reference", "sdp.groups=4", "train_micro_batch_size_per_gpu=1", f"data.path={make(tmp_path)}", *short, *changes]
+    here = [
+        "sdp.engine=reference",
+        "sdp.groups=4",
+        "train_micro_batch_size_per_gpu=1",
+        f"data.path={make(tmp_path)}",
+        *short,
+        *changes,
+    ]
     assert main(["train", str(path), "--dump-dir", str(tmp_path / "run"), "--set", *here]) == 0
     metrics = lines(tmp_path / "run", "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2]
@@ -148,14 +172,20 @@ MISTAKES = [
     ({"data.path": "somewhere"}, 'data: path has no meaning for "digits"'),
     ({"data.image_size": 16}, 'data: image_size is for "folder"; the images of "digits" have a size of their own'),
     ({"data.name": "cifar10"}, 'data: path is required for "cifar10": cifar-10-binary.tar.gz'),
-    ({"data.name": "cifar10", "data.path": "/nowhere.tar.gz"}, "/nowhere.tar.gz: no such file or directory; take the binary version"),
+    (
+        {"data.name": "cifar10", "data.path": "/nowhere.tar.gz"},
+        "/nowhere.tar.gz: no such file or directory; take the binary version",
+    ),
     ({"data.name": "folder", "data.path": "/nowhere"}, "/nowhere: no such directory"),
     ({"data.name": None, "data.augment": True}, "data: augment is for images (data.name); remove it"),
     ({"data.name": None}, "model.name: resnet18 reads images, but the data section means tokens"),
     ({"model": {"name": "llama"}}, "model.name: llama reads tokens, but the data section means images"),
     ({"model.num_classes": 100}, "model.num_classes: 100, but the data has 10; remove model.num_classes"),
     ({"model.image_size": 32}, "model.image_size: 32, but the data's images have sides of 8"),
-    ({"training.steps": None, "training.tokens": 9}, "training.tokens: digits are images; give the length of the run as training.steps"),
+    (
+        {"training.steps": None, "training.tokens": 9},
+        "training.tokens: digits are images; give the length of the run as training.steps",
+    ),
 ]
 
 
