@@ -25,7 +25,7 @@ from ..engine.environment.detect import Supervision, supervision
 from ..engine.environment.exit import leaves_at_once
 from ..engine.errors import PeerLostError, SDPError
 from ..launcher.supervision import report_fatal, tie_to_parent
-from .shared.arguments import Parser, one_value_per_set
+from .shared.arguments import Parser, split_set_values
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -133,7 +133,7 @@ def _run(argv: list[str], above: Supervision | None) -> int:
         own = commands.add_parser(name, help=command.help, description=command.help)
         if name == chosen:
             command.add_arguments(own)
-    args = parser.parse_args(one_value_per_set(argv))
+    args = parser.parse_args(split_set_values(argv))
     args.argv, args.above = argv, above
     return _COMMANDS[args.command].run(args)
 

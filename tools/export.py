@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -28,9 +27,9 @@ from ..engine.errors import CheckpointError, ConfigError
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
 from .runs.saved_run import SavedRun
+from .shared.arguments import size_in_bytes
 
 WEIGHTS = "model"
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights written (default: float32)"
     )
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", type=_size, default="5GB", help="largest file, as 500MB (default: 5GB)"
+        "--max-shard-size",
+        metavar="SIZE",
+        type=size_in_bytes,
+        default="5GB",
+        help="largest file, as 500MB (default: 5GB)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
 
@@ -140,14 +143,6 @@ def _divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
         shards[-1].append(name)
         filled += size
     return shards
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)?", text, re.IGNORECASE)
-    size = int(float(found[1]) * _UNITS[(found[2] or "").upper()]) if found else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 500MB or 5GB")
-    return size
 
 
 def _check_output(out: Path, *, overwrite: bool) -> None:

@@ -165,7 +165,7 @@ def test_shards_dtype_and_overwriting(trained_run, exported, tmp_path, capsys):
         (["run", "OUT", "--checkpoint", "step-9"], "no checkpoint step-9; there: step-2, step-4"),
         (["run", "run", "--overwrite"], "holds something else than an export"),
         (["run", "OUT", "--to", "gguf"], "invalid choice: 'gguf'"),
-        (["run", "OUT", "--max-shard-size", "lots"], "'lots' is no size"),
+        (["run", "OUT", "--max-shard-size", "lots"], "'lots' is not a size"),
         (["run", "OUT", "--set", "data.path=nowhere"], "sdp prepare"),
         (["run", "OUT", "--set", "model.num_hidden_layers=5"], "for another model"),
         (["run", "file/OUT"], "cannot be written"),

@@ -14,7 +14,7 @@ from ...engine.errors import ConfigError
 from ...engine.tracing.operators import DEVICES, device_here
 from ...launcher.cluster.hosts import read_hostfile
 from ..runs.run_config import with_initial_model
-from ..shared.quantities import decimal, quantity
+from ..shared.quantities import format_bytes, quantity
 from .alternatives import alternatives
 from .fit import Fit, find_fit
 from .forecast import Forecast, forecast
@@ -156,12 +156,14 @@ def _require_fit(plan: Forecast, memory: float, args: argparse.Namespace) -> Non
     peak = plan.worst.trace.peak
     if peak > memory:
         raise ConfigError(
-            f"{args.config}: does not fit: the peak of rank {plan.worst.trace.rank} is {decimal(peak)}, {decimal(peak - memory)} more than "
-            f"the {decimal(memory)} of a device; {fit_command(args)} looks for a layout that does"
+            f"{args.config}: does not fit: the peak of rank {plan.worst.trace.rank} is {format_bytes(peak)}, "
+            f"{format_bytes(peak - memory)} more than the {format_bytes(memory)} of a device; "
+            f"{fit_command(args)} looks for a layout that does"
         )
     if not args.json:
         known = ", as far as groups were traced" if plan.untraced else ""
-        print(f"\nIt fits{known}: of {decimal(memory)} a device {decimal(memory - peak)} are left for the device's own context, libraries' "
+        print(f"\nIt fits{known}: of {format_bytes(memory)} a device {format_bytes(memory - peak)} are "
+              "left for the device's own context, libraries' "
               "workspaces, the communication library's buffers and fragmentation.")  # fmt: skip
 
 

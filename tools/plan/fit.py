@@ -24,7 +24,7 @@ from ...engine.errors import ConfigError, SDPError
 from ...engine.optim.optimizers import make_optimizer
 from ...engine.placement.layout import Layout
 from ..runs.model_inputs import model_and_batch
-from ..shared.quantities import decimal
+from ..shared.quantities import format_bytes
 from ..shared.remedies import remedies
 from .forecast import Forecast, forecast, require_planned
 from .machine import Machine
@@ -94,7 +94,7 @@ def _nothing(config: Config, memory: float, ranks: int, trials: list[Trial]) -> 
     said = "" if closest.need is None else f"; closest: {closest}; what would need less: {less}"
     refused = list({(trial.choice.tp, trial.why): str(trial) for trial in trials if trial.need is None}.values())
     also = f"; refused: {'; '.join(refused[:3])}" if refused else ""
-    return f"--fit: no layout of up to {ranks} ranks a group fits {decimal(memory)}{said}{also}"
+    return f"--fit: no layout of up to {ranks} ranks a group fits {format_bytes(memory)}{said}{also}"
 
 
 @dataclass
@@ -174,10 +174,10 @@ class _Search:
         peak = plan.worst.trace.peak
         if peak > self.memory:
             return Trial(choice, f"does not fit: the peak is {self._beside(peak)}", peak)
-        return Trial(choice, f"fits: the peak is {decimal(peak)}, a step takes {plan.seconds:.4g} s", peak, plan)
+        return Trial(choice, f"fits: the peak is {format_bytes(peak)}, a step takes {plan.seconds:.4g} s", peak, plan)
 
     def _beside(self, need: float) -> str:
-        return f"{decimal(need)}, {decimal(need - self.memory)} too much"
+        return f"{format_bytes(need)}, {format_bytes(need - self.memory)} too much"
 
 
 def _most_state(config: Config, world: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from ...engine.tracing.ledger import KINDS
-from ..shared.quantities import decimal
+from ..shared.quantities import format_bytes
 from ..shared.table import Table
 from .forecast import Forecast
 from .unit_map import map_of
@@ -72,7 +72,7 @@ def page(
         warnings="".join(f'<p class="warning">Warning: {escape(warning)}</p>' for warning in plan.warnings),
         bars="".join(_bar(column, scale, memory) for column in columns),
         key="".join(f'<span><b style="background:{_colour(kind)}"></b>{kind}</span>' for kind in used),
-        limit=f"<p>Dashed: the device's {decimal(memory)}.</p>" if memory else "",
+        limit=f"<p>Dashed: the device's {format_bytes(memory)}.</p>" if memory else "",
         fit=_fit(reasons, tried, commands or {}),
         units=f"<p>{escape(placement.describe())}</p>{map_of(placement)}"
         if placement.units
@@ -100,23 +100,25 @@ def _facts(plan: Forecast, memory: float | None) -> list[tuple[str, str]]:
         ("precision", config.precision),
         ("activation checkpointing", config.activation_checkpointing.mode),
         ("samples a step", f"{batch.train:,} = {batch.micro} × {batch.accumulation} × {mesh.data_ranks}"),
-        ("peak of a rank", decimal(peak)),
+        ("peak of a rank", format_bytes(peak)),
         ("expected step", f"{plan.seconds:.4g} s"),
     ]
     if memory is not None:
-        verdict = ("good", "fits") if peak <= memory else ("bad", f"does not fit: {decimal(peak - memory)} too much")
-        facts.append((f"of {decimal(memory)} a device", f'<span class="{verdict[0]}">{verdict[1]}</span>'))
+        verdict = (
+            ("good", "fits") if peak <= memory else ("bad", f"does not fit: {format_bytes(peak - memory)} too much")
+        )
+        facts.append((f"of {format_bytes(memory)} a device", f'<span class="{verdict[0]}">{verdict[1]}</span>'))
     return facts
 
 
 def _bar(column: Forecast, scale: float, memory: float | None) -> str:
     parts = "".join(
-        f'<i style="width:{100 * nbytes / scale:.3f}%;background:{_colour(kind)}" title="{kind}: {decimal(nbytes)}"></i>'
+        f'<i style="width:{100 * nbytes / scale:.3f}%;background:{_colour(kind)}" title="{kind}: {format_bytes(nbytes)}"></i>'
         for kind in KINDS
         if (nbytes := column.worst.trace.at_peak.get(kind, 0))
     )
     line = f'<span class="limit" style="left:{100 * memory / scale:.3f}%"></span>' if memory else ""
-    size = decimal(column.worst.trace.peak)
+    size = format_bytes(column.worst.trace.peak)
     return f'<div class="bar"><div>{escape(column.name)}</div><div class="track">{parts}{line}</div><div class="right">{size}</div></div>'
 
 

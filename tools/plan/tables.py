@@ -9,7 +9,7 @@ from typing import Any
 
 from ...engine.errors import ConfigError
 from ..shared.files import write_whole
-from ..shared.quantities import decimal, quantity
+from ..shared.quantities import format_bytes, quantity
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
 from .fit import Fit
 from .forecast import Forecast
@@ -163,7 +163,7 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
     if len(plan.groups) > 1:
         peaks: dict[str, list[int]] = {}
         for group in plan.groups:
-            peaks.setdefault(decimal(group.trace.peak), []).append(group.trace.rank)
+            peaks.setdefault(format_bytes(group.trace.peak), []).append(group.trace.rank)
         each = (
             f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {peak}" for peak, ranks in peaks.items()
         )

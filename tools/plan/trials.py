@@ -12,7 +12,7 @@ from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import mesh_of
 from ...engine.errors import ConfigError
-from ..shared.quantities import decimal
+from ..shared.quantities import format_bytes
 from .forecast import Forecast
 
 
@@ -143,9 +143,9 @@ def _best_of(others: Sequence[Trial], best: Trial) -> str:
     if seconds > best.cost[0]:
         return f"a step takes {seconds:.4g} s with {cheapest.choice.settings}"
     more = (
-        f"sends {decimal(sent)} a rank, not {decimal(best.cost[1])}"
+        f"sends {format_bytes(sent)} a rank, not {format_bytes(best.cost[1])}"
         if sent > best.cost[1]
-        else f"needs {decimal(need)}"
+        else f"needs {format_bytes(need)}"
     )
     return f"a step takes as long with {cheapest.choice.settings}, but {more}"
 

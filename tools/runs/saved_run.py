@@ -16,6 +16,7 @@ from ...engine.checkpoint.files import STATE, check_tag, latest, locate, read_st
 from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.errors import CheckpointError, ConfigError
+from ..shared.arguments import add_set_option
 from .dataset import path_of
 from .run_files import CONFIG
 
@@ -45,12 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step (default: the newest)")
     which.add_argument("--checkpoint", metavar="TAG", help="the checkpoint of this name")
-    parser.add_argument(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        action="append",
-        default=[],
-        help="override a key of the run's configuration, such as data.path of data that was moved; may be repeated",
+    add_set_option(
+        parser, "override a key of the run's configuration, such as data.path of data that was moved; may be repeated"
     )
 
 

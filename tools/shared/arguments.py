@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Command-line options that several commands share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...engine.errors import ConfigError
+from .quantities import parse_size
+
+SET_HELP = "override a key of CONFIG; may be repeated"
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong arguments are the user's mistake like any other: one line, exit code 2."""
+    """Reports a wrong argument like any other mistake of the user: one line, exit code 2."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -20,30 +23,50 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def one_value_per_set(argv: Sequence[str]) -> list[str]:
-    """``--set a=1 b=2`` as ``--set a=1 --set b=2``; argparse's own lists would swallow the CONFIG that follows."""
-    spread: list[str] = []
-    setting = False
-    for word in argv:
-        if setting and "=" in word and not word.startswith("-") and spread[-1] != "--set":
-            spread.append("--set")
-        setting = word == "--set" or (setting and "=" in word and not word.startswith("-"))
-        spread.append(word)
-    return spread
+def add_config_arguments(parser: argparse.ArgumentParser, config_help: str, nargs: str | None = None) -> None:
+    """Declare CONFIG and ``--set``."""
+    parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=config_help)
+    add_set_option(parser)
+
+
+def add_set_option(parser: argparse.ArgumentParser, help_text: str = SET_HELP) -> None:
+    """Declare ``--set SECTION.KEY=VALUE``. The parsed values are the list ``args.set``."""
+    parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help=help_text)
 
 
 def positive_int(text: str) -> int:
+    """The argparse type of a whole number above zero."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, config_help: str, nargs: str | None = None) -> None:
-    parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=config_help)
-    parser.add_argument(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        action="append",
-        default=[],
-        help="override a key of CONFIG; may be repeated",
-    )
+def port(text: str) -> int:
+    """The argparse type of a TCP port."""
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use a number from 1 to 65535")
+    return int(text)
+
+
+def size_in_bytes(text: str) -> int:
+    """The argparse type of a size such as ``500MB``, ``5GiB`` or, in bytes, ``500000``."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def split_set_values(argv: Sequence[str]) -> list[str]:
+    """Turn ``--set a=1 b=2`` into ``--set a=1 --set b=2``.
+
+    argparse's own lists (``nargs="+"``) would also swallow the CONFIG that follows.
+    """
+    split: list[str] = []
+    setting = False
+    for word in argv:
+        is_value = setting and "=" in word and not word.startswith("-")
+        if is_value and split[-1] != "--set":
+            split.append("--set")
+        setting = word == "--set" or is_value
+        split.append(word)
+    return split

@@ -1,4 +1,8 @@
-"""Numbers with units: as users write them, and as reports print them. All of a report is decimal: 1 GB is 10⁹ bytes."""
+"""Sizes and rates: as users write them, and as reports print them.
+
+Reports use decimal units (1 GB is 10⁹ bytes), except for the memory of processes, which they print in
+binary units (1 GiB is 2³⁰ bytes).
+"""
 
 from __future__ import annotations
 
@@ -8,37 +12,69 @@ from typing import Literal
 
 from ...engine.errors import ConfigError
 
-_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB")
+BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+_PREFIXES = {
+    "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+}  # fmt: skip
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*"
 _EXAMPLES = {"B": "80GB", "B/s": "50GB/s or 400Gbit", "FLOP/s": "989TFLOP/s"}
 
 
 def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> float:
-    """The number that ``text`` says in ``unit``: ``80GB``, ``80GiB``, ``900G``, ``989TFLOP/s``; with "B/s" bits a second too, in which
-    links are sold: ``400Gbit``, ``100gbit/s``. Raises :class:`ConfigError`, also where no unit is said: 80 may mean bytes or gigabytes.
+    """Read ``text`` as a number in ``unit``: ``80GB``, ``80GiB``, ``900G``, ``989TFLOP/s``.
+
+    With "B/s" the text may also give bits a second, in which links are sold: ``400Gbit``,
+    ``100gbit/s``. Raises :class:`ConfigError`, also where the unit is missing: 80 may mean bytes or
+    gigabytes.
     """
-    bits = re.fullmatch(rf"{_NUMBER}([kmgt]?)bit(?:/s)?\s*", text, re.IGNORECASE) if unit == "B/s" else None
-    if bits is not None:
-        number, factor = float(bits[1]), _BITS.get(bits[2].lower(), 1.0) / 8
+    if unit == "B/s" and (rate := parse_bit_rate(text)) is not None:
+        number = rate / 8
     else:
         match = re.fullmatch(rf"{_NUMBER}([kMGTP]i?)?({re.escape(unit)})?\s*", text)
-        if match is None or (match[2] or "") not in _UNITS or not (match[2] or match[3]):
-            known = ", ".join(filter(None, _UNITS))
+        if match is None or (match[2] or "") not in _PREFIXES or not (match[2] or match[3]):
+            known = ", ".join(filter(None, _PREFIXES))
             raise ConfigError(
-                f"{option} {text or repr(text)}: expected a number with a unit, such as {_EXAMPLES[unit]} (before {unit}: {known})"
+                f"{option} {text or repr(text)}: expected a number with a unit, such as {_EXAMPLES[unit]}"
+                f" (before {unit}: {known})"
             )
-        number, factor = float(match[1]), _UNITS[match[2] or ""]
-    if not 0 < number * factor < math.inf:
-        raise ConfigError(
-            f"{option} {text}: expected more than nothing and less than everything, such as {_EXAMPLES[unit]}"
-        )
-    return number * factor
+        number = float(match[1]) * _PREFIXES[match[2] or ""]
+    if not 0 < number < math.inf:
+        raise ConfigError(f"{option} {text}: expected a finite number above zero, such as {_EXAMPLES[unit]}")
+    return number
 
 
-def decimal(nbytes: float) -> str:
-    """Bytes in B, kB, MB, GB or TB, the largest of which there is one at least."""
-    for power, name in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        if nbytes >= 1000**power:
-            return f"{nbytes / 1000**power:.2f} {name}"
-    return f"{nbytes:.0f} B"
+def parse_bit_rate(text: str) -> float | None:
+    """Read ``text`` as bits a second, such as ``300mbit`` or ``1Gbit/s``. None if it has another form."""
+    match = re.fullmatch(rf"{_NUMBER}([kmgt]?)bit(?:/s)?\s*", text, re.IGNORECASE)
+    return float(match[1]) * _prefix(match[2]) if match is not None else None
+
+
+def parse_size(text: str) -> int:
+    """Read ``text`` as bytes: ``500MB``, ``5gib``, or a number alone. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMG]i?)B)?", text, re.IGNORECASE)
+    size = int(float(match[1]) * _prefix(match[2] or "")) if match is not None else 0
+    if size < 1:
+        raise ValueError(f"{text!r} is not a size; use for example 500MB or 5GB")
+    return size
+
+
+def _prefix(text: str) -> float:
+    """The factor of a prefix whose case does not matter: ``m`` and ``M`` both mean mega."""
+    return next(factor for prefix, factor in _PREFIXES.items() if prefix.lower() == text.lower())
+
+
+def format_bytes(nbytes: float) -> str:
+    """Print bytes in the largest decimal unit of which there is at least one: ``1.50 GB``."""
+    factor, unit = unit_for(nbytes)
+    return f"{nbytes:.0f} B" if factor == 1 else f"{nbytes / factor:.2f} {unit}"
+
+
+def unit_for(nbytes: float, *, binary: bool = False) -> tuple[int, str]:
+    """The largest unit of which ``nbytes`` has at least one: its bytes, and its name."""
+    step, names = (1024, BINARY_UNITS) if binary else (1000, DECIMAL_UNITS)
+    power = 0
+    while power + 1 < len(names) and nbytes >= step ** (power + 1):
+        power += 1
+    return step**power, names[power]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .quantities import unit_for
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -20,8 +22,6 @@ class Spread:
         return cls(min(known), max(known)) if known else None
 
 
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
-_DECIMAL = ("B", "kB", "MB", "GB", "TB")
 _GAP = "  "
 
 Quantity = float | Spread | None
@@ -74,12 +74,9 @@ def bytes_row(
     largest = max(
         [spread.largest for spread in spreads if spread] + ([baseline or 0] if show_baseline else []), default=0
     )
-    step, names = (1000, _DECIMAL) if decimal else (1024, _BINARY)
-    power = 0
-    while largest >= step ** (power + 1) and power + 1 < len(names):
-        power += 1
-    scale, unit = step**power, names[power] + per
-    digits = 0 if power == 0 else 2 if largest < 100 * scale else 1
+    scale, name = unit_for(largest, binary=not decimal)
+    unit = name + per
+    digits = 0 if scale == 1 else 2 if largest < 100 * scale else 1
     cells = []
     for spread in spreads:
         ratio = f"{spread.largest / baseline:.2f}×" if spread and baseline else ""

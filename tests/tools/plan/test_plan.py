@@ -11,7 +11,7 @@ import torch
 from sdp.engine.errors import ConfigError
 from sdp.tools.cli import main
 from sdp.tools.plan.machine import Machine, evenly, filled
-from sdp.tools.shared.quantities import decimal, quantity
+from sdp.tools.shared.quantities import format_bytes, quantity
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LLAMA = {
@@ -193,7 +193,7 @@ def test_quantities() -> None:
 
 
 def test_bytes_in_decimal_units() -> None:
-    assert [decimal(nbytes) for nbytes in (0, 999, 1000, 40e6, 999.99e6, 80e9, 2e12)] == [
+    assert [format_bytes(nbytes) for nbytes in (0, 999, 1000, 40e6, 999.99e6, 80e9, 2e12)] == [
         "0 B", "999 B", "1.00 kB", "40.00 MB", "999.99 MB", "80.00 GB", "2.00 TB"]  # fmt: skip
 
 
