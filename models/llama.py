@@ -16,10 +16,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..engine.config.section import PositiveInt, Section
-from ..engine.distributed.tensor_parallel import Column, Gather, Head, Row, Style, Vocabulary, Whole
 from ..engine.errors import ConfigError, ModelError
-from ..engine.placement.units import Branch
-from ..engine.subnetwork.initialisation import Constant, Init, Normal
+from ..engine.model_interface import Branch, Column, Constant, Gather, Head, Init, Normal, Row, Style, Vocabulary, Whole
 from .loss import LanguageModelHead
 
 Rate = Annotated[float, Field(ge=0, lt=1)]

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ..engine.config.section import PositiveInt, Section
 from ..engine.errors import ConfigError, ModelError
-from ..engine.placement.units import Branch
-from ..engine.subnetwork.initialisation import Constant, Init, Normal, Uniform
+from ..engine.model_interface import Branch, Constant, Init, Normal, Uniform
 from .classification import Measure, measured
 
 STAGES = (

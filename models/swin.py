@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from ..engine.config.section import PositiveInt, Section
 from ..engine.errors import ConfigError, ModelError
-from ..engine.placement.units import Branch
-from ..engine.subnetwork.initialisation import Constant, Init, Normal, Table, Uniform
+from ..engine.model_interface import Branch, Constant, Init, Normal, Table, Uniform
 from .classification import Measure, measured
 
 _MASKED = -100.0  # added to a score across the seam of a shifted image; torchvision's

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import DataError, ModelError
+from ..model_interface import get_loss_type
 
 IGNORED_LABEL = -100  # torch's and Hugging Face's ignore_index
 _TREES = "use tensors, tuples, lists, mappings or dataclasses"
@@ -143,7 +144,7 @@ def target_count(module: nn.Module, batch: Any) -> int:
     labels = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("labels")
     if labels is None and isinstance(batch, Mapping):
         labels = batch.get("labels")
-    shifted = labels is not None and "CausalLM" in (getattr(module, "loss_type", None) or "ForCausalLM")
+    shifted = labels is not None and "CausalLM" in (get_loss_type(module) or "ForCausalLM")
     if labels is None:
         tensors = tensors_in(batch)
         if not tensors:

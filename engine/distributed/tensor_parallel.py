@@ -8,7 +8,6 @@ them further without knowing of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,60 +15,11 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
+from ..model_interface import Column, Gather, Head, Row, Style, Vocabulary, get_tensor_parallel_plan
 from ..module_paths import match_patterns
 from .tensor_collectives import TensorRanks, gather_sequence, scatter_sequence, vocabulary_embedding
 
 TP = "tensor_parallel.autotp_size"
-
-
-@dataclass(frozen=True)
-class Whole:
-    """Every rank has all of the module's parameters and works on its part of the sequence (norms); gradients are summed."""
-
-    dims = None
-
-
-@dataclass(frozen=True)
-class Gather:
-    """The module's first argument is gathered along the sequence; its own children compute their features of all tokens."""
-
-    dims = None
-
-
-@dataclass(frozen=True)
-class Column:
-    """The output features of a linear layer are cut. ``pieces``: into how many equal pieces at most, attention heads for example."""
-
-    pieces: int | None = None
-    dims = 0
-
-
-@dataclass(frozen=True)
-class Row:
-    """The input features of a linear layer without bias are cut, as those of the layer before; outputs are summed, and cut along the
-    sequence.
-    """
-
-    dims = 1
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The rows of an embedding table are cut; embeddings come out cut along the sequence."""
-
-    dims = 0
-
-
-@dataclass(frozen=True)
-class Head:
-    """The rows of a head over the vocabulary are cut; its first argument is gathered along the sequence. What it makes of its part of the
-    logits is its own affair: its attribute ``tensor_ranks`` is set.
-    """
-
-    dims = 0
-
-
-Style = Whole | Gather | Column | Row | Vocabulary | Head
 
 
 def parameter_cuts(model: nn.Module, ranks: int) -> dict[str, int | None]:
@@ -96,13 +46,12 @@ def parameter_cuts(model: nn.Module, ranks: int) -> dict[str, int | None]:
 
 def _resolved(model: nn.Module) -> dict[str, Style]:
     """Module path → style."""
-    plan = getattr(model, "tensor_parallel_plan", None)
+    plan = get_tensor_parallel_plan(model)
     if plan is None:
         raise ModelError(f"{type(model).__name__} states no tensor_parallel_plan(), so it cannot be cut; set {TP} to 1")
     modules = dict(model.named_modules(remove_duplicate=False))
-    stated: Mapping[str, Style] = plan()
-    matched = {pattern: match_patterns(modules, [pattern], "tensor_parallel_plan()") for pattern in stated}
-    return {path: style for pattern, style in stated.items() for path in modules if path in matched[pattern]}
+    matched = {pattern: match_patterns(modules, [pattern], "tensor_parallel_plan()") for pattern in plan}
+    return {path: style for pattern, style in plan.items() for path in modules if path in matched[pattern]}
 
 
 def _require_divisible(name: str, parameter: nn.Parameter, style: Style, ranks: int) -> None:

@@ -14,6 +14,7 @@ from ..config.schema import Config
 from ..distributed.mesh import Coordinates, Holders, Mesh
 from ..distributed.tensor_parallel import TP, parameter_cuts
 from ..errors import ConfigError, ModelError
+from ..model_interface import check_hooks, get_random_options
 from ..module_paths import parents
 from .buckets import Bucket, Refresh, plan_buckets
 from .placement import Placement
@@ -45,6 +46,7 @@ class Layout:
     @classmethod
     def of(cls, model: nn.Module, config: Config, mesh: Mesh) -> Layout:
         """Find the units of the full ``model``, place them, and record its tensors and how tensor parallelism cuts them."""
+        check_hooks(model)
         section = config.sdp
         explicit = list(section.placement) if isinstance(section.placement, dict) else None
         if section.granularity == "neuron":
@@ -223,8 +225,7 @@ def _require_dense_if_random(model: nn.Module, placement: Placement, mesh: Mesh)
 
 def draws_of(model: nn.Module) -> list[str]:
     """The options by which ``model`` draws random numbers in training, if it states any."""
-    stated = getattr(model, "random_options", None)
-    return stated() if stated is not None else []
+    return get_random_options(model)
 
 
 def _require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: int) -> None:

@@ -13,6 +13,8 @@ from itertools import groupby
 from torch import nn
 
 from ..errors import ModelError
+from ..model_interface import Branch as Branch  # re-exported
+from ..model_interface import get_neuron_branches, get_unit_flops, get_unit_patterns
 from ..module_paths import match_patterns, resolve_name
 
 SHARED = "shared"
@@ -54,23 +56,6 @@ class Unit:
         return all(part.dim is None for part in self.slices)
 
 
-@dataclass(frozen=True)
-class Branch:
-    """A residual branch that is a sum over hidden neurons: SwiGLU units, key/value heads with the query heads that share them, channels.
-
-    ``name``: the module's path. ``neurons``: how many. ``parameters``: canonical name and dimension along which the neurons lie, in
-    order, each with an equal share of the indices; of those in ``three_parts`` (queries, keys, values) an equal share of each third.
-    ``buffers``: canonical names of those that have an entry a neuron. ``flops``: of a forward pass of one sample, 0 where not known.
-    """
-
-    name: str
-    neurons: int
-    parameters: tuple[tuple[str, int], ...]
-    three_parts: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
-    flops: int = 0
-
-
 def goes_into_sum(parameter: str, dim: int | None) -> bool:
     """Whether slices of ``parameter`` along ``dim`` take hidden neurons into their branch's sum: a layer's weight, cut along its inputs."""
     return dim == 1 and parameter.endswith(".weight")
@@ -82,15 +67,15 @@ def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
     One of fewer neurons is cut into single ones. Raises :class:`ModelError` for a model that states no branches, or some that do not
     fit its parameters.
     """
-    stated = getattr(model, "neuron_branches", None)
-    if stated is None:
+    branches = get_neuron_branches(model)
+    if branches is None:
         raise ModelError(
             f'sdp.granularity: "neuron" needs a model that states its residual branches (neuron_branches()), and '
             f'{type(model).__name__} does not; use "block"'
         )
     parameters = dict(model.named_parameters())
     units: list[Unit] = []
-    for branch in stated():
+    for branch in branches:
         count = min(groups, branch.neurons)
         for group in range(count):
             first, last = branch.neurons * group // count, branch.neurons * (group + 1) // count
@@ -127,8 +112,8 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterab
         names = match_patterns(modules, [patterns] if isinstance(patterns, str) else patterns)
     elif explicit is not None:
         names = {resolve_name(name, modules) for name in explicit}
-    elif hasattr(model, "unit_patterns"):
-        names = match_patterns(modules, model.unit_patterns())  # type: ignore[operator]
+    elif (stated := get_unit_patterns(model)) is not None:
+        names = match_patterns(modules, stated)
     else:
         names = _longest_chain(model)
     ordered = [name for name in modules if name in names]
@@ -173,7 +158,7 @@ def _refuse_nested(names: Sequence[str]) -> None:
 def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[str]) -> list[Unit]:
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     owner: dict[int, str] = {}
-    flops: Mapping[str, int] = model.unit_flops() if hasattr(model, "unit_flops") else {}  # type: ignore[operator]
+    flops = get_unit_flops(model)
     units = []
     for index, name in enumerate(names):
         parameters = list(modules[name].parameters())

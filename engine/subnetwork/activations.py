@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from ..model_interface import get_config
+
 log = logging.getLogger("sdp")
 
 # Expensive to recompute against the bytes of their results; the list of torchtitan's selective mode.
@@ -30,7 +32,7 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[str], mode: Litera
     """Make every block (a module's path) recompute activations in backward. Its forward is replaced in place: parameter names stay."""
     if mode == "none":
         return
-    config = getattr(model, "config", None)
+    config = get_config(model)
     if getattr(config, "use_cache", False) is True:  # of transformers' decoders
         log.warning(
             "config.use_cache of the model is now False: a recomputed block would append its keys and values to the cache once more"

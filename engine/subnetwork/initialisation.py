@@ -19,39 +19,10 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
+from ..model_interface import Constant, Init, Normal, Table, get_parameter_init
 
 BLOCK_ELEMENTS = 1 << 16
 
-
-@dataclass(frozen=True)
-class Normal:
-    """Independent normal values with standard deviation ``std`` and mean 0."""
-
-    std: float
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Every element equals ``value``."""
-
-    value: float
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Independent values, uniform between ``-bound`` and ``bound``."""
-
-    bound: float
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """These ``values``, of the tensor's own shape: what no draw decides."""
-
-    values: torch.Tensor
-
-
-Init = Normal | Constant | Uniform | Table
 
 # Fills rows [start, start + len(out)) of one parameter into ``out``.
 Filler = Callable[[torch.Tensor, int], None]
@@ -104,7 +75,7 @@ def plan_initialisation(model: nn.Module, seed: int) -> list[ModuleInit]:
     memory only while a module's fillers are. Tied parameters appear once. Raises :class:`ModelError` if nothing says how a
     parameter is initialised.
     """
-    rule = getattr(model, "parameter_init", None)
+    rule = get_parameter_init(model)
     skeleton = None if rule is not None else _skeleton(model, {})
     plan: list[ModuleInit] = []
     done: set[int] = set()

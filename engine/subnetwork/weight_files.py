@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..errors import ModelError
+from ..model_interface import get_canonical_name
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 from .initialisation import Filler, ModuleInit
@@ -94,7 +95,7 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
     its tensors a key stands for, and None for one that it does without. Raises :class:`ModelError` unless files and model have the same
     tensors.
     """
-    canonical: Callable[[str], str | None] = getattr(model, "canonical_name", lambda key: key)
+    canonical = get_canonical_name(model)
     keys = {name: key for key in files.keys() if (name := canonical(key)) is not None}  # noqa: SIM118
     names_of: dict[str, list[str]] = {name: [name] for name in (*layout.wholes, *layout.buffers)}
     for alias, name in layout.aliases.items():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from sdp.engine.errors import ConfigError, ModelError
-from sdp.engine.subnetwork.initialisation import Constant, Normal
+from sdp.engine.model_interface import Constant, Normal
 from sdp.models.llama import Llama, LlamaConfig, LlamaDecoderLayer, rotary_table
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -23,6 +23,7 @@ from ...engine.config.schema import Config
 from ...engine.distributed.mesh import mesh_of
 from ...engine.distributed.tensors import local_tensor
 from ...engine.errors import DivergedError
+from ...engine.model_interface import get_config
 from ..runs.model_inputs import model_and_batch
 from .methods import OUTER_EVERY, SAME_STEPS, is_sdp
 from .networks import Link, shape
@@ -187,7 +188,7 @@ def _batches(config: Config, device: torch.device) -> list[Any]:
     """The micro-batches of every step of this rank, of random numbers: the same in every run and for every method."""
     size = BatchSize.resolve(config, mesh_of(config, dist.get_world_size()))
     build_model, zeros = model_and_batch(config)
-    limit: int = getattr(build_model().config, "vocab_size", 1)  # type: ignore[union-attr]
+    limit: int = getattr(get_config(build_model()), "vocab_size", 1)  # type: ignore[union-attr]
     generator = torch.Generator().manual_seed(dist.get_rank())
 
     def micro_batch() -> Any:

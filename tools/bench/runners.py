@@ -27,6 +27,7 @@ from ...engine.distributed.traffic import Traffic
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import alone_if_unlaunched
 from ...engine.initialize import initialize
+from ...engine.model_interface import get_sharding_groups
 from ...engine.optim.optimizers import build_optimizer
 from ...engine.placement.layout import Layout
 from ...engine.placement.tensor_info import Shard
@@ -163,8 +164,7 @@ class _Dense:
             mesh = init_device_mesh(kind, (world,))
         else:
             mesh = init_device_mesh(kind, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-        alone = getattr(self.model, "sharding_groups", list)()
-        for name in (*self.blocks, *alone):
+        for name in (*self.blocks, *get_sharding_groups(self.model)):
             fully_shard(self.model.get_submodule(name), mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         optimizer = self._optimizer()

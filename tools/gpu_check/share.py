@@ -19,7 +19,7 @@ from ...engine.distributed.tensors import local_tensor
 from ...engine.engine import SDPEngine
 from ...engine.errors import DivergedError
 from ...engine.initialize import initialize
-from ...engine.subnetwork.initialisation import Constant, Init, Normal
+from ...engine.model_interface import Constant, Init, Normal, get_flops_per_token, get_parameter_init
 from ...models.registry import build_model
 from .rows import GROUPS, Job, Planned
 
@@ -201,7 +201,8 @@ class _Memory:
 def _engine(config: Mapping[str, Any]) -> SDPEngine:
     """With weights drawn on the device: the engine's own are drawn on the CPU, which takes longer than all that is measured."""
     model = build_model(config["model"])
-    rule: Callable[[str], Init] = model.parameter_init  # type: ignore[assignment]
+    rule = get_parameter_init(model)
+    assert rule is not None  # all models of the registry have it
     model.parameter_init = lambda name: Constant(0.0)  # type: ignore[assignment]
     engine = initialize(model=model, config=dict(config))[0]
     _draw_weights(engine, rule)
@@ -277,7 +278,9 @@ def _whole_units(engine: SDPEngine) -> bool:
 
 def held_flops_per_token(engine: SDPEngine, sequence: int) -> float:
     """Of the units that rank 0 holds, and of what all ranks hold."""
-    costs: Mapping[str, float] = engine.module.flops_per_token(sequence)  # type: ignore[operator]
+    flops = get_flops_per_token(engine.module)
+    assert flops is not None  # the check runs LLaMA
+    costs = flops(sequence)
     placement = engine.layout.placement
     absent = {unit for unit, holders in zip(placement.units, placement.holders, strict=True) if 0 not in holders}
     return sum(cost for unit, cost in costs.items() if unit not in absent)

@@ -17,6 +17,7 @@ from ...engine.checkpoint.files import latest, locate, read_state
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import Mesh
 from ...engine.errors import ConfigError
+from ...engine.model_interface import get_config
 from ...engine.optim.optimizers import make_optimizer
 from ...engine.optim.schedules import build_scheduler
 from ...engine.placement.layout import Layout
@@ -79,7 +80,7 @@ def _facts_to_come(config: Config) -> dict[str, int]:
 
 
 def _check_sequence(config: Config, model: nn.Module) -> None:
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    limit = getattr(get_config(model), "max_position_embeddings", None)
     if limit is not None and config.data.sequence_length > limit:
         raise ConfigError(
             f"data.sequence_length: {config.data.sequence_length} is more than model.max_position_embeddings = {limit}; "

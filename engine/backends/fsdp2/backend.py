@@ -21,6 +21,7 @@ from ...full_model.buffers import agree_on_buffers
 from ...full_model.evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
 from ...full_model.gather import stream_full_state
 from ...full_model.recalibration import Statistics, batch_statistics
+from ...model_interface import get_sharding_groups
 from ...optim.clip import squared_norm
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
@@ -114,8 +115,7 @@ class FSDP2Backend:
 
     def _own_groups(self) -> list[str]:
         """Modules of the shared part that the model wants sharded on their own."""
-        stated = getattr(self.module, "sharding_groups", None)
-        return stated() if stated is not None else []
+        return get_sharding_groups(self.module)
 
     def _in_root_group(self, name: str) -> bool:
         """Whether FSDP2 reduces the parameter with the root's own, at the end of backward."""

@@ -20,6 +20,7 @@ from ...batch.call import call_model, loss_of, merge_outputs, split_rows, target
 from ...distributed.traffic import Traffic
 from ...full_model.buffers import BufferMean, held_entries, persistent_buffers
 from ...full_model.recalibration import Statistics, batch_statistics
+from ...model_interface import get_sharding_groups
 from ...optim.clip import squared_norm
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
@@ -102,8 +103,7 @@ class ReferenceBackend:
 
     def _cast_inputs(self) -> None:
         """Floating inputs of the model and of the modules that FSDP2 shards on their own are cast, as FSDP2 casts them."""
-        groups = getattr(self.module, "sharding_groups", None)
-        names = [*self.layout.blocks, *(groups() if groups is not None else [])]
+        names = [*self.layout.blocks, *get_sharding_groups(self.module)]
 
         def cast(leaf: Any) -> Any:
             return leaf.to(self._compute_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf

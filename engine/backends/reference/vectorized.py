@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...batch.call import split_rows, target_count, tensors_in
 from ...errors import ModelError
+from ...model_interface import get_neuron_branches
 from ...placement.layout import Layout
 from ...placement.units import Slice, find_neuron_units, goes_into_sum
 from .backend import ReferenceBackend
@@ -38,7 +39,7 @@ class VectorizedBackend(ReferenceBackend):
         mixing = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
         if mixing is not None:
             raise ModelError(f"{_HERE}: {mixing} mixes the rows of all groups; {_INSTEAD}")
-        if not hasattr(model, "neuron_branches"):
+        if get_neuron_branches(model) is None:
             raise ModelError(
                 f"{_HERE}: {type(model).__name__} does not state its residual branches (neuron_branches()); {_INSTEAD}"
             )

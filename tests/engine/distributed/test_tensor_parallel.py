@@ -15,18 +15,10 @@ from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.distributed.process_groups import tensor_group
 from sdp.engine.distributed.tensor_collectives import TensorRanks, scatter_sequence, vocabulary_embedding
-from sdp.engine.distributed.tensor_parallel import (
-    Column,
-    Gather,
-    Row,
-    Style,
-    Vocabulary,
-    Whole,
-    parallelise,
-    parameter_cuts,
-)
+from sdp.engine.distributed.tensor_parallel import parallelise, parameter_cuts
 from sdp.engine.distributed.traffic import Traffic
 from sdp.engine.errors import ModelError
+from sdp.engine.model_interface import Column, Gather, Row, Style, Vocabulary, Whole
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.tensor_info import Shard
 from sdp.models.loss import linear_cross_entropy

@@ -10,7 +10,8 @@ import sdp
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sdp.engine.subnetwork.initialisation import BLOCK_ELEMENTS, Constant, Init, Normal, Uniform, fill_rows, seed_of
+from sdp.engine.model_interface import Constant, Init, Normal, Uniform
+from sdp.engine.subnetwork.initialisation import BLOCK_ELEMENTS, fill_rows, seed_of
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of, reference
 from sdp.tests.support.ranks import RankPool

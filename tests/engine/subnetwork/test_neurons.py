@@ -16,8 +16,9 @@ import torch.distributed as dist
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import ConfigError, ModelError, PlacementError
+from sdp.engine.model_interface import Branch
 from sdp.engine.placement.layout import Layout
-from sdp.engine.placement.units import Branch, find_neuron_units, find_units
+from sdp.engine.placement.units import find_neuron_units, find_units
 from sdp.engine.subnetwork.neurons import SlicedBatchNorm, Slices
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, full_gradients

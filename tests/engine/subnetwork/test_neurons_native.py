@@ -12,8 +12,9 @@ import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import CheckpointError, ModelError
+from sdp.engine.model_interface import Branch
 from sdp.engine.placement.layout import Layout
-from sdp.engine.placement.units import Branch, find_neuron_units
+from sdp.engine.placement.units import find_neuron_units
 from sdp.engine.subnetwork.neurons import SlicedConv2d, SlicedLinear, Slices, slice_layers
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, whole
