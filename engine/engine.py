@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .backend import Backend
 from .batch.call import call_model, loss_of
 from .batch.size import BatchSize
 from .checkpoint.files import check_tag
-from .checkpoint.load import find, keys_in, load
+from .checkpoint.load import find_together, keys_in, load
 from .checkpoint.save import Saver
 from .checkpoint.state import SavedState, set_random_state
 from .config.schema import Config
-from .distributed.agreement import Ranks, agreed_rates
+from .distributed.agreement import Ranks, agree_on_rates, gather_json
 from .distributed.tensors import local_tensor
 from .engine_facts import EngineFacts
 from .errors import CheckpointError, ConfigError, DivergedError
@@ -341,7 +340,7 @@ class SDPEngine(EngineFacts):
                 "alone with training.init_from"
             )
         ranks = Ranks(alone=self.world_size == 1)
-        found = ranks.from_rank_0(lambda: find(Path(load_dir), tag))  # two hosts may see two states of a file system
+        found = find_together(Path(load_dir), tag, ranks)
         if found is None:
             if self.global_rank == 0:
                 log.warning("no checkpoint in %s; starting from the beginning", load_dir)
@@ -441,7 +440,7 @@ class SDPEngine(EngineFacts):
         """Learning rate of every trained parameter of the full model, on all ranks. Collective. Raises ConfigError where ranks differ."""
         groups = zip(self.optimizer.param_groups, self._names_of_groups(), strict=True)
         rates = {name: float(group["lr"]) for group, names in groups for name in names}
-        return rates if self.world_size == 1 else agreed_rates(rates, list(self.layout.wholes), self.device)
+        return rates if self.world_size == 1 else agree_on_rates(rates, list(self.layout.wholes), self.device)
 
     def _of_scheduler(self, state: dict[str, Any]) -> dict[str, Any]:
         """What of a scheduler's state is true of any rank."""
@@ -477,11 +476,8 @@ class SDPEngine(EngineFacts):
     # -- among ranks -----------------------------------------------------------------------------------------------------------
 
     def gather_facts(self, facts: Any) -> list[Any]:
-        """``facts`` (any small object) of every rank, in rank order. Collective."""
-        everyones = [facts] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(everyones, facts)
-        return everyones
+        """The ``facts`` (a small JSON value) of every rank, in rank order. Collective. Tuples arrive as lists."""
+        return gather_json(facts) if self.world_size > 1 else [facts]
 
     def check_holders(self) -> None:
         """Compare weights and optimizer state bitwise across holders; raises DivergenceError naming the unit. Collective."""

@@ -18,7 +18,7 @@ from .batch.size import BatchSize
 from .config.load import load_config
 from .config.schema import Config, FP16Section, SDPSection
 from .construct import build_backend
-from .distributed.agreement import check_alike
+from .distributed.agreement import check_equal
 from .distributed.join import join
 from .distributed.mesh import mesh_of
 from .engine import SDPEngine
@@ -71,7 +71,7 @@ def initialize(
     device = _own_device(settings.sdp.engine) if reference else join()
     if not reference:
         watch()
-        check_alike(_settings_of_all(settings), device)
+        check_equal(_settings_of_all(settings), device)
     mesh = mesh_of(settings, 1 if reference else dist.get_world_size())
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -82,7 +82,7 @@ def initialize(
         torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else dist.get_rank()))
     if not reference:
         check_placement(layout.placement, device)
-        check_alike({"the model's parameters": _parameters(layout)}, device)
+        check_equal({"the model's parameters": _parameters(layout)}, device)
     if settings.sdp.engine == "deepspeed":
         from .backends.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional
 
@@ -107,7 +107,7 @@ def _finish(
         engine.training_dataloader = EpochLoader(engine.loader)
         samples = engine.loader.sampler.num_samples
     if not engine.config.sdp.in_one_process:
-        check_alike({"the samples of training_data, which the loader shares out": samples}, device)
+        check_equal({"the samples of training_data, which the loader shares out": samples}, device)
         engine.rates_of_parameters()
     if engine.global_rank == 0:
         _announce(engine, note)

@@ -44,6 +44,20 @@ def find(directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None
     return path, read_state(path)
 
 
+def find_together(directory: Path, tag: str | None, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
+    """Call :func:`find` on rank 0 and return its answer on all ``ranks``. Collective.
+
+    Two hosts may see a shared file system in two states, so only one of them looks.
+    """
+
+    def look() -> list[Any] | None:
+        found = find(directory, tag)
+        return found and [str(found[0]), found[1]]
+
+    answer = ranks.from_rank_0(look)
+    return answer and (Path(answer[0]), answer[1])
+
+
 def keys_in(path: Path) -> set[str]:
     """The keys of the tensors in the checkpoint at ``path``; none where its metadata cannot be read, which :func:`load` tells."""
     try:
@@ -67,9 +81,10 @@ def load(
     ranks.agree(_obstacle(path, reader, tensors))
     if names is not None:
         saved = sorted(reader.read_metadata().state_dict_metadata)
-        # A bit for each: there are thousands, on thousands of ranks.
+        # One bit for each key, because there are thousands of keys on thousands of ranks. As hexadecimal text,
+        # because Python limits the decimal digits of an integer.
         mine = sum(1 << index for index, key in enumerate(saved) if key in tensors)
-        everyones = functools.reduce(operator.or_, ranks.gather(mine))
+        everyones = functools.reduce(operator.or_, (int(bits, 16) for bits in ranks.gather(f"{mine:x}")))
         ranks.agree(_left_out(path, names, [key for index, key in enumerate(saved) if not everyones >> index & 1]))
     try:
         with _without_single_process_warning():

@@ -1,4 +1,9 @@
-"""What all ranks must agree on is compared before any rank waits for another."""
+"""How ranks agree on small values before any of them waits for another in a larger collective.
+
+All of these functions are collectives: every rank must call them, in the same order. Without a
+process group they answer for this process alone. Values travel as JSON, never as pickles: unpickling
+another rank's data can run code.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +20,17 @@ from ..errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
 
+_REMEDY = "start all ranks with the same configuration, model and data"
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that save or load together; ``group`` None is all of them. ``alone``: this one process by itself."""
+    """The processes that save or load together.
+
+    Attributes:
+        alone: whether this process works by itself.
+        group: the process group of the others; None means all ranks.
+    """
 
     alone: bool
     group: dist.ProcessGroup | None = None
@@ -32,53 +44,110 @@ class Ranks:
         return 1 if self.alone else dist.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, by rank."""
-        if self.alone:
-            return [value]
-        values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        """Every rank's ``value`` (JSON), in rank order."""
+        return [json.loads(json.dumps(value))] if self.alone else gather_json(value, self.group)
 
     def from_rank_0(self, action: Callable[[], T]) -> T:
-        """What ``action`` returns on rank 0, on every rank; or its CheckpointError."""
-        answer: Any = None
+        """Call ``action`` on rank 0 only, and return its result (JSON) on every rank.
+
+        Raises:
+            CheckpointError: ``action`` raised it on rank 0.
+        """
+        result: Any = None
+        problem = None
         if self.rank == 0:
             try:
-                answer = action(), None
+                result = action()
             except CheckpointError as error:
-                answer = None, error
-        result, problem = self.gather(answer)[0]
+                problem = str(error)
+        result, problem = self.gather([result, problem])[0]
         if problem is not None:
-            raise problem
+            raise CheckpointError(problem)
         return result
 
     def agree(self, problem: str | None) -> None:
-        """Raise the first rank's problem on every rank, so that none waits for another in a collective."""
+        """Raise :class:`CheckpointError` on every rank if any rank has a ``problem``, with the text of the first one."""
         first = next((found for found in self.gather(problem) if found is not None), None)
         if first is not None:
             raise CheckpointError(first)
 
 
-_ALIKE = "start all with the same configuration, model and data"
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's ``value``, in rank order. Tuples arrive as lists.
 
+    Args:
+        value: a small value that JSON can hold; NaN and infinite numbers are allowed.
+        group: the process group; None means all ranks.
 
-def check_alike(facts: Mapping[str, Any], device: torch.device) -> None:
-    """Raise :class:`ConfigError` on every rank, naming the first of the ``facts`` (of JSON) that is not the same on all. Collective.
-
-    Ranks that differ would wait for each other for ever, or train shared weights in different ways.
+    Raises:
+        TypeError: ``value`` is not JSON.
     """
-    texts = [_text(fact) for fact in facts.values()]
-    for key, text, differs in zip(facts, texts, _differ(texts, device), strict=True):
+    text = json.dumps(value).encode()
+    if not dist.is_initialized():
+        return [json.loads(text)]
+    device = _device_of(group)
+    ranks = dist.get_world_size(group)
+    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    lengths = length.new_empty((ranks, 1))
+    dist.all_gather(list(lengths.unbind()), length, group=group)
+    sizes = [int(size) for size in lengths]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    padded = padded.to(device)
+    texts = padded.new_empty((ranks, len(padded)))
+    dist.all_gather(list(texts.unbind()), padded, group=group)
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(texts.cpu(), sizes, strict=True)]
+
+
+def check_equal(facts: Mapping[str, Any], device: torch.device) -> None:
+    """Check that all ranks have equal ``facts`` (JSON).
+
+    Ranks that differ would wait for each other forever, or train shared weights in different ways.
+
+    Raises:
+        ConfigError: on every rank. It names the first fact that differs.
+    """
+    texts = [normalise(fact) for fact in facts.values()]
+    for key, text, differs in zip(facts, texts, find_differences(texts, device), strict=True):
         if differs:
-            everyones = [""] * dist.get_world_size()
-            dist.all_gather_object(everyones, text)
-            other = next(rank for rank, found in enumerate(everyones) if found != everyones[0])
-            where, first, second = _first_difference(key, json.loads(everyones[0]), json.loads(everyones[other]))
-            raise ConfigError(f"{where}: rank 0 has {first}, rank {other} has {second}; {_ALIKE}")
+            everyones = [json.loads(found) for found in gather_json(text)]
+            other = next(rank for rank, fact in enumerate(everyones) if not _same(fact, everyones[0]))
+            where, first, second = first_difference(key, everyones[0], everyones[other])
+            raise ConfigError(f"{where}: rank 0 has {first}, rank {other} has {second}; {_REMEDY}")
 
 
-def _text(fact: Any) -> str:
-    """As JSON, where 0.0 is 0."""
+def find_differences(texts: Sequence[str], device: torch.device) -> list[bool]:
+    """For each of the ``texts``, whether any two ranks have different ones. Compares hashes of 60 bits."""
+    digests = [int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for text in texts]
+    highest, lowest = _highest([digests, [-digest for digest in digests]], torch.int64, device)
+    return [high != -low for high, low in zip(highest, lowest, strict=True)]
+
+
+def agree_on_rates(rates: Mapping[str, float], names: Sequence[str], device: torch.device) -> dict[str, float]:
+    """Combine the learning rates that each rank has into those of the full model.
+
+    Args:
+        rates: this rank's learning rates, by parameter.
+        names: all parameters of the full model, in the same order on every rank.
+        device: where the tensors of the collective are.
+
+    Raises:
+        ConfigError: on every rank. It names a parameter for which ranks have different rates.
+    """
+    none = float("-inf")
+    rows = [[rates.get(name, none) for name in names], [-rates[name] if name in rates else none for name in names]]
+    extremes = _highest(rows, torch.float64, device)
+    found = {name: (high, -low) for name, high, low in zip(names, *extremes, strict=True) if high != none}
+    for name, (high, low) in found.items():
+        if high != low:
+            raise ConfigError(
+                f"the learning rate of {name}: ranks have different values, from {low:g} to {high:g}; {_REMEDY}"
+            )
+    return {name: high for name, (high, _) in found.items()}
+
+
+def normalise(fact: Any) -> str:
+    """``fact`` as JSON text in which equal numbers are written the same way: 0.0 as 0."""
 
     def number(text: str) -> float:
         return int(float(text)) if float(text).is_integer() else float(text)
@@ -86,42 +155,35 @@ def _text(fact: Any) -> str:
     return json.dumps(json.loads(json.dumps(fact, default=str), parse_float=number), sort_keys=True)
 
 
-def _first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str]:
-    """Where two values of JSON differ, and what each has there."""
+def first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str]:
+    """Find where two JSON values differ: the path of the place, and the text that each value has there."""
     if isinstance(first, dict) and isinstance(second, dict):
-        # As text, in which true is not 1, and what is no number is itself.
-        texts = [
-            {key: json.dumps(value, sort_keys=True) for key, value in values.items()} for values in (first, second)
-        ]
-        key = next(key for key in sorted({*first, *second}) if texts[0].get(key) != texts[1].get(key))
+        key = next(
+            key
+            for key in sorted({*first, *second})
+            if (key in first) != (key in second) or not _same(first[key], second[key])
+        )
         if key in first and key in second:
-            return _first_difference(f"{path}.{key}", first[key], second[key])
+            return first_difference(f"{path}.{key}", first[key], second[key])
         there, here = (json.dumps(values[key]) if key in values else "nothing" for values in (first, second))
         return f"{path}.{key}", there, here
     return path, json.dumps(first), json.dumps(second)
 
 
-def agreed_rates(rates: Mapping[str, float], names: Sequence[str], device: torch.device) -> dict[str, float]:
-    """Learning rates of parameters of the full model from those of each rank's, ``rates``; ``names``: of all. Collective.
-
-    Raises :class:`ConfigError` on every rank, naming a parameter of which ranks have different ones.
-    """
-    none = float("-inf")
-    rows = [[rates.get(name, none) for name in names], [-rates[name] if name in rates else none for name in names]]
-    extremes = torch.tensor(rows, dtype=torch.float64, device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    found = {name: (high, -low) for name, high, low in zip(names, *extremes.tolist(), strict=True) if high != none}
-    for name, (high, low) in found.items():
-        if high != low:
-            raise ConfigError(
-                f"the learning rate of {name}: ranks have different values, from {low:g} to {high:g}; {_ALIKE}"
-            )
-    return {name: high for name, (high, _) in found.items()}
+def _same(first: Any, second: Any) -> bool:
+    """Whether two JSON values are equal as text. There, true is not 1, and NaN equals NaN."""
+    return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
 
 
-def _differ(facts: Sequence[str], device: torch.device) -> list[bool]:
-    """Of each whether it is another on some rank."""
-    digests = [int(hashlib.sha256(fact.encode()).hexdigest()[:15], 16) for fact in facts]
-    extremes = torch.tensor([digests, [-digest for digest in digests]], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    return (extremes[0] != -extremes[1]).tolist()
+def _highest(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
+    """The element-wise maximum over all ranks."""
+    values = torch.tensor(rows, dtype=dtype, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values.tolist()
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the group's collectives take tensors: on the CPU if a backend is there, else on this rank's GPU."""
+    on_cpu = "cpu" in dist.get_backend_config(group)
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..distributed.agreement import _differ
+from ..distributed.agreement import find_differences
 from ..distributed.tensors import local_tensor
 from ..errors import DivergenceError, PlacementError
 from ..placement.layout import Layout
@@ -60,7 +60,7 @@ def check_placement(placement: Placement, device: torch.device) -> None:
 
     Process groups are made of the holder sets: where ranks differ in them, they would wait for each other for ever.
     """
-    if any(_differ([repr((placement.units, placement.holders))], device)):
+    if any(find_differences([repr((placement.units, placement.holders))], device)):
         raise PlacementError(
             "sdp.placement: ranks have computed different placements; start all with the same configuration, model and versions of "
             "sdp, NumPy and SciPy, or name the holders of every unit in sdp.placement"
@@ -69,7 +69,7 @@ def check_placement(placement: Placement, device: torch.device) -> None:
 
 def check_loss_scale(scale: str, device: torch.device) -> None:
     """Raise :class:`DivergenceError` on every rank unless all have the same loss scale and counts of overflows. Collective."""
-    if any(_differ([scale], device)):
+    if any(find_differences([scale], device)):
         raise DivergenceError(
             "fp16: ranks have different loss scales, or counts of steps without an overflow; ranks that skip alike cannot: check the "
             "hardware, and resume from the last checkpoint"

@@ -9,7 +9,7 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.distributed.agreement import _first_difference, _text
+from sdp.engine.distributed.agreement import first_difference, normalise
 from sdp.engine.errors import ConfigError
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case
@@ -57,7 +57,7 @@ def _start(kind: str, engine: str) -> str:
     [
         (
             "optimizer",
-            "optimizer.params.lr: rank 0 has 0.1, rank 1 has 0.2; start all with the same configuration, model and data",
+            "optimizer.params.lr: rank 0 has 0.1, rank 1 has 0.2; start all ranks with the same configuration, model and data",
         ),
         ("gradient_clipping", "gradient_clipping: rank 0 has 0, rank 1 has 0.5; "),
         ("seed", "training.seed: rank 0 has 0, rank 1 has 1; "),
@@ -112,11 +112,11 @@ def test_ranks_may_have_groups_of_their_own(ranks: RankPool) -> None:
 
 
 def test_how_a_number_is_written_is_no_difference() -> None:
-    assert _text({"weight_decay": 0, "betas": [0.9, 1.0]}) == _text({"betas": (0.9, 1), "weight_decay": 0.0})
-    assert _text(0) != _text(False)
-    assert _first_difference("a", {"x": 1, "y": float("nan"), "z": 2}, {"x": 1, "y": float("nan"), "z": 3}) == (
+    assert normalise({"weight_decay": 0, "betas": [0.9, 1.0]}) == normalise({"betas": (0.9, 1), "weight_decay": 0.0})
+    assert normalise(0) != normalise(False)
+    assert first_difference("a", {"x": 1, "y": float("nan"), "z": 2}, {"x": 1, "y": float("nan"), "z": 3}) == (
         "a.z",
         "2",
         "3",
     )
-    assert _first_difference("a", {"x": 1}, {"x": True}) == ("a.x", "1", "true")
+    assert first_difference("a", {"x": 1}, {"x": True}) == ("a.x", "1", "true")
