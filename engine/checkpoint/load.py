@@ -52,10 +52,10 @@ def find_together(directory: Path, tag: str | None, ranks: Ranks) -> tuple[Path,
 
     def look() -> list[Any] | None:
         found = find(directory, tag)
-        return found and [str(found[0]), found[1]]
+        return None if found is None else [str(found[0]), found[1]]
 
     answer = ranks.from_rank_0(look)
-    return answer and (Path(answer[0]), answer[1])
+    return None if answer is None else (Path(answer[0]), answer[1])
 
 
 def keys_in(path: Path) -> set[str]:

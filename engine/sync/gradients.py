@@ -1,12 +1,11 @@
-"""The cross-group layer: averages gradient shards among the holders of a unit, overlapped with backward; refreshes frozen copies.
+"""Average gradient shards among the holders of a unit, overlapped with backward.
 
-A bucket is a run of parameters with one holder set. When the last of its gradients is ready at the accumulation boundary, they are
-divided by the number of ranks into one buffer, which replaces them (no second copy stays), and an asynchronous all-reduce starts.
-Buckets are started in one global order, that of backward, whatever the order in which autograd happens to fire: every communicator then
-sees the same sequence on all of its ranks.
+A bucket is a run of parameters with one holder set. At the accumulation boundary, a bucket is reduced
+as soon as the last of its gradients is ready. The gradients are divided by the number of ranks into
+one buffer, which replaces them, so that no second copy remains. Then an asynchronous all-reduce starts.
 
-Under backward masking holders then send new weights to the groups that keep frozen copies of them, each to its part of these groups,
-while the next forward pass begins: it waits before each block for that block's alone.
+Buckets are launched in one global order, that of backward, even if autograd computes gradients in
+another order. So every communicator sees the same sequence on all of its ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -29,26 +26,87 @@ from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Traffic
 from ..placement.buckets import Bucket
 
+AllReduce = Callable[[torch.Tensor, dist.ProcessGroup], Any]
 
-@dataclass
-class _Pending:
-    """A bucket of this rank on its way: how many gradients are still missing, and its reduction once started."""
 
-    parameters: list[nn.Parameter]
-    group: dist.ProcessGroup
-    ranks: int
-    missing: int = 0
-    work: dist.Work | None = None
-    buffer: torch.Tensor | None = None
+def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Start to sum ``tensor`` over ``group``. The result has a ``wait`` method."""
+    return dist.all_reduce(tensor, group=group, async_op=True)
+
+
+class PendingBucket:
+    """One bucket of this rank during a backward pass: arm, mark each gradient as ready, launch, wait.
+
+    Args:
+        parameters: this rank's parameters of the bucket, in the bucket's order.
+        group: the ranks that hold these parameters.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup):
+        self.parameters, self._group = parameters, group
+        self._ranks = dist.get_world_size(group)
+        self._missing = 0
+        self._buffer: torch.Tensor | None = None
+        self._work: Any = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all gradients of the bucket are computed."""
+        return self._missing == 0
+
+    def arm(self) -> None:
+        """Expect one gradient for each parameter."""
+        self._missing = len(self.parameters)
+        self._buffer = self._work = None
+
+    def mark_ready(self) -> None:
+        """Note that one more gradient is computed."""
+        assert self._missing > 0, "a parameter's gradient became ready twice in one backward pass"
+        self._missing -= 1
+
+    def mark_all_ready(self) -> None:
+        """Expect no more gradients. A parameter without a gradient took no part in the pass, so its gradient is zero."""
+        _fill_with_zeros(self.parameters)
+        self._missing = 0
+
+    def launch(self, all_reduce: AllReduce, traffic: Traffic) -> None:
+        """Start to average the gradients among the ranks of the group."""
+        assert self.is_ready and self._buffer is None, "a bucket is launched once, when all of its gradients are ready"
+        self._buffer = _coalesce(self.parameters, self._ranks)
+        if self._buffer.numel() == 0:
+            return  # no rank of this communicator has a row of these parameters
+        traffic.record("between groups", "all_reduce", self._buffer.nbytes, self._ranks)
+        self._work = all_reduce(self._buffer, self._group)
+
+    def wait(self) -> None:
+        """Wait until ``.grad`` of all parameters is the average."""
+        assert self._buffer is not None, "a bucket is launched before anything waits for it"
+        if self._work is not None:
+            self._work.wait()
+        self._buffer = self._work = None
+
+    def abandon(self) -> None:
+        """Forget a pass that failed."""
+        self._buffer = self._work = None
 
 
 class GradientSync:
     """Averages the gradients of one rank's parameters with the other holders.
 
-    ``buckets``: the global list; ``parameters``: this rank's, by canonical name; ``groups[holders]``: the communicator, absent
-    where this rank is the only one. ``partial``: names of those whose gradient is this tensor-parallel rank's share, to be summed
-    over ``tensor_ranks``. ``clock`` times what is left to wait for after backward: ``exposed_seconds``, since the start. ``all_reduce``
-    starts a sum over a group.
+    It launches the buckets in one global order. What happens to one bucket is in :class:`PendingBucket`.
+
+    Args:
+        buckets: the global list, in launch order.
+        parameters: this rank's parameters, by canonical name.
+        groups: the communicator for each holder set. Absent if this rank is the only one.
+        traffic: counts the bytes sent.
+        partial: names of parameters whose gradient is only this tensor-parallel rank's share of a sum.
+        tensor_ranks: the ranks over which partial gradients are summed.
+        clock: measures the time left to wait after backward, in seconds.
+        all_reduce: starts a sum over a group.
+
+    Attributes:
+        exposed_seconds: the time spent waiting after backward, since the start.
     """
 
     def __init__(
@@ -61,18 +119,16 @@ class GradientSync:
         tensor_ranks: TensorRanks | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
-        all_reduce: Callable[[torch.Tensor, dist.ProcessGroup], Any] = lambda tensor, group: dist.all_reduce(
-            tensor, group=group, async_op=True
-        ),
+        all_reduce: AllReduce = start_all_reduce,
     ):
         self._traffic, self._clock, self._all_reduce = traffic, clock, all_reduce
         self.exposed_seconds = 0.0
         self._partial, self._tensor_ranks = [parameters[name] for name in partial], tensor_ranks
         self._summed = False  # whether the partial gradients are sums already
-        self._pending: list[_Pending] = []
+        self._pending: list[PendingBucket] = []
         self._alone: list[nn.Parameter] = []  # held by this rank only: nothing to send, so no hook either
         self._armed = False
-        self._next = 0
+        self._next = 0  # the index of the first bucket that is not launched yet
         for bucket in buckets:
             held = [parameters[name] for name in bucket.names if name in parameters]
             if not held:
@@ -81,13 +137,17 @@ class GradientSync:
             if group is None:
                 self._alone += held
                 continue
-            pending = _Pending(held, group, dist.get_world_size(group))
+            pending = PendingBucket(held, group)
             self._pending.append(pending)
             for parameter in held:
-                parameter.register_post_accumulate_grad_hook(self._hook(pending))
+                parameter.register_post_accumulate_grad_hook(self._make_hook(pending))
 
     def begin(self) -> None:
-        """A backward pass begins. Sums that an earlier pass before the same step left become shares again, to which it adds."""
+        """Prepare for a backward pass.
+
+        An earlier pass before the same step may have left summed partial gradients. They become shares
+        again, because this pass adds its shares to them.
+        """
         if self._summed and self._tensor_ranks is not None:
             for parameter in self._partial:
                 if parameter.grad is not None:
@@ -95,65 +155,62 @@ class GradientSync:
         self._summed = False
 
     def dropped(self) -> None:
-        """All gradients were dropped."""
+        """Note that all gradients were dropped."""
         self._summed = False
 
     def arm(self) -> None:
-        """The backward pass that comes is the last one before the optimizer step: reduce as gradients become ready."""
+        """Reduce gradients as they become ready: the next backward pass is the last one before the optimizer step."""
         for pending in self._pending:
-            pending.missing, pending.work, pending.buffer = len(pending.parameters), None, None
+            pending.arm()
         self._armed, self._next = True, 0
 
     def abandon(self) -> None:
-        """The backward pass failed: reduce nothing more."""
+        """Reduce nothing more, because the backward pass failed."""
         self._armed = False
         for pending in self._pending:
-            pending.work = pending.buffer = None
-
-    def _hook(self, pending: _Pending) -> Callable[[torch.Tensor], None]:
-        """Holds neither: a parameter keeps its hooks where Python's garbage collector does not look, and would outlive the engine."""
-        me, its = weakref.ref(self), weakref.ref(pending)
-
-        def ready(_: torch.Tensor) -> None:
-            sync, bucket = me(), its()
-            if sync is not None and bucket is not None and sync._armed:
-                bucket.missing -= 1
-                sync._launch_ready()
-
-        return ready
-
-    def _launch_ready(self) -> None:
-        while self._next < len(self._pending) and self._pending[self._next].missing == 0:
-            self._launch(self._pending[self._next])
-            self._next += 1
-
-    def _launch(self, pending: _Pending) -> None:
-        pending.buffer = _coalesce(pending.parameters, pending.ranks)
-        if pending.buffer.numel() == 0:
-            return  # no rank of this communicator has a row of these parameters
-        self._traffic.record("between groups", "all_reduce", pending.buffer.nbytes, pending.ranks)
-        pending.work = self._all_reduce(pending.buffer, pending.group)
+            pending.abandon()
 
     def finish(self) -> None:
-        """Start what is left (a parameter that took no part in the pass counts as a zero gradient) and await all."""
-        left = self._pending[self._next :]
-        for parameter in chain(self._alone, *(pending.parameters for pending in left)):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-        for pending in left:
-            pending.missing = 0
+        """Launch the buckets that are left, and wait for all. A parameter that took no part in the pass has a zero gradient."""
+        _fill_with_zeros(self._alone)
+        for pending in self._pending[self._next :]:
+            pending.mark_all_ready()
         self._launch_ready()
         self._armed = False
         started = self._clock()
         for pending in self._pending:
-            if pending.work is not None:
-                pending.work.wait()
-            pending.work = pending.buffer = None
+            pending.wait()
         self.exposed_seconds += self._clock() - started
         self._sum_over_tensor_ranks()
 
+    def _make_hook(self, pending: PendingBucket) -> Callable[[torch.Tensor], None]:
+        """The hook that reports a gradient of ``pending``.
+
+        It uses weak references. Parameters store hooks where the garbage collector cannot see them, so
+        strong references would keep the engine alive forever.
+        """
+        sync_reference, bucket_reference = weakref.ref(self), weakref.ref(pending)
+
+        def report(_: torch.Tensor) -> None:
+            sync, bucket = sync_reference(), bucket_reference()
+            if sync is not None and bucket is not None and sync._armed:
+                bucket.mark_ready()
+                sync._launch_ready()
+
+        return report
+
+    def _launch_ready(self) -> None:
+        """Launch the buckets that are ready, up to the first in the global order that is not."""
+        while self._next < len(self._pending) and self._pending[self._next].is_ready:
+            self._pending[self._next].launch(self._all_reduce, self._traffic)
+            self._next += 1
+
     def _sum_over_tensor_ranks(self) -> None:
-        """Add up the shares in rank order, whatever the algorithms of a collective: copies stay bitwise equal on all holders."""
+        """Sum the partial gradients in rank order.
+
+        A collective might sum in another order on another group. Here the copies stay bitwise equal on
+        all holders.
+        """
         if self._tensor_ranks is None or not self._partial:
             return
         gradients = [local_tensor(parameter.grad) for parameter in self._partial]  # type: ignore[arg-type]
@@ -169,14 +226,21 @@ class GradientSync:
         self._summed = True
 
 
-def _coalesce(parameters: Sequence[nn.Parameter], ranks: int) -> torch.Tensor:
-    """The local gradients over ``ranks``, whose sum is the mean, as one flat buffer, of which ``.grad`` become views; no copy where they
-    already lie side by side.
+def _fill_with_zeros(parameters: Sequence[nn.Parameter]) -> None:
+    """Give a zero gradient to each parameter that has none."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
-    Divided before they are summed, as DDP and FSDP2 do: in the same pass over memory as the copy.
+
+def _coalesce(parameters: Sequence[nn.Parameter], ranks: int) -> torch.Tensor:
+    """Divide the local gradients by ``ranks`` into one flat buffer, and make each ``.grad`` a view of it.
+
+    Nothing is copied if the gradients already lie next to each other. Gradients are divided before they
+    are summed, as in DDP and FSDP2, so that copy and division are one pass over memory.
     """
     grads = [local_tensor(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
-    if _side_by_side(grads):
+    if _are_adjacent(grads):
         return grads[0].as_strided((sum(grad.numel() for grad in grads),), (1,)).div_(ranks)
     buffer = grads[0].new_empty(sum(grad.numel() for grad in grads))
     views = buffer.split([grad.numel() for grad in grads])
@@ -196,8 +260,8 @@ def _coalesce(parameters: Sequence[nn.Parameter], ranks: int) -> torch.Tensor:
     return buffer
 
 
-def _side_by_side(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors fill one stretch of one storage, in order (FSDP2's sharded gradients do where shards are even)."""
+def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors fill one stretch of one storage, in order. FSDP2's sharded gradients do if shards are even."""
     storage, end = tensors[0].untyped_storage()._cdata, tensors[0].storage_offset()
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.untyped_storage()._cdata != storage or tensor.storage_offset() != end:
