@@ -1,1 +1,1 @@
-"""Text to tokens: readers, tokenizers and memory-mapped token shards. Knows no model and no training loop."""
+"""Data: text to tokens, token shards and image sets. It does not know models or the training loop."""

@@ -1,4 +1,4 @@
-"""The corpus where the user names none: Python's own standard library, real text of 10 MB or more on every machine."""
+"""The default corpus: Python's own standard library, which is 10 MB or more of real text everywhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from ..engine.errors import DataError
 from .sources import Document, Source
 
-# Tests are a third to two thirds of an installation, and many hold broken text on purpose.
+# Tests are a third to two thirds of an installation, and many contain broken text on purpose.
 _SKIPPED_DIRECTORIES = {
     "__pycache__",
     "dist-packages",
@@ -30,15 +30,16 @@ _MACHINE_FILE = "_sysconfigdata"
 _DOC_STRINGS = "doc-strings/"
 _DOC_STRINGS_SCRIPT = Path(__file__).with_name("doc_strings.py")
 
-# Modules whose import touches the terminal, a display or the network, or that exist for tests alone.
+# Modules that only tests use, or whose import touches the terminal, a display or the network.
 _SKIPPED_MODULES = ("_test", "_ctypes_test", "_tkinter", "_xx", "antigravity", "nis", "ossaudiodev", "readline", "xx")
 
 
 @dataclass(frozen=True)
 class StandardLibrary:
-    """The sources of the running Python's standard library and the doc strings of its compiled modules.
+    """The sources of the running Python's standard library, and docstrings of its compiled modules.
 
-    One document a file, in the order of their names, held out by name. Nothing is imported into this process.
+    Each file is one document. Documents are in the order of their names, and the name decides which
+    are held out. Nothing is imported into this process.
     """
 
     files: tuple[tuple[str, bytes], ...]
@@ -54,11 +55,14 @@ class StandardLibrary:
 
 
 def standard_library() -> StandardLibrary:
-    """Read the standard library of the running interpreter; raises DataError where it has no readable sources."""
+    """Read the standard library of the running interpreter.
+
+    Raises DataError if it has no readable sources.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = dict(_python_sources(root))
     if not files:
-        raise DataError(f"{root}: no Python sources to make the default corpus of; name your own files with --input")
+        raise DataError(f"{root}: no Python sources for the default corpus; name your own files with --input")
     files.update(_doc_strings(root / "lib-dynload"))
     return StandardLibrary(tuple(sorted(files.items())))
 
@@ -79,7 +83,7 @@ def _python_sources(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _belongs_to(root: Path, path: Path) -> bool:
-    # Debian links sitecustomize.py to /etc: a setting of the machine.
+    # Debian links sitecustomize.py to /etc, where it is a setting of the machine.
     return path.resolve().is_relative_to(root.resolve())
 
 

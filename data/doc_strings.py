@@ -1,8 +1,11 @@
-"""Prints the doc strings of this interpreter's compiled modules as JSON: ``python doc_strings.py FOLDER [SKIPPED…]``.
+"""Prints the docstrings of this interpreter's compiled modules as JSON.
 
-A script for a fresh, isolated interpreter (``-I -S``), so that what it finds does not depend on what another process
-has imported or patched. FOLDER holds the extension modules; SKIPPED are prefixes of names that are not imported. Only
-compiled modules are imported, and nothing of this package.
+Usage: ``python doc_strings.py FOLDER [SKIPPED…]``. FOLDER has the extension modules. Modules whose
+names start with one of SKIPPED are not imported.
+
+The script runs in a fresh, isolated interpreter (``-I -S``), so its output does not depend on what
+another process has imported or patched. It imports compiled modules only, and nothing of this
+package.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 
 
 def collect(folder: Path, skipped: tuple[str, ...]) -> dict[str, str]:
-    """Module name → its doc strings and those of its functions, classes and their members, each text once."""
+    """The docstrings of each module, its functions, its classes and their members. No text is repeated."""
     extensions = {file.name.split(".")[0] for file in folder.glob("*") if file.suffix in (".so", ".pyd")}
     seen: set[str] = set()
     documents: dict[str, str] = {}
@@ -25,7 +28,7 @@ def collect(folder: Path, skipped: tuple[str, ...]) -> dict[str, str]:
             continue
         try:
             module = importlib.import_module(name)
-        except Exception:  # a module whose shared library is not installed; nothing to read there
+        except Exception:  # for example, the shared library of the module is not installed
             continue
         if texts := _texts(name, module, seen):
             documents[name] = "\n".join(texts)

@@ -1,4 +1,4 @@
-"""Documents → token arrays, in processes; the result is the same for any number of them."""
+"""Documents to token arrays, in several processes. The result does not depend on their number."""
 
 from __future__ import annotations
 
@@ -20,16 +20,24 @@ import numpy as np
 from ..engine.errors import LaunchError
 from .sources import Document
 from .tokenizers import Tokenizer, tokenizer_from_spec
+from .tokenizers.long_texts import cut_text
 
 _BATCH_CHARACTERS = 1_000_000
+_LONG_CHARACTERS = 8_000_000  # longer documents are encoded in pieces, in this process
+_HASHED_CHARACTERS = 2**20
 _AHEAD_PER_WORKER = 3
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Some consecutive documents: per split their tokens with an end-of-text token after each; sizes in bytes.
+    """Consecutive documents, or a piece of a long one.
 
-    ``without_text``: documents that are left out because they are empty.
+    Attributes:
+        tokens: The tokens of each split, with an end-of-text token after each document.
+        documents: The number of documents of each split that end in this batch.
+        text_bytes: Bytes of the texts.
+        source_bytes: Bytes of the sources that were read for them.
+        without_text: Documents that are left out because they are empty.
     """
 
     tokens: dict[str, np.ndarray]
@@ -40,39 +48,49 @@ class EncodedBatch:
 
 
 def split_of(document: Document, held_out: float) -> str:
-    """``held_out`` for the given fraction of documents, else ``train``; depends on the document's key or text alone."""
-    key = document.text if document.split_key is None else document.split_key
-    fraction = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
+    """The split that gets the document: "held_out" for the given fraction of documents, else "train".
+
+    This depends on nothing but the document's key or text.
+    """
+    digest = hashlib.sha256()
+    for piece in _utf8(document.text if document.split_key is None else document.split_key):
+        digest.update(piece)
+    fraction = int.from_bytes(digest.digest()[:8], "big") / 2**64
     return "held_out" if fraction < held_out else "train"
 
 
 def encode_documents(
     documents: Iterable[Document], spec: dict[str, Any], directory: Path, held_out: float, workers: int
 ) -> Iterator[EncodedBatch]:
-    """Encode all documents in order with ``workers`` processes (1: in this one).
+    """Encode all documents in order.
 
-    spec, directory: of the tokenizer, which every process loads itself. Processes are spawned, so a script that calls
-    this needs the usual ``if __name__ == "__main__"``; a fork could inherit the locks of this process's threads.
-    Raises LaunchError where a process dies.
+    Processes are spawned, because a fork could inherit locks of this process's threads. A script
+    that calls this function therefore needs the usual ``if __name__ == "__main__"``.
+
+    Args:
+        documents: The documents. A long one is encoded in this process, so that only one copy of
+            it is in memory.
+        spec: Describes the tokenizer. Every process loads it.
+        directory: Where the tokenizer's files are.
+        held_out: The fraction of documents that are held out.
+        workers: The number of processes; 1 uses only this process.
+
+    Raises:
+        LaunchError: A process died.
     """
-    encode = functools.partial(_encode_batch, json.dumps(spec), str(directory), held_out)
+    arguments = json.dumps(spec), str(directory), held_out
+    batches = _batches(documents)
     if workers == 1:
-        yield from map(encode, _batches(documents))
+        yield from _encode_here(batches, *arguments)
         return
-    # Ctrl-C reaches every process of the terminal: this one ends the workers, which must not print tracebacks of their own.
+    # Ctrl-C reaches every process of the terminal. This process ends the workers, and they must
+    # not print tracebacks of their own.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
         workers, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
     )
     try:
-        # A bounded window: the reader must not run ahead of the encoders and fill the memory.
-        pending: deque[Future[EncodedBatch]] = deque()
-        for batch in _batches(documents):
-            pending.append(pool.submit(encode, batch))
-            if len(pending) > _AHEAD_PER_WORKER * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        yield from _encode_in_pool(pool, batches, workers, *arguments)
     except BrokenProcessPool as error:
         raise LaunchError(
             "a worker process ended unexpectedly (out of memory, or a calling script without"
@@ -82,17 +100,66 @@ def encode_documents(
         pool.shutdown(cancel_futures=True)
 
 
+def _encode_here(
+    batches: Iterator[list[Document]], spec: str, directory: str, held_out: float
+) -> Iterator[EncodedBatch]:
+    while batch := next(batches, None):
+        if _is_long(batch):
+            yield from _encode_long(spec, directory, held_out, batch.pop())
+        else:
+            yield _encode_batch(spec, directory, held_out, batch)
+
+
+def _encode_in_pool(
+    pool: ProcessPoolExecutor,
+    batches: Iterator[list[Document]],
+    workers: int,
+    spec: str,
+    directory: str,
+    held_out: float,
+) -> Iterator[EncodedBatch]:
+    encode = functools.partial(_encode_batch, spec, directory, held_out)
+    # A bounded window: the reader must not run ahead of the encoders and fill the memory.
+    pending: deque[Future[EncodedBatch]] = deque()
+    while batch := next(batches, None):
+        if _is_long(batch):
+            while pending:
+                yield pending.popleft().result()
+            yield from _encode_long(spec, directory, held_out, batch.pop())
+            continue
+        pending.append(pool.submit(encode, batch))
+        if len(pending) > _AHEAD_PER_WORKER * workers:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Lists of documents of about equal length. A long document has a list of its own.
+
+    The consumer may empty a list to free the memory of its documents.
+    """
     batch: list[Document] = []
     characters = 0
     for document in documents:
-        batch.append(document)
-        characters += max(len(document.text), 1)  # also a million empty ones are a batch
+        length = len(document.text)
+        if length > _LONG_CHARACTERS:
+            if batch:
+                yield batch
+            batch, characters = [document], _BATCH_CHARACTERS
+        else:
+            batch.append(document)
+            characters += max(length, 1)  # a million empty documents are a batch too
+        del document  # it would stay in memory while the next one is read
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _is_long(batch: list[Document]) -> bool:
+    return len(batch) == 1 and len(batch[0].text) > _LONG_CHARACTERS
 
 
 def _encode_batch(spec: str, directory: str, held_out: float, documents: list[Document]) -> EncodedBatch:
@@ -109,6 +176,23 @@ def _encode_batch(spec: str, directory: str, held_out: float, documents: list[Do
         source_bytes=sum(document.source_bytes for document in documents),
         without_text=len(documents) - len(with_text),
     )
+
+
+def _encode_long(spec: str, directory: str, held_out: float, document: Document) -> Iterator[EncodedBatch]:
+    """The batches of one long document. The last of them counts it."""
+    tokenizer = _tokenizer(spec, directory)
+    split = split_of(document, held_out)
+    for piece in cut_text(document.text, tokenizer):
+        tokens = np.asarray(tokenizer.encode(piece), dtype=np.uint32)
+        yield EncodedBatch({split: tokens}, {split: 0}, sum(map(len, _utf8(piece))), 0, 0)
+    end = np.asarray([tokenizer.end_of_text], dtype=np.uint32)
+    yield EncodedBatch({split: end}, {split: 1}, 0, document.source_bytes, 0)
+
+
+def _utf8(text: str) -> Iterator[bytes]:
+    """The bytes of ``text``, in pieces: a long text is not copied as a whole."""
+    for start in range(0, len(text), _HASHED_CHARACTERS):
+        yield text[start : start + _HASHED_CHARACTERS].encode()
 
 
 @functools.lru_cache(maxsize=1)

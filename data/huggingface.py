@@ -1,6 +1,7 @@
-"""Our tokenizers as files that ``transformers`` loads: the same ids for the same text, and the same end-of-text.
+"""Writes our tokenizers as files that ``transformers`` loads.
 
-Written as plain JSON in the format of the ``tokenizers`` library, which is not needed for it.
+The loaded tokenizer gives the same ids for the same text and has the same end-of-text token. The
+files are plain JSON in the format of the ``tokenizers`` library, which need not be installed.
 """
 
 from __future__ import annotations
@@ -21,19 +22,29 @@ from .tokenizers import (
     Tokenizer,
 )
 
-_UNLIMITED = int(1e30)  # how transformers writes that a tokenizer knows no longest text
+_UNLIMITED = int(1e30)  # how transformers writes that texts may have any length
+_TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": END_OF_TEXT,
+    "model_max_length": _UNLIMITED,
+    "clean_up_tokenization_spaces": False,
+    "split_special_tokens": True,  # as in training: an end-of-text that is spelled out in a text is text
+}
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids that a model's configuration states; ``begin`` is None where no token begins a text."""
+    """Special ids for a model's configuration. ``begin`` is None if no token begins a text."""
 
     begin: int | None
     end: int
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> SpecialIds:
-    """Write the files of ``tokenizer`` that ``AutoTokenizer.from_pretrained(directory)`` reads; raises DataError for an unknown kind."""
+    """Write the files that ``AutoTokenizer.from_pretrained(directory)`` reads.
+
+    Raises DataError if the kind of ``tokenizer`` is unknown.
+    """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return SpecialIds(tokenizer.save_pretrained(directory), tokenizer.end_of_text)
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -57,7 +68,10 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> SpecialIds:
 
 
 def _merges(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """SentencePiece merges the neighbours that make the best piece, however they divide it: every division, best pieces first."""
+    """Every way to divide each piece into two pieces, with the best pieces first.
+
+    SentencePiece merges the neighbours that make the best piece, wherever the border between them is.
+    """
     for piece in sorted(scores, key=lambda text: (-scores[text], vocabulary[text])):
         for cut in range(1, len(piece)):
             if piece[:cut] in scores and piece[cut:] in scores:
@@ -65,7 +79,7 @@ def _merges(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> Itera
 
 
 def _byte_fallback_bpe(vocabulary: Mapping[str, int], merges: list[tuple[str, str]]) -> dict[str, Any]:
-    """Characters without a token of their own become the tokens of their bytes, ``<0xE2>`` and so on."""
+    """A BPE model that spells characters without a token by their bytes, such as ``<0xE2>``."""
     return {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
         "fuse_unk": False, "byte_fallback": True, "ignore_merges": False, "vocab": dict(vocabulary), "merges": merges,
@@ -87,15 +101,6 @@ def _tokenizer_json(model: Mapping[str, Any], end_of_text: int, *, spaces_are_to
         "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
         "model": model,
     }
-
-
-_TOKENIZER_CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "eos_token": END_OF_TEXT,
-    "model_max_length": _UNLIMITED,
-    "clean_up_tokenization_spaces": False,
-    "split_special_tokens": True,  # as in training: an end-of-text spelled out in a text is text
-}
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,8 +1,11 @@
-"""Named image sets → memory-mapped arrays: scikit-learn's digits, CIFAR-10 and CIFAR-100 from their binary archives.
+"""Named image sets as memory-mapped arrays: scikit-learn's digits, CIFAR-10 and CIFAR-100.
 
-A prepared directory holds, of each split, ``SPLIT-images.npy``, uint8 (samples, channels, side, side), and ``SPLIT-labels.npy``, int64,
-beside ``images.json``, which is written last: a directory with an index is complete. The archives' Python version is a pickle, which is
-code, and is refused.
+A prepared directory has two files per split: ``SPLIT-images.npy``, uint8 of shape (samples, channels,
+side, side), and ``SPLIT-labels.npy``, int64. Its index ``images.json`` is written last, so a
+directory with an index is complete.
+
+CIFAR is read from its binary archives. The archives of its Python version are pickles, which can run
+code, so they are refused.
 """
 
 from __future__ import annotations
@@ -21,19 +24,27 @@ from typing import Any
 import numpy as np
 
 from ..engine.errors import ConfigError, DataError
-from .writer import writing
+from .files import require_regular
+from .output import writing
 
 INDEX_FILE = "images.json"
 FORMAT = "sdp-images"
 SPLITS = ("train", "held_out")
+_AGAIN = "remove the directory to have it made again"
 _CIFAR_URL = "https://www.cs.toronto.edu/~kriz/cifar.html"
+_PICKLES = {"batches.meta", "meta", "train", "test", "test_batch", *(f"data_batch_{i}" for i in range(1, 6))}
 
 Arrays = tuple[np.ndarray, np.ndarray]  # uint8 images (samples, channels, side, side) and their labels
 
 
 @dataclass(frozen=True)
 class ImageIndex:
-    """``mean`` and ``std``: of each channel over the training split, of values between 0 and 1. ``sha256``: over all arrays."""
+    """The index of a prepared set.
+
+    ``mean`` and ``std`` are those of each channel over the training split, for values between 0 and
+    1. ``sha256`` is the hash of all arrays. ``mirrors``: whether a mirrored image is of the same
+    class.
+    """
 
     name: str
     num_classes: int
@@ -42,14 +53,15 @@ class ImageIndex:
     mean: list[float]
     std: list[float]
     sha256: str
-    mirrors: bool  # whether a mirrored image is of the same class
+    mirrors: bool
     format: str = FORMAT
 
 
 def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
-    """Write the arrays of a set to ``output``, unless they are there. ``path``: the archive of CIFAR, or where it was unpacked.
+    """Write the arrays of a set to ``output``, unless they are there already.
 
-    Raises DataError for an archive that is missing, damaged or of pickles.
+    ``path`` is CIFAR's archive, or the directory to which it was unpacked. Raises DataError if the
+    archive is missing or damaged, or has pickles.
     """
     if (output / INDEX_FILE).is_file() and load_image_index(output).name == name:
         return load_image_index(output)
@@ -61,13 +73,14 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
         output.mkdir(parents=True, exist_ok=True)
         for split, arrays in splits.items():
             for part, array in zip(("images", "labels"), arrays, strict=True):
-                np.save(output / f"{split}-{part}.npy", array, allow_pickle=False)
+                file = output / f"{split}-{part}.npy"
+                require_regular(file, _AGAIN)
+                np.save(file, array, allow_pickle=False)
                 digest.update(array.tobytes())
     images = splits["train"][0]
     pixels = images.reshape(*images.shape[:2], -1)
-    counts = [
-        np.bincount(channel.ravel(), minlength=256) for channel in pixels.swapaxes(0, 1)
-    ]  # exact, and no copy in float
+    # Counts of the 256 values give exact moments without a copy in floating point.
+    counts = [np.bincount(channel.ravel(), minlength=256) for channel in pixels.swapaxes(0, 1)]
     moments = [_mean_and_std(count) for count in counts]
     index = ImageIndex(
         name=name,
@@ -87,7 +100,7 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
 
 
 def facts_of_set(name: str) -> dict[str, int]:
-    """Classes and pixels of a side, as a model must fit them."""
+    """The number of classes and the pixels per side, which a model must fit."""
     return (
         {"num_classes": _CIFAR[name].classes, "image_size": 32}
         if name in _CIFAR
@@ -96,11 +109,14 @@ def facts_of_set(name: str) -> dict[str, int]:
 
 
 def check_source(name: str, path: Path | None) -> None:
-    """Raise ConfigError where scikit-learn is missing, DataError where CIFAR's binary files are not in ``path``."""
+    """Check that a set can be prepared.
+
+    Raises ConfigError if scikit-learn is missing, DataError if ``path`` has no binary files of CIFAR.
+    """
     if name == "digits":
         if find_spec("sklearn") is None:
             raise ConfigError(
-                'data.name: "digits" are scikit-learn\'s, which is not installed; pip install "sdp-engine[vision]"'
+                'data.name: "digits" needs scikit-learn, which is not installed; pip install "sdp-engine[vision]"'
             )
         return
     assert path is not None  # the configuration requires it
@@ -109,28 +125,28 @@ def check_source(name: str, path: Path | None) -> None:
 
 
 def load_image_index(directory: Path) -> ImageIndex:
-    """The index of a prepared directory; raises DataError where there is none or it is not sound."""
+    """The index of a prepared directory. Raises DataError if it is missing or not sound."""
     path = directory / INDEX_FILE
+    require_regular(path, _AGAIN)
     try:
         content = json.loads(path.read_bytes())
         if content.get("format") != FORMAT:
-            raise ValueError(f"no format {FORMAT!r}")
+            raise ValueError(f"its format is not {FORMAT!r}")
         return ImageIndex(**content)
     except FileNotFoundError:
         raise DataError(
             f"{directory}: no prepared images here (no {INDEX_FILE}); train on them to have them made"
         ) from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{path}: not an index of images ({error}); remove the directory to have it made again"
-        ) from None
+        raise DataError(f"{path}: not an index of images ({error}); {_AGAIN}") from None
 
 
 def load_arrays(directory: Path, split: str, index: ImageIndex) -> Arrays:
-    """Both arrays of a split, memory-mapped; raises DataError where they are not what the index states."""
+    """Both arrays of a split, memory-mapped. Raises DataError if they do not match the index."""
     arrays = []
     for part in ("images", "labels"):
         path = directory / f"{split}-{part}.npy"
+        require_regular(path, f"remove {directory} to have it made again")
         try:
             arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError, EOFError) as error:
@@ -143,14 +159,17 @@ def load_arrays(directory: Path, split: str, index: ImageIndex) -> Arrays:
 
 
 def _mean_and_std(counts: np.ndarray) -> tuple[float, float]:
-    """Of values 0 … 255 that occur ``counts`` times, divided by 255."""
+    """Mean and standard deviation of the values 0 … 255, divided by 255, that occur ``counts`` times."""
     values = np.arange(256) / 255
     mean = float((counts * values).sum() / counts.sum())
     return mean, float(np.sqrt((counts * (values - mean) ** 2).sum() / counts.sum()))
 
 
 def _digits() -> dict[str, Arrays]:
-    """1,797 scans of handwritten digits, 8 × 8 pixels of 17 greys; the last fifth, in the set's own order, is held out."""
+    """1,797 scans of handwritten digits with 8 × 8 pixels of 17 greys.
+
+    The last fifth, in the set's own order, is held out.
+    """
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
@@ -162,7 +181,11 @@ def _digits() -> dict[str, Arrays]:
 
 @dataclass(frozen=True)
 class _Cifar:
-    """A record is ``label_bytes`` bytes, the last of them the class, and 32 × 32 bytes each of red, green and blue."""
+    """The files of a set.
+
+    A record has ``label_bytes`` bytes, the last of which is the class, and then 32 × 32 bytes each
+    for red, green and blue.
+    """
 
     classes: int
     label_bytes: int
@@ -179,9 +202,6 @@ _CIFAR = {
 }
 
 
-_PICKLES = {"batches.meta", "meta", "train", "test", "test_batch", *(f"data_batch_{i}" for i in range(1, 6))}
-
-
 def _cifar(path: Path, layout: _Cifar) -> dict[str, Arrays]:
     content = _read_files(path, layout)
     return {
@@ -190,7 +210,10 @@ def _cifar(path: Path, layout: _Cifar) -> dict[str, Arrays]:
 
 
 def _read_files(path: Path, layout: _Cifar, *, first_alone: bool = False) -> dict[str, bytes]:
-    """The binary files by name; ``first_alone``: end at the first one, as far as an archive must be decompressed to tell what it is."""
+    """The binary files by name.
+
+    ``first_alone``: stop after the first one. To check an archive, no more must be decompressed.
+    """
     wanted, content, pickles = {*layout.train, *layout.held_out}, {}, False
     try:
         for name, read in _files(path):
@@ -217,6 +240,7 @@ def _files(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
     if path.is_dir():
         yield from ((file.name, file.read_bytes) for file in sorted(path.rglob("*")) if file.is_file())
         return
+    require_regular(path, "give CIFAR's archive, or the directory to which it was unpacked")
     with tarfile.open(path) as archive:
         for member in archive:
             if member.isfile():
@@ -237,7 +261,7 @@ def _records(path: Path, files: list[tuple[str, bytes]], layout: _Cifar) -> Arra
     for name, data in files:
         if not data or len(data) % size:
             raise DataError(
-                f"{path}: {name} has {len(data):,} bytes, no multiple of {size:,}: damaged, or of another set"
+                f"{path}: {name} has {len(data):,} bytes, not a multiple of {size:,}: damaged, or of another set"
             )
     records = np.frombuffer(b"".join(data for _, data in files), dtype=np.uint8).reshape(-1, size)
     labels = records[:, layout.label_bytes - 1].astype(np.int64)

@@ -1,7 +1,8 @@
-"""Image sets as map-style data sets, and their batches: cropped and mirrored at random, the same for the same seed, epoch and sample.
+"""Image sets as map-style data sets, and their batches, which are cropped and mirrored at random.
 
-A random form depends on nothing but (seed, epoch, index), so that a run is the same under every layout, with any number of loader
-processes, and after a resume. Letters of shapes: B samples, S pixels of a side.
+The random crop of an image depends on nothing but seed, epoch and index. A run is therefore the same
+under every layout, with any number of loader processes, and after a resume. In shapes, B is the
+number of samples and S the pixels per side.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import torch
 from torch.utils.data import Dataset
 
 from ..engine.errors import ConfigError, DataError
+from .files import require_regular
 from .image_sets import load_arrays, load_image_index
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
-HELD_OUT = 0.1  # of a folder that is not split
-_TEST_CROP = 0.875  # of the shorter side: He et al., arXiv 1512.03385, test on 224 of 256
+HELD_OUT = 0.1  # the fraction of a folder that has no splits
+_TEST_CROP = 0.875  # part of the shorter side: He et al., arXiv 1512.03385, test on 224 of 256
 _SCALES, _RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # Szegedy et al., arXiv 1409.4842, section 6
 
 Sample = tuple[torch.Tensor, int, int]  # uint8 image (C, S, S), label, position
@@ -30,8 +32,10 @@ Sample = tuple[torch.Tensor, int, int]  # uint8 image (C, S, S), label, position
 
 @dataclass(frozen=True)
 class Images:
-    """What the splits of a set have in common. ``identity`` is a hash of what is read (of a folder, of its files' names); ``crop``: pixels
-    by which a crop may shift.
+    """What the splits of a set have in common.
+
+    ``identity`` is a hash of the arrays, or of the names of a folder's files. ``crop`` is the number
+    of pixels by which a crop may shift. ``mirrors``: whether images may be mirrored.
     """
 
     name: str
@@ -46,7 +50,7 @@ class Images:
 
 
 class ImageArrays(Dataset[Sample]):
-    """A split of a prepared set, memory-mapped; item ``position`` is sample ``position`` modulo the length."""
+    """A split of a prepared set, memory-mapped. Positions beyond the length start again at sample 0."""
 
     reads_positions = True
 
@@ -67,7 +71,7 @@ class ImageArrays(Dataset[Sample]):
         return torch.from_numpy(self.images[item].copy()), int(self.labels[item]), position
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled memory map carries its whole content; each worker process maps the files itself.
+        # A pickled memory map would carry its whole content. Each worker process maps the files.
         return {**self.__dict__, "images": None, "labels": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -76,11 +80,15 @@ class ImageArrays(Dataset[Sample]):
 
 
 class ImageFolder(Dataset[Sample]):
-    """A directory of images a class, decoded when they are read, as squares of ``image_size`` pixels in RGB.
+    """A folder with one directory of images per class. Images are decoded when they are read.
 
-    ``root`` holds ``train/CLASS/…`` and ``val/CLASS/…`` (or ``test``, ``held_out``), or CLASS/… alone: then a tenth, chosen by the files'
-    names, is held out. Where ``seed`` is given, another part of the image is taken in each epoch; else its middle.
-    Raises DataError for a folder without images, and, when it is read, for a file that is none.
+    A sample is a square of ``image_size`` pixels in RGB. With a ``seed``, every epoch takes another
+    part of the image; without one, its middle is taken.
+
+    ``root`` has ``train/CLASS/…`` and ``val/CLASS/…`` (or ``test``, ``held_out``), or only
+    ``CLASS/…``. In the second case a tenth is held out, chosen by the files' names.
+
+    Raises DataError if there are no images, and on reading a file that is not an image.
     """
 
     reads_positions = True
@@ -92,7 +100,8 @@ class ImageFolder(Dataset[Sample]):
             raise DataError(
                 f"{root}: no images for the split {split!r}; expected train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg"
             )
-        self._paths = np.array([path for path, _ in files])  # not a list: worker processes would copy its pages
+        # Arrays, because worker processes would copy the pages of a list.
+        self._paths = np.array([path for path, _ in files])
         self._labels = np.array([label for _, label in files])
         identity = hashlib.sha256("\n".join(path for path, _ in files).encode()).hexdigest()
         size = image_size
@@ -108,12 +117,13 @@ class ImageFolder(Dataset[Sample]):
 
         epoch, item = divmod(position, len(self))
         path = self.root / str(self._paths[item])
+        require_regular(path, "remove it")
         try:
             with Image.open(path) as file:
                 image = file.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(
-                f"{path}: cannot be read as an image ({' '.join(str(error).split())}); mend or remove it"
+                f"{path}: cannot be read as an image ({' '.join(str(error).split())}); repair or remove it"
             ) from None
         width, height = image.size
         box = (
@@ -124,7 +134,7 @@ class ImageFolder(Dataset[Sample]):
 
 
 def _files_of(root: Path, split: str) -> tuple[list[str], list[tuple[str, int]]]:
-    """The classes in order, and of every image its path below ``root`` and its label."""
+    """The classes in order, and the path below ``root`` and the label of every image."""
     if not root.is_dir():
         raise DataError(f"{root}: no such directory")
     folders = {"train": ["train"], "held_out": ["val", "test", "held_out"]}
@@ -132,7 +142,7 @@ def _files_of(root: Path, split: str) -> tuple[list[str], list[tuple[str, int]]]
     classes_in = root / "train" if is_split else root
     classes = sorted(path.name for path in classes_in.iterdir() if path.is_dir() and not path.name.startswith("."))
     if len(classes) < 2:
-        raise DataError(f"{classes_in}: {len(classes)} directories of a class; two or more are needed")
+        raise DataError(f"{classes_in}: {len(classes)} directories of classes; two or more are needed")
     base = next((root / name for name in folders[split] if (root / name).is_dir()), None) if is_split else root
     if base is None:
         raise DataError(f"{root}: has train/, but neither val/ nor test/ to hold out")
@@ -169,7 +179,10 @@ def _middle(width: int, height: int) -> tuple[float, float, float, float]:
 
 
 def _some_part(width: int, height: int, random: np.random.Generator) -> tuple[float, float, float, float]:
-    """A box of a random part of the area and a random shape inside the image; the middle where ten draws do not fit."""
+    """A box with a random part of the image's area and a random shape.
+
+    If ten draws do not fit into the image, the box is its middle.
+    """
     for _ in range(10):
         area = width * height * random.uniform(*_SCALES)
         ratio = np.exp(random.uniform(*np.log(_RATIOS)))
@@ -181,7 +194,7 @@ def _some_part(width: int, height: int, random: np.random.Generator) -> tuple[fl
 
 
 def check_packages(name: str | None = None) -> None:
-    """Raise ConfigError where a package is missing that the images of ``data.name`` need."""
+    """Raise ConfigError if a package that images of ``data.name`` need is missing."""
     for package, module in (("kornia", "kornia"), *([("Pillow", "PIL")] if name == "folder" else [])):
         if find_spec(module) is None:
             raise ConfigError(
@@ -190,9 +203,11 @@ def check_packages(name: str | None = None) -> None:
 
 
 class Batches:
-    """Collates samples to ``{"images": (B, 3, S, S) float32, normalised, "labels": (B,)}``; with ``seed`` cropped and mirrored at random.
+    """Collates samples to ``{"images": (B, 3, S, S), "labels": (B,)}``.
 
-    ``samples``: the data set's length, by which a position is an epoch and an index. Raises ConfigError where kornia is missing.
+    Images are float32 and normalised. With a ``seed``, they are cropped and mirrored at random.
+    ``samples`` is the data set's length, which splits a position into epoch and index. Raises
+    ConfigError if kornia is missing.
     """
 
     def __init__(self, about: Images, samples: int, seed: int | None = None) -> None:
@@ -204,13 +219,14 @@ class Batches:
 
         images = torch.stack([image for image, _, _ in samples]).float() / 255
         if self.seed is not None:
-            images = self._in_random_form(images, [position for _, _, position in samples])
+            images = self._crop_and_mirror(images, [position for _, _, position in samples])
         mean, std = torch.tensor(self.about.mean), torch.tensor(self.about.std)
-        images = normalize(images, mean, std).expand(-1, 3, -1, -1).contiguous()  # grey is three equal channels
+        # A grey image becomes three equal channels.
+        images = normalize(images, mean, std).expand(-1, 3, -1, -1).contiguous()
         return {"images": images, "labels": torch.tensor([label for _, label, _ in samples])}
 
-    def _in_random_form(self, images: torch.Tensor, positions: list[int]) -> torch.Tensor:
-        """Shifted by up to ``crop`` pixels, the background's where there is none, and half of them mirrored."""
+    def _crop_and_mirror(self, images: torch.Tensor, positions: list[int]) -> torch.Tensor:
+        """Shift the images by up to ``crop`` pixels, with zeros at the edges, and mirror half of them."""
         from kornia.geometry.transform import crop_by_indices, hflip
 
         assert self.seed is not None

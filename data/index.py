@@ -1,4 +1,4 @@
-"""The index of a prepared directory, ``index.json``: what its token shards hold and where they came from."""
+"""The index of a prepared directory, ``index.json``: what its token shards hold, and their origin."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..engine.errors import DataError
-from .sources import HASHING_THREADS, sha256_of
-from .tokenizers import INDEX_FILE
+from .files import HASHING_THREADS, INDEX_FILE, require_regular, sha256_of, special_kind
 
 FORMAT = "sdp-token-shards"
 VERSION = 1
 SPLITS = ("train", "held_out")
+_DEFAULT = "without --input: of the sources of Python's standard library"
 
 
 class _Strict(BaseModel):
@@ -23,7 +23,7 @@ class _Strict(BaseModel):
 
 
 class Shard(_Strict):
-    """One ``.bin`` file: raw little-endian token ids. ``documents`` counts those that end in it."""
+    """One ``.bin`` file of raw little-endian token ids. ``documents`` counts those that end in it."""
 
     file: str = Field(pattern=r"^[A-Za-z0-9_.-]+\.bin$")  # never a path out of the directory
     tokens: int = Field(ge=1)
@@ -32,7 +32,10 @@ class Shard(_Strict):
 
 
 class Split(_Strict):
-    """The shards of one split, in order; every document is followed by one end-of-text token, which counts."""
+    """The shards of one split, in order.
+
+    ``tokens`` includes the end-of-text token that follows every document.
+    """
 
     shards: list[Shard]
     tokens: int = Field(ge=1)
@@ -46,7 +49,10 @@ class Split(_Strict):
 
 
 class Corpus(_Strict):
-    """Where the tokens came from: ``sha256`` over the hashes of its files in reading order; sizes in bytes."""
+    """Where the tokens came from. Sizes are in bytes.
+
+    ``sha256`` is the hash of the files' hashes, in the order in which the files were read.
+    """
 
     sources: list[str]
     sha256: str
@@ -57,7 +63,7 @@ class Corpus(_Strict):
 
 
 class Index(_Strict):
-    """All of ``index.json``. ``settings`` are the arguments of ``prepare`` that decide the tokens."""
+    """All of ``index.json``. ``settings`` has the arguments of ``prepare`` that decide the tokens."""
 
     format: Literal["sdp-token-shards"] = FORMAT
     version: Literal[1] = VERSION
@@ -76,24 +82,28 @@ class Index(_Strict):
         return self
 
     def save(self, directory: Path) -> None:
-        """Write ``index.json`` in one step: a directory with an index is complete."""
+        """Write ``index.json`` in one step, so that a directory with an index is complete."""
         temporary = directory / f"{INDEX_FILE}.tmp"
         temporary.write_text(json.dumps(self.model_dump(), indent=1) + "\n")
         temporary.replace(directory / INDEX_FILE)
 
     def check_sizes(self, directory: Path) -> None:
-        """Raise DataError for a shard that is missing or not of the size that the index states."""
+        """Check every shard with :meth:`check_size`."""
         for shard in self._shards():
-            path, expected = directory / shard.file, shard.tokens * self._width
-            if not path.is_file():
-                raise DataError(f"{path}: this token shard is missing; {_again(directory)}")
-            if (size := path.stat().st_size) != expected:
-                raise DataError(
-                    f"{path}: {size:,} bytes instead of {expected:,}, damaged or cut off; {_again(directory)}"
-                )
+            self.check_size(directory, shard)
+
+    def check_size(self, directory: Path, shard: Shard) -> None:
+        """Raise DataError if the shard is missing or does not have the size in the index."""
+        path, expected = directory / shard.file, shard.tokens * self._width
+        if (kind := special_kind(path)) is not None:
+            raise DataError(f"{path}: this token shard is {kind}; {_again(directory)}")
+        if not path.is_file():
+            raise DataError(f"{path}: this token shard is missing; {_again(directory)}")
+        if (size := path.stat().st_size) != expected:
+            raise DataError(f"{path}: {size:,} bytes instead of {expected:,}, damaged or cut off; {_again(directory)}")
 
     def verify(self, directory: Path) -> None:
-        """Raise DataError for a shard whose size or sha256 is not what the index states; reads every shard."""
+        """Read every shard. Raise DataError if a size or sha256 differs from the index."""
         self.check_sizes(directory)
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             digests = pool.map(lambda shard: sha256_of(directory / shard.file), self._shards())
@@ -119,8 +129,9 @@ class Index(_Strict):
 
 
 def load_index(directory: str | Path) -> Index:
-    """The index of a prepared directory; raises DataError where there is none or it is not sound."""
+    """The index of a prepared directory. Raises DataError if it is missing or not sound."""
     path = Path(directory) / INDEX_FILE
+    require_regular(path, _again(path.parent))
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -139,9 +150,6 @@ def load_index(directory: str | Path) -> Index:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "index"
         raise DataError(f"{path}: {where}: {first['msg']}; {_again(path.parent)}") from error
-
-
-_DEFAULT = "without --input: of the sources of Python's standard library"
 
 
 def _make(directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""A corpus → a directory of token shards with an index; the work of ``sdp prepare``."""
+"""The work of ``sdp prepare``: turns a corpus into a directory of token shards with an index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import os
 import platform
 import random
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,22 +21,23 @@ from tqdm import tqdm
 from ..engine.errors import DataError
 from .corpus import standard_library
 from .encode import EncodedBatch, encode_documents, split_of
-from .index import SPLITS, Corpus, Index, Split, load_index
-from .sources import Document, FileCorpus, Source, expand_inputs
-from .tokenizers import (
-    DEFAULT_VOCAB_SIZE,
-    INDEX_FILE,
-    Tokenizer,
-    check_request,
-    make_tokenizer,
-    ready_made,
-    tokenizer_from_spec,
+from .index import SPLITS, Corpus, Index, Split
+from .output import (
+    check_writable,
+    clear,
+    find_index,
+    missing_directories,
+    nothing_left_on_error,
+    only_writer,
+    other_data,
+    writing,
 )
-from .writer import ShardWriter, only_writer, writing
+from .sources import MAX_DOCUMENT_BYTES, Document, FileCorpus, Source, expand_inputs
+from .tokenizers import DEFAULT_VOCAB_SIZE, Tokenizer, check_request, make_tokenizer, ready_made
+from .writer import ShardWriter
 
 DEFAULT_SHARD_TOKENS = 2**26  # 128 MiB of uint16
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20
-_OWN_SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.bin(\.tmp)?")
 _PLAIN_LINE_SECONDS = 5.0
 
 
@@ -49,7 +49,7 @@ class _Corpus(Protocol):
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments that decide the tokens; equal settings and an equal corpus give equal shards."""
+    """The arguments that decide the tokens. Equal settings and equal corpora give equal shards."""
 
     tokenizer: str
     vocab_size: int | None
@@ -71,32 +71,47 @@ def prepare(
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     progress: bool = True,
     overwrite: bool = False,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> dict[str, Any]:
-    """Encode a corpus into token shards in ``output`` and return the index (the content of its ``index.json``).
+    """Encode a corpus into token shards in ``output``.
 
-    inputs: glob patterns of .txt, .jsonl(.gz/.zst) and .parquet files; None: Python's standard library.
-    tokenizer: ``sentencepiece`` (trained here on training documents), ``bytes`` or ``hf:NAME``.
-    vocab_size: tokens of a trained tokenizer; the others have their own.
-    held_out: fraction of the documents that the split ``held_out`` gets, by a hash of the document.
-    workers: processes, by default one a core; the result does not depend on it.
-    seed: picks the documents that the tokenizer is trained on.
-    shard_tokens: most tokens in a file. progress: a bar (plain lines where stderr is no terminal).
-    An output that already holds the same corpus with the same settings is returned as it is.
+    An output that already has the same corpus with the same settings stays as it is. After an error,
+    nothing that this call wrote is left. At most three times the longest document is in memory, plus
+    a constant, unless a Hugging Face tokenizer gives no place to cut a document.
 
-    Raises DataError for bad input, for an empty split, and for an output that holds other data unless ``overwrite``.
+    Args:
+        inputs: Glob patterns of .txt, .jsonl(.gz/.zst) and .parquet files. None means Python's
+            standard library.
+        output: The directory for shards, tokenizer and index.
+        tokenizer: ``sentencepiece`` (trained here, on training documents), ``bytes`` or ``hf:NAME``.
+        vocab_size: Tokens of a trained tokenizer. The other tokenizers have their own.
+        text_column: The key or column of the text in .jsonl and .parquet files.
+        held_out: The fraction of documents in the split ``held_out``, chosen by a hash.
+        workers: Processes, by default one per core. The result does not depend on it.
+        seed: Picks the documents that the tokenizer is trained on.
+        shard_tokens: The largest number of tokens in a file.
+        progress: Show a bar, or plain lines if stderr is not a terminal.
+        overwrite: Replace other data in ``output``.
+        max_document_bytes: The largest size of a document.
+
+    Returns:
+        The index, which is the content of ``index.json``.
+
+    Raises:
+        DataError: The input is bad or too large, a split is empty, or the output has other data.
     """
     check_request(tokenizer, vocab_size)
     if tokenizer == "sentencepiece" and vocab_size is None:
         vocab_size = DEFAULT_VOCAB_SIZE
     settings = _Settings(tokenizer, vocab_size, text_column, held_out, seed, shard_tokens)
-    _check(settings, workers)
+    _check(settings, workers, max_document_bytes)
     directory = Path(output)
-    corpus, names = _open_corpus(inputs, text_column)
-    # The user's mistakes come out before the first line of progress, and before terabytes are hashed.
+    corpus, names = _open_corpus(inputs, text_column, max_document_bytes)
+    # Find the user's mistakes before the first line of progress, and before terabytes are hashed.
     next(corpus.documents(), None)
-    existing = _existing(directory, settings, overwrite)
+    existing = find_index(directory, vars(settings), overwrite=overwrite)
     if existing is None:
-        _check_output(directory)
+        check_writable(directory)
     ready = None if existing else ready_made(tokenizer)
     _say(f"reading {', '.join(names)}{'' if inputs else ', as no input is named'}", progress)
     sources = corpus.sources()
@@ -105,12 +120,14 @@ def prepare(
         _say(f"{directory} already holds this corpus with these settings: nothing to do", progress)
         return existing.model_dump()
     if existing is not None and not overwrite:
-        raise _other_data(directory, ["the corpus"])
+        raise other_data(directory, ["the corpus"])
+    new = missing_directories(directory)
     with only_writer(directory):
-        _clear(directory, overwrite)
-        index = _make(corpus, names, sources, digest, settings, ready, directory, workers or _cores(), progress)
-        with writing(directory):
-            index.save(directory)
+        clear(directory, overwrite=overwrite)
+        with nothing_left_on_error(directory, new):
+            index = _make(corpus, names, sources, digest, settings, ready, directory, workers or _cores(), progress)
+            with writing(directory):
+                index.save(directory)
     return index.model_dump()
 
 
@@ -125,7 +142,7 @@ def _make(
     workers: int,
     progress: bool,
 ) -> Index:
-    """Tokenizer and shards into the empty ``directory``; returns what its index is to say."""
+    """Write tokenizer and shards into the empty ``directory`` and return its index."""
     if settings.tokenizer == "sentencepiece":
         _say(f"training a SentencePiece tokenizer of {settings.vocab_size:,} tokens", progress)
     made = ready or make_tokenizer(settings.tokenizer, settings.vocab_size, _sample_texts(corpus, sources, settings))
@@ -159,69 +176,25 @@ def _say(line: str, progress: bool) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _check(settings: _Settings, workers: int | None) -> None:
+def _check(settings: _Settings, workers: int | None, max_document_bytes: int) -> None:
     if not 0 < settings.held_out < 1:
         raise DataError(f"the held-out fraction must lie between 0 and 1, it is {settings.held_out}")
     if workers is not None and workers < 1:
         raise DataError(f"the number of workers must be at least 1, it is {workers}")
     if settings.shard_tokens < 1:
         raise DataError(f"a shard must hold at least 1 token, shard_tokens is {settings.shard_tokens}")
+    if max_document_bytes < 1:
+        raise DataError(f"the largest size of a document must be at least 1 byte, it is {max_document_bytes}")
 
 
-def _open_corpus(inputs: Sequence[str] | None, text_column: str) -> tuple[_Corpus, list[str]]:
+def _open_corpus(inputs: Sequence[str] | None, text_column: str, max_document_bytes: int) -> tuple[_Corpus, list[str]]:
     if inputs is None:
         return standard_library(), [f"the standard library of Python {platform.python_version()}"]
-    return FileCorpus(expand_inputs(inputs), text_column), list(inputs)
-
-
-def _check_output(directory: Path) -> None:
-    """Raise DataError unless ``directory`` can be written, or made, by this user."""
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if os.access(path, os.F_OK))
-    if not existing.is_dir():
-        raise DataError(f"{directory}: cannot be written: {existing} is a file")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise DataError(f"{directory}: cannot be written: no permission to write in {existing}")
-
-
-def _existing(directory: Path, settings: _Settings, overwrite: bool) -> Index | None:
-    """The index in ``directory`` if it is of these settings; None if there is none or it may go."""
-    if not os.access(directory / INDEX_FILE, os.F_OK):
-        return None
-    try:
-        index = load_index(directory)
-        index.check_sizes(directory)
-        tokenizer_from_spec(index.tokenizer, directory)
-    except DataError:
-        if overwrite:
-            return None
-        raise
-    changed = [key for key, value in vars(settings).items() if index.settings.get(key) != value]
-    if changed and not overwrite:
-        raise _other_data(directory, changed)
-    return None if changed else index
-
-
-def _other_data(directory: Path, changed: list[str]) -> DataError:
-    return DataError(
-        f"{directory} already holds other data ({', '.join(changed)} differ): choose another output, or add --overwrite"
-    )
-
-
-def _clear(directory: Path, overwrite: bool) -> None:
-    """Take away what an earlier or interrupted run left; the index goes first."""
-    if (directory / INDEX_FILE).exists() and not overwrite:  # not when this run began
-        raise DataError(
-            f"{directory}: another sdp prepare has finished here meanwhile; run the command again to compare"
-        )
-    with writing(directory):
-        (directory / INDEX_FILE).unlink(missing_ok=True)
-        for path in directory.iterdir():
-            if _OWN_SHARD.fullmatch(path.name):
-                path.unlink()
+    return FileCorpus(expand_inputs(inputs), text_column, max_document_bytes), list(inputs)
 
 
 def _sample_texts(corpus: _Corpus, sources: list[Source], settings: _Settings) -> Iterator[str]:
-    """Training documents to train a tokenizer on: up to TOKENIZER_SAMPLE_BYTES, spread over the files."""
+    """Training documents that the tokenizer learns from: about TOKENIZER_SAMPLE_BYTES, from all files."""
     order = list(range(len(sources)))
     random.Random(settings.seed).shuffle(order)
     quota = _quota([source.bytes for source in sources], TOKENIZER_SAMPLE_BYTES)
@@ -230,8 +203,10 @@ def _sample_texts(corpus: _Corpus, sources: list[Source], settings: _Settings) -
         taken = 0
         for document in corpus.documents(piece):
             if split_of(document, settings.held_out) == "train":
-                yield document.text
-            taken += max(document.source_bytes, len(document.text))  # text counts where the source is compressed
+                yield document.text[:TOKENIZER_SAMPLE_BYTES]
+            # A compressed source has fewer bytes than its text.
+            taken += max(document.source_bytes, len(document.text))
+            del document  # before the next one is read
             if taken >= min(quota, left):
                 break
         left -= taken
@@ -240,7 +215,7 @@ def _sample_texts(corpus: _Corpus, sources: list[Source], settings: _Settings) -
 
 
 def _quota(sizes: list[int], budget: int) -> float:
-    """The level q at which the sum of min(size, q) is the budget; infinite where the sizes do not reach it."""
+    """The q for which the sum of min(size, q) equals the budget; infinite if the sizes are too small."""
     for taken, size in enumerate(sorted(sizes)):
         if size * (len(sizes) - taken) >= budget:
             return budget / (len(sizes) - taken)
@@ -250,7 +225,7 @@ def _quota(sizes: list[int], budget: int) -> float:
 
 @dataclass(frozen=True)
 class _Written:
-    """The splits, the number of documents in them, the bytes of their text, and how many were left out as empty."""
+    """What was written. ``without_text`` counts documents that were left out because they are empty."""
 
     splits: dict[str, Split]
     documents: int
@@ -259,7 +234,7 @@ class _Written:
 
 
 def _write(directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: _Settings) -> _Written:
-    """Write all batches; raises DataError for a full disk and for an empty split."""
+    """Write all batches. Raises DataError if the disk is full or a split is empty."""
     dtype = np.dtype(_dtype_name(tokenizer.vocab_size)).newbyteorder("<")
     writers = {
         split: ShardWriter(directory, split, dtype, settings.shard_tokens, tokenizer.end_of_text) for split in SPLITS
@@ -287,7 +262,7 @@ def _check_splits(documents: dict[str, int], held_out: float) -> None:
     if total < len(documents):
         raise DataError(
             f"the corpus is one document, and each of the splits {' and '.join(documents)} needs one; give more (a .txt file is one "
-            "document, a .jsonl file one a line, under the key text)"
+            "document, a .jsonl file has one per line, under the key text)"
         )
     for split, count in documents.items():
         if not count:
@@ -298,7 +273,7 @@ def _check_splits(documents: dict[str, int], held_out: float) -> None:
 
 
 def _with_progress(batches: Iterable[EncodedBatch], total_bytes: int, enabled: bool) -> Iterator[EncodedBatch]:
-    """Hand the batches on, showing how many bytes of the sources are done: a bar, or a line every few seconds."""
+    """Pass the batches on and show how many bytes of the sources are done, in a bar or in lines."""
     if enabled and sys.stderr.isatty():
         with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="encoding") as bar:
             for batch in batches:
@@ -319,5 +294,5 @@ def _dtype_name(vocab_size: int) -> Any:
 
 
 def _cores() -> int:
-    # The cores this process may use: SLURM and containers give fewer than the machine has.
+    # The cores that this process may use: SLURM and containers may give fewer than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

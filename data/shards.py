@@ -1,4 +1,4 @@
-"""Memory-mapped token shards as a map-style data set of fixed-length samples."""
+"""Token shards as a map-style data set: memory-mapped samples of a fixed length."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from .index import Index, load_index
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     """Sample ``i`` is tokens ``[i × L, (i + 1) × L)`` of a split, with L = ``sequence_length``.
 
-    A sample is ``{"input_ids": (L,), "labels": (L,)}``, int64 and equal: the model shifts the labels, as Hugging Face's
-    do. It may span documents and shards; what is left after the last whole sample is not read. Opening checks that
-    every shard exists with the right size. Raises DataError for a missing, damaged or too small data set, and for a
-    token id outside the vocabulary.
+    A sample is ``{"input_ids": (L,), "labels": (L,)}``. Both are int64 and equal: the model shifts
+    the labels, as Hugging Face's models do. A sample may span documents and shards. Tokens after
+    the last whole sample are not read.
+
+    The constructor checks that every shard exists and has the right size. A shard is checked again
+    when it is first read. Raises DataError if a shard is missing or damaged, if the split is too
+    small, or if a token id is outside the vocabulary.
     """
 
     def __init__(self, directory: str | Path, split: str, sequence_length: int) -> None:
@@ -57,11 +60,11 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
     def verify(self) -> None:
-        """Raise DataError for a shard whose sha256 is not what the index states; reads every shard of every split."""
+        """Read every shard of every split. Raise DataError if a sha256 differs from the index."""
         self.index.verify(self.directory)
 
     def _read(self, start: int, count: int) -> np.ndarray:
-        """``count`` tokens from position ``start`` of the split, int64."""
+        """``count`` tokens from position ``start`` of the split, as int64."""
         out = np.empty(count, dtype=np.int64)
         filled = 0
         while filled < count:
@@ -81,12 +84,14 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         return self.directory / self.index.splits[self.split].shards[shard].file
 
     def _map(self, shard: int) -> np.ndarray:
-        # Mapped on first use: a run of thousands of shards does not open all of them in every worker.
+        # A shard is mapped on first use, so that a worker does not open thousands of files.
         if shard not in self._maps:
+            # A map of a shorter file would end early, or crash with SIGBUS when it is read.
+            self.index.check_size(self.directory, self.index.splits[self.split].shards[shard])
             dtype = np.dtype(self.index.dtype).newbyteorder("<")
             self._maps[shard] = np.memmap(self._path(shard), dtype=dtype, mode="r")
         return self._maps[shard]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled memory map carries its whole content; each worker process maps the files itself.
+        # A pickled memory map would carry its whole content. Each worker process maps the files.
         return {**self.__dict__, "_maps": {}}

@@ -1,10 +1,13 @@
-"""Documents out of .txt, .jsonl (plain, .gz, .zst) and .parquet files; errors name the file and the line or row."""
+"""Documents from .txt, .jsonl (plain, .gz, .zst) and .parquet files.
+
+Errors name the file and the line or row. At most about two copies of a document are in memory while
+it is read, and one when it is handed out.
+"""
 
 from __future__ import annotations
 
 import glob
 import gzip
-import hashlib
 import io
 import json
 import zlib
@@ -12,23 +15,30 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import zstandard
 
 from ..engine.errors import DataError
+from .files import HASHING_THREADS, sha256_of, special_kind
+from .zstandard_frames import decompress_frames
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-HASHING_THREADS = 4
+MAX_DOCUMENT_BYTES = 2**30
 _READ_BYTES = 2**17
+_PARQUET_BATCH_BYTES = 2**26
+_PARQUET_BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text of the corpus; ``""`` for a text that is empty or null, which no split gets.
+    """One text of the corpus. A text that is empty or null is ``""``; it goes into no split.
 
-    split_key: what decides whether it is held out; None: the text itself, so that equal texts stay together.
-    source_bytes: bytes of the source that were read for it, for the progress bar.
+    Attributes:
+        text: The text.
+        source_bytes: Bytes of the source that were read for it, for the progress bar.
+        split_key: What decides whether the document is held out. None means the text itself, so
+            that equal texts are in the same split.
     """
 
     text: str
@@ -38,7 +48,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Source:
-    """One file (or other piece) of a corpus: its name, its size in bytes and the sha256 of its bytes."""
+    """One file (or other piece) of a corpus: its name, its size in bytes and its sha256."""
 
     name: str
     bytes: int
@@ -51,21 +61,26 @@ class FileCorpus:
 
     paths: tuple[Path, ...]
     text_column: str
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
 
     def sources(self) -> list[Source]:
-        """Name, size and hash of every file; reads all of them once."""
+        """Name, size and hash of every file. Reads each file once."""
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
-            return list(pool.map(_source_of, self.paths))
+            return list(pool.map(_describe, self.paths))
 
     def documents(self, piece: int | None = None) -> Iterator[Document]:
         """All documents in order, or those of the file with index ``piece``."""
         paths = self.paths if piece is None else (self.paths[piece],)
         for path in paths:
-            yield from read_documents(path, self.text_column)
+            yield from read_documents(path, self.text_column, self.max_document_bytes)
 
 
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """The files that match the glob patterns (``**`` descends), sorted, each once; raises DataError where none does."""
+    """The files that match the glob patterns (``**`` descends), sorted, each once.
+
+    Raises DataError if a pattern matches nothing, or something that is neither a file of a
+    supported kind nor a directory.
+    """
     if not patterns:
         raise DataError("no input is named: give at least one file or pattern")
     found: dict[Path, Path] = {}
@@ -74,26 +89,35 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
         if not matches:
             raise DataError(f"no file matches {pattern!r}")
         for match in map(Path, matches):
-            if match.is_file():
-                _suffix(match)
-                found.setdefault(match.resolve(), match)
-            elif len(matches) == 1:
-                raise DataError(f"{match} is a directory: give a pattern of files, such as {match}/**/*.jsonl")
+            if match.is_dir():
+                if len(matches) == 1:
+                    raise DataError(f"{match} is a directory: give a pattern of files, such as {match}/**/*.jsonl")
+                continue
+            if (kind := special_kind(match)) is not None:
+                raise DataError(f"{match}: is {kind}; give regular files as input")
+            _suffix(match)
+            found.setdefault(match.resolve(), match)
     if not found:
         raise DataError(f"no file matches {', '.join(map(repr, patterns))}, only directories do")
     return tuple(sorted(found.values()))
 
 
-def read_documents(path: Path, text_column: str = "text") -> Iterator[Document]:
-    """The documents of one file, chosen by its suffix; raises DataError naming file and line (or row)."""
+def read_documents(
+    path: Path, text_column: str = "text", max_document_bytes: int = MAX_DOCUMENT_BYTES
+) -> Iterator[Document]:
+    """The documents of one file. The suffix of its name decides how it is read.
+
+    ``max_document_bytes`` limits a document: a .txt file, a line of .jsonl, or a text of .parquet.
+    Raises DataError with the file and the line (or row).
+    """
     suffix = _suffix(path)
     try:
         if suffix == ".txt":
-            documents = _read_text(path)
+            documents = _read_text(path, max_document_bytes)
         elif suffix == ".parquet":
-            documents = _read_parquet(path, text_column)
+            documents = _read_parquet(path, text_column, max_document_bytes)
         else:
-            documents = _read_json_lines(path, text_column)
+            documents = _read_json_lines(path, text_column, max_document_bytes)
         yield from documents
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
@@ -106,39 +130,46 @@ def _suffix(path: Path) -> str:
     raise DataError(f"{path}: this kind of file is not read; supported are {', '.join(SUFFIXES)}")
 
 
-def _source_of(path: Path) -> Source:
+def _describe(path: Path) -> Source:
     digest = sha256_of(path)
     return Source(str(path), path.stat().st_size, digest)
 
 
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file's bytes, in hexadecimal; raises DataError where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+def _too_long(where: str, limit: int) -> DataError:
+    return DataError(f"{where}: a document of more than {limit:,} bytes; cut it up, or raise --max-document-bytes")
 
 
-def _read_text(path: Path) -> Iterator[Document]:
+def _read_text(path: Path, limit: int) -> Iterator[Document]:
+    if path.stat().st_size > limit:
+        raise _too_long(str(path), limit)
     data = path.read_bytes()
+    size = len(data)
     try:
-        yield Document(data.decode("utf-8-sig"), len(data))
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
+    del data  # it would stay in memory as long as the document does
+    yield Document(text, size)
 
 
-def _read_json_lines(path: Path, column: str) -> Iterator[Document]:
+def _read_json_lines(path: Path, column: str, limit: int) -> Iterator[Document]:
     number = 0
+    size, step = path.stat().st_size, _READ_BYTES if _suffix(path) == ".jsonl.zst" else 1
     with path.open("rb") as raw:
         position = 0
         try:
-            for number, line in enumerate(_decompressed(path, raw), start=1):
+            for line in _lines(_decompressed(path, raw), limit):
+                number += 1
+                where = f"{path}, line {number}"
+                if len(line) > limit:
+                    raise _too_long(where, limit)
                 if not line.strip():
                     continue
-                # The position on disk: behind a decompressor it jumps by blocks, which a progress bar can bear.
-                consumed, position = raw.tell() - position, raw.tell()
-                yield Document(_text_of_line(line, column, f"{path}, line {number}"), consumed)
+                # Behind a decompressor the position jumps. Those of .zst are rounded up, since
+                # the sample that a tokenizer is trained on depends on them.
+                reached = min(-(-raw.tell() // step) * step, size)
+                consumed, position = reached - position, reached
+                yield Document(_text_of_line(line, column, where), consumed)
         except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
             raise DataError(
                 f"{path}, after line {number}: damaged or cut off ({error}); fetch the file again"
@@ -146,66 +177,67 @@ def _read_json_lines(path: Path, column: str) -> Iterator[Document]:
 
 
 def _decompressed(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
+    """The file's content in small pieces. None of them goes on after the end of a line, except in .zst."""
     suffix = _suffix(path)
-    if suffix == ".jsonl":
-        yield from raw
-        return
-    if not raw.peek(1):  # compressed nothing has a header
+    if suffix != ".jsonl" and not raw.peek(1):  # compressed nothing has a header
         raise EOFError("the file is empty")
-    yield from gzip.GzipFile(fileobj=raw) if suffix == ".jsonl.gz" else io.BufferedReader(_ZstdFrames(raw))
+    if suffix == ".jsonl.zst":
+        yield from decompress_frames(raw)
+        return
+    content: Any = gzip.GzipFile(fileobj=raw) if suffix == ".jsonl.gz" else raw
+    while data := content.readline(_READ_BYTES):
+        yield data
 
 
-class _ZstdFrames(io.RawIOBase):
-    """The content of all frames of ``raw``; EOFError where the last one does not end, which zstandard's own readers let pass."""
+def _lines(pieces: Iterator[bytes], limit: int) -> Iterator[bytearray]:
+    """The lines of a file. The start of one that is longer than ``limit`` is handed out at once.
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw = raw
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._begun = False
-        self._pending = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        while not self._pending:
-            data = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame, self._begun = zstandard.ZstdDecompressor().decompressobj(), False
-            data = data or self._raw.read(_READ_BYTES)
-            if not data:
-                if self._begun:
-                    raise EOFError("the last Zstandard frame does not end")
-                return 0
-            self._begun = True
-            self._pending = memoryview(self._frame.decompress(data))
-        count = min(len(buffer), len(self._pending))
-        buffer[:count], self._pending = self._pending[:count], self._pending[count:]
-        return count
+    A line is a bytearray so that the consumer can free its memory with ``clear()``.
+    """
+    line = bytearray()
+    for piece in pieces:
+        start = 0
+        while start < len(piece):
+            end = piece.find(b"\n", start) + 1 or len(piece)
+            line += piece[start:end]
+            if line.endswith(b"\n") or len(line) > limit:
+                yield line
+                line = bytearray()
+            start = end
+    if line:
+        yield line
 
 
-def _text_of_line(line: bytes, column: str, where: str) -> str:
+def _text_of_line(line: bytearray, column: str, where: str) -> str:
     try:
-        row = json.loads(line)
+        decoded = line.decode(json.detect_encoding(line), "surrogatepass")  # as json.loads does
+        line.clear()  # the text is in memory twice from here on, not three times
+        row = json.loads(decoded)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or brackets as deep
         raise DataError(f"{where}: not valid JSON ({error})") from error
+    del decoded
     if not isinstance(row, dict):
         raise DataError(f"{where}: a JSON object is expected, this is a {type(row).__name__}")
     if column not in row:
         raise DataError(_missing_column(where, column, list(row)))
-    if row[column] is None:
+    text = row[column]
+    if text is None:
         return ""
-    if not isinstance(row[column], str):
-        raise DataError(f"{where}: {column!r} must be a string, it is {type(row[column]).__name__}")
-    # JSON can spell half of a surrogate pair, which no encoding of text can hold.
-    return row[column].encode("utf-8", "replace").decode("utf-8")
+    if not isinstance(text, str):
+        raise DataError(f"{where}: {column!r} must be a string, it is {type(text).__name__}")
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which UTF-8 cannot
+        return text.encode("utf-8", "replace").decode()
+    return text
 
 
 def _missing_column(where: str, column: str, columns: list[str]) -> str:
     return f"{where}: no column {column!r} (there are: {', '.join(columns) or 'none'}); choose one with --text-column"
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[Document]:
+def _read_parquet(path: Path, column: str, limit: int) -> Iterator[Document]:
     import pyarrow  # here, because loading it takes longer than preparing a small corpus without it
     import pyarrow.parquet
 
@@ -223,12 +255,27 @@ def _read_parquet(path: Path, column: str) -> Iterator[Document]:
             raise DataError(f"{path}: column {column!r} must hold strings, it holds {kind}")
         bytes_per_row = path.stat().st_size / max(file.metadata.num_rows, 1)
         row = 0
-        for batch in file.iter_batches(batch_size=1024, columns=[column]):
-            for text in batch.column(0).to_pylist():
+        for batch in file.iter_batches(batch_size=_rows_per_batch(file.metadata, column), columns=[column]):
+            for scalar in batch.column(0):
                 row += 1
-                yield Document(text or "", _share(bytes_per_row, row))
+                value = scalar.as_py()
+                if value is not None and len(value) > limit:
+                    raise _too_long(f"{path}, row {row}", limit)
+                yield Document(value or "", _share(bytes_per_row, row))
+                del scalar, value
+            del batch  # before the next one is read
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); fetch the file again") from error
+
+
+def _rows_per_batch(metadata: Any, column: str) -> int:
+    """So few rows that a batch stays small even if the longest text fills a row group."""
+    largest = 1
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        chunks = [group.column(position) for position in range(group.num_columns)]
+        largest = max([largest, *(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)])
+    return max(1, min(_PARQUET_BATCH_ROWS, _PARQUET_BATCH_BYTES // largest))
 
 
 def _share(bytes_per_row: float, row: int) -> int:

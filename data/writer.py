@@ -1,59 +1,22 @@
-"""Writes one split's tokens into shards of bounded size."""
+"""Writes the tokens of one split into shards of bounded size."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
-from ..engine.errors import DataError
 from .index import Shard, Split
-
-
-@contextlib.contextmanager
-def writing(directory: Path) -> Iterator[None]:
-    """An OSError of the body, such as a full disk, becomes a DataError that names ``directory``."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{directory}: cannot be written: {error}") from error
-
-
-@contextlib.contextmanager
-def only_writer(directory: Path) -> Iterator[None]:
-    """Make ``directory`` and hold its lock, which ends with the process; raises DataError where another one holds it."""
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(
-                f"{directory}: another sdp prepare is writing here: wait for it, or choose another output"
-            ) from None
-        except OSError as error:  # some network file systems
-            print(
-                f"{directory} cannot be locked ({error.strerror}): let no other sdp prepare write here",
-                file=sys.stderr,
-                flush=True,
-            )
-        yield
-    finally:
-        os.close(handle)
+from .output import writing
 
 
 class ShardWriter:
     """Cuts a stream of tokens into ``SPLIT-NNNNN.bin`` files of at most ``shard_tokens`` tokens.
 
-    Each file appears under its name only when it is complete. ``dtype``: a little-endian unsigned NumPy type.
+    A file has its name only once it is complete. ``dtype`` is a little-endian unsigned NumPy type.
     """
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, shard_tokens: int, end_of_text: int) -> None:
@@ -74,12 +37,28 @@ class ShardWriter:
         return sum(shard.tokens for shard in self._shards) + self._tokens
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append ``tokens`` (1-D, end-of-text tokens included); goes on in a new shard where one is full.
+        """Append ``tokens`` (1-D, with end-of-text tokens). A full shard is followed by a new one.
 
-        Raises DataError where the file cannot be written.
+        Raises DataError if the file cannot be written.
         """
         with writing(self._directory):
             self._write(tokens)
+
+    def finish(self) -> Split:
+        """Close the last shard and describe all of them. There must be at least one document."""
+        with writing(self._directory):
+            self._close_shard()
+        documents = sum(shard.documents for shard in self._shards)
+        return Split(shards=self._shards, tokens=self.tokens, documents=documents)
+
+    def abort(self) -> None:
+        """Close and remove the unfinished shard."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a full disk refuses the rest of the buffer again
+                self._file.close()
+            self._file = None
+        # Also without a file: an interrupt may come between making it and storing it here.
+        self._path(".tmp").unlink(missing_ok=True)
 
     def _write(self, tokens: np.ndarray) -> None:
         while len(tokens):
@@ -93,23 +72,6 @@ class ShardWriter:
             self._documents += int((part == self._end_of_text).sum())
             if self._tokens == self._shard_tokens:
                 self._close_shard()
-
-    def finish(self) -> Split:
-        """Close the last shard and describe all of them; there must be at least one document."""
-        with writing(self._directory):
-            self._close_shard()
-        documents = sum(shard.documents for shard in self._shards)
-        return Split(shards=self._shards, tokens=self.tokens, documents=documents)
-
-    def abort(self) -> None:
-        """Close and remove the unfinished shard."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk refuses the rest of the buffer once more
-                self._file.close()
-            self._file = None
-        self._path(".tmp").unlink(
-            missing_ok=True
-        )  # an interrupt may come before the file that was made has a name here
 
     def _close_shard(self) -> None:
         if self._file is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..data.index import load_index
 from ..data.prepare import prepare
+from ..data.sources import MAX_DOCUMENT_BYTES
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, load_tokenizer
 from ..engine.errors import DataError
 
@@ -35,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
     parser.add_argument("--seed", type=int, default=0, help="picks the documents that the tokenizer is trained on")
+    parser.add_argument(
+        "--max-document-bytes",
+        type=int,
+        default=MAX_DOCUMENT_BYTES,
+        metavar="N",
+        help="refuse a larger document: a .txt file, a line of .jsonl, a text of .parquet (default: 1 GiB)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace other data in the output directory")
     parser.add_argument(
         "--verify", action="store_true", help="only check the shards in the output directory against their hashes"
@@ -64,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         workers=args.workers,
         seed=args.seed,
         overwrite=args.overwrite,
+        max_document_bytes=args.max_document_bytes,
     )
     _print_summary(index, args.output)
     return 0

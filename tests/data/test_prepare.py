@@ -17,10 +17,10 @@ import pyarrow.parquet
 import pytest
 from sdp.data import encode, sources
 from sdp.data import prepare as room
+from sdp.data.output import clear, only_writer
 from sdp.data.prepare import prepare
 from sdp.data.shards import TokenDataset
 from sdp.data.tokenizers import load_tokenizer
-from sdp.data.writer import only_writer
 from sdp.engine.errors import DataError, LaunchError
 from sdp.tools import prepare as command
 from sdp.tools.cli import main
@@ -172,7 +172,7 @@ def test_empty_corpus(tmp_path, tokenizer):
     path = write_json_lines(tmp_path / "a.jsonl", [""])
     with pytest.raises(DataError, match="the corpus is empty"):
         quiet([path], tmp_path / "out", tokenizer=tokenizer)
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_empty_split_says_what_to_do(tmp_path):
@@ -186,7 +186,7 @@ def test_empty_split_says_what_to_do(tmp_path):
         quiet([path], tmp_path / "out", held_out=1e-9)
     with pytest.raises(DataError, match=r"the split 'train' is empty.* lower --held-out"):
         quiet([path], tmp_path / "out", held_out=1 - 1e-9)
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_full_disk_is_one_line_and_leaves_nothing_that_passes_for_complete(tmp_p
             quiet([path], tmp_path / "out", overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
     quiet([path], tmp_path / "out")
 
 
@@ -243,7 +243,7 @@ def test_two_at_once_are_refused(tmp_path):
     assert not list(out.iterdir())
     quiet([path], out)
     with pytest.raises(DataError, match="another sdp prepare has finished here meanwhile"):
-        room._clear(out, overwrite=False)
+        clear(out, overwrite=False)
     assert load_tokenizer(out).vocab_size == 257
 
 

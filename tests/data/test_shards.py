@@ -1,6 +1,7 @@
 """Shards: what is written is what is read, across shard boundaries; damage is found and named."""
 
 import json
+import os
 import pickle
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from sdp.data.index import Corpus, Index, load_index
 from sdp.data.shards import TokenDataset
+from sdp.data.tokenizers import load_tokenizer
 from sdp.data.writer import ShardWriter
 from sdp.engine.errors import DataError
 from torch.utils.data import DataLoader
@@ -106,6 +108,28 @@ def test_missing_and_cut_off_shards_are_named_when_opening(tmp_path, tokens):
     path.unlink()
     with pytest.raises(DataError, match=r"train-00002\.bin: this token shard is missing"):
         TokenDataset(tmp_path, "train", 4)
+
+
+def test_a_shard_that_is_cut_off_after_opening_is_named_when_it_is_first_read(tmp_path, tokens):
+    index = write(tmp_path, tokens)
+    dataset = TokenDataset(tmp_path, "train", 4)
+    path = tmp_path / index.splits["train"].shards[2].file
+    path.write_bytes(path.read_bytes()[:-4])
+    assert dataset[0]["input_ids"].tolist() == tokens[:4].tolist()
+    with pytest.raises(DataError, match=r"train-00002\.bin: 16 bytes instead of 20, damaged or cut off"):
+        dataset[5]
+
+
+@pytest.mark.parametrize("name", ["index.json", "train-00000.bin"])
+def test_a_fifo_among_prepared_data_is_refused_without_a_hang(tmp_path, tokens, name):
+    write(tmp_path, tokens)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name}: .* a FIFO; "):
+        TokenDataset(tmp_path, "train", 4)
+    if name == "index.json":
+        with pytest.raises(DataError, match="a FIFO"):
+            load_tokenizer(tmp_path)
 
 
 def test_bad_requests(tmp_path, tokens):

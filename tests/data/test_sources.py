@@ -10,6 +10,7 @@ import pytest
 import zstandard
 from sdp.data.sources import FileCorpus, expand_inputs, read_documents
 from sdp.engine.errors import DataError
+from sdp.tools.cli import main
 
 TEXTS = ["one\n  two\t", "é漢字😀", "third"]
 
@@ -173,3 +174,19 @@ def test_corpus_reads_files_in_order_or_one_of_them(tmp_path):
     assert [document.text for document in corpus.documents(1)] == TEXTS[1:2]
     assert [source.bytes for source in corpus.sources()] == [len(text.encode()) for text in TEXTS]
     assert len({source.sha256 for source in corpus.sources()}) == 3
+
+
+def test_special_files_are_named_as_what_they_are(tmp_path, capsys):
+    os.mkfifo(tmp_path / "fifo.txt")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    for name, kind in (
+        ("/dev/zero", "a device"),
+        (tmp_path / "fifo.txt", "a FIFO"),
+        (tmp_path / "link.jsonl", f"a dangling link to {tmp_path}/gone.jsonl"),
+        (tmp_path / "*.txt", "a FIFO"),
+    ):
+        assert main(["prepare", "--input", str(name), "--output", str(tmp_path / "out")]) == 2
+        printed = capsys.readouterr().err
+        assert f": is {kind}; give regular files as input" in printed
+        assert printed.count("\n") == 1
+    assert not (tmp_path / "out").exists()

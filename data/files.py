@@ -1,0 +1,47 @@
+"""Files of a corpus or of prepared data: their kinds, their hashes and the name of the index."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from pathlib import Path
+
+from ..engine.errors import DataError
+
+INDEX_FILE = "index.json"
+HASHING_THREADS = 4
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def special_kind(path: Path) -> str | None:
+    """What ``path`` is if it exists but is not a regular file, such as "a FIFO"; else None.
+
+    A link counts as the file that it points to. A link to nothing is "a dangling link".
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return f"a dangling link to {path.readlink()}" if path.is_symlink() else None
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
+
+
+def require_regular(path: Path, remedy: str) -> None:
+    """Raise DataError if ``path`` exists but is not a regular file: opening a FIFO would hang."""
+    if (kind := special_kind(path)) is not None:
+        raise DataError(f"{path}: is not a regular file but {kind}; {remedy}")
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's bytes, in hexadecimal. Raises DataError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error

@@ -1,0 +1,140 @@
+"""The output directory of ``sdp prepare``: may it be written, what is in it, and who writes there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..engine.errors import DataError
+from .files import INDEX_FILE
+from .index import SPLITS, Index, load_index
+from .tokenizers import tokenizer_from_spec
+from .tokenizers.kinds import HF_DIRECTORY, MODEL_FILE
+
+_SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.bin(\.tmp)?")
+_OTHER_FILES = {MODEL_FILE, f"{MODEL_FILE}.tmp", HF_DIRECTORY, f"{INDEX_FILE}.tmp"}
+
+
+@contextlib.contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Turn an OSError of the body, such as a full disk, into a DataError that names ``directory``."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{directory}: cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def only_writer(directory: Path) -> Iterator[None]:
+    """Make ``directory`` and hold its lock. The lock ends with the process at the latest.
+
+    Raises DataError if another process holds it.
+    """
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"{directory}: another sdp prepare is writing here: wait for it, or choose another output"
+            ) from None
+        except OSError as error:  # some network file systems
+            print(
+                f"{directory} cannot be locked ({error.strerror}): let no other sdp prepare write here",
+                file=sys.stderr,
+                flush=True,
+            )
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def nothing_left_on_error(directory: Path, new_directories: list[Path]) -> Iterator[None]:
+    """Remove what the body wrote to ``directory`` if it fails or is interrupted.
+
+    ``new_directories`` (innermost first) did not exist before this run. They are removed if they are
+    empty then.
+    """
+    before = {path.name for path in directory.iterdir()}
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error matters more than one while cleaning up
+            for path in directory.iterdir():
+                if path.name not in before and (_SHARD.fullmatch(path.name) or path.name in _OTHER_FILES):
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            for path in new_directories:
+                path.rmdir()
+        raise
+
+
+def missing_directories(directory: Path) -> list[Path]:
+    """The directories that must be made for ``directory`` to exist, innermost first."""
+    directory = directory.absolute()
+    return [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
+
+
+def check_writable(directory: Path) -> None:
+    """Raise DataError unless this user can write to ``directory``, or make it."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if os.access(path, os.F_OK))
+    if not existing.is_dir():
+        raise DataError(f"{directory}: cannot be written: {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise DataError(f"{directory}: cannot be written: no permission to write in {existing}")
+
+
+def find_index(directory: Path, settings: Mapping[str, Any], *, overwrite: bool) -> Index | None:
+    """The index in ``directory`` if its data was made with these settings.
+
+    Returns None if there is no index, or if ``overwrite`` allows other or damaged data to go.
+
+    Raises:
+        DataError: There is other or damaged data, and ``overwrite`` is not given.
+    """
+    if not os.access(directory / INDEX_FILE, os.F_OK):
+        return None
+    try:
+        index = load_index(directory)
+        index.check_sizes(directory)
+        tokenizer_from_spec(index.tokenizer, directory)
+    except DataError:
+        if overwrite:
+            return None
+        raise
+    changed = [key for key, value in settings.items() if index.settings.get(key) != value]
+    if changed and not overwrite:
+        raise other_data(directory, changed)
+    return None if changed else index
+
+
+def other_data(directory: Path, changed: list[str]) -> DataError:
+    """The error for an output whose data differs in what ``changed`` names."""
+    return DataError(
+        f"{directory} already holds other data ({', '.join(changed)} differ): choose another output, or add --overwrite"
+    )
+
+
+def clear(directory: Path, *, overwrite: bool) -> None:
+    """Remove what an earlier or interrupted run left. The index is removed first.
+
+    Raises DataError if another run has written an index since this run began.
+    """
+    if (directory / INDEX_FILE).exists() and not overwrite:
+        raise DataError(
+            f"{directory}: another sdp prepare has finished here meanwhile; run the command again to compare"
+        )
+    with writing(directory):
+        (directory / INDEX_FILE).unlink(missing_ok=True)
+        for path in directory.iterdir():
+            if _SHARD.fullmatch(path.name) or (path.name in _OTHER_FILES and path.suffix == ".tmp"):
+                path.unlink()

@@ -1,0 +1,207 @@
+"""Text to token ids and back: bytes, SentencePiece (BPE) and Hugging Face tokenizers."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import sentencepiece
+
+from ...engine.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+SPACE_SYMBOL = "\u2581"  # how SentencePiece spells a space; it would decode a real one as a space
+MODEL_FILE = "tokenizer.model"
+HF_DIRECTORY = "tokenizer"
+_HUB_SECONDS = 10.0
+
+
+class Tokenizer(Protocol):
+    """What preparing data needs of a tokenizer.
+
+    ``decode(encode(text)) == text``, and no text contains the token ``end_of_text``.
+    """
+
+    vocab_size: int
+    end_of_text: int
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without any added token."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``. End-of-text tokens are left out."""
+        ...
+
+    def spec(self) -> dict[str, Any]:
+        """What the index records: enough for ``tokenizer_from_spec`` to load the tokenizer."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write the files that ``spec`` names into ``directory``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token of a SentencePiece model.
+
+    Two neighbours may be merged into it if it is ``mergeable``. The best ``score`` is merged first.
+    """
+
+    text: str
+    score: float
+    mergeable: bool
+
+
+class BytesTokenizer:
+    """One token per UTF-8 byte; token 256 is end-of-text."""
+
+    vocab_size = 257
+    end_of_text = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i != self.end_of_text).decode("utf-8", "replace")
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "bytes"}
+
+    def save(self, directory: Path) -> None:
+        """Do nothing: this tokenizer has no files."""
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model with byte fallback. It reproduces all text, including tabs and newlines."""
+
+    def __init__(self, model: bytes) -> None:
+        self._model = model
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._sha256 = hashlib.sha256(model).hexdigest()
+        self.vocab_size: int = self._processor.vocab_size()
+        self.end_of_text: int = self._processor.eos_id()
+        self._space_symbol = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()]
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for i, part in enumerate(text.split(SPACE_SYMBOL)):
+            ids += [*self._space_symbol, *self._encode_plain(part)] if i else self._encode_plain(part)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.decode(list(ids))
+
+    def pieces(self) -> Iterator[Piece]:
+        """All tokens in the order of their ids. Spaces are plain spaces."""
+        model = self._processor
+        for number in range(self.vocab_size):
+            special = model.is_control(number) or model.is_unknown(number) or model.is_byte(number)
+            text = model.id_to_piece(number)
+            yield Piece(text if special else text.replace(SPACE_SYMBOL, " "), model.get_score(number), not special)
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "sentencepiece", "file": MODEL_FILE, "sha256": self._sha256}
+
+    def save(self, directory: Path) -> None:
+        temporary = directory / f"{MODEL_FILE}.tmp"
+        temporary.write_bytes(self._model)
+        temporary.replace(directory / MODEL_FILE)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self._processor.encode(text, out_type=int)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of ``transformers``, from a local directory or from the hub.
+
+    Raises DataError if it cannot be loaded or has no end-of-text token.
+    """
+
+    def __init__(self, location: str, name: str | None = None) -> None:
+        self._name = name or location
+        self._tokenizer = _load_automatically(location)
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(f"tokenizer {self._name!r} has no end-of-sequence token, which must separate documents")
+        self.vocab_size: int = len(self._tokenizer)
+        self.end_of_text: int = self._tokenizer.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        # A special token that is spelled out in a text is text. It does not end the document.
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(
+            [i for i in ids if i != self.end_of_text], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "hf", "name": self._name, "directory": HF_DIRECTORY}
+
+    def save(self, directory: Path) -> None:
+        self.save_pretrained(directory / HF_DIRECTORY)
+
+    def save_pretrained(self, directory: Path) -> int | None:
+        """Write the files of ``transformers``; return the id of the begin-of-text token, if any."""
+        self._tokenizer.save_pretrained(directory)
+        return self._tokenizer.bos_token_id
+
+
+def _load_automatically(location: str) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise DataError(
+            f"tokenizer 'hf:{location}' needs the transformers package: pip install 'sdp-engine[huggingface]'"
+        ) from error
+    try:
+        with _show_errors_only():
+            return _load_from_disk_or_hub(AutoTokenizer, location)
+    except Exception as error:  # versions of the package and of its network library raise different classes
+        raise DataError(f"tokenizer 'hf:{location}' cannot be loaded: {_first_line(error)}") from error
+
+
+def _load_from_disk_or_hub(auto_tokenizer: Any, location: str) -> Any:
+    from huggingface_hub import HfApi
+
+    local = Path(location).is_dir()
+    try:
+        # This finds a directory, or a copy in the hub's cache.
+        return auto_tokenizer.from_pretrained(location, local_files_only=True)
+    except Exception:
+        if local:
+            raise
+    try:
+        # Ask the hub one question first. Loading asks for several files, and for an unreachable
+        # hub it repeats each request for 25 s.
+        HfApi().model_info(location, timeout=_HUB_SECONDS)
+    except Exception as error:
+        raise DataError(
+            f"no such directory, not in the cache, and the hub does not give it ({_first_line(error)})"
+        ) from error
+    return auto_tokenizer.from_pretrained(location)
+
+
+@contextlib.contextmanager
+def _show_errors_only() -> Iterator[None]:
+    """Silence the warnings of ``transformers`` and of its hub. The exception says what matters."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), hub_logging.get_verbosity()
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before[0])
+        hub_logging.set_verbosity(before[1])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,118 @@
+"""Which tokenizer a request names, and how the tokenizer of prepared data is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ...engine.errors import DataError
+from ..files import INDEX_FILE, require_regular
+from .kinds import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from .train import train_sentencepiece
+
+DEFAULT_VOCAB_SIZE = 4096
+_HF_PREFIX = "hf:"
+_SMALLEST_VOCABULARY = 260  # unknown, end of text, newline, tab and the 256 bytes
+
+
+def check_request(request: str, vocab_size: int | None) -> None:
+    """Check the name of a tokenizer and the size of its vocabulary.
+
+    Raises DataError unless ``request`` is ``bytes``, ``sentencepiece`` or ``hf:NAME``, and fits
+    ``vocab_size``.
+    """
+    if request not in ("bytes", "sentencepiece") and not request.startswith(_HF_PREFIX):
+        raise DataError(f"unknown tokenizer {request!r}: choose sentencepiece, bytes or hf:NAME")
+    if request == _HF_PREFIX:
+        raise DataError("hf: must be followed by a directory or a name on the hub, as in hf:gpt2")
+    if request == "sentencepiece" and vocab_size is not None and vocab_size <= _SMALLEST_VOCABULARY:
+        raise DataError(
+            f"the vocabulary size must be more than {_SMALLEST_VOCABULARY}, since every byte is a token; it is {vocab_size}"
+        )
+    if request == "bytes" and vocab_size not in (None, BytesTokenizer.vocab_size):
+        raise DataError(
+            f"the bytes tokenizer has {BytesTokenizer.vocab_size} tokens, not {vocab_size}: leave the size out"
+        )
+    if request.startswith(_HF_PREFIX) and vocab_size is not None:
+        raise DataError(f"the vocabulary of {request!r} is fixed: leave the vocabulary size ({vocab_size}) out")
+
+
+def request_of(spec: dict[str, Any]) -> str:
+    """The request that led to a tokenizer with this ``spec()``."""
+    return f"{_HF_PREFIX}{spec.get('name')}" if spec.get("kind") == "hf" else str(spec.get("kind"))
+
+
+def ready_made(request: str) -> BytesTokenizer | HuggingFaceTokenizer | None:
+    """The tokenizer that ``request`` names, or None if it must be trained first.
+
+    Raises DataError if it cannot be loaded.
+    """
+    if request == "sentencepiece":
+        return None
+    return BytesTokenizer() if request == "bytes" else HuggingFaceTokenizer(request.removeprefix(_HF_PREFIX))
+
+
+def make_tokenizer(request: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
+    """Load or train the tokenizer that ``request`` names.
+
+    Only SentencePiece reads ``texts`` and learns from them. Raises DataError if the tokenizer
+    cannot be loaded or trained.
+    """
+    check_request(request, vocab_size)
+    return ready_made(request) or SentencePieceTokenizer(train_sentencepiece(texts, vocab_size or DEFAULT_VOCAB_SIZE))
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """The tokenizer of a prepared directory.
+
+    Raises DataError if it is missing, or is not the tokenizer of the directory's shards.
+    """
+    directory = Path(directory)
+    index = directory / INDEX_FILE
+    require_regular(index, "prepare the data again")
+    try:
+        spec = json.loads(index.read_text())["tokenizer"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{index}: no index of token shards ({error}); run sdp prepare first") from error
+    return tokenizer_from_spec(spec, directory)
+
+
+def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
+    """The tokenizer that ``spec()`` described, with its files in ``directory``.
+
+    Raises DataError if the files do not match the description.
+    """
+    for name in (spec.get("file"), spec.get("directory")):
+        if isinstance(name, str) and (name in ("", ".", "..") or "/" in name):
+            index = directory / INDEX_FILE
+            raise DataError(f"{index}: the tokenizer {name!r} is not in this directory; prepare the data again")
+    match spec:
+        case {"kind": "bytes"}:
+            return BytesTokenizer()
+        case {"kind": "sentencepiece", "file": str(file), "sha256": str(sha256)}:
+            return _load_sentencepiece(directory / file, sha256)
+        case {"kind": "hf", "directory": str(folder), "name": str(name)}:
+            if not (directory / folder).is_dir():
+                raise DataError(
+                    f"{directory / folder}: the tokenizer of these shards is missing; prepare the data again"
+                )
+            return HuggingFaceTokenizer(str(directory / folder), name)
+    raise DataError(
+        f"{directory}: the index does not describe a known kind of tokenizer: {spec}; prepare the data again"
+    )
+
+
+def _load_sentencepiece(path: Path, sha256: str) -> Tokenizer:
+    require_regular(path, "prepare the data again")
+    try:
+        model = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}); prepare the data again") from error
+    if hashlib.sha256(model).hexdigest() != sha256:
+        raise DataError(
+            f"{path}: not the tokenizer that made these shards (its sha256 differs); prepare the data again"
+        )
+    return SentencePieceTokenizer(model)

@@ -1,0 +1,62 @@
+"""Cuts a long text into pieces whose tokens, one after the other, are those of the whole text.
+
+A tokenizer needs many times the memory of its input, so a document of hundreds of megabytes cannot
+be encoded at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from .kinds import Tokenizer
+
+_PIECE_CHARACTERS = 2**18
+_CONTEXT_CHARACTERS = 256
+_CANDIDATES = 8
+
+# Cuts after the end of a line are tried first, then cuts before a space.
+_BOUNDARIES = (re.compile(r"\n(?=\S)"), re.compile(r"(?<=\S)(?= )"))
+
+
+def cut_text(text: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """Pieces of ``text``, in order.
+
+    A cut is made where the tokenizer gives the same tokens for the text around it as for both sides
+    on their own. If a piece has no such place, as in a megabyte of one letter, it is cut where both
+    sides still decode to the same text. If there is none of these either, the piece gets longer:
+    some tokenizers add a space to the start of every text.
+    """
+    start, end = 0, _PIECE_CHARACTERS
+    while end < len(text):
+        cut = _find_cut(text, end, tokenizer)
+        if cut is not None:
+            yield text[start:cut]
+            start, end = cut, cut
+        end += _PIECE_CHARACTERS
+    yield text[start:]
+
+
+def _find_cut(text: str, end: int, tokenizer: Tokenizer) -> int | None:
+    """A place for a cut at ``end`` or at most half a piece before it, or None."""
+    first = end - _PIECE_CHARACTERS // 2
+    for boundary in _BOUNDARIES:
+        places = [match.end() for match in boundary.finditer(text, first, end)]
+        for place in places[: -_CANDIDATES - 1 : -1]:
+            if _keeps_tokens(text, place, tokenizer):
+                return place
+    return end if _keeps_text(text, end, tokenizer) else None
+
+
+def _around(text: str, place: int) -> tuple[str, str]:
+    return text[max(0, place - _CONTEXT_CHARACTERS) : place], text[place : place + _CONTEXT_CHARACTERS]
+
+
+def _keeps_tokens(text: str, place: int, tokenizer: Tokenizer) -> bool:
+    left, right = _around(text, place)
+    return tokenizer.encode(left) + tokenizer.encode(right) == tokenizer.encode(left + right)
+
+
+def _keeps_text(text: str, place: int, tokenizer: Tokenizer) -> bool:
+    left, right = _around(text, place)
+    return tokenizer.decode(tokenizer.encode(left) + tokenizer.encode(right)) == left + right
