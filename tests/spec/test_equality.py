@@ -1,10 +1,9 @@
-"""The native backend equals the reference, and the reference equals the formula written out by hand."""
+"""The native backend equals the reference."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +14,8 @@ from sdp.engine.placement import buckets
 from sdp.engine.placement.buckets import LEAST_BYTES
 from sdp.engine.placement.units import find_neuron_units
 from sdp.tests.support import models
+from sdp.tests.support.case_tables import FACTORS, TENSOR_FACTORS, full_table, pairwise_cover
 from sdp.tests.support.cases import (
-    CLIP,
     RELATIVE,
     STEPS,
     Case,
@@ -24,7 +23,6 @@ from sdp.tests.support.cases import (
     assert_bytes_as_planned,
     assert_same_run,
     engine_of,
-    full_gradients,
     native,
     one_step,
     reference,
@@ -32,69 +30,9 @@ from sdp.tests.support.cases import (
 )
 from sdp.tests.support.ranks import RankPool
 
-FACTORS: dict[str, Sequence[Any]] = {
-    "masking": ["forward", "backward"],
-    "layout": [(2, 1), (2, 2), (4, 1), (4, 2), (1, 4)],
-    "stage": [0, 1, 2, 3],
-    "accumulation": [1, 3],
-    "clip": [False, True],
-    "optimizer": ["sgd", "adamw"],
-    "placement": ["mixed", "cyclic", "profile", "full"],
-    "granularity": ["block", "neuron"],
-    "kind": ["mlp", "llama", "llama-tied"],
-    "meta": [False, True],
-}
-TENSOR_FACTORS = FACTORS | {
-    "layout": [(2, 1, 2), (1, 2, 2), (2, 2, 2), (4, 1, 2)],
-    "kind": ["wide-llama", "wide-llama-tied"],
-}
-TAKE_TURNS = ("granularity", "kind", "meta")  # in the full table
-
-
-def case_of(row: dict[str, Any]) -> Case | None:
-    """The case, or None where factors do not go together: one group holds everything, where all do nothing is masked, and the small model
-    states no branches.
-    """
-    groups, fsdp, *tp = row["layout"]
-    if (groups == 1 and row["placement"] != "full") or (row["masking"] == "backward" and row["placement"] == "full"):
-        return None
-    if row["granularity"] == "neuron" and row["kind"] == "mlp":
-        return None
-    others = {key: value for key, value in row.items() if key not in ("layout", *TAKE_TURNS)}
-    model = row["kind"] + "-meta" * row["meta"]
-    neurons = 0 if row["granularity"] == "block" else 2 if tp else 3
-    return Case(groups, fsdp, **others, tp=tp[0] if tp else 1, model=model, neurons=neurons)
-
-
-def pairwise_cover(factors: dict[str, Sequence[Any]]) -> list[Case]:
-    """Greedily chosen cases in which every possible pair of two factors' values occurs."""
-    rows = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
-    pairs_of = {}
-    for row in rows:
-        case = case_of(row)
-        if case is not None:
-            pairs_of[case] = frozenset(itertools.combinations(row.items(), 2))
-    missing, cover = set().union(*pairs_of.values()), []
-    while missing:
-        best = max(pairs_of, key=lambda case: len(pairs_of[case] & missing))
-        cover.append(best)
-        missing -= pairs_of[best]
-    return cover
-
-
-def full_table(factors: dict[str, Sequence[Any]]) -> list[Case]:
-    """All combinations of all factors but the model and how it is cut, which take turns."""
-    turns = [
-        dict(zip(TAKE_TURNS, values, strict=True))
-        for values in itertools.product(*(factors[name] for name in TAKE_TURNS))
-    ]
-    kinds = itertools.cycle(turn for turn in turns if (turn["granularity"], turn["kind"]) != ("neuron", "mlp"))
-    others = {name: values for name, values in factors.items() if name not in TAKE_TURNS}
-    rows = (dict(zip(others, values, strict=True)) for values in itertools.product(*others.values()))
-    return [case for row in rows if (case := case_of({**row, **next(kinds)})) is not None]
-
-
 COVER, TENSOR_COVER = pairwise_cover(FACTORS), pairwise_cover(TENSOR_FACTORS)
+
+
 SHARDED_COPIES = [  # of backward masking: what the cover has of it at few stages only, and empty shards of copies (6 rows cut in four)
     Case(2, 2, 2, 3, clip=True, optimizer="adamw", model="llama-tied", masking="backward"),
     Case(2, 2, 3, 1, model="llama-tied-meta", masking="backward"),
@@ -160,6 +98,8 @@ NEURONS = [
         placement="balanced",
     ),
 ]
+
+
 IMAGE_NEURONS = [  # the width of the first stage is 3, and so are the heads of the second
     Case(2, 1, neurons=3, model="resnet-meta", accumulation=3),
     Case(2, 2, stage=3, neurons=2, model="resnet-meta", optimizer="adamw", clip=True),
@@ -321,81 +261,6 @@ def test_units_that_are_reduced_in_pieces_train_alike(ranks: RankPool, case: Cas
     assert_bytes_as_planned([result for result, _ in pieces])
 
 
-# -- the reference itself ----------------------------------------------------------------------------------------------------------
-
-HOLDERS = {0: [0], 1: [0, 1], 2: [0, 1], 3: [1]}
-
-
-def by_hand(case: Case) -> tuple[dict[str, torch.Tensor], list[float], list[dict[str, torch.Tensor]]]:
-    """SGD on g_u = the mean over the holders' data ranks, with nothing of the package: weights, norms, gradients of every step.
-
-    Under backward masking every pass is the dense model's, of whose gradients those of units that a group does not hold are dropped.
-    """
-    model = models.mlp()
-    stem, layers, head = model.stem, model.layers, model.head
-    norms, gradients = [], []
-    rates = [0.1, 0.1, 0.1 + 0.2 / 3, 0.1 + 0.4 / 3]
-    for step in range(case.steps):
-        sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-        for group, shard, micro in itertools.product(range(2), range(case.fsdp), range(case.accumulation)):
-            batch = models.micro_batch("mlp", step, micro, group * case.fsdp + shard)
-            hidden = stem(batch["x"])
-            for index, layer in enumerate(layers):
-                hidden = layer(hidden) if group in HOLDERS[index] or case.masking == "backward" else hidden
-            model.zero_grad()
-            (((head(hidden) - batch["y"]) ** 2).mean() / case.accumulation).backward()
-            for name, p in model.named_parameters():
-                held = not name.startswith("layers") or group in HOLDERS[int(name.split(".")[1])]
-                sums[name] += p.grad if p.grad is not None and held else 0
-        for name, total in sums.items():
-            holders = len(HOLDERS[int(name.split(".")[1])]) if name.startswith("layers") else 2
-            total /= holders * case.fsdp
-        norms.append(torch.stack([total.double().square().sum() for total in sums.values()]).sum().sqrt().item())
-        scale = min(1.0, CLIP / norms[-1]) if case.clip else 1.0
-        gradients.append({name: total.clone() for name, total in sums.items()})
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p -= rates[step] * scale * sums[name]
-    return models.cpu_state(model), norms, gradients
-
-
-@pytest.mark.parametrize("masking", FACTORS["masking"])
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize(("fsdp", "accumulation"), [(1, 1), (2, 3)])
-def test_reference_equals_the_formula(fsdp: int, accumulation: int, clip: bool, masking: Any) -> None:
-    case = Case(2, fsdp, accumulation=accumulation, clip=clip, masking=masking)
-    weights, norms, _ = by_hand(case)
-    result = reference(case)
-    assert result.after is not None
-    assert result.norms == pytest.approx(norms, rel=RELATIVE)
-    for name, weight in weights.items():
-        torch.testing.assert_close(result.after[name], weight, rtol=0, atol=RELATIVE * weight.abs().max().item())
-
-
-# -- gradients themselves ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("stage", "masking"), [(0, "forward"), (2, "forward"), (3, "forward"), (0, "backward"), (3, "backward")]
-)
-def test_gradients_at_the_boundary_are_g_u(ranks: RankPool, stage: int, masking: Any) -> None:
-    """Under backward masking that is the dense model's gradient over the holders' batches: an unbiased estimate."""
-    case = Case(2, 2, stage=stage, accumulation=3, steps=1, masking=masking)
-    expected = by_hand(case)[2][0]
-    seen: set[str] = set()
-    for rank, result in enumerate(native(ranks, case)):
-        assert result.gradients is not None
-        for name, gradient in result.gradients.items():
-            largest = expected[name].abs().max().item()
-            torch.testing.assert_close(
-                gradient, expected[name], rtol=0, atol=1e-6 * largest, msg=lambda text, at=(rank, name): f"{at}: {text}"
-            )
-        held = {f"layers.{index}" for index, holders in HOLDERS.items() if rank // 2 in holders}
-        assert {name.rsplit(".", 2)[0] for name in result.gradients if name.startswith("layers")} == held
-        seen |= set(result.gradients)
-    assert seen == set(expected)
-
-
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize(
     ("model", "tp", "masking"),
@@ -413,55 +278,6 @@ def test_activation_checkpointing_changes_nothing(
     case = Case(2, 2, stage=3, accumulation=3, model=model, checkpointing=mode, tp=tp, masking=masking)
     assert_same_run(native(ranks, case), reference(plain), case)
     assert_same_run(native(ranks, case), reference(case), case)
-
-
-# -- two passes, two ways of calling -----------------------------------------------------------------------------------------------
-
-
-def _two_losses(stage: int) -> dict[str, torch.Tensor]:
-    """Gradients after two backward passes before one step, each of half the loss."""
-
-    case = Case(2, 2, stage=stage)
-    engine = engine_of(case)
-    for half in range(2):
-        batch = models.micro_batch("mlp", 0, half, dist.get_rank())
-        engine.backward(engine(batch["x"], y=batch["y"]) / 2)
-    return full_gradients(engine)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_two_backward_passes_before_a_step_add_up(ranks: RankPool, stage: int) -> None:
-    expected = by_hand(Case(2, 2, accumulation=2, steps=1))[2][0]
-    for gradients in ranks.run(_two_losses, stage, world=4):
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(
-                gradient, expected[name], rtol=0, atol=RELATIVE * expected[name].abs().max().item()
-            )
-
-
-def _dropped(stage: int) -> dict[str, torch.Tensor]:
-    """Gradients of a step of which an earlier micro-batch was dropped by ``zero_grad``."""
-
-    case = Case(2, 2, stage=stage, accumulation=2)
-    engine = engine_of(case)
-    for micro in range(2):
-        engine.backward(engine(models.micro_batch("mlp", 0, micro, dist.get_rank())))
-        if micro == 0:
-            engine.step()
-            engine.zero_grad()
-    return full_gradients(engine)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_grad_drops_what_was_accumulated(ranks: RankPool, stage: int) -> None:
-    both, first = (by_hand(Case(2, 2, accumulation=n, steps=1))[2][0] for n in (2, 1))
-    for gradients in ranks.run(_dropped, stage, world=4):
-        for name, gradient in gradients.items():
-            expected = both[name] - first[name] / 2
-            torch.testing.assert_close(gradient, expected, rtol=0, atol=RELATIVE * both[name].abs().max().item())
-
-
-# -- bfloat16 ----------------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Random and balanced placements: capacities, coverage, connectivity and balance as properties, and against all placements there are."""
+"""Random and balanced placements: properties, and a comparison with every possible placement."""
 
 from __future__ import annotations
 
@@ -10,101 +10,28 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from sdp.engine.config.schema import SDPSection
 from sdp.engine.errors import ConfigError, PlacementError
 from sdp.engine.placement.packing import Packing, connect, fill, shuffle
 from sdp.engine.placement.placement import COMMUNICATORS, Placement
-from sdp.engine.placement.policies import place, warnings_of
-from sdp.engine.placement.units import Unit, find_neuron_units, find_units
+from sdp.engine.placement.units import find_units
 from sdp.engine.sync.consistency import check_placement
-from sdp.models.registry import build_model
-
-# The eight basic blocks of ResNet-18 for 32 × 32 images (He et al., arXiv 1512.03385; stem of stride 1, as usual on CIFAR): convolutions
-# of 3 × 3 without biases, 2 batch norms, and in the first block of stages 2 to 4 a 1 × 1 convolution with a batch norm.
-STAGES = [
-    (64, 64, 32),
-    (64, 64, 32),
-    (64, 128, 16),
-    (128, 128, 16),
-    (128, 256, 8),
-    (256, 256, 8),
-    (256, 512, 4),
-    (512, 512, 4),
-]
-RESNET_PARAMETERS = [9 * i * o + 9 * o * o + 4 * o + (i * o + 2 * o) * (i != o) for i, o, _ in STAGES]
-RESNET_FLOPS = [2 * side**2 * (9 * i * o + 9 * o * o + i * o * (i != o)) for i, o, side in STAGES]
-
+from sdp.tests.support.placements import placed, units
 
 GOLDEN_RANDOM = ((0, 3), (0, 1), (0, 2), (1, 2), (2, 3), (1, 3))
+
+
 GOLDEN_RANDOM_FALLING = ((0, 1, 2, 3), (1, 2, 3), (0, 1), (0,), (3,), (2,))
+
+
 GOLDEN_CYCLIC_FALLING = ((0, 1, 2, 3), (0, 1, 2), (0, 3), (1,), (2,), (3,))
+
+
 GOLDEN_BALANCED = ((0, 2), (0, 1), (0, 3), (1, 2, 3), (0, 2), (0, 1))
 
 
-def units(costs: list[int], flops: list[int] | None = None) -> list[Unit]:
-    return [Unit(index, f"layers.{index}", (), cost, flops[index] if flops else 0) for index, cost in enumerate(costs)]
-
-
-def placed(these: list[Unit], **values: Any) -> Placement:
-    return place(SDPSection(**values), these)
-
-
-def test_resnet_costs_are_those_of_the_paper() -> None:
-    assert sum(RESNET_PARAMETERS) + 3 * 9 * 64 + 2 * 64 + 512 * 1000 + 1000 == 11_689_512 - 3 * 64 * (
-        49 - 9
-    )  # torchvision's resnet18
-    assert RESNET_FLOPS[0] == 2 * 2 * 9 * 64 * 64 * 32 * 32
-
-
-def test_resnet_blocks_are_balanced_within_their_memory() -> None:
-    these = units(RESNET_PARAMETERS, RESNET_FLOPS)
-    placement = placed(these, groups=4, capacity=0.5, placement="balanced", profile="uniform")
-    assert placement.imbalance <= 1.05
-    assert placement.loads.max() == placement.bound
-    assert "(proved the least)" in placement.describe()
-    assert all(placement.held_fraction(group) <= 0.5 for group in range(4))
-    assert [len(holders) for holders in placement.holders].count(2) >= 7
-    assert placement.connected
-    # Where holders fall with depth, eight blocks do not allow it, which is proved.
-    falling = placed(these, groups=4, capacity=0.5, placement="balanced", profile="depth")
-    assert 1.05 < falling.imbalance < 1.07
-    assert falling.loads.max() == falling.bound
-    assert all(falling.held_fraction(group) <= 0.5 for group in range(4))
-    # What it is for: the same number of blocks for all does not fit, by far.
-    cyclic = placed(these, groups=4, capacity=0.5, profile="uniform")
-    assert max(cyclic.held_fraction(group) for group in range(4)) > 0.75
-
-
-RESNET = {"name": "resnet18", "stem": "cifar", "num_classes": 10, "image_size": 32}
-
-
-@pytest.mark.parametrize(
-    ("profile", "proved"), [("uniform", "proved the least"), ("depth", "proved within 3.45% of the least")]
-)
-def test_resnet_of_the_registry_is_balanced_by_channels(profile: Any, proved: str) -> None:
-    these = find_neuron_units(build_model(RESNET), 8)
-    placement = placed(these, groups=4, capacity=0.5, placement="balanced", profile=profile)
-    assert placement.imbalance <= 1.05
-    assert placement.loads.max() <= placement.bound * (1 if profile == "uniform" else 1.035)
-    assert f"FLOPs ({proved})" in placement.describe()
-    assert placement.connected
-
-
-def test_resnet_blocks_that_cannot_be_balanced() -> None:
-    these = find_units(build_model(RESNET), "auto")
-    with pytest.raises(
-        PlacementError, match=r"no room to hold 'layer4.1' at all .*74.4%.* 0.755 would do.*\"neuron\".*sdp.protect"
-    ):
-        placed(these, groups=4, capacity=0.5, placement="balanced")
-    section = SDPSection(groups=4, capacity=0.5, profile="uniform")
-    (note,) = warnings_of(section, place(section, these))
-    assert note.startswith(
-        "units differ in size: a group holds 6% to 94% of their parameters, and the slowest has 1.20 × the mean work"
-    )
-    assert warnings_of(section, place(section, units([7] * 5))) == []
-
-
 capacity_lists = st.lists(st.floats(0.2, 1.0), min_size=2, max_size=8)
+
+
 cost_lists = st.lists(st.integers(1, 1000), min_size=2, max_size=20)
 
 

@@ -20,7 +20,7 @@ import torch
 from sdp.engine.errors import ConfigError
 from sdp.tests.support.ranks import RankPool
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "images.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "images.py"
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 

@@ -1,49 +1,30 @@
-"""Half precision on the DeepSpeed backend: bf16 at stage 0 too, and fp16, whose loss scale all groups share."""
+"""Half precision under DeepSpeed: bf16 at stage 0 too, and fp16, whose loss scale all groups share."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import logging
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from sdp.engine.config.load import load_config
-from sdp.engine.errors import CheckpointError, ConfigError, DivergedError, DivergenceError
+from sdp.engine.errors import DivergedError, DivergenceError
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, assert_bytes_as_planned, engine_of, one_step, reference, train, zero_of
+from sdp.tests.support.deepspeed_runs import FP16, float16_here
 from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
-FP16 = {
-    "enabled": True,
-    "initial_scale_power": 10,
-    "hysteresis": 1,
-    "loss_scale_window": 1,
-}  # 1,024; doubled by the second good step
+
 STEPS = 4
+
+
 BAD = 1  # the step in which one rank's gradient is no number
-
-
-@contextmanager
-def float16_here(supported: bool = True) -> Iterator[None]:
-    """torch computes in half precision on any CPU; DeepSpeed asks for instructions."""
-    from sdp.engine.backends.deepspeed.private import load
-
-    load()
-    with pytest.MonkeyPatch.context() as patch:
-        accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-        patch.setattr(accelerator, "is_fp16_supported", lambda: supported)
-        yield
 
 
 @dataclass
@@ -169,9 +150,6 @@ def test_all_groups_skip_an_overflow_and_go_on_alike(
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-# -- bf16 at stage 0 -----------------------------------------------------------------------------------------------------------------------
-
-
 def test_bf16_at_stage_0_is_that_of_stage_1(ranks: RankPool) -> None:
     """With one rank a group ZeRO 1 cuts nothing: the same start, and the same steps but for what it rounds to bfloat16 before it sums."""
     case = Case(2, 1, stage=0, optimizer="adamw", model="llama-meta", clip=True, bf16=True)
@@ -185,9 +163,6 @@ def test_bf16_at_stage_0_is_that_of_stage_1(ranks: RankPool) -> None:
         update = cut[0].after[name] - before
         worst = max(worst, ((whole[0].after[name] - before - update).norm() / update.norm()).item())
     assert worst < torch.finfo(torch.bfloat16).eps / 2
-
-
-# -- the loss scale ------------------------------------------------------------------------------------------------------------------------
 
 
 def _one_group(stage: int) -> tuple[Any, Any, float]:
@@ -282,134 +257,3 @@ def _other_scale_on_one_rank() -> str:
 def test_scales_that_differ_are_found(ranks: RankPool) -> None:
     for message in ranks.run(_other_scale_on_one_rank, world=2):
         assert message.startswith("fp16: ranks have different loss scales")
-
-
-# -- refused -------------------------------------------------------------------------------------------------------------------------------
-
-REFUSED = [
-    ({"bf16": {"enabled": True}}, "fp16.enabled: true beside bf16.enabled"),
-    ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale: input should be greater than or equal to 0"),
-    ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window: input should be greater than 0"),
-    (
-        {"fp16": {"enabled": True, "min_loss_scale": 4, "initial_scale_power": 1}},
-        "fp16: min_loss_scale 4 is more than the scale at",
-    ),
-    ({"fp16": {"enabled": True, "loss_scales": 1}}, "fp16.loss_scales: unknown key, did you mean loss_scale?"),
-    ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast: true cannot be honoured"),
-    (
-        {"amp": {"enabled": True}},
-        'amp.enabled: true cannot be honoured by sdp.engine "deepspeed": DeepSpeed has it no more; use',
-    ),
-    (
-        {"sdp": {"engine": "fsdp2"}},
-        'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "fsdp2" use bf16',
-    ),
-    ({"sdp": {"engine": "reference"}}, 'fp16.enabled: true needs sdp.engine "deepspeed"'),
-]
-
-
-@pytest.mark.parametrize(
-    ("section", "message"), REFUSED, ids=lambda value: "" if isinstance(value, str) else str(value)[:60]
-)
-def test_what_cannot_be_honoured_is_refused(section: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"fp16": {"enabled": True}, "sdp": {"engine": "deepspeed"}, **section})
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
-
-
-def test_fp16_goes_to_deepspeed_and_through_a_resolved_file() -> None:
-    config = load_config({"fp16": FP16, "sdp": {"engine": "deepspeed"}})
-    assert config.deepspeed["fp16"] == FP16
-    assert (config.precision, config.compute_bytes) == ("float16", 2)
-    again = load_config(config.resolved())
-    assert again.fp16 == config.fp16
-    assert again.deepspeed["fp16"].items() >= FP16.items()
-
-
-def test_a_device_without_float16_is_told() -> None:
-    from sdp.engine.backends.deepspeed.private import require_float16
-
-    with (
-        float16_here(False),
-        pytest.raises(ConfigError, match=r"^fp16.enabled: true is not supported on .*; use bf16$"),
-    ):
-        require_float16()
-    with float16_here():
-        require_float16()
-
-
-def test_weights_laid_side_by_side_are_refused() -> None:
-    """DeepSpeed does so for its FusedAdam, which runs on GPUs alone: of the optimizer that it makes only what tells them apart is here."""
-    from sdp.engine.backends.deepspeed import private
-    from sdp.engine.backends.deepspeed.private import check_engine, load
-
-    package = load()
-    engine = SimpleNamespace(
-        **dict.fromkeys(private._OF_ENGINE.split()), optimizer=SimpleNamespace(fp32_groups_flat=[])
-    )
-    with pytest.raises(
-        ConfigError, match=r"^bfloat16 at zero_optimization.stage 0: DeepSpeed lays .*; set optimizer.params.torch_adam"
-    ):
-        check_engine(package, engine, 0, "bfloat16")
-
-
-# -- what is there before ------------------------------------------------------------------------------------------------------------------
-
-
-DAMAGED = {
-    "empty": {},
-    "a list": [],
-    "no partitions": {"optimizer_state_dict": {"zero_stage": 1, "partition_count": 1}},
-    "a number": 1,
-}
-
-
-@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_checkpoint_of_deepspeeds_is_told_in_one_line(tmp_path: Path, content: Any) -> None:
-    from sdp.engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint, weights_of_zero_checkpoint
-
-    (tmp_path / "latest").write_text("step")
-    (tmp_path / "step").mkdir()
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-        torch.save(content, tmp_path / "step" / name)
-    assert is_zero_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError) as caught:
-        weights_of_zero_checkpoint(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path}: ")
-    assert "\n" not in str(caught.value)
-    (tmp_path / "latest").write_bytes(b"\xff")
-    with pytest.raises(CheckpointError, match="latest: is no text"):
-        is_zero_checkpoint(tmp_path)
-
-
-def test_a_checkpoint_of_deepspeeds_leads_nowhere_else_and_does_not_hang(tmp_path: Path) -> None:
-    from sdp.engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint, weights_of_zero_checkpoint
-
-    for tag in ("../step", "/etc", "a/b"):
-        (tmp_path / "latest").write_text(tag)
-        with pytest.raises(CheckpointError, match=r"latest: the tag .* is no name of one directory"):
-            is_zero_checkpoint(tmp_path)
-    (tmp_path / "latest").write_text("step")
-    (tmp_path / "step").mkdir()
-    os.mkfifo(tmp_path / "step" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    assert is_zero_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"optim_states\.pt: is not a regular file"):
-        weights_of_zero_checkpoint(tmp_path)
-    (tmp_path / "latest").unlink()
-    os.mkfifo(tmp_path / "latest")
-    assert not is_zero_checkpoint(tmp_path)
-
-
-def test_what_others_put_into_torch_stays() -> None:
-    from sdp.engine.backends.deepspeed.private import forget_process_groups, load
-
-    load()
-    zero = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-    own = torch.nn.functional.linear
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero.InsertPostInitMethodToModuleSubClasses, "linear_bk", own, raising=False)
-        for there, then in ((zero.zero3_linear_wrap, own), (somebody := lambda *given: own(*given), somebody)):
-            patch.setattr(torch.nn.functional, "linear", there)
-            forget_process_groups()
-            assert torch.nn.functional.linear is then

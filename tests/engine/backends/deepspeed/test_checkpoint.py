@@ -1,0 +1,164 @@
+"""Checkpoints of the DeepSpeed backend, and DeepSpeed's own checkpoints as a start."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sdp.engine.errors import CheckpointError
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, engine_of, one_step
+from sdp.tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+def _save_after_two_steps(case: Case, name: str, folder: str) -> tuple[Any, Any, list[float]]:
+    """The full model as saved, as it is after two steps more, and the rates as saved."""
+    engine = engine_of(case, name)
+    for step in range(4):
+        one_step(engine, case, step, data_rank=dist.get_rank())
+        engine.step()
+        if step == 1:
+            engine.save_checkpoint(folder, client_state={"note": name})
+            saved, rates = engine.full_state_dict(), engine.get_lr()
+    return saved, engine.full_state_dict(), rates
+
+
+def _go_on(case: Case, name: str, folder: str) -> tuple[Any, Any, Any, Any]:
+    engine = engine_of(case, name)
+    _, client = engine.load_checkpoint(folder)
+    loaded, rates = {key: value.clone() for key, value in (engine.full_state_dict() or {}).items()}, engine.get_lr()
+    for step in (2, 3):
+        one_step(engine, case, step, data_rank=None if name == "reference" else dist.get_rank())
+        engine.step()
+    if name == "deepspeed":  # its own counters go on, of its own group's samples
+        own = engine.deepspeed
+        assert [own.global_steps, own.global_samples] == [4, 4 * own.train_batch_size()]
+    return loaded, engine.full_state_dict(), client, rates
+
+
+ADAMW = Case(2, 2, optimizer="adamw")
+
+
+LLAMA, NEURONS = replace(ADAMW, model="llama-tied"), replace(ADAMW, neurons=2, model="even-llama")
+
+
+MOVES = [
+    (replace(ADAMW, stage=3), "deepspeed", replace(ADAMW, stage=1), "fsdp2"),
+    (replace(LLAMA, stage=3), "fsdp2", replace(LLAMA, stage=2), "deepspeed"),
+    pytest.param(
+        replace(ADAMW, stage=1), "deepspeed", replace(ADAMW, stage=3), "deepspeed", marks=pytest.mark.full_table
+    ),
+    (replace(LLAMA, stage=3, sizes=(2, 1)), "deepspeed", replace(LLAMA, stage=1, sizes=(2, 1)), "deepspeed"),
+    pytest.param(replace(NEURONS, stage=2), "deepspeed", NEURONS, "deepspeed", marks=pytest.mark.full_table),
+    pytest.param(
+        replace(NEURONS, stage=1), "deepspeed", replace(NEURONS, stage=1), "deepspeed", marks=pytest.mark.full_table
+    ),
+    (replace(NEURONS, stage=3), "deepspeed", replace(NEURONS, stage=3), "deepspeed"),
+]
+
+
+@pytest.mark.parametrize(("source", "wrote", "target", "reads"), MOVES, ids=lambda value: str(value))
+def test_a_run_moves_between_engines_and_stages(
+    ranks: RankPool, tmp_path: Path, source: Case, wrote: str, target: Case, reads: str
+) -> None:
+    saved, expected, saved_rates = ranks.run(_save_after_two_steps, source, wrote, str(tmp_path), world=source.world)[0]
+    loaded, after, client, rates = ranks.run(_go_on, target, reads, str(tmp_path), world=target.world)[0]
+    assert client == {"note": wrote}
+    assert rates == saved_rates
+    assert list(loaded) == list(saved)
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    for name, tensor in expected.items():  # two steps with the moments that were loaded
+        assert not torch.equal(after[name], loaded[name])
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-5 * tensor.abs().max().item())
+
+
+PLACED = replace(ADAMW, placement="cyclic", stage=1, sizes=(2, 1))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [PLACED, pytest.param(replace(PLACED, stage=3, neurons=2, model="even-llama"), marks=pytest.mark.full_table)],
+)
+def test_a_checkpoint_of_another_placement_and_other_group_sizes_goes_on(
+    ranks: RankPool, tmp_path: Path, target: Case
+) -> None:
+    """As the reference does from the same checkpoint, under the layout that reads it."""
+    source = replace(target, placement="mixed", stage=3, sizes=())
+    saved, _, _ = ranks.run(_save_after_two_steps, source, "deepspeed", str(tmp_path), world=source.world)[0]
+    loaded, after, _, _ = ranks.run(_go_on, target, "deepspeed", str(tmp_path), world=target.world)[0]
+    _, expected, _, _ = _go_on(target, "reference", str(tmp_path))
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    for name, tensor in expected.items():
+        assert not torch.equal(after[name], loaded[name])
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-5 * tensor.abs().max().item())
+
+
+def _save_plain(stage: int, folder: str) -> Any:
+    """A step of DeepSpeed's own, saved; the weights that it has in float32."""
+    from sdp.engine.backends.deepspeed.private import forget_process_groups, load
+
+    package = load()
+    forget_process_groups()
+    model = models.build("llama-tied")
+    optimizer = {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True}}
+    file = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
+    engine = package.initialize(model=model, model_parameters=model.parameters(), config=file)[0]
+    engine.backward(engine(**models.micro_batch("llama", 0, 0, dist.get_rank())))
+    engine.step()
+    engine.save_checkpoint(folder)
+    whole = package.utils.safe_get_full_fp32_param
+    return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
+
+
+def _started_from(case: Case, folder: str, scratch: str) -> tuple[Any, int]:
+    """The weights at the start, and how often this rank converted the checkpoint."""
+    from sdp.engine.backends.deepspeed import zero_checkpoint
+
+    conversions: list[Path] = []
+    convert = zero_checkpoint.weights_of_zero_checkpoint
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", scratch)
+        patch.setattr(
+            zero_checkpoint, "weights_of_zero_checkpoint", lambda path: (conversions.append(path), convert(path))[1]
+        )
+        patch.setattr(zero_checkpoint, "_FILE_BYTES", 4096)  # several files
+        return engine_of(case, "fsdp2", training={"init_from": folder}).full_state_dict(), len(conversions)
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.full_table), pytest.param(2, marks=pytest.mark.full_table), 3]
+)
+def test_a_plain_deepspeed_checkpoint_can_be_the_start(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    trained = ranks.run(_save_plain, stage, str(tmp_path), world=2)[0]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (started, first), (_, second) = ranks.run(
+        _started_from, Case(2, 1, model="llama-tied-meta"), str(tmp_path), str(scratch), world=2
+    )
+    assert [first, second] == [1, 0]
+    assert list(scratch.iterdir()) == []
+    assert set(trained) <= set(started)
+    for name, weight in trained.items():
+        assert torch.equal(started[name], weight), name
+    untrained = dict(models.build("llama-tied").named_parameters())
+    assert all(not torch.equal(started[name], weight) for name, weight in untrained.items())
+
+
+def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path) -> None:
+    from sdp.engine.backends.deepspeed.zero_checkpoint import weights_of_zero_checkpoint
+
+    (tmp_path / "latest").write_text("step")
+    (tmp_path / "step").mkdir()
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        torch.save({"optimizer_state_dict": Path("/")}, tmp_path / "step" / name)
+    with pytest.raises(CheckpointError, match="holds more than weights, which could run code and is not read"):
+        weights_of_zero_checkpoint(tmp_path)

@@ -1,0 +1,199 @@
+"""The DeepSpeed backend equals the reference."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from sdp.tests.support import models
+from sdp.tests.support.cases import (
+    Case,
+    Result,
+    assert_bytes_as_planned,
+    assert_same_run,
+    engine_of,
+    one_step,
+    reference,
+    train,
+)
+from sdp.tests.support.deepspeed_runs import offload_settings, run_under_deepspeed
+from sdp.tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+WIDE = [
+    Case(2, 1, stage=1, optimizer="momentum", placement="full"),
+    Case(4, 1, stage=2, clip=True, placement="profile", model="llama"),
+    Case(4, 1, stage=3, accumulation=3, optimizer="adamw", placement="cyclic", model="llama-meta"),
+    Case(2, 2, stage=0, clip=True, optimizer="adamw", masking="backward"),
+    Case(2, 2, stage=1, accumulation=3, model="llama-tied-meta", masking="backward"),
+    Case(2, 2, stage=2, clip=True, optimizer="adamw", model="llama-tied", masking="backward"),
+    Case(2, 2, stage=0, neurons=2, model="even-llama"),
+    Case(2, 2, stage=2, neurons=3, model="even-llama-tied-meta", optimizer="adamw", clip=True),
+    Case(4, 2, stage=3, clip=True, optimizer="adamw", model="mlp-meta"),
+    Case(2, 2, stage=2, model="llama-tied-meta", checkpointing="selective"),
+]
+
+
+COVER = [
+    Case(2, 2, stage=0, accumulation=3, clip=True, model="llama-tied"),
+    Case(2, 2, stage=1, accumulation=1, clip=True, optimizer="adamw"),
+    Case(2, 2, stage=2, accumulation=3, model="llama-tied-meta"),
+    Case(2, 2, stage=3, accumulation=3, clip=True, optimizer="adamw", model="llama-tied-meta"),
+]
+
+
+VARIANTS = [
+    Case(2, 2, stage=2, neurons=2, model="even-llama", masking="backward"),
+    Case(2, 2, stage=3, model="llama-meta", masking="backward"),
+    Case(2, 2, stage=3, neurons=2, model="even-llama-tied-meta", accumulation=3),
+    Case(2, 2, stage=3, model="llama-tied-meta", checkpointing="full"),
+]
+
+
+@pytest.mark.parametrize("case", COVER, ids=str)
+def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
+    """Bytes are as planned too: of parameters, gradients and optimizer state, and of what is sent between groups."""
+    ours = run_under_deepspeed(ranks, case)
+    assert_same_run(ours, reference(case), case)
+    assert_bytes_as_planned(ours)
+    assert all((result.predicted["optimizer"] > 0) == (case.optimizer == "adamw") for result in ours)
+
+
+@pytest.mark.parametrize(
+    "case", [*VARIANTS, *(pytest.param(case, marks=pytest.mark.full_table) for case in WIDE)], ids=str
+)
+def test_deepspeed_equals_the_reference_everywhere(ranks: RankPool, case: Case) -> None:
+    ours = run_under_deepspeed(ranks, case)
+    assert_same_run(ours, reference(replace(case, checkpointing="none")), case)
+    for rank, result in enumerate(ours):
+        assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"
+
+
+UNEQUAL = Case(2, sizes=(2, 1))
+
+
+LARGE_AND_SMALL = [
+    replace(UNEQUAL, stage=0, accumulation=3, clip=True, optimizer="adamw", masking="backward", model="llama-tied"),
+    replace(UNEQUAL, stage=1, model="llama-tied-meta"),
+    replace(UNEQUAL, stage=2, clip=True, optimizer="adamw", neurons=2, model="even-llama"),
+    replace(
+        UNEQUAL,
+        stage=3,
+        accumulation=3,
+        clip=True,
+        optimizer="adamw",
+        neurons=2,
+        masking="backward",
+        model="even-llama",
+    ),
+]
+
+
+WIDE_UNEQUAL = [
+    replace(UNEQUAL, stage=stage, neurons=neurons, masking=masking, optimizer=optimizer, clip=stage % 2 == 1, model=model)
+    for stage in (0, 1, 2, 3)
+    for optimizer, neurons, masking, model in (
+        ("sgd", 0, "forward", "mlp"), ("adamw", 0, "backward", "llama-meta"), ("adamw", 2, "forward", "even-llama-tied-meta"),
+        ("sgd", 2, "backward", "even-llama"),
+    )
+] + [replace(UNEQUAL, groups=4, sizes=(1, 2, 3, 1), stage=stage, optimizer="adamw", masking=masking, clip=True)
+     for stage, masking in ((0, "backward"), (1, "forward"), (2, "backward"), (3, "forward"), (3, "backward"))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [*LARGE_AND_SMALL, *(pytest.param(case, marks=pytest.mark.full_table) for case in WIDE_UNEQUAL)], ids=str
+)
+def test_groups_of_unequal_size_equal_the_reference(ranks: RankPool, case: Case) -> None:
+    ours = run_under_deepspeed(ranks, case)
+    assert_same_run(ours, reference(case), case)
+    for rank, result in enumerate(ours):
+        assert result.measured == result.predicted, f"rank {rank}"
+        assert all(traffic == result.planned for traffic in result.traffic), f"rank {rank}"
+
+
+def test_ranks_of_unequal_groups_weigh_alike() -> None:
+    """Where every group holds every unit, it is the dense run on as many ranks."""
+    case = replace(UNEQUAL, sizes=(1, 3), placement="full", clip=True)
+    assert_same_run([reference(case)], reference(Case(1, 4, placement="full", clip=True)), case)
+
+
+def _offloaded(case: Case) -> Result:
+    return train(case, "deepspeed", **offload_settings(case.stage))
+
+
+OFFLOADED = Case(2, 2, stage=2, accumulation=3, clip=True, optimizer="adamw")
+
+
+MORE_OFFLOADED = [
+    replace(OFFLOADED, stage=3),
+    replace(OFFLOADED, sizes=(2, 1), masking="backward"),
+    replace(OFFLOADED, stage=3, sizes=(2, 1)),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [OFFLOADED, *(pytest.param(case, marks=pytest.mark.full_table) for case in MORE_OFFLOADED)], ids=str
+)
+def test_offloaded_optimizers_equal_the_reference(ranks: RankPool, case: Case) -> None:
+    assert_same_run(ranks.run(_offloaded, case, world=case.world), reference(case), case)
+
+
+def _evaluations(case: Case, name: str) -> tuple[float, list[float], float]:
+    """The full model's loss and the subnetworks' after a step, and the loss of the step after: training goes on."""
+    engine = engine_of(case, name)
+    rank = None if name == "reference" else dist.get_rank()
+    one_step(engine, case, 0, data_rank=rank)
+    engine.step()
+    if rank is None:
+        batches = [models.rows_of_all(case.model, 7, micro, case.data_ranks) for micro in range(2)]
+    else:
+        batches = [models.micro_batch(case.model, 7, micro, rank) for micro in range(2)]
+    results = engine.evaluate(batches), engine.evaluate_subnetworks(batches)
+    one_step(engine, case, 1, data_rank=rank)
+    engine.step()
+    return *results, engine.get_global_grad_norm()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, stage=3, model="llama-tied-meta", sizes=(2, 1)),
+        pytest.param(Case(2, 2, stage=3, model="llama-tied-meta"), marks=pytest.mark.full_table),
+        pytest.param(Case(2, 2, stage=1, model="llama"), marks=pytest.mark.full_table),
+        pytest.param(
+            Case(3, stage=0, model="llama", sizes=(1, 2, 1), placement="cyclic"), marks=pytest.mark.full_table
+        ),
+        pytest.param(Case(2, stage=2, neurons=2, model="even-llama", sizes=(1, 2)), marks=pytest.mark.full_table),
+        pytest.param(Case(2, 2, stage=3, model="llama-meta", masking="backward"), marks=pytest.mark.full_table),
+    ],
+    ids=str,
+)
+def test_the_full_model_is_evaluated(ranks: RankPool, case: Case) -> None:
+    expected = _evaluations(case, "reference")
+    for full, subnetworks, norm in ranks.run(_evaluations, case, "deepspeed", world=case.world):
+        assert full == pytest.approx(expected[0], rel=1e-5)
+        assert subnetworks == pytest.approx(expected[1], rel=1e-5)
+        assert norm == pytest.approx(expected[2], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(3, marks=pytest.mark.full_table)])
+def test_bf16_is_near_the_reference(ranks: RankPool, stage: int) -> None:
+    case = Case(2, 2, stage=stage, optimizer="adamw", bf16=True, model="llama-tied-meta")
+    theirs = reference(case)
+    assert theirs.after is not None and theirs.before is not None
+    ours = run_under_deepspeed(ranks, case)
+    assert ours[0].after is not None
+    for name, after in theirs.after.items():
+        assert ours[0].after[name].dtype == torch.float32
+        torch.testing.assert_close(ours[0].after[name], after, rtol=0, atol=0.02 * after.abs().max().item())
+        assert not torch.equal(ours[0].after[name], ours[0].after[name].bfloat16().float()), (
+            f"{name}: no float32 master"
+        )
+    assert torch.tensor([r.losses for r in ours]).mean(0).tolist() == pytest.approx(theirs.losses, rel=0.02)
+    assert ours[0].norms == pytest.approx(theirs.norms, rel=0.1)

@@ -1,0 +1,66 @@
+"""DeepSpeed's monitors and loggers, and a script without a launcher."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from sdp.tests.support.cases import Case, engine_of, one_step
+from sdp.tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+def test_a_script_without_a_launcher_and_any_optimizer_work() -> None:
+    code = "from sdp.tests.support.deepspeed_runs import train_without_launcher as train; print('norm', train() > 0)"
+    environ = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    assert "norm True" in done.stdout, done.stderr[-600:]
+
+
+def _with_monitors(folder: str, stage: int) -> tuple[int, int, int]:
+    """Bytes between groups that DeepSpeed's communication logger saw, and by our count those of all-reduces and of broadcasts sent."""
+    sections = {
+        "comms_logger": {"enabled": True, "verbose": False, "prof_all": True},
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
+        "flops_profiler": {"enabled": True, "profile_step": 2, "output_file": f"{folder}/flops.txt"},
+    }
+    case = Case(2, 1, stage=stage, model="llama", masking="backward")
+    engine = engine_of(case, "deepspeed", **sections)
+    for step in range(4):
+        one_step(engine, case, step, data_rank=dist.get_rank())
+        engine.step()
+    comms = importlib.import_module("deepspeed.comm.comm").comms_logger
+    logged = sum(
+        size * counts[0]
+        for name, sizes in comms.comms_dict.items()
+        if "sdp_between_groups" in name
+        for size, counts in sizes.items()
+    )
+    comms.enabled = False
+    comms.comms_dict.clear()
+    sent = engine.traffic.buffers("between groups")
+    return logged, sent["all_reduce", 2], sent["broadcast", 2]
+
+
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.full_table), pytest.param(3, marks=pytest.mark.full_table)]
+)
+def test_monitor_flops_profiler_and_comms_logger_work(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    everyone = ranks.run(_with_monitors, str(tmp_path), stage, world=2)
+    assert all(reduced > 0 for _, reduced, _ in everyone) and any(sent > 0 for *_, sent in everyone)
+    # What one sends the other receives, and logs too.
+    assert sum(logged for logged, *_ in everyone) == sum(reduced + 2 * sent for _, reduced, sent in everyone)
+    assert "params per" in (tmp_path / "flops.txt").read_text()
+    rates = next(tmp_path.rglob("*lr*.csv")).read_text().splitlines()
+    assert len(rates) >= 4

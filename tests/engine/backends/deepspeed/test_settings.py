@@ -1,0 +1,191 @@
+"""Which settings go to DeepSpeed, and which are refused."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sdp.engine.config.load import load_config
+from sdp.engine.errors import ConfigError
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, engine_of
+from sdp.tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+REFUSED = [
+    (
+        {"zero_optimization": {"round_robin_gradients": True}},
+        "zero_optimization.round_robin_gradients: true cannot be honoured",
+    ),
+    (
+        {"zero_optimization": {"zero_hpz_partition_size": 2}},
+        "zero_optimization.zero_hpz_partition_size: 2 cannot be honoured",
+    ),
+    ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size: 2 cannot be honoured"),
+    (
+        {"zero_optimization": {"zero_quantized_gradients": True}},
+        "zero_optimization.zero_quantized_gradients: true cannot be honoured",
+    ),
+    (
+        {"zero_optimization": {"zero_quantized_weights": True}},
+        "zero_optimization.zero_quantized_weights: true cannot be honoured",
+    ),
+    (
+        {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+        'zero_optimization.offload_optimizer.device: "nvme" cannot',
+    ),
+    (
+        {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+        'zero_optimization.offload_param.device: "cpu" cannot be honoured',
+    ),
+    ({"zero_optimization": {"param_alignment": 8}}, "zero_optimization.param_alignment: unknown key"),
+    (
+        {"tensor_parallel": {"autotp_size": 2}},
+        'tensor_parallel.autotp_size: 2 is not available in this version beside sdp.engine "deepspeed"',
+    ),
+    (
+        {"training": {"compile": True}},
+        'training.compile: true is not available in this version beside sdp.engine "deepspeed"',
+    ),
+    ({"communication_data_type": "bf16"}, 'communication_data_type: "bf16" cannot be honoured'),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: "bf16" cannot be honoured'),
+    ({"prescale_gradients": True}, "prescale_gradients: true cannot be honoured"),
+    ({"elasticity": {"enabled": True}}, "elasticity.enabled: true cannot be honoured"),
+    ({"compression_training": {"layer_reduction": {}}}, "compression_training: "),
+    ({"autotuning": {"enabled": True}}, "autotuning.enabled: true cannot be honoured"),
+    ({"mesh_param": [2, 2]}, "mesh_param: unknown key"),
+]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"), REFUSED, ids=lambda value: json.dumps(value)[:70] if isinstance(value, dict) else ""
+)
+def test_what_cannot_be_honoured_is_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({**section, "sdp": {"engine": "deepspeed", "groups": 2}})
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_deepspeed_acts_on_goes_to_it() -> None:
+    file = {"gradient_clipping": 0.5,
+            "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            "flops_profiler": {"enabled": True, "profile_step": 2}, "comms_logger": {"enabled": True}}  # fmt: skip
+    config = load_config({**file, "sdp": {"engine": "deepspeed"}, "training": {"seed": 3}, "train_batch_size": 8})
+    assert config.deepspeed == file
+    assert config.hints == ()
+
+
+def test_a_file_without_clipping_is_clipped_as_deepspeed_does() -> None:
+    """With several groups too, and by the file that a run keeps; by the other engines it is not."""
+    constants = importlib.import_module("deepspeed.runtime.constants")
+    file: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "sdp": {"engine": "deepspeed", "groups": 2}}
+    config = load_config(file)
+    assert config.gradient_clipping == config.deepspeed["gradient_clipping"] == constants.GRADIENT_CLIPPING_DEFAULT
+    assert config.resolved()["gradient_clipping"] == constants.GRADIENT_CLIPPING_DEFAULT
+    assert load_config({**file, "gradient_clipping": 0.0}).gradient_clipping == 0
+    assert load_config({**file, "sdp": {"groups": 2}}).gradient_clipping == 0
+
+
+def test_a_resolved_configuration_trains_the_same() -> None:
+    file = {"gradient_clipping": 0.5,
+            "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            "comms_logger": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}  # fmt: skip
+    resolved = load_config({**file, "sdp": {"engine": "deepspeed"}}).resolved()
+    again = load_config(resolved)
+    assert again.resolved() == resolved
+    assert again.deepspeed["zero_optimization"] == file["zero_optimization"]
+    assert again.deepspeed["comms_logger"] == file["comms_logger"]
+    assert None not in again.deepspeed.values()
+
+
+def _mismatched_stages() -> str:
+    with pytest.raises(ConfigError) as caught:
+        engine_of(Case(2, 1, stage=1 + dist.get_rank()), "deepspeed")
+    return str(caught.value)
+
+
+def test_stages_that_differ_between_ranks_are_found(ranks: RankPool) -> None:
+    message = "zero_optimization.stage: rank 0 has 1, rank 1 has 2; start all ranks with the same configuration, model and data"
+    assert ranks.run(_mismatched_stages, world=2) == [message] * 2
+
+
+def _sub_groups(groups: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        engine_of(
+            Case(groups, 2 // groups, stage=3), "deepspeed", zero_optimization={"stage": 3, "sub_group_size": 100}
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_sub_groups_below_a_unit_are_refused(ranks: RankPool, groups: int) -> None:
+    for message in ranks.run(_sub_groups, groups, world=2):
+        assert message.startswith("zero_optimization.sub_group_size: 100 is less than the ")
+
+
+def _refusals() -> tuple[str, str, str]:
+    """A scheduler over the user's groups of an optimizer; what DeepSpeed refuses itself; an optimizer that it replaces."""
+    import sdp
+
+    model = models.build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {
+        key: value
+        for key, value in Case(2, 1, stage=3).config("deepspeed").items()
+        if key not in ("optimizer", "scheduler")
+    }
+    with pytest.raises(ConfigError) as scheduler:
+        sdp.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, float),
+            config=config,
+        )
+    with pytest.raises(ConfigError) as refused:
+        engine_of(Case(1, 2, stage=1), "deepspeed", optimizer={"type": "Unheard", "params": {"lr": 0.1}})
+    with pytest.raises(ConfigError) as replaced:
+        engine_of(Case(1, 2, stage=2), "deepspeed", optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
+    return str(scheduler.value), str(refused.value), str(replaced.value)
+
+
+def test_what_deepspeed_would_refuse_is_told_in_one_line(ranks: RankPool) -> None:
+    for scheduler, refused, replaced in ranks.run(_refusals, world=2):
+        assert replaced.startswith(
+            "optimizer: under ZeRO DeepSpeed makes another Adagrad than the one that it was given"
+        )
+        assert scheduler.startswith(
+            "lr_scheduler: the LambdaLR given has rates for 1 parameter groups, and DeepSpeed has "
+        )
+        assert "Unheard" in refused and "\n" not in refused
+
+
+def _without_a_name() -> str:
+    from sdp.engine.backends.deepspeed.private import load
+
+    package = load()
+    coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
+    kept = coordinator.assert_ints_same_as_other_ranks
+    del coordinator.assert_ints_same_as_other_ranks
+    package.__version__ = "0.99.0"
+    try:
+        with pytest.raises(ConfigError) as caught:
+            engine_of(Case(2, 1, stage=3), "deepspeed")
+        return str(caught.value)
+    finally:
+        coordinator.assert_ints_same_as_other_ranks, package.__version__ = kept, package.version
+
+
+def test_a_deepspeed_without_a_name_that_is_needed_is_not_supported(ranks: RankPool) -> None:
+    for message in ranks.run(_without_a_name, world=2):
+        assert message == (
+            "DeepSpeed 0.99.0 is not supported (tested: 0.19.8): it has no "
+            "deepspeed.runtime.zero.partitioned_param_coordinator.assert_ints_same_as_other_ranks; install deepspeed==0.19.8"
+        )

@@ -1,0 +1,207 @@
+"""A step under DeepSpeed: skips, overlap, dropped gradients, and one group that is plain DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, engine_of, one_step, zero_of
+from sdp.tests.support.deepspeed_runs import offload_settings
+from sdp.tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+def _nan_in_one_group(case: Case, offload: bool) -> tuple[list[int], bool, bool]:
+    """Skipped steps after each of 4, of which the last rank has a NaN in the second; whether holders agree and steps go on."""
+    engine = engine_of(case, "deepspeed", **offload_settings(case.stage, offload))
+    skipped, states = [], [engine.full_state_dict()]
+    for step in range(4):
+        batch = dict(models.micro_batch(case.model, step, 0, dist.get_rank()))
+        if step == 1 and dist.get_rank() == case.world - 1:
+            batch["x"] = batch["x"] * float("nan")
+        engine.backward(engine(batch))
+        engine.step()
+        skipped.append(engine.skipped_steps)
+        states.append(engine.full_state_dict())
+    engine.check_holders()
+    assert engine.deepspeed.skipped_steps == engine.skipped_steps
+    assert engine.deepspeed.global_steps == engine.global_steps == 4
+    if dist.get_rank():
+        return skipped, True, True
+    same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in itertools.pairwise(states)]
+    return skipped, same == [False, True, False, False], all(bool(torch.isfinite(t).all()) for t in states[-1].values())
+
+
+MORE_SKIPS = [
+    pytest.param(*case, marks=pytest.mark.full_table)
+    for case in (((), 1, False), ((), 2, True), ((), 3, True), ((2, 1), 0, False))
+]
+
+
+@pytest.mark.parametrize(("sizes", "stage", "offload"), [((), 0, False), ((2, 1), 3, False), *MORE_SKIPS])
+def test_a_nan_in_one_group_makes_all_skip_the_step(
+    ranks: RankPool, sizes: tuple[int, ...], stage: int, offload: bool
+) -> None:
+    case = Case(2, 2, stage=stage, optimizer="adamw", clip=True, sizes=sizes)
+    for skipped, only_then, finite in ranks.run(_nan_in_one_group, case, offload, world=case.world):
+        assert skipped == [0, 1, 1, 1]
+        assert only_then and finite
+
+
+class _Watched:
+    """A reduction that tells when it is waited for."""
+
+    def __init__(self, work: Any, events: list[str]):
+        self._work, self._events = work, events
+
+    def wait(self) -> Any:
+        self._events.append("wait")
+        return self._work.wait()
+
+
+def _events(stage: int, accumulation: int) -> list[str]:
+    """What happened in an optimizer step: reductions between groups launched and waited for, and backward at the first layer."""
+    case = Case(2, 2, stage=stage, accumulation=accumulation, placement="full")
+    zero = {**zero_of(stage), **({"reduce_bucket_size": 16} if stage else {})}  # each parameter is reduced by itself
+    engine = engine_of(case, "deepspeed", zero_optimization=zero)
+    events: list[str] = []
+    sync = engine._backend._sync or engine._backend._hooked
+    launch = sync._all_reduce
+
+    def watched(*given: Any) -> _Watched:
+        events.append("launch")
+        return _Watched(launch(*given), events)
+
+    sync._all_reduce = watched
+    first = next(module for module in engine.module.modules() if isinstance(module, torch.nn.Linear))
+    first.register_forward_hook(lambda *given: given[-1].register_hook(lambda _: events.append("first layer")) and None)
+    one_step(engine, case, 0, data_rank=dist.get_rank())
+    engine.step()
+    return events
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation"), [(0, 1), (2, 1), (3, 2), pytest.param(1, 2, marks=pytest.mark.full_table)]
+)
+def test_reductions_between_groups_overlap(ranks: RankPool, stage: int, accumulation: int) -> None:
+    """Each other always: all are launched before one is waited for. At stages 0 and 3 backward too, in its last micro-batch."""
+    for events in ranks.run(_events, stage, accumulation, world=4):
+        assert events.count("first layer") == accumulation
+        assert events.count("launch") == events.count("wait") >= 4, events
+        assert "launch" not in events[events.index("wait") :], events
+        last = len(events) - 1 - events[::-1].index("first layer")
+        before = events[:last].count("launch")
+        assert before >= 2 if stage in (0, 3) else before == 0, events
+
+
+def _beside_plain_deepspeed(stage: int, settings: dict[str, Any]) -> tuple[list[float], list[float], int, int]:
+    """Losses of DeepSpeed alone and of one group under sdp, and bytes of optimizer state against the prediction."""
+    import sdp
+    from sdp.engine.backends.deepspeed.private import forget_process_groups, load
+
+    package = load()
+    forget_process_groups()
+    file = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        **settings,
+    }
+    kind = "llama" if "bf16" in settings else "mlp"  # whose inputs are no numbers to be cast
+    model = models.build(kind)
+    plain = package.initialize(model=model, model_parameters=model.parameters(), config=file)[0]
+    ours = sdp.initialize(model=models.build(kind), config={**file, "sdp": {"engine": "deepspeed"}})[0]
+    losses: list[list[float]] = []
+    for engine in (plain, ours):
+        losses.append([])
+        for step in range(8):
+            loss = engine(**models.micro_batch(kind, step, 0, dist.get_rank()))
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+    assert plain.get_global_grad_norm() is None or float(plain.get_global_grad_norm()) == ours.get_global_grad_norm()
+    return *losses, ours.measured_state_bytes().optimizer, ours.predicted_state_bytes().optimizer
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (0, {"gradient_clipping": 0.25}),
+        (0, {"gradient_clipping": 0.25, "bf16": {"enabled": True}}),
+        pytest.param(1, {}, marks=pytest.mark.full_table),
+        pytest.param(2, {"gradient_clipping": 0.25}, marks=pytest.mark.full_table),
+        (3, {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 2}}}),
+    ],
+)
+def test_with_one_group_it_is_deepspeed_bit_for_bit(ranks: RankPool, stage: int, settings: dict[str, Any]) -> None:
+    for plain, ours, measured, predicted in ranks.run(_beside_plain_deepspeed, stage, settings, world=2):
+        assert plain == ours
+        assert len(set(plain)) == len(plain)
+        assert measured == predicted > 0
+
+
+def _nan_in_one_group_alone(stage: int, offload: bool) -> None:
+    from sdp.engine.errors import DivergedError
+
+    case = Case(1, 2, stage=stage, optimizer="adamw")
+    engine = engine_of(case, "deepspeed", training={"max_skips": 1}, **offload_settings(stage, offload))
+    one_step(engine, case, 0, data_rank=dist.get_rank())
+    engine.step()
+    assert engine.measured_state_bytes().gradients == engine.predicted_state_bytes().gradients > 0
+    before = engine.full_state_dict()
+    for skipped in (1, 2):
+        batch = dict(models.micro_batch(case.model, 1, 0, dist.get_rank()))
+        batch["x"] = batch["x"] * (float("nan") if dist.get_rank() else 1.0)
+        engine.backward(engine(batch))
+        if skipped == 1:
+            engine.step()
+        else:
+            with pytest.raises(DivergedError, match="at step 3, for the 2"):
+                engine.step()
+        assert [engine.skipped_steps, engine.deepspeed.skipped_steps] == [skipped, skipped]
+    after = engine.full_state_dict()
+    assert dist.get_rank() or all(torch.equal(before[name], after[name]) for name in before)
+
+
+MORE_ALONE = [
+    pytest.param(*case, marks=pytest.mark.full_table) for case in ((1, False), (2, True), (3, False), (3, True))
+]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (2, False), *MORE_ALONE])
+def test_one_group_skips_a_step_whose_gradient_is_not_finite(ranks: RankPool, stage: int, offload: bool) -> None:
+    ranks.run(_nan_in_one_group_alone, stage, offload, world=2)
+
+
+def _dropped(stage: int, offload: bool) -> None:
+    case = Case(2, 1, stage=stage, accumulation=2)
+    after = []
+    for first in (0, 9):
+        engine = engine_of(case, "deepspeed", **offload_settings(stage, offload))
+        engine.backward(engine(models.micro_batch(case.model, first, 0, dist.get_rank())))
+        engine.step()
+        engine.zero_grad()
+        engine.backward(engine(models.micro_batch(case.model, 1, 0, dist.get_rank())))
+        engine.step()
+        after.append((engine.get_global_grad_norm(), engine.full_state_dict()))
+    (norm, weights), (other_norm, other_weights) = after
+    assert norm == other_norm > 0
+    assert dist.get_rank() or all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+MORE_DROPS = [
+    pytest.param(*case, marks=pytest.mark.full_table) for case in ((0, False), (1, False), (3, False), (3, True))
+]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, False), (2, True), *MORE_DROPS])
+def test_zero_grad_drops_earlier_micro_batches(ranks: RankPool, stage: int, offload: bool) -> None:
+    ranks.run(_dropped, stage, offload, world=2)

@@ -1,0 +1,27 @@
+"""Checkpoints that many tests read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from sdp.tests.support.checkpoints import SOURCE, merge_moments, save_one_step, train_and_save
+from sdp.tests.support.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def saved(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A checkpoint that four ranks wrote after two steps: its folder, weights and moments."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    answers = ranks.run(train_and_save, SOURCE, folder, world=4)
+    return folder, answers[0][0], merge_moments(answers)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """The folder of a checkpoint that the reference wrote after one step."""
+    save_one_step(tmp_path)
+    return tmp_path

@@ -1,0 +1,141 @@
+"""Checkpoints move between layouts, regimes and engines; weights and moments stay exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sdp.engine.checkpoint import dcp
+from sdp.engine.checkpoint.dcp import PIECE_BYTES, SafeReader
+from sdp.tests.support.cases import Case, engine_of, one_step
+from sdp.tests.support.checkpoints import SOURCE, TENSOR_SOURCES, load_case, merge_moments, moments_of, train_and_save
+from sdp.tests.support.ranks import RankPool
+
+TARGETS = [
+    SOURCE,
+    Case(2, 1, stage=0, optimizer="adamw", placement="mixed"),
+    Case(2, 2, stage=0, optimizer="adamw", placement="cyclic"),
+    Case(4, 1, stage=0, optimizer="adamw", placement="profile"),
+    Case(4, 2, stage=3, optimizer="adamw", placement="mixed"),
+    Case(1, 4, stage=2, optimizer="adamw", placement="full"),
+    Case(2, 2, stage=1, optimizer="adamw", placement="full"),
+]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_a_checkpoint_moves_to_any_layout_exactly(ranks: RankPool, saved: Any, target: Case) -> None:
+    folder, weights, moments = saved
+    answers = ranks.run(load_case, target, folder, world=target.world)
+    state = answers[0][0]
+    assert set(state) == set(weights)
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    loaded = merge_moments(answers)
+    assert set(loaded) == set(moments)
+    assert all(torch.equal(loaded[name], moments[name]) for name in moments)
+    assert all(answer[2] == {"note": "kept"} for answer in answers)
+
+
+PAIRS = [
+    (
+        Case(1, 4, stage=2, optimizer="adamw", placement="full"),
+        Case(2, 2, stage=3, optimizer="adamw", placement="mixed"),
+    ),
+    (
+        Case(2, 1, stage=0, optimizer="adamw", placement="full"),
+        Case(4, 1, stage=1, optimizer="adamw", placement="profile"),
+    ),
+    (
+        Case(4, 1, stage=0, optimizer="momentum", placement="cyclic"),
+        Case(1, 2, stage=3, optimizer="momentum", placement="full"),
+    ),
+    (Case(2, 2, stage=3, optimizer="adamw", masking="backward"), Case(4, 1, optimizer="adamw", placement="profile")),
+    (Case(2, 1, optimizer="adamw", placement="cyclic"), Case(2, 2, stage=2, optimizer="adamw", masking="backward")),
+    (  # running statistics are those of first holders
+        Case(2, 2, stage=3, optimizer="adamw", model="resnet-meta"),
+        Case(1, 2, optimizer="adamw", placement="full", model="resnet-meta"),
+    ),
+    (
+        Case(2, 1, optimizer="adamw", masking="backward", bf16=True, model="llama-tied"),
+        Case(1, 2, optimizer="adamw", placement="full", model="llama-tied"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+def test_runs_of_other_regimes_continue_each_other(ranks: RankPool, tmp_path: Path, source: Case, target: Case) -> None:
+    saved = ranks.run(train_and_save, source, str(tmp_path), world=source.world)
+    loaded = ranks.run(load_case, target, str(tmp_path), world=target.world)
+    assert all(torch.equal(loaded[0][0][name], value) for name, value in saved[0][0].items())
+    before = {name: tensor for answer in saved for name, tensor in answer[1].items()}
+    assert all(torch.equal(value, before[name]) for name, value in merge_moments(loaded).items())
+
+
+def _save_in_pieces(case: Case, folder: str, piece_bytes: int) -> tuple[Any, Any]:
+    limit, dcp.PIECE_BYTES = PIECE_BYTES, piece_bytes
+    try:
+        return train_and_save(case, folder)
+    finally:
+        dcp.PIECE_BYTES = limit
+
+
+@pytest.mark.parametrize("source", [SOURCE, Case(2, 1, optimizer="adamw", neurons=2, model="llama")], ids=str)
+def test_large_tensors_are_written_in_pieces_and_read_as_wholes(ranks: RankPool, tmp_path: Path, source: Case) -> None:
+    limit = 128
+    saved = ranks.run(_save_in_pieces, source, str(tmp_path), limit, world=source.world)
+    tensors = SafeReader(tmp_path / "step-2").read_metadata().state_dict_metadata
+    chunks = [(chunk, entry.properties.dtype.itemsize) for entry in tensors.values() for chunk in entry.chunks]  # type: ignore[union-attr]
+    assert all(chunk.sizes.numel() * itemsize <= limit or chunk.sizes[0] == 1 for chunk, itemsize in chunks)
+    assert len(chunks) > 2 * len(tensors)
+    loaded = ranks.run(load_case, Case(4, 1, optimizer="adamw", model=source.model), str(tmp_path), world=4)
+    assert all(torch.equal(loaded[0][0][name], value) for name, value in saved[0][0].items())
+    before = {name: tensor for answer in saved for name, tensor in answer[1].items()}
+    assert all(torch.equal(value, before[name]) for name, value in merge_moments(loaded).items() if name in before)
+
+
+@pytest.mark.parametrize("source", TENSOR_SOURCES, ids=str)
+def test_tensor_parallel_parts_become_wholes_and_back(ranks: RankPool, source: Case, tmp_path: Path) -> None:
+    """Weights and moments exact, from cut matrices to whole ones and the other way, sharded further or not."""
+    answers = ranks.run(train_and_save, source, str(tmp_path), world=source.world)
+    weights, moments = answers[0][0], merge_moments(answers)
+    for groups, fsdp, tp, stage in [(2, 1, 1, 0), (2, 1, 2, 0), (1, 2, 2, 3), (1, 4, 1, 2)]:
+        placement = "cyclic" if groups > 1 else "full"
+        target = Case(groups, fsdp, stage, optimizer="adamw", model=source.model, placement=placement, tp=tp)
+        answers = ranks.run(load_case, target, str(tmp_path), world=target.world)
+        assert set(answers[0][0]) == set(weights)
+        assert all(torch.equal(answers[0][0][name], weights[name]) for name in weights), target
+        loaded = merge_moments(answers)
+        assert set(loaded) == set(moments)
+        assert all(torch.equal(loaded[name], moments[name]) for name in moments), target
+    reference = engine_of(source, "reference")
+    reference.load_checkpoint(tmp_path)
+    state = reference.full_state_dict()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+def test_the_reference_reads_it_too(saved: Any) -> None:
+    folder, weights, moments = saved
+    engine = engine_of(SOURCE, "reference")
+    engine.load_checkpoint(folder)
+    state = engine.full_state_dict()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    loaded = moments_of(engine)
+    assert all(torch.equal(loaded[name], moments[name]) for name in moments)
+
+
+def _resume_here(case: Case, folder: str) -> tuple[int, Any]:
+    engine = engine_of(case)
+    engine.load_checkpoint(folder)
+    return engine.global_steps, engine.full_state_dict()
+
+
+def test_ranks_resume_what_the_reference_wrote_on_the_same_mesh(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(2, 1, optimizer="adamw")
+    engine = engine_of(case, "reference")
+    one_step(engine, case, 0, data_rank=None)
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    answers = ranks.run(_resume_here, case, str(tmp_path), world=2)
+    assert [answer[0] for answer in answers] == [1, 1]
+    assert all(torch.equal(answers[0][1][name], value) for name, value in engine.full_state_dict().items())

@@ -1,0 +1,278 @@
+"""Loading a checkpoint: what goes on, and what is refused on every rank without a change."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+from sdp.engine.errors import CheckpointError
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, engine_of, one_step
+from sdp.tests.support.checkpoints import SOURCE, moments_of
+from sdp.tests.support.ranks import RankPool
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+def test_a_checkpoint_of_another_model_is_refused(small: Path) -> None:
+    with pytest.raises(CheckpointError, match="another model"):
+        engine_of(Case(2, 2, stage=3, optimizer="adamw", model="llama"), "reference").load_checkpoint(small)
+
+
+def test_no_checkpoint_is_no_error_but_a_named_one_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(SOURCE, "reference")
+    assert engine.load_checkpoint(tmp_path) == (None, {})
+    assert [f"no checkpoint in {tmp_path}; starting from the beginning"] == [
+        r.message for r in caplog.records if r.levelname == "WARNING"
+    ]
+    with pytest.raises(CheckpointError, match="step-7"):
+        engine.load_checkpoint(tmp_path, "step-7")
+
+
+def _trained(optimizer: str, model: str, folder: str, engine: str = "fsdp2", stage: int = 0, steps: int = 1) -> None:
+    case = Case(2, 1, optimizer=optimizer, placement="cyclic", model=model, stage=stage)  # type: ignore[arg-type]
+    trained = engine_of(case, engine)
+    for index in range(steps):
+        one_step(trained, case, index, data_rank=dist.get_rank())
+        trained.step()
+    trained.save_checkpoint(folder)
+
+
+def _refused(optimizer: str, model: str, folder: str, engine: str = "fsdp2", stage: int = 0) -> tuple[str, int, bool]:
+    """The error, the steps that the engine then has, and whether its optimizer has state."""
+    case = Case(2, 1, optimizer=optimizer, placement="cyclic", model=model, stage=stage)  # type: ignore[arg-type]
+    loaded = engine_of(case, engine)
+    message = ""
+    try:
+        loaded.load_checkpoint(folder)
+    except CheckpointError as error:
+        message = str(error)
+    found = message, loaded.global_steps, bool(loaded.optimizer.state)
+    one_step(loaded, case, 1, data_rank=dist.get_rank())
+    loaded.step()  # either way it can go on
+    return found
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (("adamw", "mlp"), ("adamw", "mlp-of-3"), "holds 'model/layers.3.{}', which this model has not"),
+        (("adamw", "mlp-of-3"), ("adamw", "mlp"), "holds no 'model/layers.3.{}'"),
+        (("adamw", "mlp"), ("sgd", "mlp"), "holds 'optimizer/{}/exp_avg', which this optimizer does not keep"),
+        (("momentum", "mlp"), ("adamw", "mlp"), "holds no 'optimizer/{}/step'"),
+        (("sgd", "mlp"), ("adamw", "mlp"), "holds no 'optimizer/{}/"),
+        (("sgd", "mlp"), ("sgd", "mlp"), ""),
+    ],
+)
+def test_nothing_of_a_checkpoint_is_left_out(
+    ranks: RankPool, tmp_path: Path, saved: tuple[str, str], loaded: tuple[str, str], message: str
+) -> None:
+    """A model of fewer layers, or another optimizer, would go on from a part of it, and its saves would replace the whole one."""
+    ranks.run(_trained, *saved, str(tmp_path), world=2)
+    for error, steps, has_state in ranks.run(_refused, *loaded, str(tmp_path), world=2):
+        if message:
+            start, _, end = message.partition("{}")
+            assert start in error
+            assert end in error
+            assert (steps, has_state) == (0, False)
+        else:
+            assert (error, steps) == ("", 1)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_under_deepspeed_neither(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    ranks.run(_trained, "adamw", "mlp", str(tmp_path / "adamw"), "deepspeed", stage, world=2)
+    for error, steps, has_state in ranks.run(
+        _refused, "sgd", "mlp", str(tmp_path / "adamw"), "deepspeed", stage, world=2
+    ):
+        assert "exp_avg', which this optimizer does not keep" in error
+        assert (steps, has_state) == (0, False)
+    ranks.run(_trained, "momentum", "mlp", str(tmp_path / "momentum"), "deepspeed", stage, world=2)
+    for error, steps, has_state in ranks.run(
+        _refused, "adamw", "mlp", str(tmp_path / "momentum"), "deepspeed", stage, world=2
+    ):
+        assert "holds no 'optimizer/" in error
+        assert (steps, has_state) == (0, False)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("deepspeed", "deepspeed"), ("deepspeed", "fsdp2"), ("fsdp2", "deepspeed")]
+)
+def test_a_checkpoint_of_no_step_goes_on_under_any_engine(
+    ranks: RankPool, tmp_path: Path, saved: str, loaded: str, stage: int
+) -> None:
+    ranks.run(_trained, "adamw", "mlp", str(tmp_path), saved, stage, 0, world=2)
+    assert ranks.run(_refused, "adamw", "mlp", str(tmp_path), loaded, stage, world=2) == [("", 0, False)] * 2
+
+
+def _refused_once_trained(folder: str, tag: str) -> tuple[str, bool]:
+    """The error, and whether all of the engine is as before."""
+    case = Case(2, 1, optimizer="adamw", placement="cyclic")
+    samples = [{"x": torch.zeros(1)}] * (24 if tag == "step-0" else 48)
+    model = models.build("mlp-of-3" if tag == "step-0" else "mlp")
+    engine = sdp.initialize(model=model, config=case.config("fsdp2"), training_data=samples)[0]
+    one_step(engine, case, 0, data_rank=dist.get_rank())
+    engine.step()
+
+    def everything() -> list[torch.Tensor]:
+        return [tensor.detach().clone() for tensor in [*engine.module.parameters(), *moments_of(engine).values()]]
+
+    before = everything()
+    try:
+        engine.load_checkpoint(folder, tag)
+    except CheckpointError as error:
+        same = all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+        return str(error), same and engine.global_steps == 1
+    return "", False
+
+
+def _of_24_samples(folder: str) -> None:
+    case = Case(2, 1, optimizer="adamw", placement="cyclic")
+    engine = sdp.initialize(
+        model=models.mlp(), config=case.config("fsdp2"), training_data=[{"x": torch.zeros(1)}] * 24
+    )[0]
+    for index in range(2):
+        engine.save_checkpoint(folder)
+        one_step(engine, case, index, data_rank=dist.get_rank())
+        engine.step()
+    engine.save_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("tag", "message"), [("step-0", "'model/layers.3."), ("step-2", "a data set of 24 samples, this one has 48")]
+)
+def test_a_refusal_changes_nothing(ranks: RankPool, tmp_path: Path, tag: str, message: str) -> None:
+    ranks.run(_of_24_samples, str(tmp_path), world=2)
+    for error, same in ranks.run(_refused_once_trained, str(tmp_path), tag, world=2):
+        assert message in error
+        assert same
+
+
+def _freezing(folder: str) -> str:
+    case, messages = Case(2, 1, optimizer="adamw", placement="cyclic"), []
+    for frozen in (0, 2):
+        model = models.mlp()
+        model.layers[:frozen].requires_grad_(False)
+        engine = sdp.initialize(model=model, config=case.config("fsdp2"))[0]
+        try:
+            engine.load_checkpoint(folder)
+        except CheckpointError as error:
+            messages.append(str(error))
+        one_step(engine, case, 0, data_rank=dist.get_rank())
+        engine.step()
+        if not frozen:
+            engine.save_checkpoint(folder)
+    return "".join(messages)
+
+
+def test_state_of_what_is_frozen_now_is_not_dropped(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(_freezing, str(tmp_path), world=2):
+        assert "holds 'optimizer/layers.0." in message
+        assert "or with that parameter trained" in message
+
+
+def _with_state_from_the_start(folder: str) -> int:
+    config = Case(2, 1, placement="cyclic").config("fsdp2")
+    del config["optimizer"], config["scheduler"]
+    for _ in range(2):
+        engine = sdp.initialize(model=models.mlp(), config=config, optimizer=lambda p: torch.optim.Adagrad(p, lr=0.01))[
+            0
+        ]
+        engine.load_checkpoint(folder)
+        engine.save_checkpoint(folder)
+    return len(engine.optimizer.state)
+
+
+def test_an_optimizer_that_makes_its_state_as_it_is_made_goes_on(ranks: RankPool, tmp_path: Path) -> None:
+    assert all(ranks.run(_with_state_from_the_start, str(tmp_path), world=2))
+
+
+def _rates_of_layers(folder: str, engine: str, groups: int) -> tuple[dict[str, float], dict[str, float], list[bool]]:
+    """Rates of parameters before a save and after a load, and whether those of the optimizer's groups are as before."""
+    case = Case(groups, 2 // groups, placement="cyclic" if groups == 2 else "full")
+    rates = [0.1, 0.05, 0.025, 0.0125, 0.00625]
+
+    def build() -> sdp.SDPEngine:
+        model = models.mlp()
+        members: list[dict[str, Any]] = [{"params": [*model.stem.parameters(), *model.head.parameters()]}]
+        members += [{"params": list(layer.parameters())} for layer in model.layers]
+        params = {"warmup_min_lr": [0.0] * 5, "warmup_max_lr": rates, "warmup_num_steps": 2, "warmup_type": "linear"}
+        config = case.config(engine) | {"scheduler": {"type": "WarmupLR", "params": params}}
+        return sdp.initialize(model=model, model_parameters=members, config=config)[0]
+
+    saved = build()
+    for index in range(2):
+        one_step(saved, case, index, data_rank=dist.get_rank())
+        saved.step()
+    saved.save_checkpoint(folder)
+    loaded = build()
+    loaded.load_checkpoint(folder)
+    same = [
+        a["lr"] == b["lr"]
+        for a, b in zip(saved.optimizer.param_groups, loaded.optimizer.param_groups, strict=True)
+        if a["params"]
+    ]
+    return saved.rates_of_parameters(), loaded.rates_of_parameters(), same
+
+
+@pytest.mark.parametrize("groups", [2, 1])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=needs_deepspeed)])
+def test_every_layer_keeps_its_learning_rate(ranks: RankPool, tmp_path: Path, engine: str, groups: int) -> None:
+    for saved, loaded, same in ranks.run(_rates_of_layers, str(tmp_path), engine, groups, world=2):
+        assert saved == loaded
+        assert len(set(saved.values())) == 5
+        assert same
+        assert all(same)
+
+
+def test_a_checkpoint_in_place_of_its_directory_is_said(small: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"step-1: is a checkpoint itself; name the directory it is in, with the tag 'step-1'"
+    ):
+        engine_of(SOURCE, "reference").load_checkpoint(small / "step-1")
+
+
+def test_a_checkpoint_from_before_the_first_update_brings_that_back(tmp_path: Path) -> None:
+    engine = engine_of(SOURCE, "reference", training={"max_skips": 3})
+    engine.save_checkpoint(tmp_path)
+    engine.backward(engine(models.rows_of_all(SOURCE.model, 0, 0, SOURCE.world)) * float("nan"))
+    engine.step()
+    engine.save_checkpoint(tmp_path)  # the only step so far was skipped: there is no optimizer state
+    before = engine.full_state_dict()
+    trained = []
+    for tag in ("step-0", "step-1"):
+        engine.load_checkpoint(tmp_path, tag)
+        assert not engine.optimizer.state
+        assert all(torch.equal(engine.full_state_dict()[name], value) for name, value in before.items())
+        one_step(engine, SOURCE, 0, data_rank=None)
+        engine.step()
+        trained.append(engine.full_state_dict())
+    # From step 1 the schedule is one skip behind, not a step ahead: the same update.
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in before)
+
+
+def _missing_on_one_rank(case: Case, folder: str) -> str:
+    """The error of every rank, when a tensor that only some ranks need is not in the checkpoint."""
+    engine = engine_of(case)
+    try:
+        engine.load_checkpoint(folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_what_one_rank_lacks_stops_all(ranks: RankPool, saved: Any, tmp_path: Path) -> None:
+    # The llama has other names than the checkpointed model; group 0 and group 1 look for different ones.
+    messages = ranks.run(
+        _missing_on_one_rank, Case(2, 1, optimizer="adamw", model="llama"), saved[0], world=2, timeout=60
+    )
+    assert len(set(messages)) == 1
+    assert "another model" in messages[0]

@@ -1,0 +1,94 @@
+"""Saving a checkpoint: in the background, without room, tags, and which old ones stay."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sdp.engine.checkpoint.files import read_state
+from sdp.engine.errors import CheckpointError
+from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
+from sdp.tests.support.checkpoints import SOURCE, TENSOR_SOURCES, load_case, merge_moments, moments_of
+from sdp.tests.support.ranks import RankPool
+
+
+def test_the_newest_are_kept_and_the_one_just_written_always(small: Path) -> None:
+    engine = engine_of(SOURCE, "reference")
+    for tag in ("step-5", "step-7", "best"):
+        engine.save_checkpoint(small, tag, keep=3)
+    engine.save_checkpoint(small, "step-3", keep=2)
+    assert sorted(path.name for path in small.glob("[a-z]*")) == ["best", "latest.json", "step-3", "step-7"]
+
+
+def _save_in_the_background(case: Case, folder: str) -> Any:
+    """Train on while the checkpoint of the second step is written, and return the weights of that step."""
+    engine = engine_of(case)
+    for step in range(4):
+        one_step(engine, case, step, data_rank=data_rank_of(case))
+        engine.step()
+        if step == 1:
+            engine.save_checkpoint(folder, background=True)
+            weights, moments = engine.full_state_dict(), moments_of(engine)
+    engine.wait_for_checkpoint()
+    return weights, moments
+
+
+@pytest.mark.parametrize("case", [SOURCE, TENSOR_SOURCES[0]], ids=str)
+def test_a_background_save_holds_the_step_at_which_it_began(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    answers = ranks.run(_save_in_the_background, case, str(tmp_path), world=4)
+    loaded = ranks.run(load_case, case, str(tmp_path), world=4)
+    assert all(torch.equal(loaded[0][0][name], value) for name, value in answers[0][0].items())
+    moments = merge_moments(answers)
+    assert all(torch.equal(value, moments[name]) for name, value in merge_moments(loaded).items())
+
+
+def _save_without_room(case: Case, folder: str) -> tuple[str, str]:
+    """The errors of a save and of one in the background under a file size limit that the tensors exceed."""
+    engine = engine_of(case)
+    one_step(engine, case, 0, data_rank=dist.get_rank())
+    engine.step()
+    engine.save_checkpoint(folder)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    errors = []
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        for background in (False, True):
+            try:
+                engine.save_checkpoint(folder, "step-2", background=background)
+                engine.wait_for_checkpoint()
+            except CheckpointError as error:
+                errors.append(str(error))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return errors[0], errors[1]
+
+
+def test_a_save_without_room_leaves_the_one_before(ranks: RankPool, tmp_path: Path) -> None:
+    answers = ranks.run(_save_without_room, Case(2, 1, optimizer="adamw"), str(tmp_path), world=2)
+    for errors in answers:
+        assert errors == answers[0]
+        assert all("cannot write the checkpoint" in error for error in errors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-1"]
+    assert read_state(tmp_path / "step-1")["global_steps"] == 1
+
+
+@pytest.mark.parametrize("tag", ["", ".", "../up", "a/b", ".hidden"])
+def test_a_tag_is_one_name(small: Path, tag: str) -> None:
+    engine = engine_of(SOURCE, "reference")
+    with pytest.raises(CheckpointError, match="no name of one directory"):
+        engine.save_checkpoint(small, tag)
+    assert sorted(path.name for path in small.iterdir()) == ["latest.json", "step-1"]
+
+
+def test_a_tag_is_replaced_and_client_state_must_be_json(small: Path) -> None:
+    engine = engine_of(SOURCE, "reference")
+    engine.load_checkpoint(small)
+    with pytest.raises(CheckpointError, match="not JSON"):
+        engine.save_checkpoint(small, "step-1", client_state={"bad": object()})
+    engine.save_checkpoint(small, "step-1", client_state={"good": 1})
+    assert engine.load_checkpoint(small)[1] == {"good": 1}
+    assert sorted(path.name for path in small.iterdir()) == ["latest.json", "step-1"]

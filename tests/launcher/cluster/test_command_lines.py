@@ -1,0 +1,219 @@
+"""``sdp launch --dry-run``: the words that each launcher would be given."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from sdp.engine.errors import LaunchError
+from sdp.launcher.cluster.commands import Start, deepspeed_command, mpirun_command, stop_command
+from sdp.launcher.cluster.hosts import Host
+from sdp.tests.support.launch_lines import command_of, dry_run, train_words
+from sdp.tools.cli import main
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+PYTHON = sys.executable
+
+
+def test_local(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = dry_run(capsys, "--launcher", "local", "--gpus-per-node", "4", "run.json", "--fsdp", "2")
+    assert command_of(printed)[:2] == [PYTHON, "-P"]
+    assert command_of(printed)[3:] == ["sdp", "train", "run.json", "--fsdp", "2", "--nproc", "4"]
+
+
+def test_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--launcher",
+        "deepspeed",
+        "--hostfile",
+        "hosts",
+        "--exclude",
+        "worker-1:0,2",
+        "--env",
+        "NCCL_DEBUG=INFO",
+        "run.json",
+        "--resume",
+    ]
+    printed = dry_run(capsys, *words)
+    command = command_of(printed)
+    runner = [
+        "--hostfile",
+        "hosts",
+        "--include",
+        "worker-0:0,1@worker-1:1,3",
+        "--force_multi",
+        "--master_addr",
+        "worker-0",
+    ]
+    runner += [
+        "--master_port",
+        "29500",
+        "--no_python",
+        "--no_local_rank",
+        PYTHON,
+        "-P",
+        "-m",
+        "sdp.launcher.cluster.rank",
+        "0,1/1,3",
+        "worker-0:29500",
+    ]
+    assert command[:3] == [PYTHON, "-m", "deepspeed.launcher.runner"]
+    assert command[3 : 3 + len(runner)] == runner
+    assert train_words(printed) == ["train", "run.json", "--resume", "--set", 'env.NCCL_DEBUG="INFO"']
+    assert printed.splitlines()[1:3] == [
+        "# ranks 0 to 1 on worker-0, devices 0,1",
+        "# ranks 2 to 3 on worker-1, devices 1,3",
+    ]
+
+
+def test_what_stops_a_run_under_deepspeed() -> None:
+    """pdsh and a remote shell read the last word."""
+    start = Start(["train"], "/usr/bin/python", Path("/w"), {"PYTHONPATH": "/a b;c"})
+    command = stop_command(start, [Host("a", (0,)), Host("b", (0, 1))], ("a", 29500), 15)
+    assert command[:-1] == ["pdsh", "-R", "ssh", "-f", "1024", "-w", "a,b"]
+    assert shlex.split(command[-1]) == [
+        "env",
+        "PYTHONPATH=/a b;c",
+        "/usr/bin/python",
+        "-P",
+        "-m",
+        "sdp.launcher.cluster.stop",
+        "a:29500",
+        "15",
+    ]
+
+
+def test_open_mpi(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = dry_run(
+        capsys,
+        "--launcher",
+        "mpirun",
+        "--mpi",
+        "openmpi",
+        "--hostfile",
+        "hosts",
+        "--launcher-args=--allow-run-as-root",
+        "run.json",
+    )
+    command = command_of(printed)
+    assert command[:5] == ["mpirun", "-np", "6", "--host", "worker-0:2,worker-1:4"]
+    assert "--allow-run-as-root" in command
+    assert train_words(printed) == ["train", "run.json"]
+    assert not any(
+        "tcp_if" in word or word in ("btl", "tcp,self", "^openib") for word in command
+    )  # InfiniBand stays possible
+
+
+def test_mpich(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = dry_run(
+        capsys, "--launcher", "mpirun", "--mpi", "mpich", "--hostfile", "hosts", "--mpirun", "mpiexec", "run.json"
+    )
+    command = command_of(printed)
+    hosts = command[command.index("-hosts") :]
+    assert command[0] == "mpiexec"
+    assert hosts[:4] == ["-hosts", "worker-0:2,worker-1:4", "-n", "6"]
+    assert hosts[4:] == [
+        PYTHON,
+        "-P",
+        "-m",
+        "sdp.launcher.cluster.rank",
+        "0,1/0,1,2,3",
+        "worker-0:29500",
+        "train",
+        "run.json",
+    ]
+
+
+def test_intel_mpi(capsys: pytest.CaptureFixture[str]) -> None:
+    command = command_of(dry_run(capsys, "--launcher", "mpirun", "--mpi", "intel", "--hostfile", "hosts", "run.json"))
+    assert command[command.index("I_MPI_PIN") :][:2] == ["I_MPI_PIN", "0"]
+    first, second = " ".join(command).split(" : ")
+    assert "-host worker-0 -n 2 " in first
+    assert second.startswith(
+        f"-host worker-1 -n 4 {PYTHON} -P -m sdp.launcher.cluster.rank 0,1/0,1,2,3 worker-0:29500 train run.json"
+    )
+
+
+def test_slurm(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--partition",
+        "gpu",
+        "--account",
+        "a1",
+        "--qos",
+        "high",
+        "--time",
+        "1-12:00:00",
+        "--constraint",
+        "a100&nvlink",
+    ]
+    options += ["--container", "docker://nvcr.io/x:1", "--container-mounts", "/data:/data", "--signal-seconds", "120"]
+    printed = dry_run(
+        capsys, "--launcher", "slurm", "--nodes", "2", "--gpus-per-node", "4", *options, "run.json", "--dump-dir", "out"
+    )
+    lines = printed.splitlines()
+    for option in (
+        "nodes=2",
+        "ntasks-per-node=4",
+        "gpus-per-node=4",
+        "partition=gpu",
+        "time=1-12:00:00",
+        "constraint=a100&nvlink",
+    ):
+        assert f"#SBATCH --{option}" in lines
+    assert "#SBATCH --signal=B:USR1@120" in lines
+    assert f'#SBATCH --output="{Path.cwd()}/out/slurm/job-%j.log"' in lines
+    srun = next(line for line in lines if line.startswith("srun "))
+    assert f"--container-image=docker://nvcr.io/x:1 --container-mounts={Path.cwd()}:{Path.cwd()},/data:/data" in srun
+    assert not Path("out").exists()  # a dry run leaves nothing
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["deepspeed", "--hostfile", "hosts", "--nodes", "2", "--gpus-per-node", "2"],
+        ["mpirun", "--mpi", "openmpi", "--hostfile", "hosts", "--nodes", "2", "--gpus-per-node", "2"],
+        ["slurm", "--nodes", "2", "--gpus-per-node", "2"],
+    ],
+)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_tensor_parallelism_across_hosts_is_warned_of(
+    capsys: pytest.CaptureFixture[str], launcher: list[str], degree: int
+) -> None:
+    settings = ["--set", "sdp.groups=1", "--tp", str(degree)]
+    assert main(["launch", "--dry-run", "--launcher", *launcher, "run.json", *settings]) == 0
+    said = capsys.readouterr().err
+    names = "node 0 and node 1" if launcher[0] == "slurm" else "worker-0 and worker-1"
+    assert (
+        f"sdp: WARNING: tensor parallelism of 4 ranks crosses the network: ranks 0 to 3 are on {names}" in said
+    ) == (degree == 4)
+    assert said.count("\n") == (degree == 4)
+
+
+def test_slurm_without_gpus_asks_for_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "gpus-per-node" not in dry_run(capsys, "--launcher", "slurm", "--gpus-per-node", "2", "--cpu", "run.json")
+
+
+@pytest.mark.parametrize("path", ["/a$HOME/b", "/a`touch pwned`", "/a%h/b", "/a%n", "/%u"])
+def test_deepspeed_exports_the_search_path_too(path: str) -> None:
+    start = Start(["train"], "python", Path("/w"), {"PYTHONPATH": path})
+    with pytest.raises(LaunchError, match=r"PYTHONPATH=.*through pdsh and remote shells"):
+        deepspeed_command(start, [Host("a", (0,))], Path("hosts"), ("a", 1))
+
+
+def test_deepspeed_keeps_the_users_ssh_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(["train"], "python", Path("/w"))
+    monkeypatch.delenv("PDSH_SSH_ARGS_APPEND", raising=False)
+    alone = deepspeed_command(start, [Host("a", (0,))], Path("hosts"), ("a", 1))[1]["PDSH_SSH_ARGS_APPEND"]
+    assert alone.startswith("-o ServerAliveInterval=")
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222 -i key")
+    _, settings = deepspeed_command(start, [Host("a", (0,))], Path("hosts"), ("a", 1))
+    assert settings == {"PDSH_SSH_ARGS_APPEND": f"-p 2222 -i key {alone}"}
+
+
+def test_search_path_goes_to_every_host() -> None:
+    start = Start(["train"], "python", Path("/w"), {"PYTHONPATH": "/a b;c"})
+    assert "PYTHONPATH=/a b;c" in mpirun_command(start, [Host("a", (0,))], "openmpi", "mpirun", ("a", 1))
+    hydra = mpirun_command(start, [Host("a", (0,))], "mpich", "mpirun", ("a", 1))
+    assert hydra[hydra.index("-genv") :][:3] == ["-genv", "PYTHONPATH", "/a b;c"]

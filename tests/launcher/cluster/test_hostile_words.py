@@ -1,0 +1,120 @@
+"""Nothing in a word can run anything, and the batch script that ``sdp launch`` writes does its work."""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from sdp.launcher.cluster.quoting import decode
+from sdp.tests.support.launch_lines import dry_run
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+HOSTILE = [
+    "a b",
+    "a;touch pwned",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "'; touch pwned; '",
+    '"; touch pwned; "',
+    "a\ntouch pwned\n",
+    "%h",
+    "&",
+    "",
+]
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+@pytest.mark.parametrize("launcher", ["local", "deepspeed", "mpirun"])
+def test_hostile_words_stay_words(capsys: pytest.CaptureFixture[str], launcher: str, word: str) -> None:
+    hosts = (
+        [] if launcher == "local" else ["--hostfile", "hosts"] + (["--mpi", "openmpi"] if launcher == "mpirun" else [])
+    )
+    out = word or "."
+    printed = dry_run(capsys, "--launcher", launcher, *hosts, "--env", f"NCCL_X={word}", "run.json", "--dump-dir", out)
+    expected = ["train", "run.json", "--dump-dir", out, "--set", f"env.NCCL_X={json.dumps(word)}"]
+    command, _, _ = printed.partition("\n#")
+    words = shlex.split(command)
+    if launcher == "local":
+        assert words[-len(expected) :] == expected
+        return
+    last = max(index for index, found in enumerate(words) if found.endswith("cluster.rank"))
+    assert [decode(found) for found in words[last + 3 :]] == expected
+    # A remote shell reads the joined words, as pdsh and ssh hand them over.
+    joined = " ".join(words[last + 1 :])
+    read = subprocess.run(["sh", "-c", f"printf '%s\\n' {joined}"], capture_output=True, text=True, check=True)
+    assert read.stdout.splitlines() == words[last + 1 :]
+    assert not Path("pwned").exists()
+
+
+@pytest.mark.parametrize("word", [word for word in HOSTILE if word and not set(word) & set('"\n%')])
+def test_hostile_words_in_the_batch_script(capsys: pytest.CaptureFixture[str], folder: Path, word: str) -> None:
+    """The script runs under bash with an srun that writes down its words."""
+    Path("bin").mkdir()
+    stand_in = Path("bin/srun")
+    stand_in.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{folder}/words"\nexit 3\n')
+    stand_in.chmod(0o755)
+    printed = dry_run(
+        capsys, "--launcher", "slurm", "--gpus-per-node", "2", "--env", f"NCCL_X={word}", "run.json", "--dump-dir", word
+    )
+    script = printed.partition("\n")[2]
+    (folder / word / "slurm").mkdir(parents=True)
+    environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    ended = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (3, "")
+    words = Path("words").read_text().splitlines()
+    assert words[words.index("train") :] == [
+        "train",
+        "run.json",
+        "--dump-dir",
+        word,
+        "--set",
+        f"env.NCCL_X={json.dumps(word)}",
+        "--resume",
+    ]
+    assert [line.split()[1:] for line in (folder / word / "slurm/events").read_text().splitlines()] == [
+        ["7", "running"],
+        ["7", "ended", "3"],
+    ]
+    assert not list(folder.rglob("pwned"))
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("host-a: task 0: Exited with exit code 2\nsrun: error: host-b: tasks 2-3: Terminated", 2),
+        ("host-a: tasks 0-1: Exited with exit code 143", 143),
+        ("host-b: task 2: Killed\nsrun: error: host-a: task 0: Exited with exit code 1", 137),
+        ("host-b: task 2: Out Of Memory\nsrun: error: host-a: task 0: Terminated", 137),
+        ("Unable to create step", 143),
+    ],
+)
+def test_the_code_of_the_task_that_failed_first(
+    capsys: pytest.CaptureFixture[str], folder: Path, said: str, expected: int
+) -> None:
+    Path("bin").mkdir()
+    stand_in = Path("bin/srun")
+    stand_in.write_text(f"#!/bin/sh\nprintf 'srun: error: {said}\\n' >&2\nexit 143\n")
+    stand_in.chmod(0o755)
+    printed = dry_run(capsys, "--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", "out")
+    Path("out/slurm").mkdir(parents=True)
+    environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    assert subprocess.run(["bash", "-c", printed.partition("\n")[2]], env=environ).returncode == expected
+    assert Path("out/slurm/events").read_text().split()[-2:] == ["ended", str(expected)]
+
+
+@pytest.mark.parametrize(("given", "expected"), [({"SLURM_CPUS_PER_TASK": "6"}, "6"), ({}, "unset")])
+def test_srun_is_told_the_cores_of_a_task(
+    capsys: pytest.CaptureFixture[str], folder: Path, given: dict[str, str], expected: str
+) -> None:
+    Path("bin").mkdir()
+    stand_in = Path("bin/srun")
+    stand_in.write_text(f'#!/bin/sh\necho "${{SRUN_CPUS_PER_TASK-unset}}" > "{folder}/cores"\n')
+    stand_in.chmod(0o755)
+    printed = dry_run(capsys, "--launcher", "slurm", "--gpus-per-node", "2", "run.json", "--dump-dir", "out")
+    Path("out/slurm").mkdir(parents=True)
+    environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **given}
+    subprocess.run(["bash", "-c", printed.partition("\n")[2]], env=environ, check=True)
+    assert Path("cores").read_text().strip() == expected

@@ -1,0 +1,31 @@
+"""A small run of ``sdp train``, and the files that it writes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+STEPS = 6
+
+
+def write_config(config: dict, tmp_path: Path) -> Path:
+    """Write the configuration to a file; return its path."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def run_sdp(*arguments: object) -> subprocess.CompletedProcess:
+    """Run ``sdp`` in a process of its own."""
+    command = [sys.executable, "-P", "-m", "sdp", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def read_metrics(dump_dir: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl."""
+    return [json.loads(line) for line in (dump_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_losses(dump_dir: Path) -> list[float]:
+    """Return the loss of each step."""
+    return [line["loss"] for line in read_metrics(dump_dir)]

@@ -1,0 +1,42 @@
+"""The text and the configuration of a small run."""
+
+import random
+from pathlib import Path
+
+import pytest
+from sdp.data.prepare import prepare
+from sdp.tests.support.small_runs import STEPS
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """Sixty small documents, tokenized as bytes."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = random.Random(0)
+    for number in range(60):
+        text = " ".join(words.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(80))
+        (folder / f"{number}.txt").write_text(text)
+    prepare([str(folder / "*.txt")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
+    return folder / "shards"
+
+
+@pytest.fixture
+def config(corpus) -> dict:
+    """The configuration of two groups that train a small LLaMA."""
+    return {
+        "train_batch_size": 8,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
+        "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 2, "total_num_steps": STEPS, "decay_num_steps": 2}},
+        "csv_monitor": {"enabled": True},
+        "sdp": {"groups": 2, "capacity": 0.75, "check_interval": 2},
+        "model": {
+            "name": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+        },
+        "data": {"path": str(corpus), "sequence_length": 32},
+        "training": {"steps": STEPS, "evaluate_every": 3, "evaluate_batches": 2, "save_every": 3},
+    }
