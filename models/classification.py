@@ -1,4 +1,4 @@
-"""What a classifier's logits are measured by."""
+"""The loss and the accuracy of a classifier."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 Measure = Literal["loss", "accuracy"]
 
 
-def measured(logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
-    """The mean cross-entropy, or the part of the samples whose largest logit is the label's; a float32 scalar.
+def measure_logits(logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
+    """The mean cross-entropy or the accuracy of ``logits`` (B, N) for ``labels`` (B), a float32 scalar.
 
-    ``logits`` (B, N), ``labels`` (B). Accuracy is a mean over samples as the loss is, so the engine evaluates the full model for either.
+    The accuracy is the fraction of samples whose largest logit is the label's. Both are means over
+    samples, so the engine can evaluate the full model for either.
     """
     if measure == "accuracy":
         return (logits.argmax(1) == labels).float().mean()

@@ -1,85 +1,31 @@
-"""LLaMA: parameter names and numerics of Hugging Face's ``LlamaForCausalLM``, so that weights go either way unchanged.
+"""LLaMA, with the parameter names and numerics of Hugging Face's ``LlamaForCausalLM``.
 
-Sources: Touvron et al., arXiv 2302.13971 (the model); Su et al., arXiv 2104.09864 (rotary embedding); Shazeer,
-arXiv 2002.05202 (SwiGLU); Ainslie et al., arXiv 2305.13245 (grouped-query attention). Letters of shapes: B sequences,
-S tokens, D hidden size, H attention heads, K key/value heads, E head size, V vocabulary.
+Weights can therefore be exchanged without changes. Sources: Touvron et al., arXiv 2302.13971 (the
+model); Su et al., arXiv 2104.09864 (rotary embedding); Shazeer, arXiv 2002.05202 (SwiGLU); Ainslie
+et al., arXiv 2305.13245 (grouped-query attention).
+
+Letters of shapes: B sequences, S tokens, D hidden size, H attention heads, K key/value heads, E head
+size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Self
-
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..engine.config.section import PositiveInt, Section
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Column, Constant, Gather, Head, Init, Normal, Row, Style, Vocabulary, Whole
+from .llama_config import LlamaConfig as LlamaConfig  # re-exported
 from .loss import LanguageModelHead
-
-Rate = Annotated[float, Field(ge=0, lt=1)]
-
-
-class LlamaConfig(Section):
-    """Shape of a LLaMA, under Hugging Face's field names; ``vocab_size`` may be left to the data.
-
-    ``loss_chunk_tokens``: tokens whose logits exist at the same time while the loss is computed (None: as many as are worth it).
-
-    Controls of dense training, since what a rank draws is its own: ``attention_dropout`` of attention's weights, ``residual_dropout`` of
-    what a branch adds (arXiv 1706.03762, section 5.4), and ``stochastic_depth``: the probability with which a sequence skips the last
-    layer; earlier ones are skipped less, along a straight line to 0 before the first (arXiv 1603.09382).
-    """
-
-    vocab_size: PositiveInt | None = None
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    max_position_embeddings: PositiveInt = 2048
-    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
-    tie_word_embeddings: bool = False
-    initializer_range: Annotated[float, Field(gt=0, le=1)] = 0.02
-    loss_chunk_tokens: PositiveInt | None = None
-    attention_dropout: Rate = 0.0
-    residual_dropout: Rate = 0.0
-    stochastic_depth: Rate = 0.0
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
-            )
-        if self.num_attention_heads % self.key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads {self.key_value_heads}"
-            )
-        if self.head_size % 2:
-            raise ValueError(
-                f"head_dim {self.head_size} (default: hidden_size / num_attention_heads) is odd; "
-                "rotary embedding turns pairs of elements, so it must be even"
-            )
-        return self
-
-    @property
-    def key_value_heads(self) -> int:
-        """K: ``num_key_value_heads``, or one per attention head where that is not set."""
-        return self.num_key_value_heads or self.num_attention_heads
-
-    @property
-    def head_size(self) -> int:
-        """E: ``head_dim``, or hidden size / heads where that is not set."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 class LlamaRMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, computed in float32 and returned in the input's dtype."""
+    """Root-mean-square norm over the last dimension, computed in float32.
+
+    The output has the input's dtype.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -96,7 +42,8 @@ class LlamaRMSNorm(nn.Module):
 def rotary_table(tokens: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding for positions 0 … ``tokens`` - 1.
 
-    Both (S, E), in the dtype and on the device of ``like``; angles are computed in float32, whatever that dtype is.
+    Both are (S, E), in the dtype and on the device of ``like``. The angles are always computed in
+    float32.
     """
     even = torch.arange(0, config.head_size, 2, dtype=torch.float32, device=like.device)
     frequencies = 1.0 / config.rope_theta ** (even / config.head_size)
@@ -106,13 +53,13 @@ def rotary_table(tokens: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs (i, i + E/2) of ``heads`` (B, H, S, E) by the angles behind ``cos`` and ``sin`` (S, E)."""
+    """Rotate the pairs (i, i + E/2) of ``heads`` (B, H, S, E) by the angles of ``cos`` and ``sin`` (S, E)."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class LlamaAttention(nn.Module):
-    """Causal self-attention with rotary positions; K < H heads share keys and values (grouped-query attention)."""
+    """Causal self-attention with rotary positions. With K < H, heads share keys and values."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -124,7 +71,8 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # The number of heads follows from the projections' width, so that column-parallel ones need no change here.
+        # The number of heads follows from the projections' width, so this also works for
+        # column-parallel projections.
         query, key, value = (
             rearrange(projection(hidden), "b s (h e) -> b h s e", e=self.head_size)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -136,11 +84,14 @@ class LlamaAttention(nn.Module):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
-    """Causal attention of ``query`` (B, H, S, E) over ``key`` and ``value`` (B, K, S, E), its weights with ``dropout``; K divides H."""
+    """Causal attention of ``query`` (B, H, S, E) over ``key`` and ``value`` (B, K, S, E); K divides H.
+
+    ``dropout`` is the probability with which an attention weight is dropped.
+    """
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and query.dtype == torch.float32:
-        # In float32 CUDA has only the memory-efficient kernel, which knows no groups; asking for them there would fall
-        # back to a kernel that materialises S x S scores.
+        # In float32, CUDA has only the memory-efficient kernel, which does not support groups. With
+        # groups, torch would fall back to a kernel that materialises S x S scores.
         share = query.shape[1] // key.shape[1]
         key, value = (repeat(heads, "b k s e -> b (k share) s e", share=share) for heads in (key, value))
         grouped = False
@@ -161,9 +112,9 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """A residual block: attention, then feed-forward, each normalised first and added to its input.
+    """A residual block: attention, then feed-forward. Each is normalised first and added to its input.
 
-    ``survival``: the probability with which a sequence does not skip the layer in training.
+    ``survival`` is the probability with which a sequence does not skip the layer in training.
     """
 
     def __init__(self, config: LlamaConfig, survival: float = 1.0) -> None:
@@ -175,7 +126,7 @@ class LlamaDecoderLayer(nn.Module):
         self.dropout, self.survival = config.residual_dropout, survival
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``hidden`` (B, S, D) → (B, S, D), with ``cos`` and ``sin`` (S, E); skipping a layer is the identity."""
+        """``hidden`` (B, S, D) → (B, S, D), with ``cos`` and ``sin`` (S, E)."""
         attended = hidden + self._dropped(self.self_attn(self.input_layernorm(hidden), cos, sin))
         output = attended + self._dropped(self.mlp(self.post_attention_layernorm(attended)))
         return skip_rows(hidden, output, self.survival) if self.training and self.survival < 1 else output
@@ -185,10 +136,13 @@ class LlamaDecoderLayer(nn.Module):
 
 
 def skip_rows(hidden: Tensor, output: Tensor, survival: float) -> Tensor:
-    """``output`` (B, …) in the rows that survive, what it adds to ``hidden`` times 1 / survival; ``hidden`` in the others.
+    """Stochastic depth: rows of ``output`` (B, …) that survive, and rows of ``hidden`` for the others.
 
-    So the mean is that of the full layer, which evaluates as it is, where the paper (arXiv 1603.09382) scales by the survival. Every row
-    is computed: a rank that ran a layer less than others would miss its gather.
+    What the layer adds to ``hidden`` is multiplied by 1 / survival in the rows that survive. The mean
+    is then that of the full layer, which evaluates unchanged. The paper (arXiv 1603.09382) scales in
+    evaluation instead.
+
+    Every row is computed: a rank that skipped a layer would miss a gather that other ranks wait for.
     """
     survives = torch.rand(len(hidden), *[1] * (hidden.dim() - 1), device=hidden.device) < survival
     return hidden + (output - hidden) * (survives / survival).to(hidden.dtype)
@@ -209,7 +163,8 @@ class LlamaModel(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed_tokens(input_ids)
-        # Computed anew in each forward and handed down: without buffers there is nothing to materialise or to move.
+        # Computed in each forward pass and passed down, because a buffer would have to be
+        # materialised and moved.
         cos, sin = rotary_table(input_ids.shape[1], self.config, like=hidden)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin)
@@ -217,15 +172,12 @@ class LlamaModel(nn.Module):
 
 
 class Llama(nn.Module):
-    """A LLaMA with its language-model head; state dicts interchange with Hugging Face's ``LlamaForCausalLM``.
-
-    Raises :class:`ConfigError` where ``config.vocab_size`` is not filled in.
-    """
+    """A LLaMA with its language-model head. Raises ConfigError if ``config.vocab_size`` is not set."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         if config.vocab_size is None:
-            raise ConfigError("model.vocab_size: not set, and no data states one; add it to the model section")
+            raise ConfigError("model.vocab_size: not set, and the data does not give one; add it to the model section")
         self.config = config
         self.model = LlamaModel(config, config.vocab_size)
         self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, config.loss_chunk_tokens)
@@ -233,10 +185,11 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (B, S, V) of ``input_ids`` (B, S); with ``labels`` the mean cross-entropy instead, a float32 scalar.
+        """Logits (B, S, V) of ``input_ids`` (B, S), or with ``labels`` the mean cross-entropy.
 
-        ``labels`` (B, S) are the input ids themselves: they are shifted here, and -100 marks tokens that do not count.
-        Raises :class:`ModelError` where a sequence is longer than ``max_position_embeddings``.
+        The loss is a float32 scalar. ``labels`` (B, S) are the input ids themselves: they are shifted
+        here, and tokens with the label -100 do not count. Raises ModelError if a sequence is longer
+        than ``max_position_embeddings``.
         """
         tokens, limit = input_ids.shape[1], self.config.max_position_embeddings
         if tokens > limit:
@@ -251,12 +204,12 @@ class Llama(nn.Module):
         return ["model.layers.*"]
 
     def random_options(self) -> list[str]:
-        """What makes its training draw random numbers, as ``"model.KEY VALUE"``."""
+        """The options by which training draws random numbers, as ``"model.KEY VALUE"``."""
         keys = ("attention_dropout", "residual_dropout", "stochastic_depth")
         return [f"model.{key} {getattr(self.config, key):g}" for key in keys if getattr(self.config, key)]
 
     def neuron_branches(self) -> list[Branch]:
-        """Attention by key/value heads, each with the query heads that share it, and the feed-forward by hidden units."""
+        """The attention of each layer, cut by key/value heads, and its feed-forward, by hidden units."""
         branches = []
         for layer in (f"model.layers.{index}" for index in range(self.config.num_hidden_layers)):
             attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
@@ -271,7 +224,7 @@ class Llama(nn.Module):
         return branches
 
     def tensor_parallel_plan(self) -> dict[str, Style]:
-        """How tensor parallelism cuts the matrices: whole heads, features of the feed-forward, rows of the vocabulary."""
+        """Tensor parallelism cuts by heads, by features of the feed-forward, and by vocabulary rows."""
         heads, key_value_heads = self.config.num_attention_heads, self.config.key_value_heads
         layer = "model.layers.*"
         return {
@@ -292,9 +245,9 @@ class Llama(nn.Module):
         }
 
     def parameter_init(self, name: str) -> Init:
-        """How the parameter of this (canonical) name is initialised: Hugging Face's scheme.
+        """Hugging Face's initialisation of the parameter with this canonical name.
 
-        Raises :class:`ModelError` for a name that is no parameter of this model.
+        Raises ModelError if the model has no parameter of this name.
         """
         module, _, leaf = name.rpartition(".")
         kind = module.rpartition(".")[2]
@@ -305,23 +258,23 @@ class Llama(nn.Module):
         raise ModelError(f"{name}: LLaMA has no parameter of this name")
 
     def canonical_name(self, key: str) -> str | None:
-        """The parameter that ``key`` of a Hugging Face file stands for; None for the rotary table that old files hold."""
+        """The parameter for ``key`` of a Hugging Face file; None for the rotary table of old files."""
         if key.endswith("rotary_emb.inv_freq"):
             return None
-        return (
-            key if key.startswith(("model.", "lm_head.")) else f"model.{key}"
-        )  # LlamaModel, without a head, has no prefix
+        # Files of LlamaModel, which has no head, have no prefix.
+        return key if key.startswith(("model.", "lm_head.")) else f"model.{key}"
 
     def sharding_groups(self) -> list[str]:
-        """Modules outside the units that are sharded on their own; a tied pair must share one group: none then."""
+        """Modules outside the units that are sharded on their own. A tied pair must share one group."""
         return [] if self.config.tie_word_embeddings else ["model.embed_tokens", "lm_head"]
 
     def flops_per_token(self, sequence_length: int) -> dict[str, float]:
-        """Floating-point operations of forward and backward per token, by unit name, and ``"shared"`` for the rest.
+        """Floating-point operations of forward and backward per token, by unit and for ``"shared"``.
 
-        2 operations per weight of a matrix product, and 4 H E S for the two products of attention, times 3 (backward
-        costs twice forward): PaLM (arXiv 2204.02311), appendix B. As there, the whole S x S attention counts although
-        its causal half suffices; norms, rotary embedding, the embedding look-up and recomputation are left out.
+        A matrix product takes 2 operations per weight, and the two products of attention take
+        4 H E S. The backward pass costs twice the forward pass: PaLM (arXiv 2204.02311), appendix B.
+        As there, the whole S x S attention counts, although half of it is masked. Norms, rotary
+        embedding, the embedding look-up and recomputation do not count.
         """
         config = self.config
         assert config.vocab_size is not None  # checked on construction

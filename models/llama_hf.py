@@ -1,11 +1,14 @@
-"""LLaMA's configuration as the ``config.json`` of ``transformers``; parameters need no mapping, their names are the same."""
+"""LLaMA's configuration as the ``config.json`` of ``transformers``, and back.
+
+Parameters need no mapping, because their names are the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from .llama import LlamaConfig
+from .llama_config import LlamaConfig
 
 _SHARED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
@@ -14,17 +17,18 @@ _SHARED = (
 
 
 def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
-    """The ``config.json`` of ``LlamaForCausalLM``; defaults that decide numbers are spelled out, since they differ between versions."""
+    """The ``config.json`` of ``LlamaForCausalLM``.
+
+    Defaults that affect results are written out, because they differ between versions.
+    """
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **{key: getattr(config, key) for key in _SHARED},
         "num_key_value_heads": config.key_value_heads,
         "head_dim": config.head_size,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": config.rope_theta,
-        },  # transformers 5; rope_theta above is for 4
+        # transformers 5 reads this; transformers 4 reads the rope_theta above.
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -50,9 +54,10 @@ _NEUTRAL = {
 
 
 def from_huggingface(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``model`` section of a LLaMA's ``config.json``, of transformers 4 or 5; missing keys have the defaults of ``transformers``.
+    """The ``model`` section for a LLaMA's ``config.json`` of transformers 4 or 5.
 
-    Raises ValueError for what this LLaMA cannot compute.
+    Missing keys have the defaults of ``transformers``. Raises ValueError for settings that this LLaMA
+    does not support.
     """
     for key in _REQUIRED:
         if key not in content:

@@ -1,4 +1,4 @@
-"""The ``model`` section of the configuration → a model on the meta device."""
+"""Builds the model that the ``model`` section of a configuration describes, on the meta device."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ from .swin import Swin, SwinConfig
 
 @dataclass(frozen=True)
 class Entry:
-    """A model that can be named in the configuration: the schema of its section, how to build it, what it reads, and the
-    ``config.json`` of its counterpart in ``transformers``, which has the same names and numerics, where there is one.
+    """A model that a configuration can name.
+
+    Attributes:
+        config: The schema of its section.
+        build: Builds the model from the section.
+        reads: The kind of data that the model reads.
+        to_huggingface: Gives the ``config.json`` of the same model in ``transformers``, if it is there.
+        from_huggingface: Gives the section for such a ``config.json``.
     """
 
     config: type[Section]
     build: Callable[[Any], nn.Module]
     reads: Literal["tokens", "images"]
     to_huggingface: Callable[[Any], dict[str, Any]] | None = None
-    from_huggingface: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # the section of such a config.json
+    from_huggingface: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
 
 MODELS: Mapping[str, Entry] = {
@@ -39,7 +45,8 @@ MODELS: Mapping[str, Entry] = {
 }
 
 
-# What a run may change as it goes on: drawn or limited, not computed; and what the shapes of its weights tell.
+# Keys that a resumed run may change: they do not change what the model computes, or the shapes of its
+# weights already check them.
 _FREE = {
     "max_position_embeddings", "initializer_range", "loss_chunk_tokens", "attention_dropout", "residual_dropout", "stochastic_depth",
     "image_size", "vocab_size", "num_classes",
@@ -55,9 +62,15 @@ def build_model(
 ) -> nn.Module:
     """The model that ``section`` (``{"name": "llama", …}``) describes, on the meta device.
 
-    ``vocab_size`` is that of the data, or ``num_classes`` and ``image_size`` (pixels of a side) of images; None: the section alone
-    decides. They fill in a section that names none. Raises :class:`ConfigError` for an unknown name or key, an ill-typed value,
-    data of the other kind, or a section that differs from the data.
+    Args:
+        section: The ``model`` section.
+        vocab_size: The data's vocabulary, used if the section does not set one.
+        num_classes: The number of classes of image data, used in the same way.
+        image_size: The pixels per side of image data, used in the same way.
+
+    Raises:
+        ConfigError: A name or key is unknown, a value has the wrong type, the data is of the other
+            kind, or the section differs from the data.
     """
     entry, config = _parse(section, {"vocab_size": vocab_size, "num_classes": num_classes, "image_size": image_size})
     with torch.device("meta"):
@@ -65,9 +78,10 @@ def build_model(
 
 
 def changed_key(section: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first key in which ``section`` describes another function than ``before``, with both values; None where there is none.
+    """The first key for which ``section`` computes something else than ``before``, with both values.
 
-    A value that is left to the others or to the data is none to compare. Raises :class:`ConfigError` for a wrong section.
+    None means that they compute the same. Values that are not set are not compared. Raises
+    ConfigError for an invalid section.
     """
     (_, now), (_, then) = _parse(section, {}), _parse(before, {})
     pairs = {"name": (section["name"], before["name"])}
@@ -77,9 +91,9 @@ def changed_key(section: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[
 
 
 def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """The ``config.json`` with which ``transformers`` builds the model of ``section``, without tokens and dtype.
+    """The ``config.json`` for building the same model in ``transformers``, without tokens and dtype.
 
-    Raises :class:`ConfigError` where ``transformers`` has no such model.
+    Raises ConfigError if ``transformers`` has no such model.
     """
     entry, config = _parse(section, {"vocab_size": vocab_size})
     if entry.to_huggingface is None:
@@ -91,9 +105,9 @@ def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str,
 
 
 def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``model`` section of the model in ``directory``, from its ``config.json``; what is ``stated`` must agree.
+    """The ``model`` section for the ``config.json`` in ``directory``. It must agree with ``stated``.
 
-    Raises :class:`ConfigError` naming the key that differs, or what this model cannot do.
+    Raises ConfigError with the key that differs, or with the setting that is not supported.
     """
     path = directory / "config.json"
     try:
@@ -101,7 +115,7 @@ def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict
         name = content["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"training.init_from: {path} is no model's configuration; give a directory in Hugging Face's format"
+            f"training.init_from: {path} is not a model's configuration; give a directory in Hugging Face's format"
         ) from None
     entry = MODELS.get(name)
     if entry is None or entry.from_huggingface is None:
@@ -156,10 +170,10 @@ _ABOUT = {
 
 
 def _agreed(key: str, stated: object, data: int) -> object:
-    # A stated value that is no integer is left for the schema to refuse.
+    # The schema refuses a value that is not an integer.
     if isinstance(stated, int) and stated != data:
         remedy = f"remove model.{key} to take the data's"
         if key == "vocab_size":
-            remedy = f"prepare the data with the tokenizer that this model was meant for, or, for one that starts anew, {remedy}"
+            remedy = f"prepare the data with the tokenizer that this model was meant for, or, for a new model, {remedy}"
         raise ConfigError(f"model.{key}: {stated}, but {_ABOUT[key]} {data}; {remedy}")
     return data if stated is None else stated

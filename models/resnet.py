@@ -1,7 +1,9 @@
-"""ResNet-18: parameter names, buffers and numerics of torchvision's ``resnet18``, so that weights go either way unchanged.
+"""ResNet-18, with the parameter names, buffers and numerics of torchvision's ``resnet18``.
 
-Sources: He et al., arXiv 1512.03385 (the model, and in section 4.2 the small stem for small images); He et al., arXiv 1502.01852
-(initialisation). Letters of shapes: B images, C channels, H × W pixels, N classes.
+Weights can therefore be exchanged without changes. Sources: He et al., arXiv 1512.03385 (the model,
+and in section 4.2 the small stem for small images); He et al., arXiv 1502.01852 (initialisation).
+
+Letters of shapes: B images, C channels, H × W pixels, N classes.
 """
 
 from __future__ import annotations
@@ -12,34 +14,35 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine.config.section import PositiveInt, Section
+from ..engine.config.section import Pixels, Section, Width
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Constant, Init, Normal, Uniform
-from .classification import Measure, measured
+from .classification import Measure, measure_logits
 
-STAGES = (
-    1,
-    2,
-    3,
-    4,
-)  # of two blocks each; the first block of a stage after the first halves the image and doubles the channels
+# Stages of two blocks. Each later stage halves the image and doubles the channels in its first block.
+STAGES = (1, 2, 3, 4)
+_BATCH_NORM = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}
 
 
 class ResNetConfig(Section):
-    """Shape of a ResNet-18; ``num_classes`` and ``image_size`` may be left to the data.
+    """Shape of a ResNet-18. The data can give ``num_classes`` and ``image_size``.
 
-    ``stem``: "imagenet" divides the image's side by 4 before the first block, "cifar" (a 3 × 3 convolution alone) keeps it.
-    ``width``: channels of the first stage. ``image_size``: pixels of a side, by which alone the cost of a unit is told from another's.
+    ``stem``: "imagenet" divides the image's side by 4 before the first block; "cifar", a single 3 × 3
+    convolution, keeps it. ``width`` is the number of channels of the first stage. ``image_size`` is
+    the number of pixels per side; it is only used to compare the costs of units.
     """
 
-    num_classes: PositiveInt | None = None
+    num_classes: Width | None = None
     stem: Literal["cifar", "imagenet"] = "imagenet"
-    width: PositiveInt = 64
-    image_size: PositiveInt | None = None
+    width: Width = 64
+    image_size: Pixels | None = None
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """torch's, also where the engine computes in bfloat16: kernels take scale and shift in the type of the statistics, float32, alone."""
+    """torch's batch norm, which also works if the engine computes in bfloat16.
+
+    The kernels need scale and shift in the dtype of the statistics, float32.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` (B, C, H, W) of any floating type → the same."""
@@ -59,9 +62,9 @@ class BatchNorm2d(nn.BatchNorm2d):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 × 3 convolutions added to their input; (B, C, H, W) → (B, C', H / stride, W / stride).
+    """Two 3 × 3 convolutions, added to their input: (B, C, H, W) → (B, C', H / stride, W / stride).
 
-    The input has been through a ReLU, so that skipping a block of stride 1 and C' = C is the identity.
+    The input is the output of a ReLU, so skipping a block with stride 1 and C' = C is the identity.
     """
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
@@ -83,15 +86,16 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A ResNet-18 with its classifier; state dicts interchange with torchvision's ``resnet18`` (stem "imagenet", width 64).
+    """A ResNet-18 with its classifier.
 
-    Raises :class:`ConfigError` where ``config.num_classes`` is not filled in.
+    With the stem "imagenet" and width 64, state dicts are those of torchvision's ``resnet18``. Raises
+    ConfigError if ``config.num_classes`` is not set.
     """
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         if config.num_classes is None:
-            raise ConfigError("model.num_classes: not set, and no data states it; add it to the model section")
+            raise ConfigError("model.num_classes: not set, and the data does not give it; add it to the model section")
         self.config = config
         width = config.width
         small = config.stem == "cifar"
@@ -105,21 +109,25 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(8 * width, config.num_classes)
 
     def forward(self, images: Tensor, labels: Tensor | None = None, measure: Measure = "loss") -> Tensor:
-        """Logits (B, N) of ``images`` (B, 3, H, W); with ``labels`` (B) the mean cross-entropy instead, or the accuracy: the part of
-        the images whose largest logit is the label's; a float32 scalar.
+        """Logits (B, N) of ``images`` (B, 3, H, W), or with ``labels`` (B) the loss or accuracy.
+
+        Both are float32 scalars, described at :func:`measure_logits`.
         """
         hidden = self.maxpool(F.relu(self.bn1(self.conv1(images))))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             hidden = stage(hidden)
         logits = self.fc(F.adaptive_avg_pool2d(hidden, 1).flatten(1))
-        return logits if labels is None else measured(logits, labels, measure)
+        return logits if labels is None else measure_logits(logits, labels, measure)
 
     def unit_patterns(self) -> list[str]:
         """Patterns of the modules that are units: the blocks that keep their input's shape."""
         return ["layer1.*", "layer2.1", "layer3.1", "layer4.1"]
 
     def unit_flops(self) -> dict[str, int]:
-        """Floating-point operations of a forward pass of one image, by unit: 2 for every weight of a convolution and position."""
+        """Floating-point operations of a forward pass of one image, by unit.
+
+        Each weight of a convolution takes 2 operations per position.
+        """
         side = self.config.image_size or (32 if self.config.stem == "cifar" else 224)
         if self.config.stem == "imagenet":
             side = math.ceil(math.ceil(side / 2) / 2)
@@ -147,10 +155,11 @@ class ResNet(nn.Module):
         return branches
 
     def parameter_init(self, name: str) -> Init:
-        """How the parameter or buffer of this (canonical) name is initialised: torchvision's scheme.
+        """torchvision's initialisation of the parameter or buffer with this canonical name.
 
-        Convolutions are normal with variance 2 / (output channels × kernel positions), which keeps gradients from growing or
-        vanishing; the classifier is torch's own. Raises :class:`ModelError` for a name that is no tensor of this model.
+        Convolutions are normal with variance 2 / (output channels × kernel positions), so that
+        gradients neither grow nor vanish. The classifier has torch's own initialisation. Raises
+        ModelError if the model has no tensor of this name.
         """
         module, _, leaf = name.rpartition(".")
         kind = type(dict(self.named_modules()).get(module))
@@ -162,9 +171,6 @@ class ResNet(nn.Module):
         if kind is BatchNorm2d and leaf in _BATCH_NORM:
             return Constant(_BATCH_NORM[leaf])
         raise ModelError(f"{name}: ResNet has no parameter or buffer of this name")
-
-
-_BATCH_NORM = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}
 
 
 def _stage(channels_in: int, channels: int, stride: int) -> nn.Sequential:

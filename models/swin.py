@@ -1,7 +1,9 @@
-"""Swin-T: parameter names, buffers and numerics of torchvision's ``swin_t``, so that weights go either way unchanged.
+"""Swin-T, with the parameter names, buffers and numerics of torchvision's ``swin_t``.
 
-Source: Liu et al., arXiv 2103.14030. Letters of shapes: B images, H × W patches, C channels, M patches of a window's side, h heads,
-N classes.
+Weights can therefore be exchanged without changes. Source: Liu et al., arXiv 2103.14030.
+
+Letters of shapes: B images, H × W patches, C channels, M patches per side of a window, h heads, N
+classes.
 """
 
 from __future__ import annotations
@@ -16,32 +18,37 @@ from einops.layers.torch import Rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..engine.config.section import PositiveInt, Section
+from ..engine.config.section import Layers, Pixels, Section, Width
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Constant, Init, Normal, Table, Uniform
-from .classification import Measure, measured
+from .classification import Measure, measure_logits
 
-_MASKED = -100.0  # added to a score across the seam of a shifted image; torchvision's
-Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
+_MASKED = -100.0  # torchvision adds it to scores across the seam of a shifted image
+Depths = Annotated[list[Layers], Field(min_length=1, max_length=16)]
+Heads = Annotated[list[Width], Field(min_length=1, max_length=16)]
 
 
 class SwinConfig(Section):
-    """Shape of a Swin; the defaults are Swin-T's. ``num_classes`` and ``image_size`` may be left to the data.
+    """Shape of a Swin. The defaults are Swin-T's. The data can give ``num_classes`` and ``image_size``.
 
-    ``depths`` and ``num_heads``: blocks, and heads of each block, by stage; a stage after the first halves the image's side and doubles
-    the channels, ``embed_dim`` at first. ``patch_size``: pixels of a patch's side; ``window_size``: patches of a window's side.
-    ``image_size``: pixels of a side, by which alone the cost of a unit is told from another's. ``stochastic_depth``: 0 alone; which
-    branches a sample skips would be drawn by each rank for itself, and a run would depend on its layout.
+    ``depths`` has the number of blocks of each stage, and ``num_heads`` the heads of each of its
+    blocks. The first stage has ``embed_dim`` channels; every further stage halves the image's side and
+    doubles the channels. ``patch_size`` is the number of pixels per side of a patch, ``window_size``
+    the number of patches per side of a window. ``image_size`` is the number of pixels per side; it is
+    only used to compare the costs of units.
+
+    ``stochastic_depth`` must be 0: each rank would draw for itself which branches a sample skips, so a
+    run would depend on its layout.
     """
 
-    num_classes: PositiveInt | None = None
-    image_size: PositiveInt | None = None
-    patch_size: PositiveInt = 4
-    embed_dim: PositiveInt = 96
-    depths: Sizes = Field(default_factory=lambda: [2, 2, 6, 2])
-    num_heads: Sizes = Field(default_factory=lambda: [3, 6, 12, 24])
-    window_size: PositiveInt = 7
-    mlp_ratio: PositiveInt = 4
+    num_classes: Width | None = None
+    image_size: Pixels | None = None
+    patch_size: Pixels = 4
+    embed_dim: Width = 96
+    depths: Depths = Field(default_factory=lambda: [2, 2, 6, 2])
+    num_heads: Heads = Field(default_factory=lambda: [3, 6, 12, 24])
+    window_size: Pixels = 7
+    mlp_ratio: Width = 4
     initializer_range: Annotated[float, Field(gt=0, le=1)] = 0.02
     stochastic_depth: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
@@ -49,7 +56,7 @@ class SwinConfig(Section):
     def _fits_together(self) -> Self:
         if len(self.depths) != len(self.num_heads):
             raise ValueError(
-                f"depths names {len(self.depths)} stages and num_heads {len(self.num_heads)}; give both a number a stage"
+                f"depths names {len(self.depths)} stages and num_heads {len(self.num_heads)}; give both one number per stage"
             )
         for stage, heads in enumerate(self.num_heads):
             if self.channels(stage) % heads:
@@ -63,12 +70,15 @@ class SwinConfig(Section):
         return self
 
     def channels(self, stage: int) -> int:
-        """C of a stage, counted from 0."""
+        """C of a stage; the first stage is 0."""
         return self.embed_dim * 2**stage
 
 
 def relative_positions(window: int, device: str | None = None) -> Tensor:
-    """Row of the table of biases for every pair of a window's patches: shape (M⁴,), query first; of 2M − 1 steps down and across."""
+    """The row in the table of biases for every pair (query, key) of a window's patches: shape (M⁴,).
+
+    The table has a row for each of the 2M − 1 steps down and 2M − 1 steps across.
+    """
     steps = torch.arange(window, device=device)
     places = torch.cartesian_prod(steps, steps)
     down, across = (places[:, None] - places[None] + window - 1).unbind(-1)
@@ -76,9 +86,11 @@ def relative_positions(window: int, device: str | None = None) -> Tensor:
 
 
 class WindowAttention(nn.Module):
-    """Self-attention inside windows of M × M patches, which every second block shifts by half a window, around the image's edges.
+    """Self-attention inside windows of M × M patches.
 
-    Scores have a learnt bias by relative position; patches that only the shift made neighbours do not see each other.
+    Every second block shifts the windows by half a window, around the image's edges. Patches that are
+    neighbours only because of the shift do not see each other. Scores have a learned bias by relative
+    position.
     """
 
     def __init__(self, channels: int, heads: int, window: int, shift: int) -> None:
@@ -90,11 +102,11 @@ class WindowAttention(nn.Module):
         self.register_buffer("relative_position_index", relative_positions(window))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (B, H, W, C) → the same; it is padded to whole windows with zeros, which are seen."""
+        """``x`` (B, H, W, C) → the same shape. Zeros pad it to whole windows; attention sees them."""
         height, width = x.shape[1:3]
         x = F.pad(x, (0, 0, 0, -width % self.window, 0, -height % self.window))
         sides = x.shape[1:3]
-        shifts = tuple(self.shift if side > self.window else 0 for side in sides)  # one window sees everything as it is
+        shifts = tuple(self.shift if side > self.window else 0 for side in sides)  # a single window is not shifted
         windows = rearrange(
             x.roll([-s for s in shifts], (1, 2)), "b (y m) (x n) c -> b (y x) (m n) c", m=self.window, n=self.window
         )
@@ -106,7 +118,10 @@ class WindowAttention(nn.Module):
         return x[:, :height, :width]
 
     def _attend(self, windows: Tensor, seams: Tensor | None) -> Tensor:
-        """Attention among the patches of each window: (B, windows, M², C) → the same. The number of heads follows from ``qkv``'s width."""
+        """Attention among the patches of each window: (B, windows, M², C) → the same shape.
+
+        The number of heads follows from ``qkv``'s width.
+        """
         query, key, value = rearrange(
             self.qkv(windows), "b w p (three h e) -> three b w h p e", three=3, e=self.head_size
         )
@@ -117,7 +132,10 @@ class WindowAttention(nn.Module):
         return rearrange(F.scaled_dot_product_attention(query, key, value, bias), "b w h p e -> b w p (h e)")
 
     def _seams(self, sides: torch.Size, shifts: tuple[int, ...], device: torch.device) -> Tensor | None:
-        """What is added to the scores of a shifted image, (windows, M², M²): patches from opposite edges do not see each other."""
+        """The mask for the scores of a shifted image, (windows, M², M²).
+
+        It separates patches from opposite edges of the image.
+        """
         if not any(shifts):
             return None
         down, across = (
@@ -131,7 +149,10 @@ class WindowAttention(nn.Module):
 
 
 class SwinBlock(nn.Module):
-    """A residual block: attention in windows, then a feed-forward of each patch, each normalised first and added to its input."""
+    """A residual block: attention in windows, then a feed-forward per patch.
+
+    Each is normalised first and added to its input.
+    """
 
     def __init__(self, channels: int, heads: int, window: int, shift: int, mlp_ratio: int) -> None:
         super().__init__()
@@ -139,17 +160,17 @@ class SwinBlock(nn.Module):
         self.attn = WindowAttention(channels, heads, window, shift)
         self.norm2 = nn.LayerNorm(channels)
         hidden = mlp_ratio * channels
-        # torchvision has a dropout at 2, hence the name of the second layer.
+        # torchvision has a dropout at index 2, so the second layer is named 3.
         self.mlp = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Identity(), nn.Linear(hidden, channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (B, H, W, C) → the same; skipping a block is the identity."""
+        """``x`` (B, H, W, C) → the same shape. Skipping a block is the identity."""
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class PatchMerging(nn.Module):
-    """Every 2 × 2 patches become one of twice the channels: (B, H, W, C) → (B, ⌈H / 2⌉, ⌈W / 2⌉, 2 C)."""
+    """Merges 2 × 2 patches into one with 2 C channels: (B, H, W, C) → (B, ⌈H / 2⌉, ⌈W / 2⌉, 2 C)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -162,15 +183,16 @@ class PatchMerging(nn.Module):
 
 
 class Swin(nn.Module):
-    """A Swin with its classifier; state dicts interchange with torchvision's ``swin_t`` where the sizes are the defaults.
+    """A Swin with its classifier.
 
-    Raises :class:`ConfigError` where ``config.num_classes`` is not filled in.
+    With the default sizes, state dicts are those of torchvision's ``swin_t``. Raises ConfigError if
+    ``config.num_classes`` is not set.
     """
 
     def __init__(self, config: SwinConfig) -> None:
         super().__init__()
         if config.num_classes is None:
-            raise ConfigError("model.num_classes: not set, and no data states it; add it to the model section")
+            raise ConfigError("model.num_classes: not set, and the data does not give it; add it to the model section")
         self.config = config
         patch = nn.Conv2d(3, config.embed_dim, config.patch_size, config.patch_size)
         self.features = nn.Sequential(
@@ -187,18 +209,22 @@ class Swin(nn.Module):
         self.head = nn.Linear(self.norm.normalized_shape[0], config.num_classes)
 
     def forward(self, images: Tensor, labels: Tensor | None = None, measure: Measure = "loss") -> Tensor:
-        """Logits (B, N) of ``images`` (B, 3, pixels, pixels); with ``labels`` (B) the mean cross-entropy instead, or the accuracy: the part
-        of the images whose largest logit is the label's; a float32 scalar.
+        """Logits (B, N) of ``images`` (B, 3, pixels, pixels), or with ``labels`` (B) loss or accuracy.
+
+        Both are float32 scalars, described at :func:`measure_logits`.
         """
         logits = self.head(self.norm(self.features(images)).mean((1, 2)))
-        return logits if labels is None else measured(logits, labels, measure)
+        return logits if labels is None else measure_logits(logits, labels, measure)
 
     def unit_patterns(self) -> list[str]:
         """Patterns of the modules that are units: the residual blocks of every stage."""
         return [f"features.{2 * stage + 1}.*" for stage in range(len(self.config.depths))]
 
     def neuron_branches(self) -> list[Branch]:
-        """Of every block its attention by heads, with their columns of the table of biases, and its feed-forward by hidden channels."""
+        """The attention of each block, cut by heads, and its feed-forward, cut by hidden channels.
+
+        A head owns its column of the table of biases.
+        """
         flops = self._branch_flops()
         branches = []
         for stage, heads in enumerate(self.config.num_heads):
@@ -218,8 +244,9 @@ class Swin(nn.Module):
         return branches
 
     def unit_flops(self) -> dict[str, int]:
-        """Floating-point operations of a forward pass of one image, by unit: 2 for every weight of a matrix and patch, and both products
-        of attention.
+        """Floating-point operations of a forward pass of one image, by unit.
+
+        Each weight of a matrix takes 2 operations per patch. Both products of attention are included.
         """
         flops: dict[str, int] = {}
         for branch, count in self._branch_flops().items():
@@ -228,7 +255,7 @@ class Swin(nn.Module):
         return flops
 
     def _branch_flops(self) -> dict[str, int]:
-        """The same by the path of a block's attention and of its feed-forward."""
+        """The same operations, by the paths of attention and feed-forward."""
         config, flops = self.config, {}
         side, window = (config.image_size or 224) // config.patch_size, config.window_size
         for stage, depth in enumerate(config.depths):
@@ -241,9 +268,9 @@ class Swin(nn.Module):
         return flops
 
     def parameter_init(self, name: str) -> Init:
-        """How the parameter or buffer of this (canonical) name is initialised: torchvision's scheme.
+        """torchvision's initialisation of the parameter or buffer with this canonical name.
 
-        Raises :class:`ModelError` for a name that is no tensor of this model.
+        Raises ModelError if the model has no tensor of this name.
         """
         path, _, leaf = name.rpartition(".")
         kind = type(dict(self.named_modules()).get(path))

@@ -136,13 +136,13 @@ def test_initialisation_is_torchvisions() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"depths": [2, 2]}, r"model: depths names 2 stages and num_heads 4; give both a number a stage"),
+        ({"depths": [2, 2]}, r"model: depths names 2 stages and num_heads 4; give both one number per stage"),
         ({"num_heads": [3, 6, 12, 25]}, r"model: num_heads: 25 heads do not divide the 768 channels of stage 4"),
         (
             {"stochastic_depth": 0.2},
             r"model: stochastic_depth 0.2 is not available in this version: its draws would depend on the layout",
         ),
-        ({}, r"model.num_classes: not set, and no data states it"),
+        ({}, r"model.num_classes: not set, and the data does not give it"),
     ],
 )
 def test_mistakes_are_one_line(section: dict[str, Any], message: str) -> None:

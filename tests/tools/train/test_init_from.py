@@ -81,7 +81,7 @@ BAD = {
     "a key that differs": (lambda _: None, ["--set", "model.hidden_size=64"], "model.hidden_size: 64, but"),
     "another model": (lambda _: None, ["--set", "model.name=resnet"], 'model.name: "resnet", but'),
     "an unknown key": (lambda _: None, ["--set", "model.hiden_size=32"], "model.hiden_size: unknown key"),
-    "no configuration": (lambda folder: (folder / "config.json").unlink(), [], "is no model's configuration"),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), [], "is not a model's configuration"),
     "another kind": (lambda folder: change_config(folder, model_type="gpt2"), [], "model_type 'gpt2' cannot be a start"),
     "a bias": (lambda folder: change_config(folder, attention_bias=True), [], "attention_bias True is not supported"),
     "stretched positions": (
