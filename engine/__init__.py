@@ -1,0 +1,1 @@
+"""The engine: subnetworks in groups, trained together."""

@@ -1,0 +1,1 @@
+"""The command ``sdp`` and its subcommands."""

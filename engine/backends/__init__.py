@@ -1,0 +1,1 @@
+"""One package per backend; construct.py chooses between them."""

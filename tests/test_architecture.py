@@ -1,0 +1,252 @@
+"""The architecture: which package may import which, how long a file may be, and who reads variables.
+
+Every import counts, also those inside functions and under TYPE_CHECKING.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# A folder may import the folders of lower levels only.
+LEVELS = {"engine": 0, "data": 1, "models": 1, "launcher": 1, "tools": 2}
+# A file of engine/ may import its own package and the packages before it.
+ENGINE_ORDER = (
+    "errors", "module_paths", "model_interface", "environment", "config", "distributed", "batch", "placement", "optim",
+    "subnetwork", "sync", "accounting", "full_model", "backend", "checkpoint", "engine_facts", "engine", "backends",
+    "construct", "tracing", "initialize",
+)  # fmt: skip
+# The same inside tools/; a command that is not listed is above all of these.
+TOOLS_ORDER = ("shared", "runs", "report", "train", "plan")
+MOST_LINES, MOST_TEST_LINES, MOST_FILES = 320, 400, 14
+# Private names that tests still import. Give them a public seam, and remove them here.
+PRIVATE_NAMES_IN_TESTS = frozenset(
+    {
+        "data.prepare._Settings",
+        "data.prepare._dtype_name",
+        "data.prepare._quota",
+        "data.prepare._sample_texts",
+        "engine.accounting.memory_probe._LiveStorages",
+        "engine.backends.deepspeed.private._OF_ENGINE",
+        "engine.backends.reference.vectorized._close",
+        "engine.tracing.repetition._settings",
+        "tools.gpu_check.check._write",
+    }
+)
+
+Name = tuple[str, ...]
+
+
+def sources() -> list[Path]:
+    """Return all Python files of the package's folders."""
+    return [path for folder in LEVELS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def tests() -> list[Path]:
+    """Return all Python files of the tests."""
+    return sorted((ROOT / "tests").rglob("*.py"))
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    """Parse a file once."""
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def name_of(path: Path) -> Name:
+    """Return the parts of a module's name below ``sdp``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def exists(name: Name) -> bool:
+    """Whether a module or a package has this name."""
+    return ROOT.joinpath(*name).is_dir() or ROOT.joinpath(*name).with_suffix(".py").exists()
+
+
+def imports_of(path: Path) -> Iterator[tuple[Name, str]]:
+    """Yield the modules of ``sdp`` that a file imports, and the name that it takes of each ('' for none)."""
+    package = name_of(path) if path.name == "__init__.py" else name_of(path)[:-1]
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("sdp."):
+                    yield tuple(alias.name.split(".")[1:]), ""
+        elif isinstance(node, ast.ImportFrom):
+            below: Name = tuple(node.module.split(".")) if node.module else ()
+            if node.level:
+                base = package[: len(package) - node.level + 1] + below
+            elif below[0] == "sdp":
+                base = below[1:]
+            else:
+                continue
+            for alias in node.names:
+                module = (*base, alias.name)
+                yield (module, "") if exists(module) else (base, alias.name)
+
+
+def edges() -> set[tuple[Name, Name]]:
+    """Return which file of the package imports which other."""
+    return {
+        (name_of(path), target)
+        for path in sources()
+        for target, _ in imports_of(path)
+        if target and target[0] in LEVELS and target != name_of(path)
+    }
+
+
+def points_down(source: Name, target: Name) -> bool:
+    """Whether the order of the packages allows this import."""
+    if source[0] != target[0]:
+        return LEVELS[source[0]] > LEVELS[target[0]]
+    if len(source) < 2 or len(target) < 2 or source[1] == target[1]:
+        return True
+    if source[0] == "engine":
+        return ENGINE_ORDER.index(source[1]) > ENGINE_ORDER.index(target[1])
+    if source[0] == "tools" and source[1] in TOOLS_ORDER:
+        return target[1] in TOOLS_ORDER[: TOOLS_ORDER.index(source[1])]
+    return True
+
+
+def cycle_through(start: Name, reached: dict[Name, set[Name]]) -> list[Name]:
+    """Return the shortest way from a module back to itself, or nothing."""
+    ways = [[start]]
+    seen: set[Name] = set()
+    for way in ways:
+        for target in reached.get(way[-1], ()):
+            if target == start:
+                return [*way, start]
+            if target not in seen:
+                seen.add(target)
+                ways.append([*way, target])
+    return []
+
+
+def dotted(names: tuple[Name, ...] | list[Name]) -> str:
+    """Join the names of modules for a message."""
+    return " -> ".join(".".join(name) for name in names)
+
+
+def test_every_package_of_the_engine_has_a_place_in_the_order() -> None:
+    engine = ROOT / "engine"
+    there = {path.stem for path in engine.glob("*.py")} | {path.parent.name for path in engine.glob("*/__init__.py")}
+    unknown, gone = there - {"__init__", *ENGINE_ORDER}, set(ENGINE_ORDER) - there
+    assert not unknown, f"add {sorted(unknown)} to ENGINE_ORDER, above all that they import"
+    assert not gone, f"remove {sorted(gone)} from ENGINE_ORDER"
+
+
+def test_imports_point_down() -> None:
+    upward = sorted(dotted(edge) for edge in edges() if not points_down(*edge))
+    assert not upward, "move what is needed to the lower package, or pass it as an argument:\n" + "\n".join(upward)
+
+
+def test_no_two_files_import_each_other() -> None:
+    reached: dict[Name, set[Name]] = {}
+    for source, target in edges():
+        reached.setdefault(source, set()).add(target)
+    cycles = {frozenset(way): dotted(way) for start in sorted(reached) if (way := cycle_through(start, reached))}
+    assert not cycles, "move what both need to a third file:\n" + "\n".join(cycles.values())
+
+
+def test_the_command_line_imports_a_command_only_when_it_runs() -> None:
+    static = ast.Module(
+        [node for node in parse(ROOT / "tools/cli.py").body if isinstance(node, ast.Import | ast.ImportFrom)], []
+    )
+    modules = [node.module or "" for node in ast.walk(static) if isinstance(node, ast.ImportFrom) and node.level == 1]
+    commands = [module for module in modules if module.partition(".")[0] not in TOOLS_ORDER[:2]]
+    assert not commands, f"tools/cli.py must import these when they are called, not at the top: {commands}"
+
+
+@pytest.mark.parametrize("folder", [*LEVELS, "tests"])
+def test_files_are_short(folder: str) -> None:
+    most = MOST_TEST_LINES if folder == "tests" else MOST_LINES
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sorted((ROOT / folder).rglob("*.py"))}
+    long = [f"{path.relative_to(ROOT)}: {count}" for path, count in lines.items() if count > most]
+    assert not long, f"split by subject what has more than {most} lines:\n" + "\n".join(long)
+
+
+def test_folders_are_small() -> None:
+    count: dict[Path, int] = {}
+    for path in sources():
+        count[path.parent] = count.get(path.parent, 0) + (path.name != "__init__.py")
+    full = [f"{folder.relative_to(ROOT)}: {files}" for folder, files in count.items() if files > MOST_FILES]
+    assert not full, f"make a package of a part of what has more than {MOST_FILES} files:\n" + "\n".join(full)
+
+
+def test_every_package_says_what_it_is() -> None:
+    wrong = []
+    for folder in sorted({path.parent for path in sources()}):
+        file = folder / "__init__.py"
+        if not file.exists() or not ast.get_docstring(parse(file)):
+            wrong.append(f"{folder.relative_to(ROOT)}: add an __init__.py with one docstring")
+            continue
+        for node in parse(file).body[1:]:
+            exported = isinstance(node, ast.Assign) and dotted_targets(node) == ["__all__"]
+            if not isinstance(node, ast.ImportFrom) and not exported:
+                wrong.append(f"{file.relative_to(ROOT)}:{node.lineno}: move this code to a module")
+    assert not wrong, "\n".join(wrong)
+
+
+def dotted_targets(node: ast.Assign) -> list[str]:
+    """Return the source of what is assigned to."""
+    return [ast.unparse(target) for target in node.targets]
+
+
+def test_only_the_environment_reads_variables() -> None:
+    readers = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources()
+        if path.parent != ROOT / "engine/environment"
+        for node in ast.walk(parse(path))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv"))
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {alias.name for alias in node.names} & {"environ", "getenv"}
+        )
+    ]
+    assert not readers, "use a function of engine/environment/ instead of os.environ:\n" + "\n".join(readers)
+
+
+def test_every_package_is_installed() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    listed = set(setup["options"]["packages"].split()) - {"sdp", "sdp.configs"}
+    there = {".".join(("sdp", *name_of(path))) for path in sources() if path.name == "__init__.py"}
+    assert listed == there, f"setup.cfg's packages: add {sorted(there - listed)} and remove {sorted(listed - there)}"
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Yield the private names of ``sdp`` modules that a file imports or reaches, each with its module."""
+    modules: dict[str, str] = {}
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "sdp":
+            below = tuple((node.module or "").split(".")[1:])
+            for alias in node.names:
+                if re.match(r"_[^_]", alias.name):
+                    yield ".".join((*below, alias.name))
+                elif below and exists((*below, alias.name)):
+                    modules[alias.asname or alias.name] = ".".join((*below, alias.name))
+    for node in ast.walk(parse(path)):
+        if (
+            isinstance(node, ast.Attribute)
+            and re.match(r"_[^_]", node.attr)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in modules
+        ):
+            yield f"{modules[node.value.id]}.{node.attr}"
+
+
+def test_tests_use_public_names() -> None:
+    used = {name: path.relative_to(ROOT) for path in tests() for name in private_names(path)}
+    new = [f"{path}: {name}" for name, path in sorted(used.items()) if name not in PRIVATE_NAMES_IN_TESTS]
+    assert not new, "test through the public interface, or make these names public:\n" + "\n".join(new)
+    gone = sorted(PRIVATE_NAMES_IN_TESTS - set(used))
+    assert not gone, f"no test uses these any more; remove them from PRIVATE_NAMES_IN_TESTS: {gone}"
