@@ -7,16 +7,23 @@ import signal
 import threading
 from collections.abc import Iterator
 
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 10.0  # from a signal to a rank until it is killed
+
+# SIGUSR1 is what SLURM users ask for before a time limit.
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Collects SIGINT, SIGTERM and SIGHUP instead of dying of them; those that are ignored (nohup) stay ignored."""
+    """Collect signals to this process in a list while inside, instead of dying of them.
+
+    A signal that is ignored (SIGHUP under nohup) stays ignored. Outside the main thread, which alone may
+    handle signals, nothing is caught.
+    """
     received: list[int] = []
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in CAUGHT:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 previous[number] = signal.signal(number, lambda caught, _: received.append(caught))
     try:

@@ -1,8 +1,9 @@
-"""The started process's half of our launchers: it ends with its parent, and reports a fatal error once.
+"""What a started rank does for its launcher: it ends with its parent, and reports a fatal error once.
 
-A job of many ranks fails with one message. Under the local launcher a rank leaves its error in a file and the launcher
-prints the one that came first; under another launcher ranks above 0 hold theirs back until rank 0 could have failed
-alike, and each the news that another rank is gone until the cause could have been told.
+A job of many ranks fails with one message. Under the local launcher a rank writes its error to a file, and the
+launcher prints the one that came first. Under another launcher ranks above 0 wait before they print their error,
+because rank 0 may print the same. Every rank waits before it prints that another rank is gone, so that the cause
+comes first.
 """
 
 from __future__ import annotations
@@ -21,19 +22,24 @@ from pathlib import Path
 
 from ..engine.environment.detect import Supervision, detect
 from ..engine.errors import LaunchError
-from .heartbeat import Place
+from .heartbeat import Whereabouts
 
 PREFIX = "sdp: error: "
 _PR_SET_PDEATHSIG = 1
-# Launchers look at their processes every 0.1 s (torchrun) to 1 s (DeepSpeed) and end all after the first failure.
+# Launchers look at their processes every 0.1 s (torchrun) to 1 s (DeepSpeed), and end all of them after the first failure.
 HOLD_BACK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class FatalError:
-    """Why a rank ended: the exit code it is about to have, the text for the user, when (seconds since the epoch).
+    """Why a rank ends.
 
-    ``stalled``: it made no progress, which may be another rank's fault; ``follows``: another rank is gone, which is.
+    Attributes:
+        exit_code: the exit code that it is about to have.
+        text: the text for the user.
+        time: when it failed, in seconds since the epoch.
+        stalled: whether it made no progress, which may be another rank's fault.
+        follows: whether it ends because another rank is gone.
     """
 
     exit_code: int
@@ -44,11 +50,11 @@ class FatalError:
 
     @property
     def is_known(self) -> bool:
-        """Whether the program itself says what is wrong, in one line, and not only that another rank is gone."""
+        """Whether the program itself says in one line what is wrong, other than that another rank is gone."""
         return self.text.startswith(PREFIX) and not self.follows
 
     def write(self, path: Path) -> None:
-        """Write to ``path`` at once: a reader sees all of it or nothing."""
+        """Write to ``path`` in one step. A reader sees all of it or nothing."""
         aside = path.with_suffix(".tmp")
         aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
         aside.replace(path)
@@ -62,19 +68,20 @@ class FatalError:
             return None
 
 
-def described_end(rank: int, exit_code: int, place: Place | None) -> str:
-    """How a process of this host ended, in words; ``exit_code``: below zero for a signal, ``place``: where it said last that it is."""
+def described_end(rank: int, exit_code: int, whereabouts: Whereabouts | None) -> str:
+    """How a process of this host ended, in words. An ``exit_code`` below zero is a signal."""
     if exit_code >= 0:
         how = f"ended with exit code {exit_code}"
     else:
         name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
         how = f"was killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
-    return f"rank {rank} on {socket.gethostname()} {how}" + (f" in step {place.step} ({place.phase})" if place else "")
+    where = f" in step {whereabouts.step} ({whereabouts.phase})" if whereabouts else ""
+    return f"rank {rank} on {socket.gethostname()} {how}{where}"
 
 
 def tie_to_parent(parent_pid: int) -> None:
-    """End this process when the launcher ends, even by SIGKILL."""
-    # Rank 0 runs in a background process group of the terminal: writing to it must not stop it under `stty tostop`.
+    """Let this process end when the launcher ends, even by SIGKILL."""
+    # Rank 0 is in a background process group of the terminal. Under `stty tostop` writing to the terminal would stop it.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -87,10 +94,18 @@ def tie_to_parent(parent_pid: int) -> None:
 def report_fatal(
     text: str, exit_code: int, supervision: Supervision | None, *, stalled: bool = False, follows: bool = False
 ) -> None:
-    """Tell the user why this process ends, once for all ranks."""
+    """Tell the user why this process ends, once for all ranks.
+
+    Args:
+        text: the text for the user.
+        exit_code: the exit code that this process is about to have.
+        supervision: the launcher of this package that started this process, or None.
+        stalled: see :class:`FatalError`.
+        follows: see :class:`FatalError`.
+    """
     rank = _rank()
     if supervision is not None and supervision.error_file is not None:
-        with contextlib.suppress(OSError):  # a full disk must not hide the error itself
+        with contextlib.suppress(OSError):  # on a full disk the error is printed instead
             FatalError(exit_code, text, time.time(), stalled, follows).write(supervision.error_file)
             if rank == 0:
                 return

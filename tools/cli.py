@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import errno
 import importlib
 import logging
 import os
@@ -26,8 +25,7 @@ from ..engine.environment.exit import leaves_at_once
 from ..engine.errors import PeerLostError, SDPError
 from ..launcher.supervision import report_fatal, tie_to_parent
 from .shared.arguments import Parser, split_set_values
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from .shared.files import NO_ROOM
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report_fatal(traceback.format_exc().rstrip(), 1, above)
         return 1
     except OSError as error:
-        if above is None and error.filename is None and error.errno in _NO_ROOM and _output_fails():
+        if above is None and error.filename is None and error.errno in NO_ROOM and _output_fails():
             report_fatal(f"sdp: error: standard output cannot be written ({error.strerror})", 2, above)
             return 2
         report_fatal(traceback.format_exc().rstrip(), 1, above)
@@ -133,8 +131,7 @@ def _run(argv: list[str], above: Supervision | None) -> int:
         own = commands.add_parser(name, help=command.help, description=command.help)
         if name == chosen:
             command.add_arguments(own)
-    args = parser.parse_args(split_set_values(argv))
-    args.argv, args.above = argv, above
+    args = parser.parse_args(split_set_values(argv), argparse.Namespace(argv=argv, above=above))
     return _COMMANDS[args.command].run(args)
 
 
@@ -160,6 +157,7 @@ _COMMANDS = {
     "gradient-bias": _tool_command(
         "gradient_bias.command", "bias of SDP's gradient against the dense model's, told from sampling noise"
     ),
+    "study": _tool_command("study.command", "experiments over many configurations: memory, profiles"),
     "evaluate": _tool_command("evaluate", "held-out loss of the full model of a checkpoint"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),
     "report": _tool_command("report.command", "summarise and compare finished runs"),

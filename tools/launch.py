@@ -1,44 +1,136 @@
-"""``sdp launch``: start a run on several hosts."""
+"""``sdp launch``: start a run on this host or on several hosts."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
-from ..engine.errors import ConfigError
-from .shared.arguments import Parser
-from .train.command import add_arguments as add_train_arguments
-from .train.command import complete_arguments
+from ..engine.environment.detect import detect
+from ..engine.errors import ConfigError, LaunchError
+from ..launcher.cluster.launch import LaunchOptions
+from .shared.arguments import port, positive_int
+from .train.options import TrainOptions
+
+_LAUNCHERS = ("local", "deepspeed", "mpirun", "slurm")
+_SBATCH_OPTIONS = ("partition", "account", "qos", "time", "constraint", "cpus-per-task")
+# The launchers under which an option has an effect. Under another one it is an error.
+_HOSTS, _SLURM = ("deepspeed", "mpirun"), ("slurm",)
+_ELSEWHERE = (*_HOSTS, *_SLURM)
+_MEANT_FOR = {
+    "hostfile": _HOSTS, "include": _HOSTS, "exclude": _HOSTS, "master_addr": _HOSTS, "master_port": _HOSTS,
+    "nodes": _ELSEWHERE, "python": _ELSEWHERE, "launcher_args": _ELSEWHERE,
+    "mpi": ("mpirun",), "mpirun": ("mpirun",), "status": _SLURM,
+    "container": _SLURM, "container_mounts": _SLURM, "signal_seconds": _SLURM, "cpu": _SLURM,
+    **{name.replace("-", "_"): _SLURM for name in _SBATCH_OPTIONS},
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options. The words from CONFIG on are those of ``sdp train``."""
+    parser.usage = "sdp launch --launcher {local,deepspeed,mpirun,slurm} [options] CONFIG [options of sdp train]"
+    parser.add_argument("--launcher", choices=_LAUNCHERS, required=True, help="what starts the processes")
+    parser.add_argument("--nodes", metavar="N", type=positive_int, help="how many hosts (default: all of the hostfile)")
+    parser.add_argument(
+        "--gpus-per-node", metavar="G", type=positive_int, help="ranks on each host, one per GPU (default: all slots)"
+    )
+    parser.add_argument(
+        "--env",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a variable for every rank (env.NAME); may be repeated",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be run, and run nothing")
+    hosts = parser.add_argument_group("deepspeed and mpirun")
+    hosts.add_argument("--hostfile", metavar="FILE", type=Path, help="lines of the form: worker-0 slots=4")
+    hosts.add_argument("--include", metavar="SPEC", help="use only these hosts and slots: worker-0@worker-1:0,2")
+    hosts.add_argument("--exclude", metavar="SPEC", help="use all hosts and slots except these")
+    hosts.add_argument("--master-addr", metavar="HOST", help="where the hosts reach rank 0 (default: the first host)")
+    hosts.add_argument("--master-port", metavar="PORT", type=port, help="its port (default: 29500)")
+    hosts.add_argument(
+        "--mpi", choices=("openmpi", "mpich", "intel"), help="whose mpirun it is (default: ask the program)"
+    )
+    hosts.add_argument("--mpirun", metavar="PROGRAM", help="mpirun's name or path (default: mpirun)")
+    hosts.add_argument("--python", metavar="PATH", help="the interpreter on the hosts (default: this one's path)")
+    hosts.add_argument("--launcher-args", metavar="WORDS", help="more options for the launcher itself, as one word")
+    jobs = parser.add_argument_group("slurm")
+    for name in _SBATCH_OPTIONS:
+        jobs.add_argument(f"--{name}", metavar="VALUE", help=f"sbatch's --{name}")
+    jobs.add_argument("--cpu", action="store_true", default=None, help="ask for no GPUs: the ranks run on CPUs")
+    jobs.add_argument("--container", metavar="IMAGE", help="run the tasks in this image, by pyxis")
+    jobs.add_argument("--container-mounts", metavar="SRC:DST,…", help="mounts besides the working directory")
+    jobs.add_argument(
+        "--signal-seconds",
+        metavar="S",
+        type=positive_int,
+        help="checkpoint and requeue this long before --time (default: 300)",
+    )
+    jobs.add_argument(
+        "--status", metavar="DIR", type=Path, help="print the state of this dump directory's job; starts nothing"
+    )
+    parser.add_argument(
+        "words", metavar="CONFIG …", nargs=argparse.REMAINDER, help="the run's JSON file, and options of sdp train"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find the mistakes in the words for ``sdp train`` here, once, and start it on every rank."""
+    """Check the words for ``sdp train`` once, here, and start it on every rank."""
     from ..engine.config.load import load_config
-    from ..launcher.cluster.launch import check
-    from ..launcher.cluster.launch import run as start
+    from ..launcher.cluster.launch import launch
     from ..launcher.cluster.slurm import status
     from ..launcher.degrees import Degrees
 
-    check(args)
+    _check(args)
     if args.status is not None:
         print(status(args.status))
         return 0
-    parser = Parser(prog="sdp train")
-    add_train_arguments(parser)
     words = [*args.words, *(word for setting in args.env for word in ("--set", _env_override(setting)))]
-    train = parser.parse_args(words)
+    train = TrainOptions.parse(words)
     if train.nproc is not None:
         raise ConfigError("--nproc: sdp launch counts the processes itself; give --gpus-per-node before CONFIG")
-    complete_arguments(train)
     config = load_config(train.config, train.overrides)
-    if args.launcher in (
-        "local",
-        "slurm",
-    ):  # rank 0 has the dump directory of this host; a job would find so after its time in the queue
+    # Under these launchers rank 0 has this host's dump directory, and a job would find the mistake after its time in the queue.
+    if args.launcher in ("local", "slurm"):
         from .runs.run_files import require_no_other_run
 
         require_no_other_run(train.dump_dir, resume=train.resume)
-    return start(args, ["train", *words], train.dump_dir, Degrees(config, train.fsdp))
+    return launch(launch_options(args), ["train", *words], train.dump_dir, Degrees(config, train.fsdp))
+
+
+def launch_options(args: argparse.Namespace) -> LaunchOptions:
+    """The options in what :func:`add_arguments` has put into ``args``."""
+    names = {name: name.replace("-", "_") for name in _SBATCH_OPTIONS}
+    given = {key: value for key, value in vars(args).items() if value is not None and key in _FIELDS}
+    return LaunchOptions(
+        **given,
+        sbatch={option: value for option, name in names.items() if (value := getattr(args, name)) is not None},
+    )
+
+
+_FIELDS = set(LaunchOptions.__dataclass_fields__) - {"sbatch"}
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that has no effect under the launcher, and for what is missing."""
+    for name, launchers in _MEANT_FOR.items():
+        if getattr(args, name) is not None and args.launcher not in launchers:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{option} has no effect with --launcher {args.launcher}, only with {' or '.join(launchers)}; leave it out"
+            )
+    if args.status is not None:
+        if args.words:
+            raise ConfigError("--status starts nothing; leave CONFIG out")
+        return
+    if args.launcher in _HOSTS and args.hostfile is None:
+        raise ConfigError(f"--launcher {args.launcher} needs --hostfile FILE with lines of the form: worker-0 slots=4")
+    if args.launcher == "slurm" and args.gpus_per_node is None:
+        raise ConfigError("--launcher slurm needs --gpus-per-node G: that many ranks start on each node")
+    if not args.words:
+        raise ConfigError("the following arguments are required: CONFIG; see sdp launch --help")
+    if (started := detect()) is not None:
+        raise LaunchError(f"{started.source} started this process already: its ranks run sdp train themselves")
 
 
 def _env_override(setting: str) -> str:
@@ -46,9 +138,3 @@ def _env_override(setting: str) -> str:
     if not equals:
         raise ConfigError(f"--env {setting}: expected NAME=VALUE")
     return f"env.{name}={json.dumps(value)}"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ..launcher.cluster.launch import add_arguments as add_launcher_arguments
-
-    add_launcher_arguments(parser)

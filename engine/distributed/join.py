@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..environment.detect import detect, publish
 from ..errors import ConfigError
+from .rendezvous import serve_store
 
 log = logging.getLogger("sdp")
 
@@ -34,7 +35,9 @@ def join(timeout_seconds: float | None = None) -> torch.device:
     else:
         publish(found)
         timeout = timedelta(seconds=timeout_seconds) if timeout_seconds is not None else None
-        dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None)
+        store = serve_store(found, timeout or timedelta(minutes=30))
+        ranks = {} if store is None else {"store": store, "rank": found.rank, "world_size": found.world_size}
+        dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None, **ranks)
         log.info("rank %d of %d, from the variables of %s", found.rank, found.world_size, found.source)
     return device
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..errors import LaunchError
 from .hostlist import expand_counts, expand_hosts
-from .launchers import ERROR_FILE, LAUNCHERS, PARENT_PID, PLACE_FILE, Launcher
+from .launchers import ERROR_FILE, LAUNCHERS, LISTENING_SOCKET, PARENT_PID, PLACE_FILE, Launcher
 
 LOOPBACK = "127.0.0.1"
 # torch's own default, for MPI starts on one host that tell nothing a port could be derived from.
@@ -167,6 +167,20 @@ def place_file() -> Path | None:
     """Where the launcher above this process looks for what this rank is doing, or None."""
     path = os.environ.get(PLACE_FILE, "")
     return Path(path) if path else None
+
+
+def inherited_socket() -> int | None:
+    """The file descriptor of the socket on which rank 0 serves the store, if the launcher handed one over.
+
+    The variable is removed: programs that the rank starts do not inherit the socket.
+    """
+    handle = os.environ.pop(LISTENING_SOCKET, "")
+    return int(handle) if handle.isdigit() else None
+
+
+def launcher_serves_store() -> bool:
+    """Whether the launcher itself serves the store for the ranks, as torchrun does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def free_port() -> int:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ...engine.environment.child import child_environment, search_program, variables_with
 from ...engine.errors import LaunchError
-from ..local import PACKAGE
+from ..own_command import PACKAGE
 from .hosts import Host, include_text, slots_text, world_size
 from .quoting import encode, is_safe
 

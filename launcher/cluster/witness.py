@@ -22,8 +22,8 @@ from pathlib import Path
 from ...engine.environment.child import child_environment
 from ...engine.environment.detect import PARENT_PID, PLACE_FILE
 from ...engine.errors import LaunchError
-from ..heartbeat import Place
-from ..local import own_command, search_path
+from ..heartbeat import Whereabouts
+from ..own_command import own_command, search_path
 from ..supervision import HOLD_BACK_SECONDS, PREFIX, described_end
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -49,13 +49,13 @@ def run_witnessed(
             child_environment({**search_path(), **settings, **told}, {}),
             passed_on,
         )
-        place = Place.read(place_file)
+        whereabouts = Whereabouts.read(place_file)
     if code >= 0:
         return code
     if -code not in passed_on:
         if -code == signal.SIGABRT:  # as communication libraries end a process whose peer is gone
             time.sleep(HOLD_BACK_SECONDS)
-        print(PREFIX + described_end(rank, code, place), file=sys.stderr, flush=True)
+        print(PREFIX + described_end(rank, code, whereabouts), file=sys.stderr, flush=True)
     return 128 - code
 
 

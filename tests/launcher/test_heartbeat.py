@@ -19,11 +19,11 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from sdp.launcher import heartbeat
-heartbeat._SILENT_SECONDS = 0.5
+heartbeat.SILENT_SECONDS = 0.5
 beat = heartbeat.Heartbeat(3, None, Path(sys.argv[1]), print, guarded=True)
 beat.at(5, "backward", float(sys.argv[2]) if sys.argv[2] else None)
 time.sleep(1)
-print(beat._guard.pid, flush=True)
+print(beat.guard_pid, flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
@@ -43,7 +43,7 @@ def test_a_stopped_rank_is_killed_and_named(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGKILL
     assert (
         err
-        == f"sdp: error: rank 3 on {socket.gethostname()}, step 5, backward: its process does not run, for it is stopped or stuck: killed\n"
+        == f"sdp: error: rank 3 on {socket.gethostname()}, step 5, backward: the process is stopped or stuck: killed\n"
     )
     until(lambda: not alive(guard))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, TextIO
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError, DataError
 from ...engine.placement.placement import Placement
-from ..shared.files import write_whole
+from ..shared.files import WriteError, write_whole
 
 log = logging.getLogger("sdp")
 
@@ -82,17 +84,29 @@ class RunFiles:
 
     def _close_lines(self) -> None:
         for file in self._open.values():
-            file.close()
+            with contextlib.suppress(OSError):  # of a line that could not be written, which was reported then
+                file.close()
         self._open.clear()
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        if name not in self._open:
-            # Line-buffered; opened at the first line, so that a run that fails before it leaves nothing in the way.
-            self._open[name] = (self.dump_dir / name).open("a", buffering=1, encoding="utf-8")
-        self._open[name].write(json.dumps(_finite(line), allow_nan=False) + "\n")
+        path = self.dump_dir / name
+        try:
+            # Line-buffered. Opened at the first line, so that a run that fails before it leaves no empty file.
+            if name not in self._open:
+                self._open[name] = path.open("a", buffering=1, encoding="utf-8")
+            file = self._open[name]
+            if os.fstat(file.fileno()).st_nlink == 0:
+                raise WriteError(f"{path}: was removed while the run was writing to it")
+            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+        except OSError as error:
+            raise WriteError.of(path, error) from None
 
     def _replace(self, name: str, data: Mapping[str, Any]) -> None:
-        write_whole(self.dump_dir / name, json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
+        text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
+        try:
+            write_whole(self.dump_dir / name, text)
+        except OSError as error:
+            raise WriteError.of(self.dump_dir / name, error) from None
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,33 @@
-"""Files that are written whole or not at all."""
+"""Writing files: a file is written as a whole or not at all, and a full disk is one line."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
+from ...engine.errors import SDPError
+
+# The disk, the user's quota, or the largest file that a process may write.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class WriteError(SDPError):
+    """A file cannot be written, most often because the disk is full."""
+
+    @classmethod
+    def of(cls, path: object, error: OSError) -> WriteError:
+        """The error for ``path``, with the reason of the operating system."""
+        remedy = "; free space there" if error.errno in NO_ROOM else ""
+        return cls(f"{path}: cannot be written ({error.strerror}){remedy}")
+
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, of which a reader sees all or what was there before, also where a disk fills up. What is no file, such as
-    a pipe, is written to as it is. Raises OSError.
+    """Write ``text`` to ``path``. A reader sees the old content or all of the new one, also if the disk fills up.
+
+    A path that is not a regular file, such as a pipe, is written directly. Raises OSError.
     """
-    path = Path(os.path.realpath(path))  # a link stays one
+    path = Path(os.path.realpath(path))  # writes to the target of a link, and keeps the link
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return

@@ -1,12 +1,11 @@
-"""``sdp train``: sets up one rank of a run, checks what can be checked before anything is computed, and hands over to the trainer."""
+"""One rank of ``sdp train``: checks what it can before it computes, builds everything, and starts the trainer."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,54 +27,65 @@ from ...models.registry import build_model
 from ..runs.dataset import open_corpus
 from ..runs.run_config import with_initial_model
 from ..runs.run_files import RunFiles
+from ..shared.files import NO_ROOM, WriteError
 from . import preflight
-from .monitors import open_monitors
+from .checkpointer import newest_checkpoint
+from .log_file import LogFile
+from .observers.monitors import open_monitors
+from .observers.observer import Observer
+from .observers.probe import MemoryProbe
+from .observers.profiler import StepProfiler, parse_steps
+from .observers.progress import Progress
+from .observers.recorder import Recorder
+from .options import TrainOptions
 from .out_of_memory import is_out_of_memory, out_of_memory
-from .profiler import parse_steps
 from .trainer import Trainer
 
 log = logging.getLogger("sdp")
 
-# In what gloo and NCCL say where the process at the other end has ended; with its address where they name it, before or after.
+# What gloo and NCCL say when the process at the other end is gone. Some messages name its address, before or after.
 _ADDRESS = r"\[[0-9a-fA-F.:]+\]:\d+"
 _GONE = re.compile(
     rf"({_ADDRESS}: )?(Connection (reset|closed) by (remote )?peer|Broken pipe)( {_ADDRESS})?|ncclRemoteError"
 )
 
 
-def run(args: argparse.Namespace) -> int:
-    """``sdp train``: this rank's part of a run. ``args`` as made by the command line; returns the exit code.
+def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
+    """Run this rank's part of a run.
 
-    ``args.on_stall`` is called with a message, from another thread, when the rank makes no progress; ``args.guarded``: no launcher of ours
-    would end one that is stopped. ``args.profile``: steps to
-    profile, as text, or None.
+    Args:
+        options: the arguments of the command line.
+        on_stall: called with a message, from another thread, when the rank makes no progress.
+
+    Returns:
+        The exit code.
     """
-    profiled = parse_steps(args.profile) if args.profile is not None else None
-    config = _with_absolute_paths(with_initial_model(load_config(args.config, args.overrides)))
-    place = detect()
-    rank, world_size = (place.rank, place.world_size) if place is not None else (0, 1)
-    preflight.check(config, mesh_of(config, world_size), args.dump_dir, resume=args.resume)
-    files = RunFiles(args.dump_dir, resume=args.resume) if rank == 0 else None
-    monitors = open_monitors(config, args.dump_dir) if rank == 0 else None
-    _set_up_logging(rank, args.dump_dir)
-    log.info(
-        "%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), args.dump_dir / "logs"
-    )
+    profiled = parse_steps(options.profile) if options.profile is not None else None
+    config = _with_absolute_paths(with_initial_model(load_config(options.config, options.overrides)))
+    environment = detect()
+    rank, world_size = (environment.rank, environment.world_size) if environment is not None else (0, 1)
+    dump_dir = options.dump_dir
+    preflight.check(config, mesh_of(config, world_size), dump_dir, resume=options.resume)
+    files = RunFiles(dump_dir, resume=options.resume) if rank == 0 else None
+    monitors = open_monitors(config, dump_dir) if rank == 0 else None
+    _set_up_logging(rank, dump_dir)
+    log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), dump_dir / "logs")
     if config.env:
         log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
-    log_file = args.dump_dir / "logs" / f"rank-{rank}.log"
-    beat = Heartbeat(rank, place_file(), log_file, args.on_stall, guarded=args.guarded and world_size > 1)
+    # Without a launcher of this package nothing else would end a rank that is stopped.
+    guarded = options.above is None and world_size > 1
+    beat = Heartbeat(rank, place_file(), dump_dir / "logs" / f"rank-{rank}.log", on_stall, guarded=guarded)
     beat.at(0, "starting", config.training.start_timeout)
     if not config.sdp.in_one_process:
         training = config.training
         join(max(training.start_timeout, training.save_timeout, training.step_timeout))
-    beat.at(0, "preparing data", None)
-    corpus = open_corpus(config, args.dump_dir)
-    beat.at(0, "building the model", config.training.start_timeout)
-    memory = PeakMemory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    memory.reset()
-    baseline = memory.read()
-    with explained(config, beat):
+    with explained(config, beat, dump_dir=dump_dir):
+        beat.at(0, "preparing data", None)
+        corpus = open_corpus(config, dump_dir)
+        beat.at(0, "building the model", config.training.start_timeout)
+        memory = PeakMemory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        memory.reset()
+        baseline = memory.read()
         model = build_model(config.model, **corpus.facts)
         engine, *_ = initialize(
             model=model,
@@ -84,24 +94,27 @@ def run(args: argparse.Namespace) -> int:
             config=config.without_monitors_of_deepspeed(),
         )
     _warn_of_split_groups(engine)
-    trainer = Trainer(config, engine, corpus, args.dump_dir, baseline, beat, files, monitors)
-    trainer.profile(profiled)
+    observers: list[Observer] = [MemoryProbe(engine)] if MemoryProbe.works_with(engine) else []
+    if profiled is not None:
+        observers.append(StepProfiler(*profiled, dump_dir / "profile", engine.device, records=rank == 0))
+    if files is not None and monitors is not None:
+        observers += [Recorder(files), monitors, Progress(config.steps_per_print)]
+    trainer = Trainer(config, engine, corpus, dump_dir, baseline=baseline, beat=beat, files=files, observers=observers)
     try:
-        with explained(config, beat, engine):
-            status = trainer.train(resume=args.resume)
+        with explained(config, beat, engine, dump_dir=dump_dir):
+            status = trainer.train(resume=options.resume)
     finally:
         trainer.close()
         if files is not None:
             files.close()
-    if (
-        dist.is_initialized()
-    ):  # not after a failure: other ranks may be inside a collective, and the message must get out
+    # Not after a failure: other ranks may be inside a collective, and the message must get out.
+    if dist.is_initialized():
         dist.destroy_process_group()
     return status
 
 
 def _warn_of_split_groups(engine: SDPEngine) -> None:
-    """Say on rank 0 if tensor-parallel ranks are on several hosts. Collective."""
+    """Warn on rank 0 if tensor-parallel ranks are on several hosts. Collective."""
     degree = engine.layout.mesh.tp
     hosts = told_apart(engine.gather_facts((socket.gethostname(), machine_id()))) if degree > 1 else []
     problem = split_tensor_group(hosts, degree)
@@ -110,7 +123,7 @@ def _warn_of_split_groups(engine: SDPEngine) -> None:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """The run's own config.json is read from other directories too."""
+    """The configuration with absolute paths, because other commands read config.json from other directories."""
     paths = {"data": ("path", config.data.path), "training": ("init_from", config.training.init_from)}
     changed = {
         section: getattr(config, section).model_copy(update={key: str(Path(path).absolute())})
@@ -121,22 +134,40 @@ def _with_absolute_paths(config: Config) -> Config:
 
 
 @contextmanager
-def explained(config: Config, beat: Heartbeat, engine: SDPEngine | None = None) -> Iterator[None]:
-    """Turn a failed allocation into an OutOfMemoryError that says what would need less, and a broken connection into a PeerLostError."""
+def explained(
+    config: Config, beat: Heartbeat, engine: SDPEngine | None = None, *, dump_dir: Path | None = None
+) -> Iterator[None]:
+    """Turn failures of the machine into errors of one line.
+
+    A failed allocation becomes an OutOfMemoryError that names remedies, a broken connection a
+    PeerLostError, and a full disk a WriteError that names the newest checkpoint.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            raise out_of_memory(config, str(beat.place), engine) from None
+            raise out_of_memory(config, str(beat.whereabouts), engine) from None
         if (gone := _GONE.search(str(error))) is None:
             raise
         raise PeerLostError(
-            f"{beat.place}: another rank is gone ({gone[0]}); its log or its launcher says why"
+            f"{beat.whereabouts}: another rank is gone ({gone[0]}); its log or its launcher says why"
         ) from None
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        problem: Exception = WriteError.of(error.filename or dump_dir, error)
+        raise _with_newest_checkpoint(problem, dump_dir) from None
+    except WriteError as error:
+        raise _with_newest_checkpoint(error, dump_dir) from None
+
+
+def _with_newest_checkpoint(error: Exception, dump_dir: Path | None) -> WriteError:
+    ending = f"; the newest checkpoint: {newest_checkpoint(dump_dir)}" if dump_dir is not None else ""
+    return WriteError(f"{error}{ending}")
 
 
 def _set_up_logging(rank: int, dump_dir: Path) -> None:
-    """Rank 0 on the terminal and in its log; the others, warnings and errors, in logs/rank-R.log."""
+    """Rank 0 logs to the terminal and to its log file. Other ranks log warnings and errors to theirs."""
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.propagate = False
     log.handlers.clear()
@@ -144,7 +175,10 @@ def _set_up_logging(rank: int, dump_dir: Path) -> None:
         terminal = logging.StreamHandler()
         terminal.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(terminal)
-    (dump_dir / "logs").mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(dump_dir / "logs" / f"rank-{rank}.log", encoding="utf-8")
+    try:
+        (dump_dir / "logs").mkdir(parents=True, exist_ok=True)
+        handler = LogFile(dump_dir / "logs" / f"rank-{rank}.log")
+    except OSError as error:
+        raise WriteError.of(dump_dir / "logs", error) from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)

@@ -1,10 +1,9 @@
-"""What a finished run says of itself in ``summary.json``: measured beside planned, for every rank."""
+"""``summary.json`` of a finished run: what was measured next to what was planned, for every rank."""
 
 from __future__ import annotations
 
 import platform
 import statistics
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,41 @@ import torch
 from ...engine.accounting.memory import state_tensors
 from ...engine.accounting.traffic_plan import data_parallel_traffic
 from ...engine.engine import SDPEngine
+from ..report.command import render
 from ..runs.dataset import Corpus
-from ..runs.run_files import read_run
+from ..runs.plot import plot_loss
+from ..runs.run_files import PLOT, RunFiles, read_run
+from .meter import StepFacts
 
-WARM_UP_STEPS = 3  # the first allocates state, the second is probed
+WARM_UP_STEPS = 3  # step 1 allocates optimizer state, step 2 is probed, step 3 follows the probe
 
 
-@dataclass
-class StepFacts:
-    """What one rank observed in one step."""
+def write_summary(
+    files: RunFiles, engine: SDPEngine, corpus: Corpus, ranks: list[dict[str, Any]], seconds: float
+) -> None:
+    """Write summary.json and the plot of the loss, and print the report. For rank 0 only.
 
-    loss: float
-    learning_rate: float
-    peak_memory_bytes: int
-    comm: dict[str, int]
-    seconds: dict[str, float] = field(default_factory=dict)
+    Args:
+        files: the files of the run.
+        engine: the engine after the last step.
+        corpus: the data of the run.
+        ranks: the :func:`rank_facts` of every rank.
+        seconds: wall time of the training.
+    """
+    files.summary(run_summary(engine, corpus, files.dump_dir, ranks, seconds))
+    finished = read_run(files.dump_dir)
+    plot_loss([finished], files.dump_dir / PLOT)
+    print(render([finished]))
 
 
 def rank_facts(engine: SDPEngine, last: StepFacts | None, baseline: int, peak_tensors: int | None) -> dict[str, Any]:
-    """One rank's state, memory and traffic, the latter of its ``last`` step.
+    """State, memory and traffic of one rank.
 
-    ``baseline``: bytes resident before the model existed. ``peak_tensors``: peak bytes of live tensors in the probed step.
+    Args:
+        engine: the engine after the last step.
+        last: what the rank observed in its last step, None if it made none.
+        baseline: bytes of memory that the process had before the model existed.
+        peak_tensors: peak bytes of live tensors in the probed step, None if no step was probed.
     """
     return {
         "rank": engine.global_rank,
@@ -52,7 +65,7 @@ def rank_facts(engine: SDPEngine, last: StepFacts | None, baseline: int, peak_te
 def run_summary(
     engine: SDPEngine, corpus: Corpus, dump_dir: Path, ranks: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
-    """The whole run's summary, on rank 0. ``ranks``: every rank's :func:`rank_facts`; ``seconds``: wall time of the training."""
+    """The content of summary.json. For the arguments see :func:`write_summary`."""
     layout, config = engine.layout, engine.config
     run = read_run(dump_dir)
     parameters = sum(info.numel for info in layout.parameters.values())

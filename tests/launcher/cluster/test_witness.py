@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sdp
 from sdp.engine.environment.child import child_environment
-from sdp.launcher.heartbeat import Place
+from sdp.launcher.heartbeat import Whereabouts
 from sdp.tests.support.processes import alive, until
 
 _WITNESS = """
@@ -19,7 +19,7 @@ import sys
 from sdp.launcher.cluster.witness import run_witnessed
 sys.exit(run_witnessed(sys.argv[2:], {"FROM": "the launcher"}, 3, [sys.executable, "-c", sys.argv[1]]))
 """
-_PLACE = Place(3, "here", 8, "backward", 0.0)
+_PLACE = Whereabouts(3, "here", 8, "backward", 0.0)
 _SAY_PLACE = f"import os, sys, signal, subprocess, time; open(os.environ['SDP_PLACE_FILE'], 'w').write({json.dumps(_PLACE.__dict__)!r})\n"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from sdp.data.prepare import prepare
-from sdp.launcher.heartbeat import Place
+from sdp.launcher.heartbeat import Whereabouts
 from sdp.tests.support.processes import alive, until
 
 STEPS, SAVE_EVERY, RANKS = 8, 2, 2
@@ -84,10 +84,10 @@ class Job:
 
         return until(find)
 
-    def place(self, rank: int) -> Place | None:
-        return Place.read(self.dump_dir / "logs" / f"rank-{rank}.{self.process.pid}.place")
+    def place(self, rank: int) -> Whereabouts | None:
+        return Whereabouts.read(self.dump_dir / "logs" / f"rank-{rank}.{self.process.pid}.place")
 
-    def signal_rank_when(self, rank: int, number: int, reached: Callable[[Place], bool]) -> list[int]:
+    def signal_rank_when(self, rank: int, number: int, reached: Callable[[Whereabouts], bool]) -> list[int]:
         """Signal the rank once its place is ``reached``; returns all ranks' process ids."""
         pids = [self.rank_pid(rank) for rank in range(RANKS)]
         until(lambda: (place := self.place(rank)) is not None and reached(place), seconds=60)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
-from sdp.tools.train.monitors import evaluation_scalars, open_monitors, train_scalars
+from sdp.tools.train.observers.monitors import evaluation_scalars, open_monitors, train_scalars
 
 LOSS = "Train/Samples/train_loss"
 

@@ -1,7 +1,8 @@
-"""Curves for the programs that users watch them with: TensorBoard, CSV files and Weights & Biases.
+"""Curves for TensorBoard, CSV files and Weights & Biases.
 
-The configuration's sections are DeepSpeed's ``tensorboard``, ``csv_monitor`` and ``wandb``, and so are the names of the curves
-and the layout of the CSV files (deepspeed/monitor). The x axis is the optimizer step.
+The sections of the configuration are DeepSpeed's ``tensorboard``, ``csv_monitor`` and ``wandb``. The
+names of the curves and the layout of the CSV files are DeepSpeed's too (deepspeed/monitor). The x axis
+is the optimizer step.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...engine.config.schema import Config, MonitorSection
-from ...engine.errors import ConfigError
+from ....engine.config.schema import Config, MonitorSection
+from ....engine.errors import ConfigError
+from .observer import Line, Observer
 
-# A curve for every key of a line in metrics.jsonl or evaluations.jsonl.
+# The key of a line in metrics.jsonl or evaluations.jsonl → the name of its curve.
 TRAIN_TAGS = {
     "loss": "Train/Samples/train_loss",
     "lr": "Train/Samples/lr",
@@ -31,18 +33,24 @@ EVAL_TAGS = {"loss": "Eval/loss", "accuracy": "Eval/accuracy", "subnetwork_loss_
 
 
 class Monitor(Protocol):
-    """One program's files."""
+    """The files of one program."""
 
     def write(self, step: int, scalars: dict[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Monitors:
-    """All monitors that the configuration enables; without any, writing does nothing."""
+class Monitors(Observer):
+    """All monitors that the configuration enables."""
 
     def __init__(self, monitors: Sequence[Monitor]):
         self._monitors = monitors
+
+    def on_step(self, line: Line) -> None:
+        self.write(line["step"], train_scalars(line))
+
+    def on_evaluation(self, line: Line) -> None:
+        self.write(line["step"], evaluation_scalars(line))
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Add one point at ``step`` to every curve in ``scalars`` (tag → value)."""
@@ -50,16 +58,16 @@ class Monitors:
             monitor.write(step, scalars)
 
     def close(self) -> None:
-        """Flush and close; once."""
         for monitor in self._monitors:
             monitor.close()
 
 
 def open_monitors(config: Config, dump_dir: Path) -> Monitors:
-    """Open what the configuration enables; to be called on rank 0 alone.
+    """Open the monitors that the configuration enables. Call this on rank 0 only.
 
-    An empty ``output_path`` means ``tensorboard`` and ``csv`` in ``dump_dir``. Where a run is resumed, points after the first
-    step that is written are replaced. Raises ConfigError for a package that is missing or refuses.
+    An empty ``output_path`` means ``tensorboard`` and ``csv`` in ``dump_dir``. When a run is resumed,
+    points from the first step that is written on are replaced. Raises ConfigError for a package that
+    is missing or refuses to start.
     """
     monitors: list[Monitor] = []
     if config.tensorboard.enabled:
@@ -71,12 +79,12 @@ def open_monitors(config: Config, dump_dir: Path) -> Monitors:
     return Monitors(monitors)
 
 
-def train_scalars(line: dict[str, Any]) -> dict[str, float]:
+def train_scalars(line: Line) -> dict[str, float]:
     """The curves in a line of metrics.jsonl."""
     return {tag: line[key] for key, tag in TRAIN_TAGS.items() if line.get(key) is not None}
 
 
-def evaluation_scalars(line: dict[str, Any]) -> dict[str, float]:
+def evaluation_scalars(line: Line) -> dict[str, float]:
     """The curves in a line of evaluations.jsonl."""
     losses = line.get("subnetwork_losses") or []
     values = {**line, "subnetwork_loss_mean": sum(losses) / len(losses) if losses else None}
@@ -84,7 +92,7 @@ def evaluation_scalars(line: dict[str, Any]) -> dict[str, float]:
 
 
 class _TensorBoard:
-    """Opened at the first point: only then is known which points of an earlier process it replaces."""
+    """Opens its file at the first point, which tells from where on points of an earlier process are replaced."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -103,7 +111,7 @@ class _TensorBoard:
 
 
 class _CSV:
-    """A file per curve, ``Train_Samples_lr.csv``, with a header of the words "step" and the tag's last part."""
+    """One file per curve, such as ``Train_Samples_lr.csv``. Its header is "step" and the last part of the tag."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -137,7 +145,7 @@ class _CSV:
 
 
 class _WeightsAndBiases:
-    """A run of Weights & Biases; ``WANDB_MODE=offline`` keeps it on this machine."""
+    """A run of Weights & Biases. ``WANDB_MODE=offline`` keeps it on this machine."""
 
     def __init__(self, config: Config, dump_dir: Path):
         section = config.wandb

@@ -1,0 +1,133 @@
+"""One rank as a process of this host: start it, look at it, find out why it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..engine.environment.launchers import ERROR_FILE, PARENT_PID, PLACE_FILE
+from ..engine.errors import LaunchError
+from .heartbeat import Whereabouts
+from .supervision import FatalError
+
+_LAST_LOG_BYTES = 4096
+
+
+@dataclass
+class RankProcess:
+    """A started process. ``log_start``: the byte of the log, which is appended to, where this run begins."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_start: int
+    error_file: Path
+    place_file: Path
+
+    @classmethod
+    def start(
+        cls, rank: int, command: Sequence[str], environ: dict[str, str], log_dir: Path, pass_fds: Sequence[int] = ()
+    ) -> RankProcess:
+        """Start a rank.
+
+        Args:
+            rank: its number. Rank 0 keeps the terminal, the output of others is appended to their log.
+            command: the words to run.
+            environ: its environment.
+            log_dir: the directory of its log. It is made if it is missing.
+            pass_fds: open files that the process inherits.
+
+        Raises:
+            LaunchError: the process cannot be started, or its log cannot be written.
+        """
+        log, error_file = log_dir / f"rank-{rank}.log", log_dir / f"rank-{rank}.{os.getpid()}.error"
+        place_file = error_file.with_suffix(".place")
+        environ |= {PARENT_PID: str(os.getpid())}
+        environ |= {ERROR_FILE: str(error_file.absolute()), PLACE_FILE: str(place_file.absolute())}
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            error_file.unlink(missing_ok=True)
+            place_file.unlink(missing_ok=True)
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    command,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else output,
+                    stderr=None if rank == 0 else subprocess.STDOUT,
+                    process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
+                    pass_fds=pass_fds,
+                )
+                return cls(rank, process, log, output.tell(), error_file, place_file)
+        except OSError as error:
+            raise LaunchError(f"rank {rank} cannot be started with its log in {log_dir}: {error}") from None
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended. If so, everything that it left in its process group is killed."""
+        if self.process.returncode is None and _has_exited(self.process):
+            self.kill()  # before the process is reaped: after that its group id may belong to another
+            self.process.wait()
+        return self.process.returncode is not None
+
+    def failure(self) -> FatalError | None:
+        """Why it failed, from its own report, which may come before its end, or from its exit status."""
+        code = self.process.returncode
+        if code == 0:
+            return None
+        report = self.report()
+        if report is not None or code is None:
+            return report
+        return FatalError(code, self._last_log_line(), time.time())
+
+    def report(self) -> FatalError | None:
+        """The error that it reported itself, or None."""
+        return FatalError.read(self.error_file)
+
+    @property
+    def whereabouts(self) -> Whereabouts | None:
+        """Where in the run it said that it is."""
+        return Whereabouts.read(self.place_file)
+
+    def is_stopped(self) -> bool:
+        """Whether the process exists but does not run (SIGSTOP, a debugger)."""
+        try:
+            status = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] in ("T", "t")
+
+    def kill(self) -> None:
+        """Kill the process and everything in its process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def forget(self) -> None:
+        """Remove the files through which it talked to the launcher."""
+        for path in (self.error_file, self.place_file):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _last_log_line(self) -> str:
+        """The last line that a rank above 0 logged in this run. The output of rank 0 is on the terminal."""
+        if self.rank == 0:
+            return ""
+        try:
+            with self.log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self.log_start, size - _LAST_LOG_BYTES))
+                lines = log.read().decode(errors="replace").split("\n")
+        except OSError:  # somebody removed the directory
+            return ""
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _has_exited(process: subprocess.Popen[bytes]) -> bool:
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return process.poll() is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

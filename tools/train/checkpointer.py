@@ -1,0 +1,103 @@
+"""Saves and resumes a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from ...engine.checkpoint.directory import latest, locate
+from ...engine.engine import SDPEngine
+from ...engine.errors import CheckpointError
+from ...launcher.heartbeat import Heartbeat
+from .changed_settings import apply_rates, describe_changes, saved_settings
+
+log = logging.getLogger("sdp")
+
+
+class Checkpointer:
+    """Writes ``dump_dir/checkpoints``. A save that fails leaves the checkpoint before it in place.
+
+    ``client_state`` is stored in every checkpoint. ``recalibrated`` gives the context in which the model
+    is saved.
+    """
+
+    def __init__(
+        self,
+        engine: SDPEngine,
+        dump_dir: Path,
+        client_state: Mapping[str, Any],
+        recalibrated: Callable[[], AbstractContextManager[None]],
+        beat: Heartbeat,
+    ):
+        self._engine, self._dump_dir, self._beat = engine, dump_dir, beat
+        self._client_state, self._recalibrated = client_state, recalibrated
+
+    @property
+    def _directory(self) -> Path:
+        return self._dump_dir / "checkpoints"
+
+    @property
+    def _training(self) -> Any:
+        return self._engine.config.training
+
+    def resume(self) -> bool:
+        """Load the newest checkpoint, if there is one, and apply the settings that were changed since. Collective."""
+        engine = self._engine
+        self._beat.at(0, "loading the checkpoint", self._training.start_timeout)
+        before = saved_settings(self._dump_dir)  # rank 0 replaces the file once all ranks have loaded
+        configured = [float(rate) for rate in engine.get_lr()]
+        path, _ = engine.load_checkpoint(self._directory)
+        if path is None:
+            return False
+        log.info("resumed from %s", path)
+        changes = describe_changes(before, engine.config) if before is not None else []
+        changes += apply_rates(engine, configured, told=bool(changes))
+        for change in changes:
+            log.info("%s, from step %d on", change, engine.global_steps + 1)
+        return True
+
+    def save(self) -> None:
+        """Write a checkpoint, in the background if the configuration says so. The run goes on if that fails. Collective."""
+        self.settle(block=True)
+        try:
+            self.write(background=self._training.async_save)
+        except CheckpointError as error:
+            log.error(
+                "WARNING: no checkpoint at step %d: %s; the one before stays, the run goes on",
+                self._engine.global_steps,
+                error,
+            )
+
+    def write(self, *, background: bool = False) -> None:
+        """Write a checkpoint. Collective. Raises CheckpointError."""
+        self._beat.at(self._engine.global_steps, "checkpoint", self._training.save_timeout)
+        with self._recalibrated():
+            self._engine.save_checkpoint(
+                self._directory, client_state=self._client_state, keep=self._training.keep, background=background
+            )
+
+    def settle(self, *, block: bool) -> None:
+        """Report a save in the background that failed. ``block``: wait until it has ended."""
+        if block:
+            self._beat.at(self._engine.global_steps, "waiting for the checkpoint", self._training.save_timeout)
+        try:
+            self._engine.wait_for_checkpoint(block=block)
+        except CheckpointError as error:
+            log.error("WARNING: the last checkpoint was not written: %s; the one before stays, the run goes on", error)
+
+    def newest(self) -> str:
+        """Where the newest checkpoint is, in words for a message."""
+        return newest_checkpoint(self._dump_dir)
+
+
+def newest_checkpoint(dump_dir: Path) -> str:
+    """Where the newest checkpoint of a run is, in words for a message."""
+    directory = dump_dir / "checkpoints"
+    try:
+        tag = latest(directory)
+    except CheckpointError:
+        return f"unknown, {directory} is damaged"
+    return str(locate(directory, tag)) if tag else "none was written"

@@ -1,0 +1,23 @@
+"""The log file of a rank."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+
+class LogFile(logging.FileHandler):
+    """Appends to ``path``. If that fails, it says so once on standard error, and the run goes on."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8")
+        self._failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name is logging's
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._failed:
+            self._failed = True
+            print(f"sdp: WARNING: {self.baseFilename}: cannot be written ({error.strerror})", file=sys.stderr)

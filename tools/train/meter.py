@@ -1,0 +1,82 @@
+"""Measures one optimizer step on one rank: seconds of its parts, peak memory, bytes sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from ...engine.accounting.clock import clock
+from ...engine.accounting.memory import PeakMemory
+from ...engine.engine import SDPEngine
+from ...launcher.heartbeat import Heartbeat
+
+PARTS = ("data", "forward", "backward", "optimizer")
+
+
+@dataclass
+class StepFacts:
+    """What one rank observed in one step. ``seconds``: of its parts, by the key of metrics.jsonl."""
+
+    loss: float
+    learning_rate: float
+    peak_memory_bytes: int
+    comm: dict[str, int]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class StepMeter:
+    """Measures the step from :meth:`begin` to :meth:`end`, and tells the heartbeat of its parts."""
+
+    def __init__(self, engine: SDPEngine, beat: Heartbeat):
+        config = engine.config
+        self._engine, self._beat = engine, beat
+        self._memory = PeakMemory(engine.device)
+        # On CUDA only a wait for the device tells the seconds of a part. wall_clock_breakdown asks for it.
+        self.times_parts = engine.device.type != "cuda" or config.wall_clock_breakdown
+        self._clock = clock(engine.device, waits=config.wall_clock_breakdown)
+        self._is_first = True
+        self._seconds: dict[str, float] = {}
+        self._learning_rate = self._exposed = self._started = 0.0
+
+    def begin(self) -> None:
+        """The step begins."""
+        engine = self._engine
+        self._memory.reset()
+        engine.traffic.reset()
+        self._learning_rate = engine.get_lr()[0]
+        self._seconds = {f"{part}_seconds": 0.0 for part in PARTS}
+        self._exposed = engine.exposed_reduction_seconds
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measure one of ``PARTS`` of the step. The part has the same name in a profile."""
+        training = self._engine.config.training
+        # The first step also compiles, allocates and connects.
+        seconds = training.start_timeout if self._is_first else training.step_timeout
+        self._beat.at(self._engine.global_steps + 1, name, seconds)
+        started = self._clock()
+        with torch.profiler.record_function(name):
+            yield
+        self._seconds[f"{name}_seconds"] += self._clock() - started
+
+    def end(self) -> StepFacts:
+        """The step is over."""
+        engine = self._engine
+        self._is_first = False
+        exposed = engine.exposed_reduction_seconds - self._exposed
+        seconds = self._seconds | {
+            "backward_seconds": self._seconds["backward_seconds"] - exposed,
+            "exposed_reduction_seconds": exposed,
+        }
+        loss = engine.get_loss()
+        assert loss is not None
+        return StepFacts(loss, self._learning_rate, self._memory.read(), engine.traffic.by_kind(), seconds)
+
+    def elapsed(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._started

@@ -1,0 +1,1 @@
+"""What watches the training loop: the hooks, and one file for each observer."""

@@ -1,0 +1,34 @@
+"""What watches a training loop without being part of it: files, curves, a progress bar, a profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Line = Mapping[str, Any]  # a line of metrics.jsonl or evaluations.jsonl
+
+
+class Observer:
+    """Watches the training loop on one rank. A subclass overrides the hooks that it needs.
+
+    The trainer calls the observers in the order of its list. No hook is collective.
+    """
+
+    def on_start(self, start: int, steps: int) -> None:
+        """The run is about to go from step ``start`` to step ``steps``."""
+
+    def around_step(self, step: int, compute: Callable[[], None]) -> None:
+        """Run ``compute``, which is forward, backward and update of optimizer step ``step``."""
+        compute()
+
+    def on_step(self, line: Line) -> None:
+        """An optimizer step is done. ``line`` is its line of metrics.jsonl."""
+
+    def on_evaluation(self, line: Line) -> None:
+        """The full model was evaluated. ``line`` is the line of evaluations.jsonl."""
+
+    def on_end(self) -> None:
+        """The loop is over: the run is done, or a signal stopped it."""
+
+    def close(self) -> None:
+        """Flush and close files. Called once, also when the run fails."""

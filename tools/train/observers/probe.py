@@ -1,0 +1,31 @@
+"""Measures the peak of live tensors in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ....engine.accounting.memory_probe import peak_tensor_bytes
+from ....engine.engine import SDPEngine
+from .observer import Observer
+
+PROBED_STEP = 2  # the first step allocates optimizer state; every step after it allocates the same
+
+
+class MemoryProbe(Observer):
+    """Runs step ``PROBED_STEP`` under the probe. ``peak`` is its result in bytes, None until then."""
+
+    def __init__(self, engine: SDPEngine):
+        self._engine = engine
+        self.peak: int | None = None
+
+    @staticmethod
+    def works_with(engine: SDPEngine) -> bool:
+        """Whether the probe sees all memory. On a CPU it does not see what compiled code allocates."""
+        return engine.device.type == "cuda" or not engine.config.training.compile
+
+    def around_step(self, step: int, compute: Callable[[], None]) -> None:
+        if step == PROBED_STEP:
+            engine = self._engine
+            self.peak = peak_tensor_bytes(compute, engine.module, engine.optimizer, engine.device)
+        else:
+            compute()

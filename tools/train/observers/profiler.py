@@ -1,0 +1,95 @@
+"""``sdp train --profile``: a trace of a few steps of rank 0 and, on CUDA, a history of its memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from ....engine.errors import ConfigError
+from .observer import Line, Observer
+
+log = logging.getLogger("sdp")
+
+MEMORY_EVENTS = 1_000_000  # the newest ones are kept; each takes about 100 bytes, or 1 KB with its stack
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """Read ``FIRST-LAST`` or ``STEP``, counted from 1. Raises :class:`ConfigError`."""
+    first, _, last = text.partition("-")
+    last = last or first
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise ConfigError(
+            f"--profile {text}: steps are given as FIRST-LAST, for example 3-5; if this is CONFIG, put it before --profile"
+        )
+    return int(first), int(last)
+
+
+class StepProfiler(Observer):
+    """Records steps ``first`` to ``last`` of rank 0 and writes them to ``directory``.
+
+    Steps are counted from the first step of this process, also when it resumes a run. On other ranks
+    (``records`` is False) only the number of steps is checked, so that all ranks refuse the same.
+    """
+
+    def __init__(self, first: int, last: int, directory: Path, device: torch.device, *, records: bool):
+        self._first, self._last, self._done, self._records = first, last, 0, records
+        self._directory, self._cuda = directory, device.type == "cuda"
+        self._trace, self._memory = directory / "rank-0-trace.json.gz", directory / "rank-0-memory.pickle"
+        self._steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        self._profile: profile | None = None
+
+    def on_start(self, start: int, steps: int) -> None:
+        left = steps - start
+        if self._last > left:
+            raise ConfigError(f"--profile: {self._last} steps are needed, but only {left} are left; name earlier ones")
+
+    def around_step(self, step: int, compute: Callable[[], None]) -> None:
+        if self._records and self._done == 0:
+            self._start()
+        compute()
+
+    def on_step(self, line: Line) -> None:
+        self._done += 1
+        if self._profile is not None:
+            self._profile.step()
+            if self._done == self._last:
+                self._write(self._profile)
+
+    def close(self) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+            log.warning(
+                "WARNING: no profile was written: the run ended after %d step(s), before the end of %s",
+                self._done,
+                self._steps,
+            )
+
+    def _start(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        warmup = min(1, self._first - 1)  # the first step after the profiler's start is slow
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])],
+            schedule=schedule(
+                wait=self._first - 1 - warmup, warmup=warmup, active=self._last - self._first + 1, repeat=1
+            ),
+            record_shapes=True,
+            profile_memory=True,
+            acc_events=True,
+        )
+        if self._cuda:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        self._profile.start()
+
+    def _write(self, recorded: profile) -> None:
+        recorded.stop()
+        self._profile = None
+        recorded.export_chrome_trace(str(self._trace))
+        if self._cuda:
+            torch.cuda.memory._dump_snapshot(str(self._memory))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        memory = f"{self._memory} (pytorch.org/memory_viz)" if self._cuda else "no memory snapshot on a CPU"
+        log.info("profile of %s: %s (ui.perfetto.dev); %s", self._steps, self._trace, memory)

@@ -1,0 +1,71 @@
+"""What a user sees while training runs: a bar on a terminal, plain lines elsewhere.
+
+All of it goes to standard error, because standard output is for results.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .observer import Line, Observer
+
+
+class Progress(Observer):
+    """Shows the loss, the speed and the learning rate of the newest step.
+
+    Without a terminal it prints a line every ``steps_per_print`` steps, and one for the last step.
+    """
+
+    def __init__(self, steps_per_print: int):
+        self._every = steps_per_print
+        self._steps = self._shown = 0
+        self._bar: Any = None
+
+    def on_start(self, start: int, steps: int) -> None:
+        self._steps, self._shown = steps, start
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr, smoothing=0.1
+            )
+
+    def on_step(self, line: Line) -> None:
+        step = line["step"]
+        texts = {"loss": f"{line['loss']:.4f}", "tokens/s": f"{line['tokens_per_second']:,.0f}"}
+        texts |= {key: _format(line[key]) for key in ("grad_norm", "lr") if key in line}
+        if self._bar is not None:
+            self._bar.set_postfix(texts, refresh=False)
+            self._bar.update(step - self._shown)
+        elif step % self._every == 0 or step == self._steps:
+            width = len(str(self._steps))
+            shown = "  ".join(f"{name} {text}" for name, text in texts.items())
+            print(f"step {step:>{width}}/{self._steps}  {shown}", file=sys.stderr, flush=True)
+        self._shown = step
+
+    def on_evaluation(self, line: Line) -> None:
+        accuracy = f", accuracy {line['accuracy']:.2%}" if "accuracy" in line else ""
+        own = line["subnetwork_losses"]
+        self._print(
+            f"step {line['step']}: held-out loss {line['loss']:.4f}{accuracy} (full model),"
+            f" {sum(own) / len(own):.4f} (mean of the groups' own subnetworks)"
+        )
+
+    def _print(self, text: str) -> None:
+        """Print ``text`` on a line of its own. A bar stays below it."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def on_end(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _format(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,99 @@
+"""The arguments of ``sdp train``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...engine.environment.detect import Supervision
+from ..shared.arguments import Parser, add_config_arguments, positive_int
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The arguments of ``sdp train``.
+
+    Attributes:
+        config: the run's JSON file.
+        overrides: everything that changes ``config``, in the form of ``--set``.
+        dump_dir: where the run's files go.
+        resume: continue from the newest checkpoint.
+        fsdp: ranks that share a group's state, None for all that are left.
+        nproc: processes to start, None to count them from the configuration.
+        profile: the steps to profile, as text, or None.
+        argv: the words of the command line, for the processes that this one starts.
+        above: the launcher of this package that started this process, or None.
+    """
+
+    config: Path
+    overrides: tuple[str, ...]
+    dump_dir: Path
+    resume: bool = False
+    fsdp: int | None = None
+    nproc: int | None = None
+    profile: str | None = None
+    argv: tuple[str, ...] = ()
+    above: Supervision | None = None
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> TrainOptions:
+        """The options in what :func:`add_arguments` and the command line have put into ``args``."""
+        overrides = [*args.set]
+        overrides += [f"sdp.groups={args.groups}"] if args.groups else []
+        overrides += [f"tensor_parallel.autotp_size={args.tp}"] if args.tp else []
+        overrides += [f"training.init_from={json.dumps(str(args.init_from))}"] if args.init_from else []
+        return cls(
+            config=args.config,
+            overrides=tuple(overrides),
+            dump_dir=args.dump_dir or Path("runs") / args.config.stem,
+            resume=args.resume,
+            fsdp=args.fsdp,
+            nproc=args.nproc,
+            profile=args.profile,
+            argv=tuple(args.argv),
+            above=args.above,
+        )
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> TrainOptions:
+        """The options in ``words``, which follow ``sdp train``. Raises ConfigError."""
+        parser = Parser(prog="sdp train")
+        add_arguments(parser)
+        return cls.from_args(parser.parse_args(words, argparse.Namespace(argv=["train", *words], above=None)))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_config_arguments(parser, "the run's JSON file")
+    parser.add_argument("--groups", metavar="N", type=positive_int, help="SDP groups (sdp.groups)")
+    parser.add_argument(
+        "--fsdp", metavar="F", type=positive_int, help="ranks that share a group's state (default: all that are left)"
+    )
+    parser.add_argument(
+        "--tp", metavar="T", type=positive_int, help="tensor-parallel degree (tensor_parallel.autotp_size)"
+    )
+    parser.add_argument(
+        "--nproc", metavar="P", type=positive_int, help="processes to start here, if no launcher started any"
+    )
+    parser.add_argument(
+        "--dump-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME of CONFIG)"
+    )
+    parser.add_argument(
+        "--init-from",
+        metavar="DIR",
+        type=Path,
+        help="start from the Hugging Face LLaMA or DeepSpeed checkpoint in DIR (training.init_from)",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in the dump directory"
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="STEPS",
+        nargs="?",
+        const="3-5",
+        help="record these steps of rank 0 in DIR/profile (default: 3-5)",
+    )
