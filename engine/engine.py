@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .backend import Backend
 from .batch.call import call_model, loss_of
 from .batch.size import BatchSize
-from .checkpoint.files import check_tag
+from .checkpoint.directory import check_tag
 from .checkpoint.load import find_together, keys_in, load
 from .checkpoint.save import Saver
 from .checkpoint.state import SavedState, set_random_state
@@ -23,7 +23,7 @@ from .config.schema import Config
 from .distributed.agreement import Ranks, agree_on_rates, gather_json
 from .distributed.tensors import local_tensor
 from .engine_facts import EngineFacts
-from .errors import CheckpointError, ConfigError, DivergedError
+from .errors import CheckpointError, ConfigError, NonFiniteError
 from .full_model.recalibration import tracks_statistics, with_statistics
 from .optim import optimizer_state
 from .optim.clip import clip_
@@ -95,7 +95,7 @@ class SDPEngine(EngineFacts):
         """At the accumulation boundary: clip by the global norm, update the weights, advance the schedule; else only count.
 
         A step whose gradient is no number, in whichever group, is skipped by all: weights, optimizer and schedule stay, and
-        ``skipped_steps`` counts it. Raises DivergedError after more than ``training.max_skips`` of them in a row, of which those at a
+        ``skipped_steps`` counts it. Raises NonFiniteError after more than ``training.max_skips`` of them in a row, of which those at a
         dynamic loss scale above its minimum do not count.
         """
         if not self._syncing:
@@ -173,7 +173,7 @@ class SDPEngine(EngineFacts):
         scale = self.get_loss_scale()
         if counted > allowed:
             at_scale = "" if scale is None else f" and loss scale {scale:g}"
-            raise DivergedError(
+            raise NonFiniteError(
                 f"the gradient's norm is {norm} at step {self.global_steps}{at_scale}, for the {counted}. time in a row "
                 f"(training.max_skips {allowed}); the weights are those after step {self.global_steps - self._skipped_in_a_row}: lower the "
                 "learning rate, or resume from an earlier checkpoint"
@@ -288,7 +288,7 @@ class SDPEngine(EngineFacts):
 
         ``client_state`` must be JSON. Holders are compared first, since equal names are written once. ``keep``: of the checkpoints
         named by steps only so many are left. ``background``: return once everything is copied to host memory and write while
-        training goes on; :meth:`wait_for_checkpoint` tells how it ended. Raises CheckpointError or DivergenceError; an earlier
+        training goes on; :meth:`wait_for_checkpoint` tells how it ended. Raises CheckpointError or HolderMismatchError; an earlier
         checkpoint of the same tag is replaced only once the new one is whole.
         """
         if not save_latest or exclude_frozen_parameters:
@@ -480,7 +480,7 @@ class SDPEngine(EngineFacts):
         return gather_json(facts) if self.world_size > 1 else [facts]
 
     def check_holders(self) -> None:
-        """Compare weights and optimizer state bitwise across holders; raises DivergenceError naming the unit. Collective."""
+        """Compare weights and optimizer state bitwise across holders; raises HolderMismatchError naming the unit. Collective."""
         if self.world_size > 1:
             check_holders(self.layout, self._stepped(), self.optimizer, self.global_rank, sharded=self._shards > 1)
 

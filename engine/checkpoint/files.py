@@ -1,8 +1,7 @@
-"""The files of checkpoints: their names, hashes, the pointer to the newest, and what may be removed.
+"""The files of one checkpoint: its state, its hashes, and how they are read and written safely.
 
 A checkpoint may come from somebody else. So no name in it may lead out of its directory, and only
-regular files are opened. The directory of the checkpoints may hold entries of other programs. So
-only directories that this engine wrote are renamed or removed, and only by a save.
+regular files are opened.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import logging
 import os
-import shutil
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from io import BufferedReader
@@ -21,25 +18,14 @@ from typing import Any
 
 from ..errors import CheckpointError
 
-log = logging.getLogger("sdp")
-
 FORMAT = 3
 READ_FORMATS = (2, 3)  # 2: the list of tensors is a pickle
-STATE, LATEST = "state.json", "latest.json"
-PARTIAL, REPLACED = ".sdp-partial", ".sdp-replaced"
+STATE = "state.json"
+PARTIAL = ".sdp-partial"  # the ending of a name under which something is being written
 INCOMPLETE = "incomplete"  # the key of the state that a directory has while its checkpoint is being written
 
 _KEYS = {"global_steps", "global_samples", "mesh", "placement", "scheduler", "loader", "client_state", "files"}
 _OLDER = "remove this directory to resume from an older checkpoint"
-
-
-def check_tag(tag: str) -> str:
-    """``tag`` if it can be the name of a directory among others. Raises :class:`CheckpointError`."""
-    if tag.startswith(".") or tag == LATEST or not _is_plain(tag):
-        raise CheckpointError(
-            f"the tag {tag!r} is no name of one directory; use letters, digits and dashes, such as step-100"
-        )
-    return tag
 
 
 def encode_state(state: Mapping[str, Any]) -> str:
@@ -56,7 +42,7 @@ def encode_state(state: Mapping[str, Any]) -> str:
 def read_state(path: Path) -> dict[str, Any]:
     """``state.json`` of the checkpoint at ``path``. Raises :class:`CheckpointError`."""
     try:
-        state = _read_json(path / STATE)
+        state = read_json(path / STATE)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: no checkpoint of this engine ({STATE} is missing); choose another or start anew"
@@ -81,7 +67,7 @@ def read_state(path: Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
         raise CheckpointError(f"{path / STATE}: damaged, 'files' does not give a hash for each file; {_OLDER}")
     for name in files:
-        if not _is_plain(name):
+        if not is_plain(name):
             found = f"names the file {name!r}, which is not in this directory"
             raise CheckpointError(f"{path / STATE}: {found}; do not use this checkpoint")
     return state
@@ -105,7 +91,7 @@ def _own_state(path: Path) -> dict[str, Any] | None:
     try:
         if not stat.S_ISDIR(path.lstat().st_mode):
             return None
-        state = _read_json(path / STATE)
+        state = read_json(path / STATE)
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(state, dict) or state.get("format") not in READ_FORMATS:
@@ -124,12 +110,12 @@ def open_regular(path: Path) -> BufferedReader:
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     with open_regular(path) as file:
         return json.loads(file.read().decode("utf-8"))
 
 
-def _is_plain(name: str) -> bool:
+def is_plain(name: str) -> bool:
     """Whether ``name`` names an entry of a directory, and not a path that leads elsewhere."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
@@ -194,130 +180,6 @@ def damaged_file(path: Path, expected: Mapping[str, str]) -> str | None:
         if found != digest:
             return f"{path / name}: damaged, its sha256 is {found[:12]}… instead of {digest[:12]}…; {_OLDER}"
     return None
-
-
-def point_to(directory: Path, tag: str) -> None:
-    """Make ``tag`` the newest checkpoint."""
-    write_durably(directory / LATEST, json.dumps({"tag": tag}))
-
-
-def locate(directory: Path, tag: str) -> Path:
-    """Where the checkpoint ``tag`` of ``directory`` is.
-
-    A save that replaces a checkpoint first renames the old one to a hidden directory. If the save was killed before
-    the new checkpoint took its place, the old one is still in the hidden directory. It is read there.
-    """
-    path, hidden = directory / tag, directory / f".{tag}{REPLACED}"
-    return hidden if not os.path.lexists(path) and is_whole(hidden) else path
-
-
-def latest(directory: Path) -> str | None:
-    """The tag of the newest checkpoint in ``directory``, or None where there is none. :func:`locate` gives its path.
-
-    If the pointer is lost, or names a checkpoint that was removed, the checkpoint of the highest step is the newest.
-    """
-    tags = step_tags(directory)
-    newest = tags[-1] if tags else None
-    pointer = directory / LATEST
-    remedy = f"remove this file to resume from {newest or 'the start'}"
-    try:
-        tag = _read_json(pointer)["tag"]
-    except FileNotFoundError:
-        return newest
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise CheckpointError(f"{pointer}: cannot be read; {remedy}") from None
-    try:
-        if not isinstance(tag, str):
-            raise CheckpointError(f"{tag!r} is not a name")
-        check_tag(tag)
-    except CheckpointError:
-        found = f"names {tag!r}, which is not a checkpoint of this directory"
-        raise CheckpointError(f"{pointer}: {found}; {remedy}") from None
-    if locate(directory, tag).is_dir():
-        return tag
-    if newest is None:
-        found = "is gone, and no other checkpoint is there"
-        raise CheckpointError(f"{directory / tag}: {found}; remove {pointer} to start anew")
-    log.warning("%s names %s, which is gone: taking %s", pointer, tag, newest)
-    return newest
-
-
-def step_tags(directory: Path) -> list[str]:
-    """The tags of the checkpoints in ``directory`` that carry a step's name, oldest first."""
-    tags = {path.name for path in directory.glob("step-*") if path.is_dir()}
-    hidden = (path for path in directory.glob(f".step-*{REPLACED}") if is_whole(path))
-    tags |= {path.name.removeprefix(".").removesuffix(REPLACED) for path in hidden}
-    steps = {tag: tag.removeprefix("step-") for tag in tags}
-    return sorted((tag for tag in tags if steps[tag].isdecimal()), key=lambda tag: int(steps[tag]))
-
-
-def prune(directory: Path, keep: int, saved: str) -> None:
-    """Remove the checkpoints of the lowest steps until ``keep`` are left; never ``saved``, the one just written.
-
-    A directory that has a step's name but is not a checkpoint of this engine stays, and does not count.
-    """
-    others = [directory / tag for tag in step_tags(directory) if tag != saved and is_ours(directory / tag)]
-    for path in others[: max(0, len(others) - (keep - 1))]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def make_room(directory: Path, tag: str) -> Path:
-    """Make the hidden directory in which the checkpoint ``tag`` is written, and return it. Only a save may call this.
-
-    First it cleans up after saves that were killed: a replaced checkpoint returns to its name, and half-written ones
-    are removed. Raises :class:`CheckpointError` where an entry of somebody else has one of the names that are needed.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    _restore_replaced(directory)
-    _remove_leftovers(directory)
-    final, partial, replaced = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}{REPLACED}"
-    if os.path.lexists(final) and not is_whole(final):
-        found = "exists and is not a whole checkpoint of this engine, so it is not replaced"
-        raise CheckpointError(f"{final}: {found}; move it away or use another tag")
-    for path in (partial, replaced):
-        if os.path.lexists(path):
-            found = "exists and is not a checkpoint of this engine, so it is not removed"
-            raise CheckpointError(f"{path}: {found}; move it away")
-    partial.mkdir()
-    try:
-        write_durably(partial / STATE, encode_state({INCOMPLETE: True}))
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return partial
-
-
-def publish(directory: Path, tag: str) -> None:
-    """Rename the directory of :func:`make_room` to ``tag``, in place of an earlier one, and make it the newest."""
-    final, partial, replaced = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}{REPLACED}"
-    if is_whole(final):
-        final.rename(replaced)
-    partial.rename(final)
-    point_to(directory, tag)
-    if is_whole(replaced):
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _restore_replaced(directory: Path) -> None:
-    for path in directory.glob(f".*{REPLACED}"):
-        final = directory / path.name.removeprefix(".").removesuffix(REPLACED)
-        if not is_whole(path):
-            continue
-        if not os.path.lexists(final):
-            path.rename(final)
-        elif is_whole(final):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove_leftovers(directory: Path) -> None:
-    for path in directory.glob(f".*{PARTIAL}"):
-        if is_ours(path):
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.is_dir() and not path.is_symlink():
-            draft = path / f".{STATE}{PARTIAL}"
-            if {*path.iterdir()} <= {draft}:  # the save was killed before it wrote the state
-                draft.unlink(missing_ok=True)
-                path.rmdir()
 
 
 def share_of(files: Mapping[str, str], part: int, parts: int) -> dict[str, str]:

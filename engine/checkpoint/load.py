@@ -22,7 +22,8 @@ from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
 from ..optim.optimizer_state import COUNT
 from .dcp import SafeReader, _cause, _without_single_process_warning
-from .files import STATE, check_tag, damaged_file, latest, locate, read_state, share_of
+from .directory import check_tag, latest, locate
+from .files import STATE, damaged_file, read_state, share_of
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ def find(directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None
     """The checkpoint ``directory/tag`` (None: the newest) and its state.
 
     None if ``tag`` is None and there is no checkpoint. Nothing in ``directory`` is changed. The path is a hidden one
-    where a save that replaces the checkpoint was killed; see :func:`~sdp.engine.checkpoint.files.locate`.
+    where a save that replaces the checkpoint was killed; see :func:`~sdp.engine.checkpoint.directory.locate`.
     """
     tag = check_tag(tag) if tag is not None else latest(directory)
     if tag is None and (directory / STATE).exists():

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from ..distributed.agreement import Ranks
 from ..errors import CheckpointError
 from .dcp import Part, PiecewisePlanner, _cause, _without_single_process_warning
-from .files import PARTIAL, STATE, encode_state, hash_files, is_ours, make_room, prune, publish, write_durably
+from .directory import make_room, prune, publish
+from .files import PARTIAL, STATE, encode_state, hash_files, is_ours, write_durably
 from .metadata import METADATA, MetadataWriter
 
 _SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote

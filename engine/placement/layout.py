@@ -18,7 +18,7 @@ from ..model_interface import check_hooks, get_random_options
 from ..module_paths import parents
 from .buckets import Bucket, Refresh, plan_buckets
 from .placement import Placement
-from .policies import place
+from .policies import make_placement
 from .tensor_info import Cut, TensorInfo
 from .units import SHARED, Slice, Unit, find_neuron_units, find_units, unit_of_parameters
 
@@ -59,7 +59,7 @@ class Layout:
             if mesh.sdp > 1 and not units:
                 raise ConfigError("sdp.units: [] leaves groups nothing to hold a part of; name modules, or remove it")
             blocks = tuple(unit.name for unit in units)
-        placement = place(section, units)
+        placement = make_placement(section, units)
         _require_dense_if_random(model, placement, mesh)
         unit_of = unit_of_parameters(units)
         everyone = tuple(range(mesh.sdp))

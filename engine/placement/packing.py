@@ -14,6 +14,8 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse import csgraph
 
+from ..distributed.mesh import Holders
+
 _NEVER = np.iinfo(np.int64).max
 _LOOKED_AT = 1500  # edges on either side of an exchange that connects
 _LIGHTEST = 16  # groups that may take over work from the slowest
@@ -55,6 +57,11 @@ class Packing:
             groups = len(self.room)
         step = max(1, int(np.gcd.reduce(self.work)))
         return max(-(-total // (groups * step)) * step, int(self.work.max()))
+
+
+def holders_of(held: np.ndarray) -> tuple[Holders, ...]:
+    """For each unit (column of ``held``), the sorted groups that hold it."""
+    return tuple(tuple(np.flatnonzero(column).tolist()) for column in held.T)
 
 
 def fill(packing: Packing, *, in_rounds: bool, by_work: bool) -> np.ndarray:

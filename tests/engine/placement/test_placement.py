@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sdp.engine.config.schema import SDPSection
 from sdp.engine.errors import ConfigError, PlacementError
 from sdp.engine.placement.placement import Placement
-from sdp.engine.placement.policies import place
+from sdp.engine.placement.policies import make_placement
 from sdp.engine.placement.profiles import holder_counts
 from sdp.engine.placement.units import Unit
 
@@ -34,7 +34,7 @@ sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=24)
 )
 def test_every_unit_is_held_and_the_mean_holds(groups: int, capacity: float, costs: list[int], profile: str) -> None:
     assume(capacity * groups >= 1)
-    placement = place(section(groups=groups, capacity=capacity, profile=profile), units(*costs))
+    placement = make_placement(section(groups=groups, capacity=capacity, profile=profile), units(*costs))
     counts = [len(holders) for holders in placement.holders]
     assert all(1 <= k <= groups for k in counts)
     assert all(tuple(sorted(set(holders))) == holders and holders[-1] < groups for holders in placement.holders)
@@ -50,7 +50,9 @@ def test_every_unit_is_held_and_the_mean_holds(groups: int, capacity: float, cos
 @given(groups=st.integers(2, 8), count=st.integers(2, 24), holders=st.integers(1, 8))
 def test_equal_units_are_shared_evenly(groups: int, count: int, holders: int) -> None:
     assume(holders <= groups)
-    placement = place(section(groups=groups, capacity=holders / groups, profile="uniform"), units(*[7] * count))
+    placement = make_placement(
+        section(groups=groups, capacity=holders / groups, profile="uniform"), units(*[7] * count)
+    )
     assert all(len(held) == holders for held in placement.holders)
     loads = placement.matrix.sum(axis=1)
     assert loads.max() - loads.min() <= holders
@@ -89,14 +91,14 @@ def test_connectivity_and_gap_against_definitions(data: st.DataObject, groups: i
 
 
 def test_cyclic_and_profile_by_hand() -> None:
-    cyclic = place(section(groups=4, capacity=0.5, profile="uniform"), units(1, 1, 1, 1))
+    cyclic = make_placement(section(groups=4, capacity=0.5, profile="uniform"), units(1, 1, 1, 1))
     assert cyclic.holders == ((0, 1), (1, 2), (2, 3), (0, 3))
     assert cyclic.connected
-    profile = place(section(groups=4, profile=[4, 2, 1, 1]), units(1, 1, 1, 1))
+    profile = make_placement(section(groups=4, profile=[4, 2, 1, 1]), units(1, 1, 1, 1))
     assert profile.holders == ((0, 1, 2, 3), (1, 2), (2,), (3,))
     assert profile.holder_sets == [(0, 1, 2, 3), (1, 2), (2,), (3,)]
     assert "k = 4,2,1,1 (mean 2.00)" in profile.describe()
-    dealt = place(section(groups=4, capacity=0.5), units(1, 1, 1, 1))
+    dealt = make_placement(section(groups=4, capacity=0.5), units(1, 1, 1, 1))
     assert dealt.holders == ((0, 1, 2, 3), (0, 1), (2,), (3,))
 
 
@@ -110,7 +112,7 @@ def test_where_holders_fall_with_depth_groups_of_a_cyclic_placement_have_equally
     groups: int, count: int, capacity: float, profile: str
 ) -> None:
     assume(groups * capacity >= 1)
-    placement = place(section(groups=groups, capacity=capacity, profile=profile), units(*[1] * count))
+    placement = make_placement(section(groups=groups, capacity=capacity, profile=profile), units(*[1] * count))
     numbers = [sum(group in held for held in placement.holders) for group in range(groups)]
     assert max(numbers) - min(numbers) <= 1
     assert sum(numbers) == sum(map(len, placement.holders))
@@ -118,38 +120,40 @@ def test_where_holders_fall_with_depth_groups_of_a_cyclic_placement_have_equally
 
 def test_protected_units() -> None:
     layers = units(10, 10, 10, 10)
-    placement = place(section(groups=4, capacity=0.25, protect=["layers.0", "model.layers.3"]), layers)
+    placement = make_placement(section(groups=4, capacity=0.25, protect=["layers.0", "model.layers.3"]), layers)
     assert [len(held) for held in placement.holders] == [4, 1, 1, 4]
-    everything = place(section(groups=4, capacity=0.25, protect=[unit.name for unit in layers]), layers)
+    everything = make_placement(section(groups=4, capacity=0.25, protect=[unit.name for unit in layers]), layers)
     assert [len(held) for held in everything.holders] == [4, 4, 4, 4]
     five = units(10, 10, 10, 10, 10)
     for kind in ("cyclic", "balanced"):
         listed = {"groups": 4, "protect": ["layers.0"], "placement": kind}
-        placement = place(section(**listed, profile=[4, 1, 2, 3, 2], capacity=0.5), five)
+        placement = make_placement(section(**listed, profile=[4, 1, 2, 3, 2], capacity=0.5), five)
         assert [len(held) for held in placement.holders] == [4, 1, 2, 3, 2]
         with pytest.raises(
             ConfigError, match=r"2 holders are listed for unit 0 \(from 0\), which sdp.protect gives .*; list 4 there"
         ):
-            place(section(**listed, profile=[2] * 5, capacity=0.5), five)
+            make_placement(section(**listed, profile=[2] * 5, capacity=0.5), five)
         with pytest.raises(
             ConfigError,
             match=r"its mean is 3 holders a unit that is not protected, but .* 0.5 × 4 groups = 2; set .* 0.75",
         ):
-            place(section(**listed, profile=[4, 3, 3, 3, 3], capacity=0.5), five)
+            make_placement(section(**listed, profile=[4, 3, 3, 3, 3], capacity=0.5), five)
     with pytest.raises(
         ConfigError, match=r"sdp.protect: 'layers.9' is no unit; units are 'model.layers.0' … 'model.layers.3'"
     ):
-        place(section(groups=4, protect=["layers.9"]), layers)
+        make_placement(section(groups=4, protect=["layers.9"]), layers)
     with pytest.raises(PlacementError, match=r"'model.layers.0' is protected, but sdp.placement gives it to groups"):
-        place(section(groups=2, placement={"layers.0": [0], "layers.1": [1]}, protect=["layers.0"]), units(1, 1))
+        make_placement(
+            section(groups=2, placement={"layers.0": [0], "layers.1": [1]}, protect=["layers.0"]), units(1, 1)
+        )
 
 
 @pytest.mark.parametrize("profile", ["uniform", "depth"])
 def test_degenerate_units(profile: str) -> None:
-    assert place(section(groups=1), []).holders == ()
-    without_parameters = place(section(groups=2, capacity=0.5, profile=profile), units(0, 5, 0, 5))
+    assert make_placement(section(groups=1), []).holders == ()
+    without_parameters = make_placement(section(groups=2, capacity=0.5, profile=profile), units(0, 5, 0, 5))
     assert all(without_parameters.holders)
-    assert place(section(groups=2, capacity=1.0, profile=profile), units(0, 0)).held_fraction(0) == 0
+    assert make_placement(section(groups=2, capacity=1.0, profile=profile), units(0, 0)).held_fraction(0) == 0
 
 
 @pytest.mark.parametrize(
@@ -211,19 +215,19 @@ def test_degenerate_units(profile: str) -> None:
 )
 def test_refused(values: dict[str, Any], costs: tuple[int, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
-        place(section(groups=4, **values), units(*costs))
+        make_placement(section(groups=4, **values), units(*costs))
     assert "\n" not in str(caught.value)
 
 
 def test_warnings_say_why() -> None:
-    apart = place(section(groups=4, capacity=0.25), units(1, 1, 1, 1))
+    apart = make_placement(section(groups=4, capacity=0.25), units(1, 1, 1, 1))
     (note,) = apart.warnings()
     assert "Σk = 4 < groups + units − 1 = 7" in note
     assert note.endswith("a sdp.capacity of 0.44 or more allows it")
     assert not apart.connected
-    few = place(section(groups=4, capacity=0.25), units(1, 1))
+    few = make_placement(section(groups=4, capacity=0.25), units(1, 1))
     assert any("groups [2, 3] hold no unit" in note for note in few.warnings())
-    assert place(section(groups=4, capacity=0.5), units(1, 1, 1, 1)).warnings() == []
+    assert make_placement(section(groups=4, capacity=0.5), units(1, 1, 1, 1)).warnings() == []
 
 
 def test_saved_placements_are_checked() -> None:
@@ -237,7 +241,9 @@ def test_saved_placements_are_checked() -> None:
 def test_unit_orders_do_not_matter_for_explicit_holders() -> None:
     named = {"layers.2": [1], "layers.0": [0], "layers.1": [1, 0]}
     for order in itertools.permutations(named):
-        assert place(section(groups=2, placement={key: named[key] for key in order}), units(1, 1, 1)).holders == (
+        assert make_placement(
+            section(groups=2, placement={key: named[key] for key in order}), units(1, 1, 1)
+        ).holders == (
             (0,),
             (0, 1),
             (1,),

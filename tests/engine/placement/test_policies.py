@@ -207,7 +207,7 @@ def test_the_order_of_equal_units_changes_only_who_waits(
     except PlacementError:
         assume(False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sdp.engine.placement.policies.in_step", lambda packing, held, bundles, work: held)
+        patch.setattr("sdp.engine.placement.filling.in_step", lambda packing, held, bundles, work: held)
         plain = placed(units(costs, costs[::-1]), **values)
     for key in (
         {(costs[unit], costs[-1 - unit]) for unit in range(len(costs))} if groups <= 5 else ()

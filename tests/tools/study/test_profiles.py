@@ -8,11 +8,10 @@ import pytest
 from sdp.data.prepare import prepare
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
-from sdp.engine.placement.policies import place
+from sdp.engine.placement.policies import make_placement
 from sdp.engine.placement.profiles import explicit_profile
 from sdp.engine.placement.units import find_neuron_units, find_units
 from sdp.models.registry import build_model
-from sdp.tools.study import profiles as sweep
 from sdp.tools.study.cells import (
     CAPACITIES,
     DENSE,
@@ -70,7 +69,7 @@ def test_every_configuration_is_one_and_every_group_has_room(tmp_path: Path, cel
                 explicit_profile(config.sdp, config.sdp.profile, cell.capacity * GROUPS, len(units))
                 == config.sdp.profile
             )
-        placement = place(config.sdp, units)
+        placement = make_placement(config.sdp, units)
         held = [sum(unit.numel for unit in units if placement.holds(group, unit.index)) for group in range(GROUPS)]
         assert max(held) <= cell.capacity * sum(unit.numel for unit in units)
 
@@ -161,7 +160,7 @@ def test_matched_figures_stand_beside_those_of_as_many_steps(tmp_path: Path) -> 
 
 
 def test_a_finished_run_is_not_repeated_and_one_that_was_cut_off_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     trained: list[Path] = []
 
@@ -171,11 +170,10 @@ def test_a_finished_run_is_not_repeated_and_one_that_was_cut_off_is(
         planted(tmp_path, cell, 1.0)
         return subprocess.CompletedProcess([], 1, "", "" if len(trained) == 1 else "one\nlast")
 
-    monkeypatch.setattr(sweep, "_train", train)
     cell = Cell("llama", "", 1.0, DENSE, 0)
-    assert run_cell(cell, tmp_path, None) == f"{cell.name}: exit code 1"
-    assert run_cell(cell, tmp_path, None) is None
+    assert run_cell(cell, tmp_path, None, train) == f"{cell.name}: exit code 1"
+    assert run_cell(cell, tmp_path, None, train) is None
     (tmp_path / cell.name / "summary.json").unlink()
-    assert run_cell(cell, tmp_path, None) == f"{cell.name}: last"
-    assert run_cell(cell, tmp_path, tmp_path) is not None  # by other data
+    assert run_cell(cell, tmp_path, None, train) == f"{cell.name}: last"
+    assert run_cell(cell, tmp_path, tmp_path, train) is not None  # by other data
     assert len(trained) == 3
