@@ -1,0 +1,93 @@
+"""Gradient averaging: the states of a bucket, and the global order in which buckets are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sdp.engine.distributed.fake_world import fake_world
+from sdp.engine.distributed.traffic import Traffic
+from sdp.engine.placement.buckets import Bucket
+from sdp.engine.sync.gradients import GradientSync, PendingBucket
+from torch import nn
+
+EVERYONE = (0, 1)
+
+
+class Recorder:
+    """An all-reduce that records its buffers; the other rank has equal gradients."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, tensor: torch.Tensor, group: Any) -> Recorder:
+        self.sizes.append(tensor.numel())
+        tensor.mul_(2)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> Iterator[None]:
+    with fake_world(0, 2):
+        yield
+
+
+def _parameters(**sizes: int) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.ones(size)) for name, size in sizes.items()}
+
+
+def _sync(parameters: dict[str, nn.Parameter], recorder: Recorder, traffic: Traffic) -> GradientSync:
+    buckets = [Bucket(EVERYONE, (name,)) for name in parameters]
+    return GradientSync(buckets, parameters, {EVERYONE: dist.group.WORLD}, traffic, all_reduce=recorder)  # type: ignore[dict-item]
+
+
+def test_buckets_are_launched_in_the_global_order() -> None:
+    parameters, recorder, traffic = _parameters(first=1, second=2, third=3), Recorder(), Traffic()
+    sync = _sync(parameters, recorder, traffic)
+    sync.arm()
+    for name, launched in (("third", []), ("first", [1]), ("second", [1, 2, 3])):
+        (parameters[name] * 3).sum().backward()
+        assert recorder.sizes == launched
+    sync.finish()
+    assert all(bool((parameter.grad == 3).all()) for parameter in parameters.values())
+    assert traffic.total() == 4 * (1 + 2 + 3)
+
+
+def test_a_parameter_outside_the_pass_has_a_zero_gradient() -> None:
+    parameters, recorder = _parameters(first=1, second=2), Recorder()
+    sync = _sync(parameters, recorder, Traffic())
+    sync.arm()
+    parameters["second"].sum().backward()
+    sync.finish()
+    assert recorder.sizes == [1, 2]
+    assert parameters["first"].grad is not None
+    assert parameters["first"].grad.tolist() == [0]
+
+
+def test_nothing_is_reduced_before_it_is_armed_or_after_it_is_abandoned() -> None:
+    parameters, recorder = _parameters(first=1), Recorder()
+    sync = _sync(parameters, recorder, Traffic())
+    parameters["first"].sum().backward()
+    sync.arm()
+    sync.abandon()
+    parameters["first"].sum().backward()
+    assert recorder.sizes == []
+
+
+def test_a_bucket_asserts_its_state() -> None:
+    parameters = list(_parameters(first=1).values())
+    bucket = PendingBucket(parameters, dist.group.WORLD)  # type: ignore[arg-type]
+    bucket.arm()
+    with pytest.raises(AssertionError, match="launched once"):
+        bucket.launch(Recorder(), Traffic())
+    with pytest.raises(AssertionError, match="before anything waits"):
+        bucket.wait()
+    bucket.mark_ready()
+    with pytest.raises(AssertionError, match="ready twice"):
+        bucket.mark_ready()
