@@ -82,8 +82,8 @@ def imports_of(path: Path) -> Iterator[tuple[Name, str]]:
         elif isinstance(node, ast.ImportFrom):
             below: Name = tuple(node.module.split(".")) if node.module else ()
             if node.level:
-                base = package[: len(package) - node.level + 1] + below
-            elif below[0] == "sdp":
+                base: Name = package[: len(package) - node.level + 1] + below
+            elif below[:1] == ("sdp",):
                 base = below[1:]
             else:
                 continue

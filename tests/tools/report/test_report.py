@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from sdp.tests.support.runs_made_up import MIB, make_run
+from sdp.tests.support.fabricated_runs import MIB, make_run
 from sdp.tools.cli import main
 from sdp.tools.report.command import as_json, render
 from sdp.tools.runs.plot import plot_loss
@@ -158,3 +158,18 @@ def test_runs_without_losses_can_be_plotted(tmp_path: Path):
     run = make_run(tmp_path / "run", steps=0, finished=False)
     run.evaluations.clear()
     assert plot_loss([run], tmp_path / "empty.png").is_file()
+
+
+def test_losses_that_were_nan_leave_their_cells_empty(half: Run, tmp_path: Path):
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        lines = [json.loads(line) for line in (half.path / name).read_text().splitlines()]
+        lines[-1]["loss"] = None
+        if "subnetwork_losses" in lines[-1]:
+            lines[-1]["subnetwork_losses"] = [None, *lines[-1]["subnetwork_losses"][1:]]
+        (half.path / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run = read_run(half.path)
+    table = render([run])
+    assert row(table, "full model, before") == ["8.5000"]
+    assert "full model, after" not in table and "mean of subnetworks, after" not in table
+    assert as_json([run])["runs"][0]["subnetworks_after"] is None
+    assert plot_loss([run], tmp_path / "loss.png").is_file()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, DataError
 from sdp.engine.placement.placement import Placement
-from sdp.tests.support.runs_made_up import make_run
+from sdp.tests.support.fabricated_runs import make_run
 from sdp.tools.runs.run_files import RunFiles, read_run
+from sdp.tools.shared.files import WriteError
 
 
 def line(step: int, loss: float = 1.0) -> dict[str, float]:
@@ -37,7 +39,7 @@ def test_a_line_is_in_the_file_when_the_call_returns(tmp_path: Path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == line(1)
 
 
-def test_a_loss_that_is_no_number_stays_valid_json(tmp_path: Path):
+def test_a_loss_that_is_nan_stays_valid_json(tmp_path: Path):
     RunFiles(tmp_path, resume=False).step(
         line(1, float("nan")) | {"by": {"x": float("inf")}, "list": [1.0, float("-inf")]}
     )
@@ -135,3 +137,22 @@ def test_a_dump_dir_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--dump-dir .*: cannot be written"):
         RunFiles(tmp_path / "file" / "run", resume=False)
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    files = RunFiles(tmp_path, resume=True)
+    with pytest.raises(WriteError, match=r"metrics.jsonl: cannot be written \(No space left on device\); free space"):
+        files.step(line(1))
+    files.close()
+
+
+def test_a_directory_that_was_removed_is_noticed_at_the_next_line(tmp_path: Path):
+    files = RunFiles(tmp_path / "run", resume=False)
+    files.step(line(1))
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(WriteError, match="metrics.jsonl: was removed while the run was writing to it"):
+        files.step(line(2))
+    with pytest.raises(WriteError, match="evaluations.jsonl: cannot be written"):
+        files.evaluation(line(2))
+    files.close()

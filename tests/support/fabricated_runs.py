@@ -1,4 +1,4 @@
-"""Made-up runs, written by the writer that real runs use."""
+"""Fabricated runs on disk, written by the writer that real runs use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ KIND = "between groups/all_reduce"
 def make_run(
     path: Path, *, holders: int = 2, groups: int = 4, steps: int = 40, finished: bool = True, tail: str = ""
 ) -> Run:
-    """A run in which every unit has ``holders`` holders; its bytes are round numbers. ``tail`` is what a kill left behind."""
+    """Write a run whose bytes are round numbers, and read it.
+
+    Args:
+        path: The dump directory.
+        holders: How many groups hold each unit.
+        groups: How many SDP groups there are.
+        steps: The steps that the run was to take.
+        finished: Whether it took them all; otherwise it stopped half-way.
+        tail: Text at the end of metrics.jsonl, as a killed process leaves it.
+    """
     share = holders / groups
     files = RunFiles(path, resume=False)
     files.write_config({"sdp": {"groups": groups}, "model": {"name": "llama"}, "training": {"steps": steps}})
