@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from .files import write_durably
 
@@ -36,6 +38,18 @@ _TOO_LARGE = 2**63
 
 class MetadataWriter(FileSystemWriter):
     """DCP's writer of a directory, except that the metadata become JSON."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors. Raises the OSError of a full disk, which torch reports as "unexpected pos"."""
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            raise cause from None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}

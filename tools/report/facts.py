@@ -116,7 +116,7 @@ def facts_of(run: Run) -> Facts:
         loss_before=before.get("loss"),
         loss_after=after.get("loss"),
         accuracy_after=after.get("accuracy"),
-        subnetworks_after=fmean(after["subnetwork_losses"]) if after.get("subnetwork_losses") else None,
+        subnetworks_after=_mean(after.get("subnetwork_losses") or []),
         tokens_per_second=summary.get("tokens_per_second") or _median(settled, "tokens_per_second"),
         step_seconds=_median(settled, "step_seconds"),
         state=_measured_state(ranks),
@@ -184,6 +184,12 @@ def _evaluations(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [line[key] for line in lines if line.get(key) is not None]
     return float(median(values)) if values else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where a value is missing, as for a loss that was NaN or infinite: JSON has null for those."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
 
 
 def _above_baseline(rank: Mapping[str, Any]) -> float | None:

@@ -151,8 +151,8 @@ def test_a_directory_that_was_removed_is_noticed_at_the_next_line(tmp_path: Path
     files = RunFiles(tmp_path / "run", resume=False)
     files.step(line(1))
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(WriteError, match="metrics.jsonl: was removed while the run was writing to it"):
+    with pytest.raises(WriteError, match=r"metrics\.jsonl: was removed while the run was writing to it"):
         files.step(line(2))
-    with pytest.raises(WriteError, match="evaluations.jsonl: cannot be written"):
+    with pytest.raises(WriteError, match=r"evaluations\.jsonl: cannot be written"):
         files.evaluation(line(2))
     files.close()
