@@ -1,6 +1,7 @@
-"""A pool of rank processes that lives as long as the test session: starting them and importing torch dominates otherwise.
+"""A pool of rank processes that lives as long as the test session.
 
-Ranks are forked from a server that has imported all that they need, and has no thread besides its own.
+Without it, starting processes and importing torch would take most of the time. Ranks are forked
+from a server process that has imported the modules they need and runs no other thread.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ from typing import Any
 from torch.distributed import TCPStore
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=240)  # ranks that share two loaded cores are slow, not stuck
-MOST_THREADS = (
-    300  # gloo's threads outlive process groups that a device mesh still knows; many of them slow every case down
-)
-START_SECONDS = 300.0  # the server imports torch first, on cores that others load
+MOST_THREADS = 300  # gloo's threads outlive process groups that a device mesh still knows; many slow down every case
+START_SECONDS = 300.0  # the server imports torch first, perhaps on busy cores
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed
+# Imported once by the server, so that no rank has to. None of them may start a thread.
+PRELOADED = (
+    "sdp.engine.initialize",
+    "sdp.models.llama",
+    "sdp.models.registry",
+    "sdp.tests.support.cases",
+    "sdp.tests.support.models",
+)
 _VARIABLES: tuple[str, ...] = (
     "RANK",
     "WORLD_SIZE",
@@ -51,23 +58,30 @@ def _threads(pid: int) -> int:
 
 
 class RankError(AssertionError):
-    """A function failed, or did not come to an end, on one or more ranks."""
+    """A function failed or did not finish on one or more ranks."""
 
 
 class RankPool:
-    """``run(function, …, world=W)`` calls a function on ranks 0 … W − 1, each in a process of its own with a fresh gloo group."""
+    """Runs functions on ranks 0 … W - 1, each in its own process with a new gloo group."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["sdp.engine.initialize", "sdp.models.llama"])
+        self._context.set_forkserver_preload(list(PRELOADED))
         self._processes: list[Any] = []
         self._connections: list[Any] = []
 
     def run(self, function: Callable[..., Any], *args: Any, world: int, timeout: float = 300.0) -> list[Any]:
-        """What ``function(*args)`` returned, by rank.
+        """Call ``function(*args)`` on every rank; return the results by rank.
 
-        ``function`` is module-level; its module is loaded from its file. Raises :class:`RankError` with the traceback of
-        every rank that failed; ranks that are then stuck, or all after ``timeout`` seconds, are killed and later replaced.
+        Args:
+            function: A function at module level. The ranks load its module from its file.
+            *args: Its arguments, which are pickled.
+            world: The number of ranks.
+            timeout: Seconds for all ranks to finish.
+
+        Raises:
+            RankError: A rank failed or did not finish. The message holds the tracebacks. All
+                processes are then killed if one is stuck, and the next ``run`` starts new ones.
         """
         self._start(world)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -76,12 +90,12 @@ class RankPool:
             self._connections[rank].send_bytes(pickle.dumps(job))
         try:
             answers = self._collect(world, time.monotonic() + timeout)
-        except BaseException:  # Ctrl-C too: no rank may stay behind in a collective
+        except BaseException:  # also Ctrl-C: no rank may stay in a collective
             self.close()
             raise
         stuck = [rank for rank in range(world) if rank not in answers]
         if stuck:
-            for rank in stuck:  # they print where they are (faulthandler)
+            for rank in stuck:  # faulthandler prints where they are
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.2)
@@ -95,7 +109,7 @@ class RankPool:
                 reasons.append(f"ranks {[rank for rank in failed if failed[rank] == text]} of {world} failed:\n{text}")
             if stuck:
                 when = "after that" if failed else f"in {timeout:.0f} s"
-                reasons.append(f"ranks {stuck} of {world} did not finish {when}; the pool starts anew")
+                reasons.append(f"ranks {stuck} of {world} did not finish {when}; the pool starts new processes")
             raise RankError("\n".join(reasons))
         return [answers[rank][1] for rank in range(world)]
 
@@ -160,18 +174,17 @@ def _environment(values: dict[str, str]) -> Any:
 
 
 def _serve(connection: Connection) -> None:
-    """A rank's life: jobs come as bytes, answers go back as bytes, until the other end closes."""
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # Linux: die with the server, which dies with the test session, however it ends
+    """Read jobs and write answers, both as bytes, until the other end closes the connection."""
+    # Linux: die with the server, which dies with the test session, however that ends.
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the session's, which kills its ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the session kills its ranks
     faulthandler.register(signal.SIGUSR1)
     import torch
 
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # collecting after a job takes 0.1 s of each rank otherwise
+    gc.freeze()  # otherwise each collection after a job takes 0.1 s
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -179,14 +192,14 @@ def _serve(connection: Connection) -> None:
             answer = _answer(*job)
             gc.collect()
             connection.send_bytes(answer)
-            connection.recv_bytes()  # nobody leaves the process group while another is still busy in it
+            connection.recv_bytes()  # leave the process group only when all ranks are done with it
         except (EOFError, ConnectionError):
             return
         _leave()
 
 
 def _load(file: str, name: str) -> Any:
-    """The module ``name`` from its file: test modules are on no import path."""
+    """Load the module ``name`` from its file: test modules are on no import path."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
@@ -196,7 +209,7 @@ def _load(file: str, name: str) -> Any:
 
 
 def _answer(file: str, module: str, name: str, args: tuple[Any, ...], rank: int, world: int, port: int) -> bytes:
-    """What the function returned, or the traceback of what it raised."""
+    """Return the pickled result of the function, or the traceback of its error."""
     import torch.distributed as dist
 
     values = map(str, (rank, world, rank, world, 0, "127.0.0.1", port))
@@ -217,10 +230,10 @@ def _leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    _clear_sharding_prop_cache()  # it would hand out the old groups' names to DTensors on a mesh of the same ranks
-    if (
-        "deepspeed" in sys.modules
-    ):  # ZeRO 3 compares numbers that it gives from counts of the process; ranks here have different pasts
+    _clear_sharding_prop_cache()  # else DTensors on a mesh of the same ranks would get the names of old groups
+    # ZeRO 3 compares numbers across ranks that it takes from counters of the process. The ranks of
+    # the pool ran different jobs before, so the counters are reset.
+    if "deepspeed" in sys.modules:
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
         from deepspeed.runtime.zero.partition_parameters import Init
 
