@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from .section import NonNegativeInt, PositiveInt, Section
+from .section import NonNegativeInt, Pixels, PositiveInt, Ranks, Samples, Section, Tokens, Width
 
 
 class NamedParams(Section):
@@ -64,7 +64,7 @@ class ZeroSection(Section):
 class TensorParallelSection(Section):
     """Degree of tensor parallelism inside an SDP group."""
 
-    autotp_size: PositiveInt = 1
+    autotp_size: Ranks = 1
 
 
 class ActivationCheckpointingSection(Section):
@@ -109,7 +109,7 @@ class SDPSection(Section):
     alike, so a group of twice the ranks has twice the samples.
     """
 
-    groups: PositiveInt = 1
+    groups: Ranks = 1
     capacity: float | list[float] = 1.0
     granularity: Literal["block", "neuron"] = "block"
     masking: Literal["forward", "backward"] = "forward"
@@ -120,8 +120,8 @@ class SDPSection(Section):
     units: Literal["auto"] | list[str] = "auto"
     protect: list[str] = Field(default_factory=list)
     branch_scale: Literal["none", "train", "eval"] = "none"
-    group_sizes: list[PositiveInt] | None = None
-    neuron_groups: PositiveInt = 8
+    group_sizes: list[Ranks] | None = None
+    neuron_groups: Width = 8
     seed: Seed = 0
     engine: Literal["fsdp2", "deepspeed", "reference", "vectorized"] = "fsdp2"
     check_interval: NonNegativeInt = 100
@@ -144,12 +144,12 @@ class DataSection(Section):
 
     name: Literal["digits", "cifar10", "cifar100", "folder"] | None = None
     path: str | None = None
-    sequence_length: PositiveInt = 512
+    sequence_length: Tokens = 512
     tokenizer: str | None = None
-    vocab_size: PositiveInt | None = None
+    vocab_size: Width | None = None
     num_workers: NonNegativeInt = 0
     verify: Literal["auto", "always", "never"] = "auto"
-    image_size: PositiveInt | None = None
+    image_size: Pixels | None = None
     augment: bool | None = None
 
     @model_validator(mode="after")
@@ -244,9 +244,9 @@ class Config(Section):
     ``env``: variables for NCCL, UCX, gloo … that every rank sets before it loads them, over what its environment has.
     """
 
-    train_batch_size: PositiveInt | None = None
-    train_micro_batch_size_per_gpu: PositiveInt | None = None
-    gradient_accumulation_steps: PositiveInt | None = None
+    train_batch_size: Samples | None = None
+    train_micro_batch_size_per_gpu: Samples | None = None
+    gradient_accumulation_steps: Samples | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     steps_per_print: PositiveInt = 10
     wall_clock_breakdown: bool = False

@@ -14,6 +14,20 @@ PositiveInt = Annotated[int, Field(gt=0)]
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
+# Far above every real run. Without bounds, one digit too many overflows torch's 64-bit sizes, or
+# builds lists that fill the memory of the machine.
+Layers = Annotated[int, Field(gt=0, le=2**16)]
+
+Width = Annotated[int, Field(gt=0, le=2**24)]
+
+Tokens = Annotated[int, Field(gt=0, le=2**24)]
+
+Pixels = Annotated[int, Field(gt=0, le=2**16)]
+
+Samples = Annotated[int, Field(gt=0, le=2**32)]
+
+Ranks = Annotated[int, Field(gt=0, le=2**20)]
+
 NonNegative = Annotated[float, Field(ge=0)]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
