@@ -1,1 +1,1 @@
-"""``sdp plan``: memory, traffic and time of a run before it starts."""
+"""``sdp plan``: the memory, traffic and time of a run, before the run starts."""

@@ -1,4 +1,4 @@
-"""Other ways to train the same model on the same ranks, planned for comparison."""
+"""Plans of other ways to train the same model on the same ranks, for comparison."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from ...engine.config.schema import Config, SDPSection
 from ...engine.errors import SDPError
 from ...engine.tracing.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS
 from ...engine.tracing.step import StepTrace
-from .forecast import Forecast, forecast
+from .forecast import forecast
 from .machine import Machine
+from .result import Forecast
 
 
 def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[Forecast], list[str]]:
-    """The dense model on the same ranks under DDP, FSDP and HSDP, with the same batch, tensor parallelism and recomputation; and a line
-    for each that cannot be planned.
+    """Plan the dense model under DDP, FSDP and HSDP, and give a line for each that cannot be planned.
+
+    They have the same ranks, batch, tensor parallelism and recomputation.
     """
     planned, notes = [], []
     nodes = len(machine.slots)
@@ -29,7 +31,7 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
             if world > nodes
             else "a node has one rank"
         )
-        notes.append(f"HSDP: {why}, so it has nobody there to share its state with, and is DDP")
+        notes.append(f"HSDP: {why}, so there is no rank to share the state with; it is DDP")
     if notes:
         del dense["HSDP"]
     for name, (groups, stage) in dense.items():
@@ -46,9 +48,11 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
 
 
 def distributed_data_parallel(config: Config, machine: Machine, world: int) -> Forecast:
-    """torch's DDP of a dense ``config`` without sharding. In half precision as torch's documentation has it: weights, gradients and
-    optimizer state in float32, the forward pass under autocast, which keeps cast copies of weights until it ends, and backward as long as
-    it needs them.
+    """Plan a dense ``config`` without sharding under torch's DDP.
+
+    Half precision is the one of torch's documentation: weights, gradients and optimizer state are in
+    float32, and the forward pass runs under autocast. Autocast keeps cast copies of the weights until
+    it ends, and backward keeps them as long as it needs them.
     """
     precision = getattr(torch, config.precision)
     if precision != torch.float32:
@@ -63,8 +67,11 @@ def distributed_data_parallel(config: Config, machine: Machine, world: int) -> F
 
 
 def with_buckets(plan: Forecast) -> Forecast:
-    """``plan`` with the memory of torch's DDP: gradients are views of buckets that live through the whole step; those of the engine, which
-    were traced, come and go. Gradients of micro-batches before the last, which are not sent, are beside the buckets.
+    """Return ``plan`` with the memory of torch's DDP.
+
+    DDP's gradients are views of buckets that live through the whole step; the engine's gradients,
+    which were traced, come and go. The gradients of earlier micro-batches are not sent, and exist
+    next to the buckets.
     """
 
     def whole(trace: StepTrace) -> StepTrace:
@@ -79,6 +86,7 @@ def with_buckets(plan: Forecast) -> Forecast:
 
 
 def dense_config(config: Config, groups: int, stage: int) -> Config:
+    """Return ``config`` for the dense model in ``groups`` replicas, each sharded by ZeRO ``stage``."""
     zero = config.zero_optimization.model_copy(update={"stage": stage})
     return config.model_copy(
         update={"sdp": SDPSection(groups=groups, units=config.sdp.units), "zero_optimization": zero}

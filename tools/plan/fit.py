@@ -1,10 +1,15 @@
-"""The smallest layout of a run that fits a device's memory: as few ranks per group as will do, and of theirs the settings whose step takes
-the least time by the plan.
+"""Finds the smallest layout of a run that fits a device's memory.
 
-Groups, capacity, masking and the samples of a step stay as they are: they decide what is learned. Only the degrees of sharding and of
-tensor parallelism, the ZeRO stage, recomputation and the cut of a step's samples into micro-batches change. A layout is tried by its state
-first, which is known at once, then by tracing its step. Tensor parallelism is tried of 1, 2, 4, 8 and as stated; numbers of ranks that
-cannot share a step's samples equally are left out.
+The search takes as few ranks per group as possible. Among their settings it takes those with the
+shortest planned step.
+
+- What stays: groups, capacity, masking and the samples of a step. They decide what is learned.
+- What changes: the degrees of sharding and of tensor parallelism, the ZeRO stage, recomputation, and
+  how the samples of a step are split into micro-batches.
+
+A layout is first judged by its state, whose size is known at once, then by tracing its step. Degrees
+of tensor parallelism are 1, 2, 4, 8 and the configured one. Numbers of ranks that cannot share the
+samples of a step equally are left out.
 """
 
 from __future__ import annotations
@@ -26,19 +31,27 @@ from ...engine.placement.layout import Layout
 from ..runs.model_inputs import model_and_batch
 from ..shared.quantities import format_bytes
 from ..shared.remedies import remedies
-from .forecast import Forecast, forecast, require_planned
+from .forecast import forecast, require_planned
 from .machine import Machine
+from .result import Forecast
 from .trials import Choice, Step, Trial, closest_of, own_share, reasons_of, stated_step
 
 MOST_RANKS = 1024  # of a group
-_DEGREES = (1, 2, 4, 8)  # of tensor parallelism, beside the stated one
-_MODES = ("none", "selective", "full")  # from the fastest to the one that needs least
-_STAGES = (1, 2, 3)  # likewise
+_DEGREES = (1, 2, 4, 8)  # of tensor parallelism, in addition to the configured one
+_MODES = ("none", "selective", "full")  # from the fastest to the one that needs the least memory
+_STAGES = (1, 2, 3)  # in the same order
 
 
 @dataclass(frozen=True)
 class Fit:
-    """``trials``: all that was tried, in order; ``reasons``: why it is this choice and none of them, a line each."""
+    """The result of a search.
+
+    Attributes:
+        choice: The settings that were chosen.
+        plan: Their plan.
+        trials: Everything that was tried, in order.
+        reasons: Why this choice and no other, a line for each reason.
+    """
 
     choice: Choice
     plan: Forecast
@@ -47,11 +60,18 @@ class Fit:
 
 
 def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine], world: int, *, bounded: bool) -> Fit:
-    """The choice for devices of ``memory`` bytes.
+    """Find the layout for devices of ``memory`` bytes.
 
-    ``world``: ranks of the run as it is stated, which say how many samples a step has where ``train_batch_size`` does not; no more of them
-    are used where it is ``bounded``. Raises :class:`ConfigError` where nothing fits, or there are fewer ranks than groups, and what
-    building the model raises.
+    Args:
+        config: The run.
+        memory: Bytes of a device.
+        machine_of: The machine of so many ranks.
+        world: Ranks of the run as configured. They say how many samples a step has if
+            ``train_batch_size`` does not.
+        bounded: Use no more than ``world`` ranks.
+
+    Raises:
+        ConfigError: Nothing fits, or there are fewer ranks than groups.
     """
     require_planned(config)
     groups = config.sdp.groups
@@ -62,8 +82,8 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
         )
     if (config.train_batch_size or 0) % groups:
         raise ConfigError(
-            f"--fit: train_batch_size {config.train_batch_size:,} is no multiple of sdp.groups {groups}, so that no number of ranks shares "
-            "it equally; change one of them"
+            f"--fit: train_batch_size {config.train_batch_size:,} is not a multiple of sdp.groups {groups}, so no number "
+            "of ranks shares it equally; change one of them"
         )
     step = stated_step(config, world)
     model = model_and_batch(config)[0]()
@@ -83,15 +103,15 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
             return Fit(
                 best.choice, best.plan, tuple(search.trials), tuple(reasons_of(best, search.trials, step, model))
             )
-    assert tried  # one rank a group always shares what is a multiple of the groups
+    assert tried  # one rank per group always shares a multiple of the groups equally
     raise ConfigError(_nothing(config, memory, tried, search.trials))
 
 
 def _nothing(config: Config, memory: float, ranks: int, trials: list[Trial]) -> str:
-    """``ranks``: the most a group that were looked at."""
+    """Explain that nothing fits up to ``ranks`` ranks per group."""
     closest = closest_of(trials)
     less = "; ".join(remedies(closest.choice.applied(config)))
-    said = "" if closest.need is None else f"; closest: {closest}; what would need less: {less}"
+    said = "" if closest.need is None else f"; closest: {closest}; what would need less memory: {less}"
     refused = list({(trial.choice.tp, trial.why): str(trial) for trial in trials if trial.need is None}.values())
     also = f"; refused: {'; '.join(refused[:3])}" if refused else ""
     return f"--fit: no layout of up to {ranks} ranks a group fits {format_bytes(memory)}{said}{also}"
@@ -99,6 +119,8 @@ def _nothing(config: Config, memory: float, ranks: int, trials: list[Trial]) -> 
 
 @dataclass
 class _Search:
+    """Tries layouts, and remembers what came of them."""
+
     config: Config
     memory: float
     machine_of: Callable[[int], Machine]
@@ -106,13 +128,15 @@ class _Search:
     trials: list[Trial] = field(default_factory=list)
 
     def fitting(self, ranks: int, tp: int) -> Iterator[Trial]:
-        """Of the settings with these degrees those that fit and could be the fastest.
+        """Yield the settings with these degrees that fit and could be the fastest.
 
-        Less recomputation and a lower stage never take longer and never need less (where the plan has it otherwise, it is because it hides
-        traffic behind recomputation too: that is not counted). So from the thriftiest settings on recomputation is lowered while they
-        fit, then the stage; and what cannot beat the fastest so far, were all its traffic hidden, is left.
+        Less recomputation and a lower stage never take longer and never need less memory. (The plan
+        may say otherwise, because it also hides traffic behind recomputation; that is ignored.) The
+        search starts from the settings that need the least memory. It lowers recomputation as long
+        as the result fits, then the stage. Settings that could not beat the fastest even with all
+        traffic hidden are skipped.
         """
-        stages = (0,) if ranks == tp else _STAGES  # nothing is sharded over one rank
+        stages = (0,) if ranks == tp else _STAGES  # one rank has nothing to shard
         modes: list[Trial] = []
         for mode in reversed(_MODES):
             trial = self._tried(ranks, tp, stages[-1], mode)
@@ -133,8 +157,10 @@ class _Search:
                     break
 
     def too_few(self, ranks: int) -> bool:
-        """Whether the state of a group, by the trial of one rank, is more than twice what so many ranks have memory for; twice, since what
-        is sharded may be of another kind. Powers of two are tried all the same: they tell how much is missing.
+        """Whether a group's state is more than twice the memory of ``ranks`` ranks.
+
+        The state is that of the trial with one rank. The factor of two allows for layouts that shard
+        other parts. Powers of two are always tried, since they tell how much memory is missing.
         """
         states = [
             trial.need
@@ -166,22 +192,22 @@ class _Search:
         except SDPError as error:
             return Trial(choice, str(error), of_the_degrees=True)
         if state > self.memory:
-            return Trial(choice, f"does not fit: the state alone is {self._beside(state)}", state, state_only=True)
+            return Trial(choice, f"does not fit: the state alone is {self._excess(state)}", state, state_only=True)
         try:
             plan = forecast("this layout", config, machine, world)
         except SDPError as error:
             return Trial(choice, str(error))
         peak = plan.worst.trace.peak
         if peak > self.memory:
-            return Trial(choice, f"does not fit: the peak is {self._beside(peak)}", peak)
+            return Trial(choice, f"does not fit: the peak is {self._excess(peak)}", peak)
         return Trial(choice, f"fits: the peak is {format_bytes(peak)}, a step takes {plan.seconds:.4g} s", peak, plan)
 
-    def _beside(self, need: float) -> str:
+    def _excess(self, need: float) -> str:
         return f"{format_bytes(need)}, {format_bytes(need - self.memory)} too much"
 
 
 def _most_state(config: Config, world: int) -> int:
-    """Bytes of state of the rank that has most, without a trace."""
+    """Bytes of state of the rank that has the most, computed without a trace."""
     mesh = mesh_of(config, world)
     layout = Layout.of(model_and_batch(config)[0](), config, mesh)
     stand_in = [{"params": [nn.Parameter(torch.zeros(1))]}]

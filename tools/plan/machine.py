@@ -1,4 +1,4 @@
-"""The machines a run is planned for: which rank is on which node, and how fast devices and links are."""
+"""The machines that a run is planned for: where the ranks are, and how fast devices and links are."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ from ...engine.tracing.operators import Device
 
 PEAK_FLOPS, ACHIEVED, INSIDE, BETWEEN = "989TFLOP/s", 0.4, "450GB/s", "50GB/s"
 
-
 Link = Literal["inside a node", "between nodes"]
 LINKS: tuple[Link, Link] = ("inside a node", "between nodes")
 
-_BACKWARD = 2 / 3  # of a step's operations
+_BACKWARD = 2 / 3  # the backward pass's part of a step's operations
 
 
 @dataclass(frozen=True)
 class Machine:
-    """``slots``: ranks of every node. ``flops``: a device's peak per second; ``achieved``: the part of it that a model reaches.
-    ``inside`` and ``between``: bytes a second that one rank sends inside a node and between nodes. ``device``: what it is to torch.
+    """Nodes of devices.
+
+    Attributes:
+        slots: Number of ranks on each node.
+        flops: Peak rate of a device, in operations a second.
+        achieved: Part of the peak rate that a model reaches.
+        inside: Bytes a second that one rank sends inside a node.
+        between: Bytes a second that one rank sends between nodes.
+        device: The device type whose operators run.
     """
 
     slots: tuple[int, ...]
@@ -37,7 +43,10 @@ class Machine:
     device: Device = "cpu"
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """What a collective among ``ranks``, ascending, is as slow as. A node's ranks follow one another: the first and the last tell."""
+        """The slowest link of a collective among ``ranks``, which ascend.
+
+        The ranks of a node follow one another, so the first and the last rank decide.
+        """
         return LINKS[bisect_right(self._ends, ranks[0]) != bisect_right(self._ends, ranks[-1])]
 
     @cached_property
@@ -45,20 +54,22 @@ class Machine:
         return list(accumulate(self.slots))
 
     def seconds(self, nbytes: float, link: Link) -> float:
+        """Seconds that one rank takes to send ``nbytes``."""
         return nbytes / (self.inside if link == "inside a node" else self.between)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def evenly(world: int, per_node: int) -> tuple[int, ...]:
-    """Nodes of ``per_node`` ranks, the last of what is left."""
+def split_evenly(world: int, per_node: int) -> tuple[int, ...]:
+    """Split ``world`` ranks over nodes of ``per_node`` ranks. The last node gets the remainder."""
     return tuple(min(per_node, world - first) for first in range(0, world, per_node))
 
 
-def filled(slots: Sequence[int], world: int) -> tuple[int, ...]:
-    """Ranks of each of the nodes that ``world`` ranks are on: a node's slots are taken before those of the next. All ``slots`` where there
-    are fewer than ``world``.
+def fill_nodes(slots: Sequence[int], world: int) -> tuple[int, ...]:
+    """Ranks on each node that ``world`` ranks use, if they fill the ``slots`` node after node.
+
+    Returns all ``slots`` if there are fewer than ``world``.
     """
     before = accumulate(slots, initial=0)
     return tuple(min(slot, world - first) for slot, first in zip(slots, before, strict=False) if first < world)
@@ -66,9 +77,19 @@ def filled(slots: Sequence[int], world: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Expected seconds of one rank's step. Of its traffic, before any of it is hidden: ``tensor_parallel``, ``inside`` groups (gathers and
-    reduce-scatters of weights, and norms' gradients among tensor-parallel ranks), ``between`` groups (averages of gradients) and
-    ``refresh`` (weights sent to frozen copies). ``step``: computation and what is not hidden behind it.
+    """Expected seconds of one rank's step.
+
+    All parts of the traffic count in full, before any overlap. Only ``step`` takes the overlap into
+    account.
+
+    Attributes:
+        compute: Computation.
+        tensor_parallel: Collectives among tensor-parallel ranks, which nothing overlaps.
+        inside: Traffic inside groups: gathers and reduce-scatters of weights, and the gradients of
+            norms among tensor-parallel ranks.
+        between: Averages of gradients between groups.
+        refresh: Weights sent to frozen copies.
+        step: Computation, and the traffic that computation does not hide.
     """
 
     compute: float
@@ -80,13 +101,21 @@ class StepTime:
 
 
 def step_time(flops: float, collectives: Sequence[Collective], machine: Machine, accumulation: int) -> StepTime:
-    """Of a rank that computes ``flops`` in a step and takes part in ``collectives``.
+    """Estimate the step of a rank that computes ``flops`` and takes part in ``collectives``.
 
-    Computation is operations over what a device achieves, a third of it forward and two thirds backward, whatever is recomputed or frozen;
-    traffic is bytes over the speed of the link, latencies left out. Tensor-parallel traffic is waited for, and hides nothing. Of all else
-    each kind of link carries one thing at a time: refreshes while the first of the step's equal micro-batches is in forward (they start
-    after the update before it), averages while the last is in backward, and what is sent inside groups in all of the computation that
-    these two leave free. What does not go into its time is exposed, and what the two kinds of link leave exposed adds up.
+    Computation is the number of operations over the achieved rate: a third of it forward, two thirds
+    backward, whatever is recomputed or frozen. Traffic is bytes over the speed of the link, without
+    latencies.
+
+    Tensor-parallel traffic is never hidden, and hides nothing. Other traffic overlaps computation,
+    one transfer at a time on each kind of link:
+
+    - Refreshes run during the forward pass of the first micro-batch, after the update before it.
+    - Averages between groups run during the backward pass of the last micro-batch.
+    - Traffic inside groups runs during the computation that the other two leave free.
+
+    The traffic that does not fit into its time is exposed. The exposed seconds of both kinds of link
+    add up.
     """
     compute = flops / (machine.flops * machine.achieved)
     first, last = (1 - _BACKWARD) * compute / accumulation, _BACKWARD * compute / accumulation
@@ -109,11 +138,11 @@ def step_time(flops: float, collectives: Sequence[Collective], machine: Machine,
 
 
 def default_world(config: Config) -> tuple[int, str]:
-    """The fewest ranks that the configuration means, and where that is from."""
+    """The fewest ranks that the configuration allows, and what says so."""
     groups, tp = config.sdp.groups, config.tensor_parallel.autotp_size
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if train is not None and micro is not None and config.gradient_accumulation_steps is not None:
         ranks = train // (micro * config.gradient_accumulation_steps)
-        if ranks and ranks % groups == 0:  # else what is wrong is said of the fewest ranks
+        if ranks and ranks % groups == 0:  # otherwise the error names the fewest ranks
             return ranks * tp, "from the batch sizes"
     return groups * tp, "sdp.groups × tensor_parallel.autotp_size"

@@ -1,37 +1,45 @@
-"""Commands that a plan suggests: each states all that the plan depends on, so that it plans or starts the same layout."""
+"""Commands that a plan suggests.
+
+Each command states everything that the plan depends on, so that it plans or starts the same layout.
+"""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Mapping, Sequence
 
 from ...launcher.cluster.hosts import Host, read_hostfile
-from .forecast import Forecast
+from .options import PlanOptions
+from .result import Forecast
 
 
-def fit_command(args: argparse.Namespace) -> str:
-    """``sdp plan`` as it was given, with ``--fit``."""
-    return shlex.join(["sdp", "plan", str(args.config), *_settings(args.set, {}), *_given(args, args.world), "--fit"])
+def fit_command(options: PlanOptions) -> str:
+    """Return ``sdp plan`` with the options that were given, and ``--fit``."""
+    given = [*_settings(options.settings, {}), *_given(options, options.world)]
+    return shlex.join(["sdp", "plan", str(options.config), *given, "--fit"])
 
 
-def plan_command(args: argparse.Namespace, plan: Forecast, overrides: Mapping[str, object]) -> str:
-    """``sdp plan`` of ``plan``, which ``overrides`` made of what was given."""
-    world = plan.layout.mesh.world_size
-    return shlex.join(["sdp", "plan", str(args.config), *_settings(args.set, overrides), *_given(args, world)])
+def plan_command(options: PlanOptions, plan: Forecast, overrides: Mapping[str, object]) -> str:
+    """Return the ``sdp plan`` that plans ``plan`` again. ``overrides`` are the settings of ``--fit``."""
+    given = [*_settings(options.settings, overrides), *_given(options, plan.layout.mesh.world_size)]
+    return shlex.join(["sdp", "plan", str(options.config), *given])
 
 
-def train_command(args: argparse.Namespace, plan: Forecast, overrides: Mapping[str, object]) -> str:
-    """What starts ``plan``'s ranks: here where they are of one node, by the hostfile, by SLURM where nodes are filled alike; else what
-    every rank is to run.
+def train_command(options: PlanOptions, plan: Forecast, overrides: Mapping[str, object]) -> str:
+    """Return the command that starts the ranks of ``plan``.
+
+    With a hostfile the command starts them on its hosts. Otherwise it starts the ranks of one node
+    here, and those of equally filled nodes through SLURM. For other nodes it returns what every
+    rank must run.
     """
     mesh, slots = plan.layout.mesh, plan.machine.slots
-    own = [str(args.config), "--fsdp", str(mesh.fsdp), *_settings(args.set, overrides)]
-    if args.hostfile is not None:
-        hosts = read_hostfile(args.hostfile)
-        everything = mesh.world_size == sum(len(host.slots) for host in hosts)
-        part = [] if everything else ["--include", _first(hosts, mesh.world_size)]
-        return shlex.join(["sdp", "launch", "--launcher", "deepspeed", "--hostfile", str(args.hostfile), *part, *own])
+    own = [str(options.config), "--fsdp", str(mesh.fsdp), *_settings(options.settings, overrides)]
+    if options.hostfile is not None:
+        hosts = read_hostfile(options.hostfile)
+        uses_all = mesh.world_size == sum(len(host.slots) for host in hosts)
+        part = [] if uses_all else ["--include", _first_slots(hosts, mesh.world_size)]
+        start = ["sdp", "launch", "--launcher", "deepspeed", "--hostfile", str(options.hostfile)]
+        return shlex.join([*start, *part, *own])
     if len(slots) == 1:
         return shlex.join(["sdp", "train", *own, "--nproc", str(mesh.world_size)])
     if len(set(slots)) == 1:
@@ -40,32 +48,32 @@ def train_command(args: argparse.Namespace, plan: Forecast, overrides: Mapping[s
     return shlex.join(["sdp", "train", *own]) + f"  (on each of {mesh.world_size} ranks)"
 
 
-def _given(args: argparse.Namespace, world: int | None) -> list[str]:
-    """The options of a plan that were given, with ``world``."""
+def _given(options: PlanOptions, world: int | None) -> list[str]:
+    """The options that were given, with ``world`` for the number of ranks."""
     named = {
         "--world": world,
-        "--hostfile": args.hostfile,
-        "--gpus-per-node": args.gpus_per_node,
-        "--device": args.device,
-        "--device-memory": args.device_memory,
-        "--peak-flops": args.peak_flops,
-        "--achieved": args.achieved,
-        "--intra-node": args.intra_node,
-        "--inter-node": args.inter_node,
+        "--hostfile": options.hostfile,
+        "--gpus-per-node": options.gpus_per_node,
+        "--device": options.device,
+        "--device-memory": options.device_memory,
+        "--peak-flops": options.peak_flops,
+        "--achieved": options.achieved,
+        "--intra-node": options.intra_node,
+        "--inter-node": options.inter_node,
     }
     words = [word for option, value in named.items() if value is not None for word in (option, str(value))]
-    return words + ["--alone"] * args.alone
+    return words + ["--alone"] * options.alone
 
 
 def _settings(given: Sequence[str], overrides: Mapping[str, object]) -> list[str]:
-    """Words of ``--set``: those given that are not overridden, then ``overrides``."""
+    """The words of ``--set``: the given ones that are not overridden, then ``overrides``."""
     kept = [setting for setting in given if setting.partition("=")[0] not in overrides]
     words = [*kept, *(f"{key}={value}" for key, value in overrides.items())]
     return ["--set", *words] if words else []
 
 
-def _first(hosts: Sequence[Host], ranks: int) -> str:
-    """The first ``ranks`` slots, as ``--include`` takes them."""
+def _first_slots(hosts: Sequence[Host], ranks: int) -> str:
+    """The first ``ranks`` slots, in the form of ``--include``."""
     parts = []
     for host in hosts:
         taken = host.slots[:ranks]

@@ -1,20 +1,16 @@
-"""A plan as tables on the terminal and as a page."""
+"""A plan as tables on the terminal."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ...engine.errors import ConfigError
-from ..shared.files import write_whole
 from ..shared.quantities import format_bytes, quantity
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
-from .fit import Fit
-from .forecast import Forecast
-from .machine import LINKS, PEAK_FLOPS
-from .page import page
+from .machine import LINKS, PEAK_FLOPS, Machine
+from .result import Forecast
 
 _DEVICES = {
     "cpu": "a CPU's operators (--device cuda: of a GPU's)",
@@ -22,81 +18,63 @@ _DEVICES = {
 }
 
 
-def _print(plan: Forecast, others: list[Forecast], notes: list[str], world: str) -> None:
-    config, layout = plan.config, plan.layout
-    machine = plan.machine
-    nodes = f"{len(machine.slots)} node{'s' * (len(machine.slots) > 1)} of up to {max(machine.slots)}"
-    parameters = sum(info.numel for info in layout.parameters.values()) / 1e6
-    print(f"{config.model['name']}, {parameters:,.2f} M parameters, {config.precision}; {world} on {nodes}")
-    print(f"{plan.batch.train:,} samples a step = micro-batch {plan.batch.micro} × accumulation {plan.batch.accumulation} × "
-          f"{layout.mesh.data_ranks} data ranks; activation checkpointing: {config.activation_checkpointing.mode}")  # fmt: skip
+def print_plan(plan: Forecast, others: Sequence[Forecast], notes: Sequence[str], world: str) -> None:
+    """Print a plan beside its alternatives.
+
+    Args:
+        plan: The plan of the run.
+        others: Plans that it is compared with, a column each.
+        notes: Further notes, after the assumptions.
+        world: How many ranks there are, and why.
+    """
+    config, layout, batch = plan.config, plan.layout, plan.batch
+    print(
+        f"{config.model['name']}, {plan.parameters / 1e6:,.2f} M parameters, {config.precision}; "
+        f"{world} on {describe_nodes(plan.machine)}"
+    )
+    print(
+        f"{batch.train:,} samples a step = micro-batch {batch.micro} × accumulation {batch.accumulation} × "
+        f"{layout.mesh.data_ranks} data ranks; activation checkpointing: {config.activation_checkpointing.mode}"
+    )
     if layout.units and layout.mesh.sdp > 1:
         print(f"placement: {layout.placement.describe()}")
     for warning in plan.warnings:
         print(f"warning: {warning}")
     print()
-    print(_table([plan, *others]).without_empty().text())
+    print(make_table([plan, *others]).text())
     print()
-    print(_collectives(plan))
-    for line in [*_notes(plan, others), *notes]:
+    print(list_collectives(plan))
+    for line in [*assumptions(plan, others), *notes]:
         print(f"- {line}")
 
 
-def _write_page(
-    path: Path,
-    columns: list[Forecast],
-    notes: list[str],
-    world: str,
-    memory: float | None,
-    fit: Fit | None,
-    commands: dict[str, str],
-) -> None:
-    plan = columns[0]
-    machine = plan.machine
-    parameters = sum(info.numel for info in plan.layout.parameters.values()) / 1e6
-    nodes = f"{len(machine.slots)} node{'s' * (len(machine.slots) > 1)} of up to {max(machine.slots)}"
-    found: dict[str, Any] = (
-        {} if fit is None else {"reasons": fit.reasons, "tried": list(map(str, fit.trials)), "commands": commands}
-    )
-    table = _table(columns).without_empty()
-    text = page(
-        columns,
-        table,
-        _collectives(plan),
-        f"{parameters:,.2f} M parameters; {world} on {nodes}",
-        notes,
-        memory,
-        **found,
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
-    except OSError as error:
-        raise ConfigError(f"--html {path}: the page cannot be written ({error.strerror})") from None
+def describe_nodes(machine: Machine) -> str:
+    """Say how many nodes there are, and how many ranks they have."""
+    return f"{len(machine.slots)} node{'s' * (len(machine.slots) > 1)} of up to {max(machine.slots)}"
 
 
-def _table(columns: list[Forecast]) -> Table:
+def make_table(columns: Sequence[Forecast]) -> Table:
+    """Make the table of memory, traffic and time, with a column for each plan."""
     worst = [column.worst for column in columns]
     states = [group.trace.state for group in worst]
-    peak = next((column.worst.trace.peak for column in columns if column.name == "DDP"), None)
+    peak_of_ddp = next((column.worst.trace.peak for column in columns if column.name == "DDP"), None)
     slowest = [column.slowest for column in columns]
     sent = [column.sent_at_most for column in columns]
     flops = [max(group.trace.flops for group in column.groups) for column in columns]
+    meshes = [column.layout.mesh for column in columns]
+    speeds = [column.samples_per_second * column.config.data.tokens_per_sample for column in columns]
     in_bytes = partial(bytes_row, decimal=True)
     rows = [
-        text_row(
-            "sdp × fsdp × tp", [f"{c.layout.mesh.sdp} × {c.layout.mesh.fsdp} × {c.layout.mesh.tp}" for c in columns]
-        ),
+        text_row("sdp × fsdp × tp", [f"{mesh.sdp} × {mesh.fsdp} × {mesh.tp}" for mesh in meshes]),
         text_row("ZeRO stage", [str(column.config.zero_optimization.stage) for column in columns]),
         Row("memory of the rank that needs most"),
-        *(
-            in_bytes(kind, [getattr(state, kind) for state in states])
-            for kind in ("parameters", "gradients", "optimizer")
-        ),
+        in_bytes("parameters", [state.parameters for state in states]),
+        in_bytes("gradients", [state.gradients for state in states]),
+        in_bytes("optimizer", [state.optimizer for state in states]),
         in_bytes("frozen copies", [state.frozen or None for state in states]),
         in_bytes("activations, at most", [group.trace.activations for group in worst]),
         in_bytes("communication buffers, at most", [group.trace.communication or None for group in worst]),
-        in_bytes("peak", [group.trace.peak for group in worst], peak),
+        in_bytes("peak", [group.trace.peak for group in worst], peak_of_ddp),
         Row("a rank in a step, at most"),
         plain_row("TFLOP, recomputation included", [each / 1e12 for each in flops], ",.4g"),
         *(in_bytes(f"sent {link}", [of[link] for of in sent]) for link in LINKS),
@@ -108,28 +86,20 @@ def _table(columns: list[Forecast]) -> Table:
         plain_row("between groups or replicas, before hiding", [rank.time.between or None for rank in slowest], ".3g"),
         plain_row("frozen copies, before hiding", [rank.time.refresh or None for rank in slowest], ".3g"),
         plain_row("step, slowest rank", [column.seconds for column in columns], ".4g"),
-        plain_row(
-            _speed(columns[0]),
-            [column.samples_per_second * column.config.data.tokens_per_sample for column in columns],
-            ",.0f",
-        ),
+        plain_row("tokens/s" if columns[0].config.data.name is None else "images/s", speeds, ",.0f"),
     ]
-    return Table([column.name for column in columns], rows)
+    return Table([column.name for column in columns], rows).without_empty()
 
 
-def _speed(plan: Forecast) -> str:
-    return "tokens/s" if plan.config.data.name is None else "images/s"
-
-
-def _collectives(plan: Forecast) -> str:
-    """What the slowest rank sends in a step, by collective."""
+def list_collectives(plan: Forecast) -> str:
+    """List what the slowest rank sends in a step, a line for each kind of collective."""
     sent = Counter[Any]()
     for one in plan.slowest.collectives:
         sent[one.scope, one.kind, len(one.ranks), plan.machine.link(one.ranks)] += one.sent  # type: ignore[assignment]
-    said = {"between groups": "between replicas"} if plan.layout.mesh.sdp == 1 else {}
+    names = {"between groups": "between replicas"} if plan.layout.mesh.sdp == 1 else {}
     rows = [
         Row(
-            f"  {said.get(scope, scope)}: {kind.replace('_', '-')} of {ranks} ranks, {link}",
+            f"  {names.get(scope, scope)}: {kind.replace('_', '-')} of {ranks} ranks, {link}",
             bytes_row("", [nbytes], decimal=True).cells,
         )
         for (scope, kind, ranks, link), nbytes in sent.items()
@@ -139,27 +109,43 @@ def _collectives(plan: Forecast) -> str:
     return Table([""], [Row(f"sent by rank {plan.slowest.rank}, the slowest, in a step"), *rows]).text() + "\n"
 
 
-def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
+def assumptions(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
+    """List what the figures assume, and what they leave out. A reader needs both to use them."""
+    return [*_about_speed(plan), *_about_memory(plan), *_about_groups(plan), *_about_ddp(plan, others)]
+
+
+def _about_speed(plan: Forecast) -> list[str]:
     machine = plan.machine
-    trace = plan.worst.trace
     inside, between = machine.inside / 1e9, machine.between / 1e9
-    of_another_type = plan.config.precision == "float32" and machine.flops == quantity(
-        PEAK_FLOPS, "FLOP/s", "--peak-flops"
+    note = (
+        f"Speeds are stated, not measured, and latencies are left out: {machine.flops / 1e12:,.0f} TFLOP/s a device, "
+        f"of which a model achieves {machine.achieved:.0%}; a rank sends {inside:,.4g} GB/s inside a node and "
+        f"{between:,.4g} GB/s between nodes."
     )
+    is_default = machine.flops == quantity(PEAK_FLOPS, "FLOP/s", "--peak-flops")
+    if plan.config.precision == "float32" and is_default:
+        note += " The rate is that of an H100 in bfloat16, but this run computes in float32; give --peak-flops."
+    return [note]
+
+
+def _about_memory(plan: Forecast) -> list[str]:
+    trace = plan.worst.trace
     notes = [
-        f"Speeds as stated, not measured, and no latencies: {machine.flops / 1e12:,.0f} TFLOP/s a device, {machine.achieved:.0%} of it "
-        f"achieved; a rank sends {inside:,.4g} GB/s inside a node, {between:,.4g} GB/s between nodes."
-        + " The rate of a device is an H100's in bfloat16, and this run computes in float32: say --peak-flops."
-        * of_another_type,
-        f"Memory is that of tensors of {_DEVICES[machine.device]}; a device's context, libraries' workspaces, the communication library's "
-        "buffers come on top.",
+        f"Memory is that of tensors of {_DEVICES[plan.machine.device]}. The device's context, "
+        "the workspaces of libraries and the buffers of the communication library come on top."
     ]
     if trace.traced_blocks < trace.blocks:
         notes.append(
-            f"{trace.traced_blocks} of {trace.blocks} blocks were traced; what one more of a pattern adds was multiplied."
+            f"{trace.traced_blocks} of {trace.blocks} blocks were traced. Further blocks of the same pattern each add "
+            "as much as one of these."
         )
     if plan.config.training.compile:
-        notes.append("Blocks are traced as if they were not compiled; compiled ones need less.")
+        notes.append("Blocks are traced as if they were not compiled; compiled blocks need less.")
+    return notes
+
+
+def _about_groups(plan: Forecast) -> list[str]:
+    notes = []
     if len(plan.groups) > 1:
         peaks: dict[str, list[int]] = {}
         for group in plan.groups:
@@ -170,20 +156,27 @@ def _notes(plan: Forecast, others: list[Forecast]) -> list[str]:
         notes.append(f"Groups differ; peaks: {'; '.join(each)}.")
     if plan.untraced:
         groups = ", ".join(map(str, plan.untraced))
-        notes.append(f"Not traced, and not in these figures: groups {groups}, of further kinds.")
+        notes.append(f"Not traced, and not in these figures: groups {groups}, which run other combinations of units.")
     if plan.reordered:
         groups = ", ".join(map(str, plan.reordered))
         notes.append(
-            f"Groups {groups} run as much as a traced one in another order, whose peak is given for them; theirs may be some per cent off."
+            f"Groups {groups} run as much as a traced group, in another order. They are given its peak; their own may "
+            "differ by a few per cent."
         )
-    if any(other.name == "DDP" for other in others):
+    return notes
+
+
+def _about_ddp(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
+    if not any(other.name == "DDP" for other in others):
+        return []
+    notes = [
+        "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view); the buckets live "
+        "through the whole step. Without this option, and with accumulation, DDP needs the gradients twice."
+    ]
+    if plan.config.precision != "float32":
         notes.append(
-            "DDP is planned with gradients that are views of its buckets (gradient_as_bucket_view), which live through the whole step; "
-            "without that, and with accumulation, it needs them twice."
+            "DDP keeps weights, gradients and optimizer state in float32, and runs the forward pass under "
+            f"torch.autocast in {plan.config.precision}. Autocast keeps cast copies of the weights, which count as "
+            "activations here."
         )
-        if plan.config.precision != "float32":
-            notes.append(
-                "DDP's weights, gradients and optimizer state are float32, and its forward passes run under torch.autocast in "
-                f"{plan.config.precision}, which keeps cast copies of the weights: these are among its activations."
-            )
     return notes

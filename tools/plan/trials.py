@@ -1,7 +1,8 @@
-"""What ``--fit`` tried, and why it chose what it chose: outcomes into sentences."""
+"""What ``--fit`` tried, and the reasons for its choice in sentences."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,12 +14,18 @@ from ...engine.config.schema import Config
 from ...engine.distributed.mesh import mesh_of
 from ...engine.errors import ConfigError
 from ..shared.quantities import format_bytes
-from .forecast import Forecast
+from .result import Forecast
 
 
 @dataclass(frozen=True)
 class Step:
-    """``samples`` of all ranks together; ``micro``: of one in a forward pass, as it is stated. ``accumulation``: what is stated instead."""
+    """The samples of an optimizer step.
+
+    Attributes:
+        samples: Samples of all ranks together.
+        micro: The micro-batch that the configuration gives or implies.
+        accumulation: The number of micro-batches, if the configuration gives that instead.
+    """
 
     samples: int
     micro: int
@@ -27,9 +34,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings of one layout. ``micro``, ``accumulation``: of its samples; 0 where they cannot be shared."""
+    """The settings of one layout. ``micro`` and ``accumulation`` are 0 if samples cannot be shared equally."""
 
-    ranks: int  # of a group
+    ranks: int  # of each group
     tp: int
     stage: int
     mode: str
@@ -52,7 +59,7 @@ class Choice:
         return f"ZeRO stage {self.stage}, activation checkpointing {self.mode}"
 
     def applied(self, config: Config) -> Config:
-        """The configuration with these settings; they say as many samples a step as it does."""
+        """Return ``config`` with these settings. The samples of a step stay the same."""
         return config.model_copy(
             update={
                 "train_micro_batch_size_per_gpu": self.micro,
@@ -64,7 +71,7 @@ class Choice:
         )
 
     def overrides(self) -> dict[str, int | str]:
-        """The same for ``--set``."""
+        """The same settings as keys and values of ``--set``."""
         return {
             "train_micro_batch_size_per_gpu": self.micro,
             "gradient_accumulation_steps": self.accumulation,
@@ -76,8 +83,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Trial:
-    """A layout that was tried, and ``why`` it is or is not possible. ``need``: its bytes, of its state alone where ``state_only``; None
-    where it was refused, ``of_the_degrees`` where any settings with them would be. ``plan``: where it fits.
+    """A layout that was tried.
+
+    Attributes:
+        choice: Its settings.
+        why: Why it is possible or not.
+        need: Bytes that it needs. None if the engine refuses the layout.
+        plan: Its plan, if it fits.
+        state_only: ``need`` is the state alone.
+        of_the_degrees: Any settings with the same degrees would be refused too.
     """
 
     choice: Choice
@@ -92,32 +106,45 @@ class Trial:
 
     @property
     def cost(self) -> tuple[float, float, float]:
-        """Of one that fits: seconds of a step; of equal ones, whose traffic is hidden, bytes that a rank sends at most; then memory."""
+        """How layouts that fit are compared: seconds of a step, then bytes sent, then memory.
+
+        Layouts that hide all their traffic have equal seconds.
+        """
         assert self.plan is not None and self.need is not None
         return self.plan.seconds, sum(self.plan.sent_at_most.values()), self.need
 
     @property
     def shortest(self) -> float:
-        """Seconds of a step of one that fits, were all traffic hidden that can be; at no ZeRO stage it takes less."""
+        """Seconds of a step that hides all the traffic that can be hidden.
+
+        No ZeRO stage makes the step shorter than this.
+        """
         assert self.plan is not None
         return max(rank.time.compute + rank.time.tensor_parallel for rank in self.plan.ranks)
 
 
 def reasons_of(best: Trial, trials: Sequence[Trial], step: Step, model: nn.Module) -> Iterator[str]:
-    """A line for every kind of other choice: fewer ranks, other degrees, cheaper settings; and what became of the micro-batch."""
+    """Explain the choice: a line for fewer ranks, other degrees, cheaper settings and the micro-batch.
+
+    Args:
+        best: The trial that was chosen.
+        trials: Everything that was tried.
+        step: The samples of a step.
+        model: The model, which may contain batch norm.
+    """
     assert best.plan is not None
     choice = best.choice
     same = [trial for trial in trials if trial.choice.ranks == choice.ranks]
     fitting = [trial for trial in same if trial.plan is not None]
-    of = (
-        "the only layout"
+    why = (
+        "the only layout with this many ranks that fits"
         if len(fitting) == 1
-        else "the one with the shortest step, with no more recomputation than it needs,"
+        else "of the layouts with this many ranks that fit, the one with the shortest step and the least recomputation"
     )
-    yield f"chosen: {choice}: {of} of so many ranks that fits ({best.plan.seconds:.4g} s by the plan)"
+    yield f"chosen: {choice}: {why} ({best.plan.seconds:.4g} s by the plan)"
     fewer = [trial for trial in trials if trial.choice.ranks < choice.ranks]
     if fewer:
-        yield f"fewer ranks a group do not do: {closest_of(fewer)}"
+        yield f"fewer ranks a group do not fit: {closest_of(fewer)}"
     for tp in sorted({trial.choice.tp for trial in same} - {choice.tp}):
         others = [trial for trial in same if trial.choice.tp == tp]
         yield f"not fsdp {choice.ranks // tp} × tp {tp}: {_best_of(others, best)}"
@@ -127,13 +154,13 @@ def reasons_of(best: Trial, trials: Sequence[Trial], step: Step, model: nn.Modul
     if choice.micro != step.micro:
         norm = any(isinstance(module, _BatchNorm) for module in model.modules())
         yield (
-            f"micro-batch {choice.micro} in place of {step.micro}, so that a step keeps its {step.samples:,} samples"
-            + ("; batch norm's statistics are of micro-batches, and change with them" if norm else "")
+            f"micro-batch {choice.micro} instead of {step.micro}, so that a step keeps its {step.samples:,} samples"
+            + ("; batch norm takes its statistics from micro-batches, so they change" if norm else "")
         )
 
 
 def _best_of(others: Sequence[Trial], best: Trial) -> str:
-    """Of settings with other degrees the cheapest that fits, or what keeps all of them from it."""
+    """Compare the cheapest of ``others`` that fits with ``best``, or say why none fits."""
     fitting = [trial for trial in others if trial.plan is not None]
     if not fitting:
         closest = closest_of(others)
@@ -151,22 +178,27 @@ def _best_of(others: Sequence[Trial], best: Trial) -> str:
 
 
 def closest_of(trials: Sequence[Trial]) -> Trial:
-    """Of trials that do not fit the one that misses by the least, by its peak where one was traced; the first, if all were refused."""
+    """Return the trial that misses by the least, preferably by a traced peak.
+
+    If the engine refuses all of them, return the first.
+    """
     misses = [trial for trial in trials if trial.need is not None]
     return min(misses, key=lambda trial: (trial.state_only, trial.need or 0)) if misses else trials[0]
 
 
 def stated_step(config: Config, world: int) -> Step:
-    """What ``config`` says of ``world`` ranks; those that do not fill the grid are left out, and where it says nothing of micro-batches,
-    those that cannot share its samples equally. Raises :class:`ConfigError`.
+    """Return the samples of a step that ``config`` gives for ``world`` ranks.
+
+    Ranks that do not fill the grid are left out. If ``config`` gives no micro-batch, so are ranks
+    that cannot share its samples equally. Raises :class:`ConfigError`.
     """
     if config.train_batch_size is not None and config.train_micro_batch_size_per_gpu is not None:
-        return Step(config.train_batch_size, config.train_micro_batch_size_per_gpu)  # of any number of ranks
+        return Step(config.train_batch_size, config.train_micro_batch_size_per_gpu)  # for any number of ranks
     of_grid = config.sdp.groups * config.tensor_parallel.autotp_size
     most = max(1, world // of_grid)
     if config.train_batch_size is not None:
         shared = config.sdp.groups * (config.gradient_accumulation_steps or 1)
-        # Where no number of ranks does, one a group says what is wrong.
+        # If no number of ranks divides the samples, one rank per group leads to the clearest error.
         most = next((count for count in range(most, 0, -1) if config.train_batch_size % (shared * count) == 0), 1)
     size = BatchSize.resolve(config, mesh_of(config, most * of_grid))
     instead = config.train_micro_batch_size_per_gpu is None
@@ -174,10 +206,11 @@ def stated_step(config: Config, world: int) -> Step:
 
 
 def own_share(step: Step, data_ranks: int) -> tuple[int, int]:
-    """Micro-batch and accumulation of each of ``data_ranks``: the stated accumulation, if that divides its samples, else the stated
-    micro-batch, or the next smaller one that divides them.
+    """Return the micro-batch and the accumulation of each of ``data_ranks``.
 
-    Raises :class:`ConfigError` where the samples cannot be shared equally.
+    The configured accumulation stays if it divides a rank's samples. Otherwise the configured
+    micro-batch stays, or becomes the next smaller one that divides them. Raises
+    :class:`ConfigError` if the samples cannot be shared equally.
     """
     each, rest = divmod(step.samples, data_ranks)
     if rest or each < 1:
@@ -186,5 +219,11 @@ def own_share(step: Step, data_ranks: int) -> tuple[int, int]:
         )
     if step.accumulation is not None and each % step.accumulation == 0:
         return each // step.accumulation, step.accumulation
-    micro = next(size for size in range(min(step.micro, each), 0, -1) if each % size == 0)
+    micro = _largest_divisor(each, step.micro)
     return micro, each // micro
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of ``number`` up to ``limit``."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return max(divisor for pair in ((one, number // one) for one in small) for divisor in pair if divisor <= limit)

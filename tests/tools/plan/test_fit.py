@@ -21,8 +21,9 @@ from sdp.tools.cli import main
 from sdp.tools.plan import command as plan_module
 from sdp.tools.plan import fit as fit_module
 from sdp.tools.plan.fit import find_fit
-from sdp.tools.plan.forecast import Forecast, forecast
-from sdp.tools.plan.machine import Machine, evenly
+from sdp.tools.plan.forecast import forecast
+from sdp.tools.plan.machine import Machine, split_evenly
+from sdp.tools.plan.result import Forecast
 from sdp.tools.plan.trials import Choice, Step, own_share, stated_step
 from sdp.tools.shared import arguments
 from sdp.tools.train import command as train_command
@@ -86,7 +87,7 @@ def peak_of(report: dict[str, Any]) -> int:
 
 
 def machine(world: int) -> Machine:
-    return Machine(evenly(world, 4), 1e12, 0.5, 1e9, 1e8)  # slow links: traffic is not hidden
+    return Machine(split_evenly(world, 4), 1e12, 0.5, 1e9, 1e8)  # slow links: traffic is not hidden
 
 
 def all_layouts(config: Config, ranks: int, step: Step) -> Iterator[Config]:
@@ -169,7 +170,7 @@ def test_a_smaller_micro_batch_is_announced(tmp_path: Path, capsys: pytest.Captu
     report = planned(capsys, path, "--alone", "--device-memory", f"{needed - 1}B", "--fit")
     assert report["plan"]["batch"] == {"train": 12, "micro": 3, "accumulation": 1}
     assert any(
-        "micro-batch 3 in place of 6, so that a step keeps its 12 samples; batch norm" in reason
+        "micro-batch 3 instead of 6, so that a step keeps its 12 samples; batch norm" in reason
         for reason in report["reasons"]
     )
 
@@ -188,7 +189,7 @@ def test_every_other_choice_has_a_reason(config: Path, capsys: pytest.CaptureFix
     )
     assert tried.endswith(", 1 B too much")
     assert chosen.startswith("chosen: 2 ranks a group (")
-    assert fewer == f"fewer ranks a group do not do: {tried.removeprefix('tried: ')}"
+    assert fewer == f"fewer ranks a group do not fit: {tried.removeprefix('tried: ')}"
     assert degrees.startswith(("not fsdp 1 × tp 2: ", "not fsdp 2 × tp 1: "))
 
 
@@ -230,9 +231,9 @@ def test_the_fewest_ranks_that_share_the_samples(once: Planner, samples: int, ra
 @pytest.mark.parametrize(
     ("train", "micro", "accumulation", "message"),
     [
-        (9, "1", "null", "--fit: train_batch_size 9 is no multiple of sdp.groups 2, so that no number of ranks shares it equally"),
-        (9, "null", "null", "--fit: train_batch_size 9 is no multiple of sdp.groups 2"),
-        (9, "null", "5", "--fit: train_batch_size 9 is no multiple of sdp.groups 2"),
+        (9, "1", "null", "--fit: train_batch_size 9 is not a multiple of sdp.groups 2, so no number of ranks shares it equally"),
+        (9, "null", "null", "--fit: train_batch_size 9 is not a multiple of sdp.groups 2"),
+        (9, "null", "5", "--fit: train_batch_size 9 is not a multiple of sdp.groups 2"),
         (8, "null", "5", "train_batch_size 8 (from the configuration) is not train_micro_batch_size_per_gpu 0 (derived) × "
                          "gradient_accumulation_steps 5 (from the configuration)"),
     ],
@@ -280,7 +281,7 @@ def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = capsys.readouterr().err
     assert "no layout of up to 2 ranks a group fits 10.00 kB; closest: 2 ranks a group" in error
     assert "the state alone is" in error
-    less = error.partition("what would need less: ")[2]
+    less = error.partition("what would need less memory: ")[2]
     assert less
     for used in ("activation_checkpointing.mode", "zero_optimization.stage 3"):
         assert used not in less
@@ -306,7 +307,7 @@ def started_by(command: str) -> tuple[int, Forecast]:
     """The ranks that ``sdp train`` or ``sdp launch`` would start here, and their plan."""
     program, name, *words = shlex.split(command)
     assert program == "sdp"
-    words = arguments.one_value_per_set(words)
+    words = arguments.split_set_values(words)
     parser = arguments.Parser()
     if name == "launch":
         launch_command.add_arguments(parser)

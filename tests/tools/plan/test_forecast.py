@@ -24,8 +24,9 @@ from sdp.tests.support.ranks import RankPool
 from sdp.tools.cli import main
 from sdp.tools.plan import forecast as forecasts
 from sdp.tools.plan.alternatives import alternatives, distributed_data_parallel
-from sdp.tools.plan.forecast import Forecast, forecast
+from sdp.tools.plan.forecast import forecast
 from sdp.tools.plan.machine import Machine
+from sdp.tools.plan.result import Forecast
 from sdp.tools.runs.model_inputs import model_and_batch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -104,7 +105,7 @@ def test_tensor_parallel_ranks_on_two_nodes(tmp_path: Path, capsys: pytest.Captu
     assert torn.slowest.rank == 3  # of the two the one whose gradients cross as well
     assert not [warning for warning in together.warnings if "cross" in warning]
     assert torn.warnings[-1].startswith(
-        "1 of 2 tensor-parallel groups cross nodes, the first that of ranks 2 to 3: activations are sent"
+        "1 of 2 tensor-parallel groups cross nodes, for example ranks 2 to 3: activations are sent"
     )
     path = tmp_path / "torn.json"
     path.write_text(json.dumps(CONFIG | tp))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sdp.engine.placement.placement import Placement
 from sdp.tools.cli import main
-from sdp.tools.plan.unit_map import map_of
+from sdp.tools.plan.unit_map import draw_map
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -101,7 +101,7 @@ def test_the_page_needs_nothing_else(config: Path, tmp_path: Path, capsys: pytes
     assert "expected seconds of a step" in printed
     for line in printed.splitlines():
         if line.startswith("- "):
-            assert line[2:].replace("'", "&#x27;") in text
+            assert line[2:].replace("'", "&#39;") in text
 
 
 def test_the_page_warns_and_gives_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +132,7 @@ def test_the_map_of_units() -> None:
     placement = Placement(
         4, tuple(f"layers.{index}" for index in range(8)), tuple((unit % 4,) for unit in range(8)), (1,) * 8
     )
-    drawing = map_of(placement)
+    drawing = draw_map(placement)
     assert drawing.count('class="unit"') == drawing.count('class="count"') - 1 == 8  # one of them in the legend
     assert cells(drawing) == 8
     assert "<title>layers.5: k = 1, held by 1</title>" in drawing
@@ -145,7 +145,7 @@ def test_the_map_of_units() -> None:
 @pytest.mark.parametrize(("groups", "units"), [(8, 256), (128, 1000)])
 def test_the_map_stays_compact(groups: int, units: int) -> None:
     names = tuple(f"layers.{unit // 8}.mlp.neurons.{unit % 8}" for unit in range(units))
-    drawing = map_of(Placement(groups, names, tuple(((unit * 3) % groups,) for unit in range(units)), (1,) * units))
+    drawing = draw_map(Placement(groups, names, tuple(((unit * 3) % groups,) for unit in range(units)), (1,) * units))
     wide, high = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawing)[0])
     assert wide <= 1000
     assert high <= 750

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sdp.engine.errors import ConfigError
 from sdp.tools.cli import main
-from sdp.tools.plan.machine import Machine, evenly, filled
+from sdp.tools.plan.machine import Machine, fill_nodes, split_evenly
 from sdp.tools.shared.quantities import format_bytes, quantity
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -126,7 +126,7 @@ def test_hosts_without_ranks_do_not_count(config: Path, tmp_path: Path, capsys: 
 
 def test_it_fits_or_it_does_not(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config), "--alone", "--device-memory", "80GB"]) == 0
-    assert "It fits: of 80.00 GB a device" in capsys.readouterr().out
+    assert "of a device's 80.00 GB are left" in capsys.readouterr().out
     assert main(["plan", str(config), "--alone", "--device-memory", "1MB"]) == 2
     printed = capsys.readouterr()
     assert "expected seconds of a step" in printed.out
@@ -198,17 +198,17 @@ def test_bytes_in_decimal_units() -> None:
 
 
 def test_links() -> None:
-    machine = Machine(evenly(10, 4), 1, 1, 1, 1)
+    machine = Machine(split_evenly(10, 4), 1, 1, 1, 1)
     assert machine.slots == (4, 4, 2)
     assert machine.link((0, 3)) == machine.link((8, 9)) == "inside a node"
     assert machine.link((3, 4)) == machine.link((0, 9)) == "between nodes"
 
 
 def test_slots_are_filled_in_their_order() -> None:
-    assert filled((3, 6, 2), 11) == (3, 6, 2)
-    assert filled((3, 6, 2), 9) == (3, 6)
-    assert filled((3, 6, 2), 5) == (3, 2)
-    assert filled((3, 6, 2), 2) == (2,)
+    assert fill_nodes((3, 6, 2), 11) == (3, 6, 2)
+    assert fill_nodes((3, 6, 2), 9) == (3, 6)
+    assert fill_nodes((3, 6, 2), 5) == (3, 2)
+    assert fill_nodes((3, 6, 2), 2) == (2,)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_hsdp_that_shards_nothing_is_left_out(
 ) -> None:
     report = planned(capsys, config, *words)
     assert list(report["alternatives"]) == ["DDP", "FSDP (ZeRO-3)"]
-    assert report["notes"] == [f"{why}, so it has nobody there to share its state with, and is DDP"]
+    assert report["notes"] == [f"{why}, so there is no rank to share the state with; it is DDP"]
 
 
 @pytest.mark.slow
