@@ -1,1 +1,1 @@
-"""``sdp bench``: what SDP costs and saves, measured in interleaved runs."""
+"""``sdp bench``: measures what SDP costs and saves, in interleaved runs."""

@@ -1,8 +1,7 @@
-"""What ``sdp bench`` times without CONFIG: the engine, hand-written loops over the same layers, and the models of both."""
+"""The contestants of ``sdp bench`` without CONFIG: the engine, hand-written loops, and their models."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,60 +13,68 @@ from ...engine.engine import SDPEngine
 from ...engine.initialize import initialize
 from ...engine.placement.placement import Placement
 from ...models.registry import build_model
+from .options import PlainOptions
 from .race import Batch, Contestant
 
-MAX_NORM = 0.1  # so small that every step is clipped: both sides then scale every gradient
+MAX_NORM = 0.1  # so small that every step is clipped, so that both sides scale every gradient
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-# Same arithmetic but for the rounding of the clipping factor (the engine's is in float64), which AdamW carries on from step to step.
+# Both do the same arithmetic, except that the engine computes the clipping factor in float64. AdamW carries the
+# difference from step to step.
 WEIGHT_TOLERANCE = 1e-6
 
 
-def batches(args: argparse.Namespace, device: torch.device) -> Iterator[Batch]:
-    """Random tokens, the same in every run."""
+def batches(options: PlainOptions, device: torch.device) -> Iterator[Batch]:
+    """Yield random tokens, the same in every run."""
     generator = torch.Generator().manual_seed(0)
-    for _ in range(args.warmup + args.repeats):
-        tokens = torch.randint(args.vocab_size, (args.micro_batch, args.sequence), generator=generator).to(device)
+    for _ in range(options.warmup + options.repeats):
+        tokens = torch.randint(options.vocab_size, (options.micro_batch, options.sequence), generator=generator).to(
+            device
+        )
         yield {"input_ids": tokens, "labels": tokens}
 
 
-def llama_of(args: argparse.Namespace, layers: int) -> nn.Module:
+def build_llama(options: PlainOptions, layers: int) -> nn.Module:
+    """Build the model on the meta device, with this number of layers."""
     section = {
         "name": "llama",
-        "vocab_size": args.vocab_size,
-        "hidden_size": args.hidden,
-        "intermediate_size": args.intermediate,
+        "vocab_size": options.vocab_size,
+        "hidden_size": options.hidden,
+        "intermediate_size": options.intermediate,
         "num_hidden_layers": layers,
-        "num_attention_heads": args.heads,
-        "max_position_embeddings": args.sequence,
+        "num_attention_heads": options.heads,
+        "max_position_embeddings": options.sequence,
     }
     return build_model(section)
 
 
-def random_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The full model with weights of its own."""
-    model = llama_of(args, args.layers).to_empty(device=device)
+def build_random_model(options: PlainOptions, device: torch.device) -> nn.Module:
+    """Build the full model with random weights."""
+    model = build_llama(options, options.layers).to_empty(device=device)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
     return model
 
 
-def hand_written_copy(engine: SDPEngine, args: argparse.Namespace) -> nn.Module:
-    """A model of the layers that the engine holds and nothing else, with the engine's weights."""
+def copy_held_layers(engine: SDPEngine, options: PlainOptions) -> nn.Module:
+    """Build a model that has only the engine's layers, with the engine's weights."""
     placement = engine.layout.placement
-    model = llama_of(args, held_layers(placement)).to_empty(device=engine.device)
+    model = build_llama(options, count_held_layers(placement)).to_empty(device=engine.device)
     model.load_state_dict(
         {name_in_copy(name, placement): value.detach() for name, value in engine.parameters_here.items()}
     )
     return model
 
 
-def narrower_copy(
-    engine: SDPEngine, args: argparse.Namespace
+def copy_narrower(
+    engine: SDPEngine, options: PlainOptions
 ) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, Any]]:
-    """A model whose layers have the engine's neurons and no others; the weights in it by the engine's names, and by its own over how many
-    ranks a gradient is averaged: a number, or one for every index.
+    """Build a model whose layers have only the engine's neurons.
+
+    Returns:
+        The model; its weights by the engine's names; and, by its own names, the number of ranks that
+        average a gradient. That is one number, or one number for each index.
     """
-    model = llama_of(args, args.layers)
+    model = build_llama(options, options.layers)
     weights: dict[str, torch.Tensor] = {}
     holders: dict[str, Any] = {}
     for name, slices in engine.layout.wholes.items():
@@ -86,12 +93,16 @@ def narrower_copy(
     return model, weights, holders
 
 
-def held_layers(placement: Placement) -> int:
+def count_held_layers(placement: Placement) -> int:
+    """Count the layers that group 0 holds."""
     return sum(0 in holders for holders in placement.holders)
 
 
 def name_in_copy(name: str, placement: Placement) -> str:
-    """A parameter's name in the model of group 0's layers alone, where held layers move up to the places of absent ones."""
+    """Return a parameter's name in the model that has only the layers of group 0.
+
+    Its layers are numbered without those that group 0 does not hold.
+    """
     held = [unit for unit, holders in zip(placement.units, placement.holders, strict=True) if 0 in holders]
     for index, unit in enumerate(held):
         if name.startswith(f"{unit}."):
@@ -99,8 +110,8 @@ def name_in_copy(name: str, placement: Placement) -> str:
     return name
 
 
-def engine_of(
-    args: argparse.Namespace,
+def build_engine(
+    options: PlainOptions,
     *,
     layers: int,
     groups: int,
@@ -109,19 +120,32 @@ def engine_of(
     compiled: bool = False,
     neuron_groups: int = 0,
 ) -> SDPEngine:
+    """Build the engine for a share of the model.
+
+    Args:
+        options: Sizes of the model and the batch.
+        layers: Layers of the model.
+        groups: SDP groups.
+        capacity: The fraction of the model that a group holds.
+        bf16: Compute in bfloat16.
+        compiled: Compile the units.
+        neuron_groups: Groups of neurons in a branch. 0: units are layers.
+    """
     units: dict[str, Any] = {"granularity": "neuron", "neuron_groups": neuron_groups} if neuron_groups else {}
     config = {
-        "train_micro_batch_size_per_gpu": args.micro_batch,
+        "train_micro_batch_size_per_gpu": options.micro_batch,
         "gradient_clipping": MAX_NORM,
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "bf16": {"enabled": bf16},
         "sdp": {"groups": groups, "capacity": capacity, "profile": "uniform", "check_interval": 0, **units},
         "training": {"compile": compiled},
     }
-    return initialize(model=llama_of(args, layers), config=config)[0]
+    return initialize(model=build_llama(options, layers), config=config)[0]
 
 
-def driven(name: str, engine: SDPEngine) -> Contestant:
+def drive(name: str, engine: SDPEngine) -> Contestant:
+    """Make a contestant of the engine's own training loop."""
+
     def step(batch: Batch) -> None:
         loss = engine(batch)
         engine.backward(loss)
@@ -130,8 +154,11 @@ def driven(name: str, engine: SDPEngine) -> Contestant:
     return Contestant(name, sum(parameter.numel() for parameter in engine.parameters_here.values()), step)
 
 
-def hand_written(name: str, model: nn.Module, holders: Mapping[str, Any] | None = None) -> Contestant:
-    """The loop that a user would write; ``holders``: over how many ranks each gradient is averaged, where there are several."""
+def write_by_hand(name: str, model: nn.Module, holders: Mapping[str, Any] | None = None) -> Contestant:
+    """Make a contestant of the loop that a user would write.
+
+    ``holders`` gives the number of ranks that average a gradient, where there are several.
+    """
     parameters = dict(model.named_parameters())
     averaged = [(parameters[key], ranks) for key, ranks in (holders or {}).items()]
     optimizer = torch.optim.AdamW(parameters.values(), **ADAMW, fused=True)
@@ -150,13 +177,16 @@ def hand_written(name: str, model: nn.Module, holders: Mapping[str, Any] | None 
 
 
 def weights_of(engine: SDPEngine, plain: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights of a copy of the held layers, by the engine's names."""
+    """Return the weights of a copy of the held layers, by the engine's names."""
     theirs = dict(plain.named_parameters())
     return {name: theirs[name_in_copy(name, engine.layout.placement)] for name in engine.parameters_here}
 
 
 def weight_difference(ours: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> float:
-    """‖ours − others‖ / ‖others‖ over all ``weights``, the others' by the engine's names; RuntimeError if it is more than rounding."""
+    """Return ‖ours − others‖ / ‖others‖ over all ``weights``, which have the engine's names.
+
+    Raises RuntimeError if the difference is more than rounding.
+    """
     pairs = [(value, weights[name]) for name, value in ours.items()]
     with torch.no_grad():
         apart = sum(float((mine - other).double().square().sum()) for mine, other in pairs)
@@ -164,6 +194,7 @@ def weight_difference(ours: Mapping[str, torch.Tensor], weights: Mapping[str, to
     difference = math.sqrt(apart / whole)
     if not difference <= WEIGHT_TOLERANCE:
         raise RuntimeError(
-            f"the engine and what it is compared with ended with weights {difference:.1e} apart: they did not do the same work"
+            f"the weights of the engine and of the other side differ by {difference:.1e} at the end: they did not do the "
+            "same work"
         )
     return difference

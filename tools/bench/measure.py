@@ -1,8 +1,7 @@
-"""Measure methods in turns on the same ranks."""
+"""Measures methods in turns on the same ranks."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -26,44 +25,49 @@ from ...engine.errors import DivergedError
 from ...engine.model_interface import get_config
 from ..runs.model_inputs import model_and_batch
 from .methods import OUTER_EVERY, SAME_STEPS, is_sdp
-from .networks import Link, shape
+from .networks import shape
+from .options import MethodOptions
 from .report import Race
 from .runners import Runner, build
 from .steal import stolen, ticks
 from .wire import absent, awaited, collectives_of_this_process, sent_by_this_process, why_not_counted
 
-WARM_UP = 3  # steps: the first allocates, in the second DDP rebuilds its buckets
-
-
-LOSS_TOLERANCE = 1e-4  # relative, of the first two steps, between methods that make the same ones
-
-
-def _links(args: argparse.Namespace) -> list[Link]:
-    return [] if args.network is None else [Link.parse(rate) for rate in args.network.split(",")]
+WARM_UP = 3  # steps: the first one allocates, and DDP rebuilds its buckets in the second
+LOSS_TOLERANCE = 1e-4  # relative, for the first two steps of methods that must agree
 
 
 def measure(
-    configs: Mapping[str, Config], args: argparse.Namespace, config: Config, device: torch.device
+    configs: Mapping[str, Config], options: MethodOptions, config: Config, device: torch.device
 ) -> tuple[dict[str, dict[str, Any]], list[Race]]:
-    """What was measured of every method, the same on all ranks. Collective."""
-    batches = _batches(config, device)
+    """Build every method, and let them take turns over every link. Collective.
+
+    Args:
+        configs: The configuration of each method.
+        options: Rounds, steps and links.
+        config: The configuration that all methods share, which says the batch.
+        device: Where this rank computes.
+
+    Returns:
+        Facts about each method, and a race for each link. They are the same on all ranks.
+    """
+    batches = make_batches(config, device)
     runners: dict[str, Runner] = {}
     facts: dict[str, dict[str, Any]] = {}
     for name, own in configs.items():
         _say(f"building {name}")
-        runners[name], facts[name] = _built(name, own, batches, device)
-    _require_same_losses(facts)
+        runners[name], facts[name] = build_method(name, own, batches, device)
+    require_same_losses(facts)
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, why_not_counted(device))
     uncounted = next(filter(None, reasons), None)
     races = []
-    for link in _links(args) or [None]:
+    for link in options.links or [None]:
         if link is not None:
             _say(f"links of {link.rate}")
             if dist.get_rank() == 0:
-                shape(args.hosts, dist.get_world_size(), link)
+                shape(options.hosts or "", dist.get_world_size(), link)
         before = ticks()
-        turns = _race(runners, batches, args, device)
+        turns = take_turns(runners, batches, options, device)
         share = stolen(before, ticks())
         (elsewhere,) = _largest([-1.0 if share is None else share])
         if uncounted is not None:
@@ -80,28 +84,33 @@ def measure(
     return facts, races
 
 
-def _race(
-    runners: Mapping[str, Runner], batches: list[Any], args: argparse.Namespace, device: torch.device
+def take_turns(
+    runners: Mapping[str, Runner], batches: list[Any], options: MethodOptions, device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """By method: seconds of a step in every round, by ``_MODES``, how much longer its slowest rank computes than the mean one, and, of the
-    rank that has most, bytes sent and collectives in one step. Collective.
+    """Time every method in every round. Collective.
 
-    Raises :class:`DivergedError` on every rank where a method's loss or weights are no numbers.
+    Returns:
+        By method: the seconds of a step in each round, by mode (see ``_MODES``); how much longer the
+        slowest rank computes than the mean; and bytes sent and collectives of one step, of the rank
+        that has the most.
+
+    Raises:
+        DivergedError: The loss or the weights of a method became NaN or infinite. Every rank raises it.
     """
     turns: dict[str, dict[str, list[_Turn]]] = {name: {} for name in runners}
-    for number in range(args.rounds):
-        _say(f"round {number + 1} of {args.rounds}")
+    for number in range(options.rounds):
+        _say(f"round {number + 1} of {options.rounds}")
         for name in list(runners)[:: 1 if number % 2 == 0 else -1]:
             for mode, around in _MODES.items():
                 if mode != "not_overlapped_seconds" or is_sdp(name):
-                    turn = _turn(runners[name], batches, args.steps, device, around)
+                    turn = _turn(runners[name], batches, options.steps, device, around)
                     _require_finite(name, turn.finite)
                     turns[name].setdefault(mode, []).append(turn)
     return {name: _of_all_ranks(own) for name, own in turns.items()}
 
 
 def _of_all_ranks(turns: Mapping[str, Sequence[_Turn]]) -> dict[str, Any]:
-    """Collective."""
+    """Combine the turns of all ranks. Collective."""
     busy = [turn.busy for turn in turns["compute_seconds"]]
     means = torch.tensor(busy, dtype=torch.float64)
     dist.all_reduce(means)
@@ -115,8 +124,14 @@ def _of_all_ranks(turns: Mapping[str, Sequence[_Turn]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Turn:
-    """Of one step of this rank: seconds, seconds in which its processor or device worked, bytes sent, collectives; ``finite``: whether loss
-    and weights are numbers afterwards.
+    """One method's turn on this rank. All figures are those of one step.
+
+    Attributes:
+        seconds: Wall-clock seconds.
+        busy: Seconds in which the processor or the device worked.
+        sent: Bytes sent.
+        collectives: Number of collectives.
+        finite: Whether loss and weights are finite afterwards.
     """
 
     seconds: float
@@ -156,7 +171,7 @@ def _turn(
             started = now()
             runner.outer()
             seconds += (now() - started) / OUTER_EVERY
-    calls_after = collectives_of_this_process() - (1 if runner.outer is not None else 0)  # less the barrier
+    calls_after = collectives_of_this_process() - (1 if runner.outer is not None else 0)  # without the barrier above
     dist.barrier()
     after = sent_by_this_process()
     weights = [local_tensor(weight.detach()) for group in runner.optimizer.param_groups for weight in group["params"]]
@@ -169,23 +184,29 @@ def _turn(
             else (last - first) / (steps + 1)
         )
 
-    # Bytes that the kernel does not count are nobody's: see ``why_not_counted``.
+    # Where the kernel does not count bytes, the report leaves them out: see ``why_not_counted``.
     sent = 0.0 if before is None or between is None or after is None else of_a_step(before, between, after)
     busy = seconds if device.type == "cuda" else work
     return _Turn(seconds, busy, sent, of_a_step(calls, calls_between, calls_after), finite)
 
 
 def _require_finite(name: str, finite: bool) -> None:
-    """Collective, so that no rank waits for one that has ended."""
+    """Raise :class:`DivergedError` on all ranks if one of them has NaN or Inf. Collective.
+
+    Without the collective, the other ranks would wait for a rank that has ended.
+    """
     if _largest([float(not finite)]) != [0.0]:
         raise DivergedError(
-            f"{name}: loss or weights are no numbers after a turn, so its seconds compare nothing; in steps that send nothing each rank "
-            "goes its own way: lower optimizer.params.lr, or set gradient_clipping"
+            f"{name}: the loss or the weights are NaN or infinite after a turn, so its seconds compare nothing. Ranks train "
+            "on their own in steps that send nothing: lower optimizer.params.lr, or set gradient_clipping"
         )
 
 
-def _batches(config: Config, device: torch.device) -> list[Any]:
-    """The micro-batches of every step of this rank, of random numbers: the same in every run and for every method."""
+def make_batches(config: Config, device: torch.device) -> list[Any]:
+    """Make the micro-batches of every step of this rank.
+
+    They are random, but the same in every run and for every method.
+    """
     size = BatchSize.resolve(config, mesh_of(config, dist.get_world_size()))
     build_model, zeros = model_and_batch(config)
     limit: int = getattr(get_config(build_model()), "vocab_size", 1)  # type: ignore[union-attr]
@@ -205,8 +226,13 @@ def _random(like: Tensor, limit: int, generator: torch.Generator) -> Tensor:
     return torch.randint(limit, like.shape, generator=generator)
 
 
-def _built(name: str, config: Config, batches: list[Any], device: torch.device) -> tuple[Runner, dict[str, Any]]:
-    """The method after its first steps, and what is known of it then: losses, parameters and bytes of the rank that has most."""
+def build_method(name: str, config: Config, batches: list[Any], device: torch.device) -> tuple[Runner, dict[str, Any]]:
+    """Build a method and run its first steps. Collective.
+
+    Returns:
+        The method, and what is known about it: losses, and the parameters and bytes of the rank that
+        has the most.
+    """
     others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     runner = build(name, config, device)
     losses = [_mean(runner.step(batches)) for _ in range(WARM_UP)]
@@ -218,7 +244,7 @@ def _built(name: str, config: Config, batches: list[Any], device: torch.device) 
             runner.outer()
 
     if runner.outer is not None:
-        runner.outer()  # allocates
+        runner.outer()  # it allocates in its first call
     peak = peak_tensor_bytes(step, runner.module, runner.optimizer, device, kept=runner.kept()) - others
     facts: dict[str, Any] = {"losses": losses, "parameters": runner.parameters, "peak_bytes": peak}
     if runner.counted is not None:
@@ -227,7 +253,7 @@ def _built(name: str, config: Config, batches: list[Any], device: torch.device) 
 
 
 def _largest(values: Sequence[float]) -> list[float]:
-    """Of all ranks, one by one. Collective."""
+    """Return the largest of each value over all ranks. Collective."""
     totals = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(totals, op=dist.ReduceOp.MAX)
     return totals.tolist()
@@ -239,8 +265,11 @@ def _mean(loss: Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-def _require_same_losses(facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises RuntimeError where methods that make the same steps do not: then their times compare nothing."""
+def require_same_losses(facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise RuntimeError if methods that must make the same steps have different losses.
+
+    Their times would compare nothing.
+    """
     same = {name: found["losses"][:2] for name, found in facts.items() if name in SAME_STEPS}
     for name, losses in same.items():
         first, expected = next(iter(same.items()))
@@ -249,7 +278,7 @@ def _require_same_losses(facts: Mapping[str, Mapping[str, Any]]) -> None:
             for mine, theirs in zip(losses, expected, strict=True)
         ):
             raise RuntimeError(
-                f"{name} has losses {losses} in its first steps and {first} {expected}: they did not do the same work"
+                f"{name} has losses {losses} in its first steps, and {first} has {expected}: they did not do the same work"
             )
 
 

@@ -1,7 +1,9 @@
-"""The ways to train a model that ``sdp bench CONFIG`` puts side by side: what a user would run, from the libraries themselves.
+"""The ways to train a model that ``sdp bench CONFIG`` compares.
 
-All get the same model and weights, optimizer, clipping, fused loss, compiled blocks and batch. DDP and FSDP2 are torch's, ZeRO is
-DeepSpeed's. DDP reduces through torch's own ``allreduce_hook``, which does what DDP does without a hook, and can be left out (``wire.py``).
+Each method is what a user of its library would run: DDP and FSDP2 are torch's, ZeRO is DeepSpeed's.
+All methods have the same model and weights, optimizer, clipping, fused loss, compiled blocks and
+batch. DDP reduces through torch's own ``allreduce_hook``. The hook does what DDP does without one,
+and ``wire.py`` can leave it out.
 """
 
 from __future__ import annotations
@@ -19,23 +21,25 @@ from ..runs.model_inputs import model_and_batch
 
 DDP, SMALLER = "ddp", "smaller-ddp"
 DENSE = (DDP, "ddp-recompute", "ddp-bf16-gradients", "fsdp2", "hsdp", "zero2", "zero3", "diloco", SMALLER)
-REPLICAS = 2  # of HSDP's shards
-OUTER_EVERY = (
-    50  # steps of a replica of its own between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105)
-)
+REPLICAS = 2  # of the shards of HSDP
+# Local steps between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105).
+OUTER_EVERY = 50
 _SDP = re.compile(r"sdp-(block|neuron)-(forward|backward)-(0?\.\d+|1|1\.0+|\d(?:\.\d+)?e-\d+)")
-# Methods that make the same steps as DDP, but for rounding.
+# Methods that make the same steps as DDP, except for rounding.
 SAME_STEPS = {DDP, "ddp-recompute", "fsdp2", "hsdp", "zero2", "zero3"}
 
 
 def default_methods(config: Config) -> list[str]:
-    """All dense ones, and SDP by blocks and by neurons under both maskings at the configuration's capacity; where holders are listed unit
-    by unit or capacities group by group, SDP as configured.
+    """Return the names of the methods that are compared if none are given.
+
+    These are all dense methods, and SDP by blocks and by neurons under both maskings, at the
+    configured capacity. If the configuration lists holders by unit or capacities by group, SDP runs
+    only as configured.
     """
     section = config.sdp
     if isinstance(section.capacity, list) or isinstance(section.profile, list) or isinstance(section.placement, dict):
         return [*DENSE, "sdp"]
-    # All digits: a name says exactly what is run.
+    # All digits of the capacity, so that a name says exactly what runs.
     return [
         *DENSE,
         *(
@@ -47,22 +51,27 @@ def default_methods(config: Config) -> list[str]:
 
 
 def is_sdp(name: str) -> bool:
+    """Whether the method is SDP."""
     return name.startswith("sdp")
 
 
 def variant(name: str, config: Config, layers: int | None = None) -> Config:
-    """The configuration that ``name`` is planned by, and SDP is run by; ``layers``: of the smaller model. Raises :class:`ConfigError`."""
+    """Return the configuration of the method ``name``.
+
+    ``layers`` is the depth of the smaller model. Raises :class:`ConfigError` for an unknown name.
+    """
     if name == "sdp":
         return config
     if is_sdp(name):
         found = _SDP.fullmatch(name)
         if found is None:
             raise ConfigError(
-                f"--methods {name}: write sdp (as CONFIG says) or sdp-block-forward-0.5: block or neuron, forward or backward, C"
+                f"--methods {name}: write sdp (as CONFIG says), or sdp-block-forward-0.5 (block or neuron, forward or "
+                "backward, capacity)"
             )
         if isinstance(config.sdp.placement, dict):
             raise ConfigError(
-                f"--methods {name}: sdp.placement lists the holders of every unit, whatever C; write sdp, for CONFIG as it is"
+                f"--methods {name}: sdp.placement lists the holders of every unit, whatever the capacity is; write sdp"
             )
         changed = {"granularity": found[1], "masking": found[2], "capacity": float(found[3])}
         return config.model_copy(update={"sdp": config.sdp.model_copy(update=changed)})
@@ -79,14 +88,14 @@ def variant(name: str, config: Config, layers: int | None = None) -> Config:
 
 
 def why_not(name: str, config: Config, world: int) -> str | None:
-    """Why the method cannot be run here, or None. Raises :class:`ConfigError` for an unknown one."""
+    """Say why the method cannot run here, or return None. Raises :class:`ConfigError` for an unknown name."""
     own = variant(name, config)
     if name in ("zero2", "zero3") and importlib.util.find_spec("deepspeed") is None:
         return 'needs the package deepspeed; pip install "sdp-engine[deepspeed]"'
     if name == "hsdp" and (world % REPLICAS or world == REPLICAS):
         return f"needs an even number of ranks, 4 or more; there are {world}"
     if name == SMALLER and "num_hidden_layers" not in config.model:
-        return "needs a model with num_hidden_layers, to take fewer of them"
+        return "needs a model with num_hidden_layers, to take fewer layers"
     try:
         mesh = mesh_of(own, world)
         BatchSize.resolve(own, mesh)

@@ -1,8 +1,9 @@
-"""Hosts on this machine for ``sdp bench CONFIG --network``: network namespaces on a virtual switch, with shaped links.
+"""Hosts on this machine for ``sdp bench CONFIG --network``: network namespaces with shaped links.
 
-Every rank is a host of its own, at 10.78.0.RANK+1 on ``eth0``; what it sends and what it is sent pass a token bucket (tc tbf) of the
-link's rate. Only namespaces made here are touched, and they are removed at the end, also after SIGINT, SIGTERM or SIGHUP. Needs root,
-iproute2 and a kernel with tbf.
+Every rank is a host with the address 10.78.0.RANK+1 on ``eth0``. All hosts are on one virtual switch. A
+token bucket (tc tbf) with the link's rate limits what a host sends and what it receives. Only
+namespaces made here are touched. They are removed at the end, also after SIGINT, SIGTERM or SIGHUP.
+Needs root, iproute2 and a kernel with tbf.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from ...launcher.signals import caught_signals
 _NETNS, _CLONE_NEWNET = Path("/run/netns"), 0x40000000
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
 _SCALE = {"k": 1e3, "m": 1e6, "g": 1e9}
-_LATENCY = "100ms"  # of the bucket's queue
-_BURST_SECONDS = 0.002  # of the rate, no less than a packet train's 64 KiB
+_LATENCY = "100ms"  # the longest time that a packet waits in the bucket's queue
+_BURST_SECONDS = 0.002  # the bucket holds what the link sends in this time, but at least 64 KiB (a packet train)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
+        """Read a rate. Raises :class:`ConfigError` if tc would not."""
         link = cls(text)
         if not _RATE.fullmatch(text) or link.bytes_per_second < 1:
             raise ConfigError(
@@ -46,7 +48,7 @@ class Link:
 
     @property
     def bytes_per_second(self) -> float:
-        """In either direction."""
+        """Bytes a second in each direction."""
         match = _RATE.fullmatch(self.rate)
         assert match is not None
         return float(match[1]) * _SCALE[match[2]] / 8
@@ -54,12 +56,16 @@ class Link:
 
 @contextmanager
 def hosts(count: int) -> Iterator[str]:
-    """While inside there are hosts 0 … ``count`` − 1; the name under which ranks enter them. Raises :class:`LaunchError`."""
+    """Make hosts 0 to ``count`` − 1 for the time of the ``with`` block.
+
+    Yields the name with which ranks enter them. Raises :class:`LaunchError` if this machine cannot
+    make hosts.
+    """
     name = f"sdp{os.getpid()}"
     if missing := [program for program in ("ip", "tc") if search_program(program) is None]:
-        raise LaunchError(f"--network: there is no {' and no '.join(missing)} here; install iproute2")
+        raise LaunchError(f"--network: needs {' and '.join(missing)}, which this machine lacks; install iproute2")
     made: list[str] = []
-    with caught_signals() as received:  # none may end this process while it has hosts
+    with caught_signals() as received:  # a signal must not end this process while it has hosts
         try:
             _make(name, count, made, received)
             if not received:
@@ -69,11 +75,11 @@ def hosts(count: int) -> Iterator[str]:
                 _quiet("ip", "netns", "del", namespace)
     if received:
         signal.raise_signal(received[0])
-        raise SystemExit(128 + received[0])  # somebody's handler has returned
+        raise SystemExit(128 + received[0])  # reached only if a handler returned
 
 
 def _make(name: str, count: int, made: list[str], received: Sequence[int]) -> None:
-    """The switch and its hosts, in ``made`` as soon as they are there; no more of them once a signal was ``received``."""
+    """Make the switch and its hosts, and add each to ``made`` at once. Stops after a signal."""
     switch = f"{name}-switch"
     _add(switch, made)
     _ip("-n", switch, "link", "add", "switch", "type", "bridge")
@@ -96,11 +102,15 @@ def _add(namespace: str, made: list[str]) -> None:
 
 
 def address(rank: int) -> str:
+    """Return the address of a rank's host."""
     return f"10.78.0.{rank + 1}"
 
 
 def enter(name: str, rank: int) -> None:
-    """Make this process, which has no threads yet that use the network, run on host ``rank``, and rank 0's host its master."""
+    """Move this process to host ``rank``, and make the host of rank 0 its master.
+
+    Call it before the process starts threads that use the network: they would stay behind.
+    """
     with (_NETNS / f"{name}-{rank}").open() as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
             raise LaunchError(f"--network: rank {rank} cannot enter its host: {os.strerror(ctypes.get_errno())}")
@@ -108,27 +118,12 @@ def enter(name: str, rank: int) -> None:
 
 
 def shape(name: str, count: int, link: Link) -> None:
-    """Give all hosts links of this rate, in both directions; connections stay."""
+    """Give the links of all hosts this rate in both directions. Connections stay open."""
     burst = str(max(65536, int(link.bytes_per_second * _BURST_SECONDS)))
     for rank in range(count):
         for namespace, device in ((f"{name}-{rank}", "eth0"), (f"{name}-switch", f"host{rank}")):
-            _run(
-                "tc",
-                "-n",
-                namespace,
-                "qdisc",
-                "replace",
-                "dev",
-                device,
-                "root",
-                "tbf",
-                "rate",
-                link.rate,
-                "burst",
-                burst,
-                "latency",
-                _LATENCY,
-            )
+            bucket = ("tbf", "rate", link.rate, "burst", burst, "latency", _LATENCY)
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
 
 
 def _ip(*words: str) -> None:
@@ -139,10 +134,11 @@ def _run(*words: str) -> None:
     done = _quiet(*words)
     if done.returncode:
         raise LaunchError(
-            f"--network: this machine makes no shaped hosts ({' '.join(words)}: {done.stderr.strip()}); it needs root and Linux"
+            f"--network: this machine cannot make hosts with shaped links ({' '.join(words)}: {done.stderr.strip()}); it "
+            "needs root and Linux"
         )
 
 
 def _quiet(*words: str) -> subprocess.CompletedProcess[str]:
-    # In a group of its own: Ctrl-C on the terminal is for this process alone.
+    # In its own process group, so that Ctrl-C on the terminal reaches only this process.
     return subprocess.run(words, capture_output=True, text=True, check=False, process_group=0)

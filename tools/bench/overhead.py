@@ -1,18 +1,23 @@
-"""``sdp bench``: without CONFIG the engine's time per step against a plain hand-written loop; with one ``side_by_side.py``.
+"""``sdp bench`` without CONFIG: the engine's seconds per step against those of a hand-written loop.
 
-Three comparisons, each with a process group of its own. *One rank*: engine and loop train a model that has only the held layers.
-*One of N ranks*: the engine carves one rank's share out of the full model, in a world whose other ranks exist in name only (torch's
-fake process group: collectives return at once), so that all it does but the wire is timed; once by layers, and once by groups of neurons,
-where the loop's model has plain narrower layers. With ``--deepspeed`` also one group under DeepSpeed against DeepSpeed alone.
+There are three comparisons, each with its own process group:
+
+- *One rank*: the engine and the loop train a model that has only the held layers.
+- *One of N ranks, by layers*: the engine carves the share of one rank out of the full model. The
+  other ranks do not exist (torch's fake process group: collectives return at once), so everything is
+  timed except the network.
+- *One of N ranks, by neurons*: the same with groups of neurons. The loop's layers are narrower.
+
+With ``--deepspeed`` there is a fourth one: one group under DeepSpeed against DeepSpeed alone.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,55 +26,47 @@ import torch.distributed as dist
 
 from ...engine.backends.deepspeed.private import forget_process_groups, load
 from ...engine.config.schema import SDPSection
+from ...engine.distributed.fake_world import fake_world
 from ...engine.distributed.join import join
-from ...engine.environment.detect import alone_if_unlaunched
-from ...engine.errors import ConfigError
+from ...engine.environment.detect import alone_if_unlaunched, detect
+from ...engine.errors import ConfigError, LaunchError
 from ...engine.initialize import initialize
 from ...engine.placement.placement import Placement
-from ...engine.placement.policies import place
-from ...engine.placement.units import find_neuron_units
+from ...engine.placement.policies import make_placement
+from ...engine.placement.units import find_neuron_units, find_units
 from .contestants import (
     ADAMW,
     MAX_NORM,
     batches,
-    driven,
-    engine_of,
-    hand_written,
-    hand_written_copy,
-    held_layers,
-    llama_of,
+    build_engine,
+    build_llama,
+    build_random_model,
+    copy_held_layers,
+    copy_narrower,
+    count_held_layers,
+    drive,
     name_in_copy,
-    narrower_copy,
-    random_model,
     weight_difference,
     weights_of,
+    write_by_hand,
 )
+from .options import PlainOptions
 from .race import Batch, Contestant, Timing, race
 
 PLAIN, DEEPSPEED = "hand-written loop", "DeepSpeed alone"
-AIM, DEEPSPEED_AIM = 1.05, 1.03  # the engine's seconds over the loop's, and over DeepSpeed's, at most
+AIM, DEEPSPEED_AIM = 1.05, 1.03  # the engine's seconds over those of the loop, and of DeepSpeed, at most
 DEEPSPEED_STAGES = (0, 2)
-
-_NUMBERS = {
-    "layers": (8, "layers of the full model"),
-    "hidden": (384, "hidden size"),
-    "intermediate": (1024, "feed-forward size"),
-    "heads": (6, "attention heads"),
-    "vocab_size": (4096, "tokens of the vocabulary"),
-    "sequence": (256, "tokens of a sequence"),
-    "micro_batch": (4, "sequences of a step"),
-    "groups": (4, "SDP groups, of which one is timed"),
-    "neuron_groups": (4, "groups of neurons of a branch"),
-    "repeats": (15, "timed steps of each side"),
-    "warmup": (3, "steps before them"),
-    "threads": (1, "torch's threads"),
-}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Contestants timed in one run; ``weight_difference``: ‖engine − first‖ / ‖first‖ over all weights after all steps. ``aim``: the
-    second's seconds over the first's, at most.
+    """Contestants that were timed together.
+
+    Attributes:
+        name: What was compared.
+        aim: The seconds of the second contestant over those of the first, at most.
+        timings: A timing for each contestant.
+        weight_difference: ‖engine − first‖ / ‖first‖ over all weights, after all steps.
     """
 
     name: str
@@ -82,30 +79,46 @@ class Comparison:
         return self.timings[1].median_ratio <= self.aim
 
 
-def add_plain_arguments(parser: argparse._ActionsContainer) -> None:
-    """Those of the comparison without CONFIG."""
-    for name, (default, text) in _NUMBERS.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=f"{text} (default: {default})"
+def run(options: PlainOptions) -> int:
+    """Time the comparisons and print them.
+
+    Raises:
+        ConfigError: The sizes make no model or placement.
+        LaunchError: A launcher started several ranks.
+        RuntimeError: Engine and loop end with different weights, so their times compare nothing.
+    """
+    found = detect()
+    if found is not None and found.world_size > 1:
+        raise LaunchError(
+            f"sdp bench times one rank, but {found.source} started {found.world_size}; start it without a launcher"
         )
-    parser.add_argument(
-        "--compile", action="store_true", help="time the engine with compiled units (training.compile) too"
-    )
-    parser.add_argument(
-        "--deepspeed", action="store_true", help="time one group under DeepSpeed against DeepSpeed alone too"
-    )
-    parser.add_argument(
-        "--capacity",
-        type=float,
-        default=0.5,
-        metavar="C",
-        help="held fraction of the layers, or neurons (default: 0.5)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write settings and every timing there")
+    section = SDPSection(groups=options.groups, capacity=options.capacity, profile="uniform")
+    placement = make_placement(section, find_units(build_llama(options, options.layers), "auto"))
+    _require_neurons(options)
+    _require_writable(options.json)
+    settings, comparisons = _settings(options), []
+    _print_settings(settings)
+    with _threads(options.threads):
+        for world, compare in (
+            (1, _compare_one_rank),
+            (options.groups, _compare_one_of_many),
+            (options.groups, _compare_by_neurons),
+        ):
+            with _world(world):
+                comparisons.append(compare(options, placement))
+            _print_comparison(comparisons[-1])
+        for stage in DEEPSPEED_STAGES if options.deepspeed else ():
+            with _world(1):
+                comparisons.append(_compare_under_deepspeed(options, stage))
+            _print_comparison(comparisons[-1])
+    if options.json:
+        report = {"settings": settings, "comparisons": [asdict(one) | {"reached": one.reached} for one in comparisons]}
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
 
 
 def _require_writable(path: Path | None) -> None:
-    """Before anything is measured."""
+    """Raise :class:`ConfigError` before anything is measured if the report cannot be written."""
     if path is None:
         return
     try:
@@ -116,84 +129,89 @@ def _require_writable(path: Path | None) -> None:
         raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from None
 
 
-def _require_neurons(args: argparse.Namespace) -> None:
-    """A hand-written narrower model has something of every branch."""
-    units = find_neuron_units(llama_of(args, args.layers), args.neuron_groups)
-    placed = place(SDPSection(groups=args.groups, capacity=args.capacity, profile="uniform"), units)
+def _require_neurons(options: PlainOptions) -> None:
+    """Raise :class:`ConfigError` if rank 0 has a branch without neurons: a loop cannot train that."""
+    units = find_neuron_units(build_llama(options, options.layers), options.neuron_groups)
+    placed = make_placement(SDPSection(groups=options.groups, capacity=options.capacity, profile="uniform"), units)
     branches = {unit.name.rpartition(".neurons.")[0]: False for unit in units}
     for unit in units:
         branches[unit.name.rpartition(".neurons.")[0]] |= placed.holds(0, unit.index)
     empty = [branch for branch, held in branches.items() if not held]
     if empty:
         raise ConfigError(
-            f"--capacity: {args.capacity:g} leaves rank 0 nothing of {empty[0]}; choose a higher one, or more heads"
+            f"--capacity: {options.capacity:g} leaves rank 0 nothing of {empty[0]}; choose a higher one, or more heads"
         )
 
 
-# -- the comparisons -------------------------------------------------------------------------------------------------------------
-
-
-def _one_rank(args: argparse.Namespace, placement: Placement) -> Comparison:
-    held = held_layers(placement)
-    engine = engine_of(args, layers=held, groups=1, capacity=1.0)
-    plain = hand_written_copy(engine, args)
+def _compare_one_rank(options: PlainOptions, placement: Placement) -> Comparison:
+    held = count_held_layers(placement)
+    engine = build_engine(options, layers=held, groups=1, capacity=1.0)
+    plain = copy_held_layers(engine, options)
+    in_bf16 = build_engine(options, layers=held, groups=1, capacity=1.0, bf16=True)
     contestants = [
-        hand_written(PLAIN, plain),
-        driven("engine", engine),
-        driven("engine, bfloat16 compute (FSDP2)", engine_of(args, layers=held, groups=1, capacity=1.0, bf16=True)),
-        hand_written(f"{PLAIN}, all {args.layers} layers", random_model(args, engine.device)),
+        write_by_hand(PLAIN, plain),
+        drive("engine", engine),
+        drive("engine, bfloat16 compute (FSDP2)", in_bf16),
+        write_by_hand(f"{PLAIN}, all {options.layers} layers", build_random_model(options, engine.device)),
     ]
-    if args.compile:
-        contestants.append(
-            driven("engine, compiled units", engine_of(args, layers=held, groups=1, capacity=1.0, compiled=True))
-        )
-    timings = race(contestants, batches(args, engine.device), args.warmup, engine.device)
-    return Comparison(
-        f"one rank, {held} of {args.layers} layers",
-        AIM,
-        timings,
-        weight_difference(engine.parameters_here, weights_of(engine, plain)),
-    )
+    if options.compile:
+        compiled = build_engine(options, layers=held, groups=1, capacity=1.0, compiled=True)
+        contestants.append(drive("engine, compiled units", compiled))
+    timings = race(contestants, batches(options, engine.device), options.warmup, engine.device)
+    difference = weight_difference(engine.parameters_here, weights_of(engine, plain))
+    return Comparison(f"one rank, {held} of {options.layers} layers", AIM, timings, difference)
 
 
-def _one_of_many(args: argparse.Namespace, placement: Placement) -> Comparison:
-    engine = engine_of(args, layers=args.layers, groups=args.groups, capacity=args.capacity)
-    plain = hand_written_copy(engine, args)
-    # Without peers the sum over holders is this rank's own gradient. The engine divides it by their number, as every data-parallel
-    # loop does, so the hand-written one must too, or it would train on other gradients.
+def _compare_one_of_many(options: PlainOptions, placement: Placement) -> Comparison:
+    engine = build_engine(options, layers=options.layers, groups=options.groups, capacity=options.capacity)
+    plain = copy_held_layers(engine, options)
+    # Without peers, the sum over holders is this rank's own gradient. The engine divides it by the number of
+    # holders, as every data-parallel loop does. The hand-written loop must do the same, to train on equal gradients.
     holders = {
         name_in_copy(name, placement): len(engine.layout.parameters[name].holders) for name in engine.parameters_here
     }
-    contestants = [hand_written(PLAIN, plain, holders), driven(f"engine, rank 0 of {args.groups}", engine)]
-    timings = race(contestants, batches(args, engine.device), args.warmup, engine.device)
-    name = f"one of {args.groups} ranks, {held_layers(placement)} of {args.layers} layers at capacity {args.capacity:g}, without a wire"
+    contestants = [write_by_hand(PLAIN, plain, holders), drive(f"engine, rank 0 of {options.groups}", engine)]
+    timings = race(contestants, batches(options, engine.device), options.warmup, engine.device)
+    name = (
+        f"one of {options.groups} ranks, {count_held_layers(placement)} of {options.layers} layers at capacity "
+        f"{options.capacity:g}, without a network"
+    )
     return Comparison(name, AIM, timings, weight_difference(engine.parameters_here, weights_of(engine, plain)))
 
 
-def _one_of_many_by_neurons(args: argparse.Namespace, _: Placement) -> Comparison:
-    engine = engine_of(
-        args, layers=args.layers, groups=args.groups, capacity=args.capacity, neuron_groups=args.neuron_groups
+def _compare_by_neurons(options: PlainOptions, _: Placement) -> Comparison:
+    engine = build_engine(
+        options,
+        layers=options.layers,
+        groups=options.groups,
+        capacity=options.capacity,
+        neuron_groups=options.neuron_groups,
     )
-    plain, weights, holders = narrower_copy(engine, args)
-    contestants = [hand_written(PLAIN, plain, holders), driven(f"engine, rank 0 of {args.groups}", engine)]
-    timings = race(contestants, batches(args, engine.device), args.warmup, engine.device)
-    fraction = engine.layout.placement.held_fraction(0)
-    name = f"one of {args.groups} ranks, {fraction:.0%} of the branches' neurons, without a wire; the loop's layers are plain and narrower"
+    plain, weights, holders = copy_narrower(engine, options)
+    contestants = [write_by_hand(PLAIN, plain, holders), drive(f"engine, rank 0 of {options.groups}", engine)]
+    timings = race(contestants, batches(options, engine.device), options.warmup, engine.device)
+    name = (
+        f"one of {options.groups} ranks, {engine.layout.placement.held_fraction(0):.0%} of the branches' neurons, "
+        "without a network; the loop's layers are plain and narrower"
+    )
     return Comparison(name, AIM, timings, weight_difference(engine.parameters_here, weights))
 
 
-def _under_deepspeed(args: argparse.Namespace, stage: int) -> Comparison:
-    """With one group nothing is installed: DeepSpeed's own engine, by its own call and through ours."""
+def _compare_under_deepspeed(options: PlainOptions, stage: int) -> Comparison:
+    """Compare DeepSpeed's engine, started by its own call, with the same through ``sdp.initialize``.
+
+    With one group, SDP changes nothing in DeepSpeed's engine.
+    """
     package = load()
     forget_process_groups()
     config = {
-        "train_micro_batch_size_per_gpu": args.micro_batch,
+        "train_micro_batch_size_per_gpu": options.micro_batch,
         "gradient_clipping": MAX_NORM,
-        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},  # else it compiles one
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},  # DeepSpeed's own must be compiled
         "zero_optimization": {"stage": stage},
     }
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    models = [random_model(args, device) for _ in range(2)]
+    models = [build_random_model(options, device) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     with alone_if_unlaunched():
         plain = package.initialize(model=models[0], model_parameters=models[0].parameters(), config=config)[0]
@@ -208,7 +226,7 @@ def _under_deepspeed(args: argparse.Namespace, stage: int) -> Comparison:
         return Contestant(name, sum(parameter.numel() for parameter in engine.module.parameters()), step)
 
     contestants = [contestant(DEEPSPEED, plain), contestant("sdp, one group", ours)]
-    timings = race(contestants, batches(args, device), args.warmup, device)
+    timings = race(contestants, batches(options, device), options.warmup, device)
     weights = {name: value.detach() for name, value in plain.module.named_parameters()}
     name = f"one group under DeepSpeed, ZeRO stage {stage}"
     return Comparison(name, DEEPSPEED_AIM, timings, weight_difference(dict(ours.module.named_parameters()), weights))
@@ -216,13 +234,12 @@ def _under_deepspeed(args: argparse.Namespace, stage: int) -> Comparison:
 
 @contextmanager
 def _world(size: int) -> Iterator[None]:
-    """A process group of this process alone, or one whose other ranks exist in name only."""
-    if size == 1:
-        join()
-    else:
-        from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    """A process group of this process alone, or one in which only this rank exists."""
+    if size > 1:
+        with fake_world(0, size):
+            yield
+        return
+    join()
     try:
         yield
     finally:
@@ -239,11 +256,9 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# -- report ----------------------------------------------------------------------------------------------------------------------
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in (*_NUMBERS, "capacity")} | {
+def _settings(options: PlainOptions) -> dict[str, Any]:
+    return options.numbers | {
+        "capacity": options.capacity,
         "dtype": "float32",
         "optimizer": "AdamW, fused",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu ({platform.machine()})",
@@ -255,7 +270,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def _print_settings(s: Mapping[str, Any]) -> None:
     print(
         f"LLaMA of {s['layers']} layers, hidden {s['hidden']}, feed-forward {s['intermediate']}, {s['heads']} heads, "
-        f"vocabulary {s['vocab_size']}; batch {s['micro_batch']} × {s['sequence']} tokens; {s['dtype']}, {s['optimizer']}, clipped"
+        f"vocabulary {s['vocab_size']}; batch {s['micro_batch']} × {s['sequence']} tokens; {s['dtype']}, "
+        f"{s['optimizer']}, clipped"
     )
     print(f"{s['device']}, threads: {s['threads']}, torch {s['torch']}, Python {s['python']}")
     print(
@@ -269,7 +285,8 @@ def _print_comparison(comparison: Comparison) -> None:
     for timing in comparison.timings:
         ratio = f"{timing.median_ratio:.3f} ({min(timing.ratios):.3f} … {max(timing.ratios):.3f})"
         print(
-            f"  {timing.name:<36}{timing.parameters / 1e6:7.2f} M parameters{timing.median_seconds * 1e3:10.2f} ms  {ratio}"
+            f"  {timing.name:<36}{timing.parameters / 1e6:7.2f} M parameters{timing.median_seconds * 1e3:10.2f} ms  "
+            f"{ratio}"
         )
     same = f"the first two end with the same weights (relative difference {comparison.weight_difference:.1e})"
     reached = "reached" if comparison.reached else "NOT reached"

@@ -1,4 +1,4 @@
-"""What ``sdp plan`` says of the methods that ``sdp bench CONFIG`` compares, to print beside what was measured."""
+"""What ``sdp plan`` says about the methods of ``sdp bench CONFIG``, to print next to the measurements."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
 from ...engine.tracing.operators import device_here
 from ..plan.alternatives import with_buckets
-from ..plan.forecast import Forecast, RankForecast, forecast
+from ..plan.forecast import forecast
 from ..plan.machine import Machine, StepTime, step_time
+from ..plan.result import Forecast, RankForecast
 from .methods import DDP, OUTER_EVERY, SMALLER, is_sdp, variant
 
 _IN_BUCKETS = {DDP, "ddp-recompute", "ddp-bf16-gradients", SMALLER}
-_SENT = {"ddp-bf16-gradients": 0.5, "diloco": 1 / OUTER_EVERY}  # of what DDP sends
+_SENT = {"ddp-bf16-gradients": 0.5, "diloco": 1 / OUTER_EVERY}  # fraction of the bytes that DDP sends
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``config``: the method's own. ``flops``: of the model in a step of one rank, without recomputation, the mean of the ranks.
-    ``peak``: bytes, None where the planner does not know the method's buffers.
+    """The plan of a method.
+
+    Attributes:
+        config: The method's configuration.
+        peak: Bytes. None if the planner does not know the method's buffers.
+        sent: Bytes that a rank sends in a step, at most.
+        flops: The model's operations in a step of a rank, without recomputation: the mean over ranks.
+        forecast: The whole plan.
     """
 
     config: Config
@@ -31,7 +38,7 @@ class Plan:
 
     @property
     def slowest_over_mean(self) -> float:
-        """Of the ranks' operations, recomputation included."""
+        """The operations of the slowest rank over the mean, recomputation included."""
         groups = self.forecast.groups
         ranks = sum(len(group.groups) for group in groups)
         return max(group.trace.flops for group in groups) / (
@@ -39,12 +46,15 @@ class Plan:
         )
 
     def seconds(self, flops: float, link: float) -> float:
-        """Of a step at so many FLOP/s of a rank, and bytes a second that each can send: of the slowest rank."""
+        """Seconds of a step of the slowest rank, at ``flops`` a second and ``link`` bytes a second."""
         return max(time.step for time in self._times(flops, link))
 
     def exposed_share(self, flops: float, link: float) -> float | None:
-        """What overlap leaves exposed of what is if averages are waited for where they start, each of the slowest rank; None where nothing
-        is, and under backward masking, of which the planner knows what is sent, while who receives waits too.
+        """The part of the communication that overlap leaves exposed, on the slowest rank.
+
+        The whole is the time that is exposed if every average is awaited where it starts. None if
+        that is zero, and under backward masking: there the receivers wait too, but the planner only
+        knows what is sent.
         """
         times = self._times(flops, link)
         compute = max(time.compute for time in times)
@@ -66,12 +76,15 @@ class Plan:
 
 
 def _sending(rank: RankForecast, factor: float) -> RankForecast:
-    """The rank, of whose bytes only the part ``factor`` is sent."""
+    """Return ``rank`` with its bytes multiplied by ``factor``."""
     return replace(rank, collectives=tuple(replace(one, nbytes=round(one.nbytes * factor)) for one in rank.collectives))
 
 
 def plan_methods(names: Sequence[str], config: Config, world: int) -> dict[str, Plan]:
-    """By name; DDP is always among them. The smaller dense model is the deepest that DDP fits into the first SDP method's peak."""
+    """Plan the methods, and DDP in any case.
+
+    The smaller dense model is the deepest one that DDP fits into the peak of the first SDP method.
+    """
     planner = _Planner(world)
     plans: dict[str, Plan] = {}
     for name in dict.fromkeys([DDP, *sorted(names, key=lambda name: name == SMALLER)]):
@@ -84,7 +97,7 @@ def plan_methods(names: Sequence[str], config: Config, world: int) -> dict[str, 
 
 
 class _Planner:
-    """Plans every configuration once: several methods share one."""
+    """Plans every configuration only once, since several methods share one."""
 
     def __init__(self, world: int):
         self._world = world
@@ -121,7 +134,10 @@ class _Planner:
         )
 
     def layers_within(self, peak: int, config: Config) -> int:
-        """The most layers with which DDP needs no more. Raises :class:`ConfigError` where one layer needs more."""
+        """Return the most layers with which DDP stays within ``peak`` bytes.
+
+        Raises :class:`ConfigError` if a single layer needs more.
+        """
         fits, too_many = 0, int(config.model["num_hidden_layers"]) + 1
         while too_many - fits > 1:
             layers = (fits + too_many) // 2
@@ -131,6 +147,6 @@ class _Planner:
                 too_many = layers
         if fits == 0:
             raise ConfigError(
-                f"{SMALLER}: no model of this width fits {peak:,} bytes, what SDP needs; leave it out of --methods"
+                f"{SMALLER}: no model of this width fits into the {peak:,} bytes that SDP needs; leave it out of --methods"
             )
         return fits

@@ -1,6 +1,6 @@
 """Interleaved timing: contestants take turns step by step, and are compared round by round.
 
-A loaded or throttled machine slows both sides of a ratio, so ratios hold where seconds do not.
+A busy or throttled machine slows both sides of a ratio. So ratios stay valid where seconds do not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Contestant:
-    """What is timed: ``step`` makes one whole optimizer step on a batch; ``parameters`` is what it trains (elements)."""
+    """What is timed.
+
+    Attributes:
+        name: Its name in the report.
+        parameters: Number of elements that it trains.
+        step: Makes one whole optimizer step on a batch.
+    """
 
     name: str
     parameters: int
@@ -27,7 +33,11 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Timing:
-    """One contestant's seconds per step, and in every round its seconds over those of the first contestant."""
+    """The timing of one contestant.
+
+    ``seconds`` are those of each step; ``ratios`` are the seconds over those of the first contestant,
+    round by round.
+    """
 
     name: str
     parameters: int
@@ -40,7 +50,14 @@ class Timing:
 def race(
     contestants: Sequence[Contestant], batches: Iterable[Batch], warmup: int, device: torch.device
 ) -> list[Timing]:
-    """Time every contestant on every batch, after the first ``warmup`` ones; every other round runs in reverse order."""
+    """Time every contestant on every batch. Every other round runs in reverse order.
+
+    Args:
+        contestants: What is timed.
+        batches: A batch for each round.
+        warmup: The first rounds, which are not timed.
+        device: Where the steps run.
+    """
     seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     for turn, batch in enumerate(batches):
         for contestant in contestants if turn % 2 == 0 else reversed(contestants):

@@ -1,4 +1,4 @@
-"""What ``sdp bench CONFIG`` measured, beside what was planned: Markdown, JSON and plots."""
+"""The report of ``sdp bench CONFIG``: measurements next to the plan, as Markdown, JSON and plots."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from .methods import DDP, is_sdp
 from .planned import Plan
 
 REPORT = "report.json"
-BOUND, OVER_FSDP2, STATE, PEAK, OVERLAP = 0.9, 2.5, 0.01, 1.05, 0.6  # what SDP must reach
-FOR_CAPACITY = 0.5  # the second of these
-_NOTICED = 0.02  # of the processors' time
-_LARGE = 1e9  # bytes: below, a peak is not judged
+BOUND, OVER_FSDP2, STATE, PEAK, OVERLAP = 0.9, 2.5, 0.01, 1.05, 0.6  # the aims of SDP
+FOR_CAPACITY = 0.5  # OVER_FSDP2 is an aim for this capacity only
+_NOTICED = 0.02  # the part of the processors' time from which steal is reported
+_LARGE = 1e9  # bytes; smaller peaks are not judged
 
 
 @dataclass(frozen=True)
 class Race:
-    """All methods over one ``link`` (None: this machine's own), of so many bytes a second in either direction of a rank.
+    """All methods over one link.
 
-    ``turns``: by method, seconds of a step in every round by how it was taken, ``slowest_over_mean`` of what ranks compute, and of one
-    rank's step ``collectives`` and ``sent_bytes``, None where these are not measured; ``uncounted`` says why. ``stolen``: the part of the
-    processors' time that a hypervisor gave to others meanwhile, on the host where it was most; None where no kernel tells.
+    Attributes:
+        link: The rate of the link. None: the processes are on one host.
+        speed: Bytes a second that a rank can send.
+        turns: By method: the seconds of a step in every round, by mode; ``slowest_over_mean`` of the
+            computation; and ``collectives`` and ``sent_bytes`` of one rank's step.
+        uncounted: Why ``sent_bytes`` is None, if it is.
+        stolen: The part of the processors' time that the hypervisor gave to others, on the host that
+            lost the most. None if the kernel does not tell.
     """
 
     link: str | None
@@ -39,7 +44,14 @@ class Race:
 
 @dataclass(frozen=True)
 class Report:
-    """``plans`` and ``facts`` (losses, parameters, bytes of the rank that has most): by method."""
+    """Everything that was planned and measured.
+
+    Attributes:
+        settings: How it was measured.
+        plans: By method.
+        facts: By method: losses, and the parameters and bytes of the rank that has the most.
+        races: A race for each link.
+    """
 
     settings: Mapping[str, Any]
     plans: Mapping[str, Plan]
@@ -47,10 +59,10 @@ class Report:
     races: Sequence[Race]
 
     def rows(self, race: Race) -> dict[str, dict[str, Any]]:
-        """Every figure of a race by method. Ratios are medians of the rounds' own, in which methods took turns."""
+        """Collect the figures of a race by method. A ratio is the median of the ratios of all rounds."""
         tokens = self.settings["batch"]["train"] * self.settings["tokens_per_sample"]
         dense = race.turns.get(DDP)
-        # What a rank computes a second here, from DDP's step without its communication.
+        # The rate at which a rank computes here: that of DDP without communication.
         rate = self.plans[DDP].flops / statistics.median(dense["compute_seconds"]) if dense else None
         rows = {}
         for name, turns in race.turns.items():
@@ -119,10 +131,10 @@ def _median_of(compare: Any, left: Sequence[float], right: Sequence[float]) -> f
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """report.md, report.json, bench.png and, of several links, network.png; the Markdown is printed too."""
+    """Write report.md, report.json, bench.png and, for several links, network.png. Prints the Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
     content = report.to_json()
-    text = _markdown(report, content)
+    text = to_markdown(report, content)
     write_whole(folder / REPORT, json.dumps(content, indent=2) + "\n")
     write_whole(folder / "report.md", text)
     last = content["races"][-1]
@@ -155,7 +167,8 @@ def _title(race: Mapping[str, Any]) -> str:
     return f"hosts with links of {race['link']}" if race["link"] else "processes of one host"
 
 
-def _markdown(report: Report, content: Mapping[str, Any]) -> str:
+def to_markdown(report: Report, content: Mapping[str, Any]) -> str:
+    """Write the report as Markdown. ``content`` is ``report.to_json()``."""
     s = report.settings
     batch = s["batch"]
     samples = f"{batch['micro']} × {batch['accumulation']} × {s['tokens_per_sample']}"
@@ -165,8 +178,9 @@ def _markdown(report: Report, content: Mapping[str, Any]) -> str:
         "",
         f"{json.dumps(s['model'])}; {samples} {_unit(report)[:-2]} a rank and step; {s['dtype']}, recomputation "
         f"{s['activation_checkpointing']}, {compiled}; {s['device']}, {s['threads']} thread(s) a rank, torch {s['torch']}.",
-        f"Seconds: median (least … most) of {s['rounds']} interleaved rounds of {s['steps_per_turn']} steps. Speed: median of the rounds' "
-        "ratios. In parentheses otherwise what sdp plan says: bytes of ring algorithms, and speed at the rate at which DDP computes here.",
+        f"Seconds: median (least … most) of {s['rounds']} interleaved rounds of {s['steps_per_turn']} steps. Speed: median of "
+        "the ratios of the rounds. Other parentheses show what sdp plan says: the bytes of ring algorithms, and the speed "
+        "if a rank computes as fast as with DDP here.",
     ]
     for race in content["races"]:
         title = _title(race)
@@ -174,11 +188,14 @@ def _markdown(report: Report, content: Mapping[str, Any]) -> str:
         if race["sent_bytes_not_measured"]:
             lines += [
                 "",
-                f"Sent bytes are not measured: {race['sent_bytes_not_measured']}. In parentheses what is planned.",
+                f"Sent bytes are not measured: {race['sent_bytes_not_measured']}. The planned bytes are in parentheses.",
             ]
         if (race["stolen_processor_time"] or 0.0) >= _NOTICED:
             share = f"{race['stolen_processor_time']:.0%} of the processors' time to other machines"
-            lines += ["", f"The hypervisor gave {share} meanwhile: seconds, and what is made of them, vary with that."]
+            lines += [
+                "",
+                f"The hypervisor gave {share} during the race. Seconds, and all that is derived, vary with that.",
+            ]
         lines += ["", *_aims(race)] if _aims(race) else []
     return "\n".join(lines) + "\n"
 
@@ -204,14 +221,14 @@ def _table(race: Mapping[str, Any], unit: str) -> list[str]:
         cells = [
             f"{name} ({row['layers']} layer{'s' * (row['layers'] > 1)})" if name.startswith("smaller") else name,
             f"{row['parameters'] / 1e6:.2f}",
-            _beside(row["peak_bytes"] / 1e6, row["planned_peak_bytes"] and row["planned_peak_bytes"] / 1e6, ",.1f"),
+            _with_plan(row["peak_bytes"] / 1e6, row["planned_peak_bytes"] and row["planned_peak_bytes"] / 1e6, ",.1f"),
             f"{seconds['median']:.3f} ({seconds['least']:.3f} … {seconds['most']:.3f})",
-            _beside(row.get("speed_over_ddp"), row.get("planned_speed_over_ddp"), ".2f"),
+            _with_plan(row.get("speed_over_ddp"), row.get("planned_speed_over_ddp"), ".2f"),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['compute_seconds']:.3f}",
             f"{row['exposed_seconds']:.3f}",
-            _beside(row["slowest_over_mean"], row["planned_slowest_over_mean"], ".2f"),
-            _beside(row["sent_bytes"] and row["sent_bytes"] / 1e6, row["planned_sent_bytes"] / 1e6, ",.2f"),
+            _with_plan(row["slowest_over_mean"], row["planned_slowest_over_mean"], ".2f"),
+            _with_plan(row["sent_bytes"] and row["sent_bytes"] / 1e6, row["planned_sent_bytes"] / 1e6, ",.2f"),
             f"{row['collectives']:,.1f}",
             f"{row['model_flops_per_second'] / 1e9:.2f}",
         ]
@@ -219,7 +236,7 @@ def _table(race: Mapping[str, Any], unit: str) -> list[str]:
     return lines
 
 
-def _beside(measured: float | None, planned: float | None, spec: str) -> str:
+def _with_plan(measured: float | None, planned: float | None, spec: str) -> str:
     if measured is None and planned is None:
         return "–"
     return ("–" if measured is None else format(measured, spec)) + (
@@ -228,7 +245,7 @@ def _beside(measured: float | None, planned: float | None, spec: str) -> str:
 
 
 def _aims(race: Mapping[str, Any]) -> list[str]:
-    """What SDP must reach, and whether it did."""
+    """List the aims of SDP, and whether they were reached."""
     lines = []
     for name, row in race["methods"].items():
         if not is_sdp(name):

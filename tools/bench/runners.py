@@ -37,23 +37,27 @@ from ...engine.subnetwork.materialise import give_values
 from ..runs.model_inputs import model_and_batch
 from .methods import REPLICAS, is_sdp
 
-_BUCKET = (
-    25 * 2**20
-)  # bytes of a DDP bucket; of DeepSpeed's too, whose default of 5e8 elements is larger than many models
-
-
-_OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the paper's
-
-
 Batch = Any
+
+# Bytes of a bucket of DDP, and of DeepSpeed, whose default of 5e8 elements is larger than many models.
+_BUCKET = 25 * 2**20
+_OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # as in the DiLoCo paper
 
 
 @dataclass(frozen=True)
 class Runner:
-    """A method, ready to run. ``parameters``: elements that a rank computes with, wherever they are kept. ``step``: one optimizer step on
-    this rank's micro-batches, which returns their mean loss. ``settle`` waits for what a step has left under way. ``outer``: what is done
-    once in ``OUTER_EVERY`` steps. ``counted``: of SDP, bytes of state, and sent between groups in one more step, real and planned.
-    ``kept``: tensors that live through every step, besides parameters and the optimizer's.
+    """A method that is ready to run.
+
+    Attributes:
+        parameters: Number of elements that a rank computes with, wherever they are kept.
+        module: The model.
+        optimizer: The optimizer of its weights.
+        step: Makes one optimizer step on this rank's micro-batches, and returns their mean loss.
+        settle: Waits for transfers that a step leaves running.
+        outer: The work that is done once in ``OUTER_EVERY`` steps.
+        counted: For SDP: makes one more step, and returns bytes of state and bytes sent between
+            groups, real and planned.
+        kept: Tensors that live through every step, apart from parameters and optimizer state.
     """
 
     parameters: int
@@ -67,7 +71,7 @@ class Runner:
 
 
 def build(name: str, config: Config, device: torch.device) -> Runner:
-    """``config``: the method's own, see :func:`variant`. Collective."""
+    """Build the method ``name`` from its own configuration (see :func:`variant`). Collective."""
     if is_sdp(name):
         return _sdp(config)
     made = _Dense(config, device)
@@ -94,7 +98,7 @@ def _sdp(config: Config) -> Runner:
         return torch.stack(losses).mean()
 
     def settle() -> None:
-        _ = engine.frozen_here  # up to date: waits for what is being sent
+        _ = engine.frozen_here  # reading the copies waits for the refresh
 
     def counted(batches: Sequence[Batch]) -> dict[str, int]:
         engine.traffic.reset()
@@ -114,14 +118,14 @@ def _between_groups(traffic: Traffic) -> int:
     return sum(nbytes for kind, nbytes in traffic.by_kind().items() if kind.startswith("between groups"))
 
 
-# Without annotations: DDP compares them with classes, and in this module they are text.
+# No annotations: DDP compares them with classes, but in this module they are strings.
 def _bf16_gradients(state, bucket):
-    """torch's hook. By its own name DDP refuses it where there is no NCCL, although gloo adds bfloat16 too."""
+    """Call torch's hook. DDP refuses the hook itself without NCCL, although gloo can add bfloat16 too."""
     return bf16_compress_hook(state, bucket)
 
 
 class _Dense:
-    """The whole model on this rank, with its values, and what is made of it."""
+    """The full model on this rank, with its weights, and the methods that can be made of it."""
 
     def __init__(self, config: Config, device: torch.device):
         self.config, self.device = config, device
@@ -141,8 +145,8 @@ class _Dense:
         parallel = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         buckets: list[Tensor] = []
 
-        def noting(state, bucket):  # without annotations, see above
-            if bucket.index() == 0:  # the first step's are replaced
+        def noting(state, bucket):  # no annotations, see above
+            if bucket.index() == 0:  # DDP replaces the buckets of the first step
                 buckets.clear()
             buckets.append(bucket.buffer())
             return hook(state, bucket)
@@ -158,7 +162,7 @@ class _Dense:
         )
 
     def fsdp2(self, replicas: int) -> Runner:
-        """Blocks one by one, and what the model wants on its own; ``replicas`` of each shard (HSDP)."""
+        """Shard each block, each part that the model asks for, and the rest. HSDP has several ``replicas``."""
         world, kind = dist.get_world_size(), self.device.type
         if replicas == 1:
             mesh = init_device_mesh(kind, (world,))
@@ -186,7 +190,7 @@ class _Dense:
         try:
             with alone_if_unlaunched():
                 engine = package.initialize(model=self.model, optimizer=self._optimizer(), config=settings)[0]
-            own = functional.linear  # ZeRO 3 puts one into torch, for every module of the process
+            own = functional.linear  # ZeRO 3 replaces it in torch, for all modules of the process
         finally:
             functional.linear = plain
 
@@ -206,7 +210,11 @@ class _Dense:
         return Runner(self.parameters, engine.module, engine.optimizer.optimizer, step)
 
     def diloco(self) -> Runner:
-        """A replica of its own on every rank; ``outer`` averages how far replicas went, and takes that as the gradient of a common step."""
+        """Train a separate replica on every rank.
+
+        ``outer`` averages how far the replicas moved, and uses the average as the gradient of a common
+        step.
+        """
         optimizer = self._optimizer()
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         common = [nn.Parameter(parameter.detach().clone()) for parameter in trained]
@@ -237,7 +245,7 @@ class _Dense:
     def _loop(
         self, model: nn.Module, optimizer: Optimizer, no_sync: Callable[[], AbstractContextManager[Any]]
     ) -> Callable[[Sequence[Batch]], Tensor]:
-        """The step that a user would write."""
+        """Make the training step that a user would write."""
         parameters, most = list(model.parameters()), self.config.gradient_clipping
 
         def step(batches: Sequence[Batch]) -> Tensor:

@@ -1,25 +1,30 @@
-"""``sdp bench CONFIG``: ways to train one model, side by side in one run of the same ranks.
+"""``sdp bench CONFIG``: compares ways to train one model in one run of the same ranks.
 
-Every rank holds all methods at once and lets them take turns, so that a loaded machine slows all alike; a turn begins with a step that is
-not timed (caches, weights under way), then ``--steps`` steps are timed together, and rounds run forwards and backwards in alternation. The
-seconds of a turn are those of its slowest rank.
+Every rank holds all methods and lets them take turns, so that a busy machine slows all of them. A turn
+begins with a step that is not timed (caches, running transfers); then ``--steps`` steps are timed
+together. Rounds alternate between forward and reverse order. The seconds of a turn are those of its
+slowest rank.
 
-*Exposed communication* is the time of a step minus that of the same step with collectives that return at once (``wire.absent``): on
-ranks that share cores it has the processor time of the communication too. *Not overlapped* is the same of a step that waits for every
-reduction where it starts (``wire.awaited``). *Bytes sent* are counted by the kernel on the rank's TCP connections, where collectives use
-these, *collectives* by the process groups. *Peak memory* is that of the method's live tensors in one step (``memory_probe.py``). A DiLoCo
-step has a fiftieth of its outer step, timed alone. *Slowest / mean* is of what ranks compute in a step: on CPUs of the processor's seconds,
-since ranks may share cores.
+- *Exposed communication*: the time of a step minus that of the same step with collectives that return
+  at once (``wire.absent``). On ranks that share cores it includes the communication's processor time.
+- *Not overlapped*: the same for a step that waits for every reduction where it starts
+  (``wire.awaited``).
+- *Bytes sent*: counted by the kernel on the rank's TCP connections, if collectives use them.
+- *Collectives*: counted by the process groups.
+- *Peak memory*: that of the method's live tensors in one step (``memory_probe.py``).
+- *DiLoCo*: a step includes a fiftieth of the outer step, which is timed on its own.
+- *Slowest / mean*: compares the ranks' computation in a step. On CPUs it counts processor seconds,
+  since ranks may share cores.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import platform
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -36,115 +41,89 @@ from ...engine.distributed.join import join
 from ...engine.distributed.mesh import mesh_of
 from ...engine.environment.detect import Environment, detect
 from ...engine.errors import ConfigError
+from ...launcher.degrees import visible_devices
+from ...launcher.local import start_local
 from ..runs.run_config import with_initial_model
 from . import workers
-from .measure import _links, measure
+from .measure import measure
 from .methods import DENSE, default_methods, is_sdp, variant, why_not
 from .networks import enter, hosts
+from .options import WORKERS, MethodOptions
 from .planned import plan_methods
 from .report import REPORT, Report, write_report
-from .workers import OPTION
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what belongs to CONFIG."""
-    group = parser.add_argument_group("side by side, with CONFIG")
-    group.add_argument(
-        "config", metavar="CONFIG", type=Path, nargs="?", help="compare ways to train this model, on several ranks"
-    )
-    group.add_argument(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        action="append",
-        default=[],
-        help="override a key of CONFIG; may be repeated",
-    )
-    group.add_argument("--nproc", metavar="P", type=int, help="ranks to start here (default: sdp.groups)")
-    group.add_argument(
-        "--workers",
-        metavar="N,…",
-        help="compare once for each of these numbers of ranks, of as many groups, such as 2,4,8",
-    )
-    group.add_argument(
-        "--methods", metavar="A,B,…", help="which, of: ddp … diloco, sdp, sdp-block-forward-0.5 … (default: all)"
-    )
-    group.add_argument("--rounds", metavar="N", type=int, default=5, help="turns of every method (default: 5)")
-    group.add_argument("--steps", metavar="N", type=int, default=2, help="timed steps of a turn (default: 2)")
-    group.add_argument(
-        "--network",
-        metavar="RATE,…",
-        help="ranks are hosts with links of these rates, such as 100mbit,300mbit,1gbit (root)",
-    )
-    group.add_argument("--hosts", metavar="NAME", help=argparse.SUPPRESS)  # for the ranks: those that were made
-    group.add_argument(
-        "--out", metavar="DIR", type=Path, help="where report.md, report.json and plots go (default: runs/bench)"
-    )
+def run(options: MethodOptions) -> int:
+    """Start the ranks, unless a launcher did. Each rank measures, and rank 0 reports.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Start the ranks where no launcher did; each measures, rank 0 reports. Raises an :class:`SDPError` for what cannot be compared."""
-    place = detect()
-    if args.workers is not None:
-        if place is not None:
-            raise ConfigError(f"{OPTION}: starts ranks itself; start it without a launcher")
-        return workers.run(args, _out(args), run, partial(_checked, place=None, speaks=False))
-    config, world, names = _checked(args, place, speaks=place is None or place.rank == 0)
-    if place is None or place.rank == 0:
-        _make_room(_out(args))
-    if place is None:
-        from ...launcher.local import start_local
-
-        # As a user's own processes: without the settings of glibc that make resident memory honest, and memory slower.
-        argv = [*args.argv, "--nproc", str(world), "--methods", ",".join(names)]
-        with hosts(world) if args.network is not None else nullcontext() as made:
-            return start_local(argv + (["--hosts", made] if made else []), world, _out(args) / "logs", on_cpu=False)
-    if args.network is not None and not args.hosts:
+    Raises an :class:`SDPError` for what cannot be compared.
+    """
+    environment = detect()
+    if options.workers is not None:
+        if environment is not None:
+            raise ConfigError(f"{WORKERS}: starts ranks itself; start it without a launcher")
+        return workers.run(options, run, partial(_check, environment=None, speaks=False))
+    is_first = environment is None or environment.rank == 0
+    config, world, names = _check(options, environment, speaks=is_first)
+    if is_first:
+        _make_folder(options.out)
+    if environment is None:
+        return _start(options, world, names)
+    if options.links and not options.hosts:
         raise ConfigError("--network: makes hosts and starts ranks on them itself; start it without a launcher")
-    logging.getLogger("sdp").setLevel(logging.ERROR)  # what a run would say of each method's configuration
-    warnings.simplefilter("ignore", FutureWarning)  # torch's deprecated names, called by torch and DeepSpeed
-    plans = plan_methods(names, config, world) if place.rank == 0 else {}
-    if args.hosts:
-        enter(args.hosts, place.rank)
+    logging.getLogger("sdp").setLevel(logging.ERROR)  # without the notes about each method's configuration
+    warnings.simplefilter("ignore", FutureWarning)  # torch and DeepSpeed call deprecated names of torch
+    plans = plan_methods(names, config, world) if is_first else {}
+    if options.hosts:
+        enter(options.hosts, environment.rank)
     device = join()
     layers = _from_rank_0({name: plan.config.model.get("num_hidden_layers") for name, plan in plans.items()})
-    facts, races = measure({name: variant(name, config, layers[name]) for name in names}, args, config, device)
+    configs = {name: variant(name, config, layers[name]) for name in names}
+    facts, races = measure(configs, options, config, device)
     dist.destroy_process_group()
-    if place.rank == 0:
-        write_report(_out(args), Report(_settings(args, config, world, device), plans, facts, races))
-        print(f"sdp bench: the report and its plots are in {_out(args)}", file=sys.stderr, flush=True)
+    if is_first:
+        write_report(options.out, Report(_settings(options, config, world, device), plans, facts, races))
+        print(f"sdp bench: the report and its plots are in {options.out}", file=sys.stderr, flush=True)
     return 0
 
 
-def _checked(args: argparse.Namespace, place: Environment | None, *, speaks: bool) -> tuple[Config, int, list[str]]:
-    """Of the comparison: configuration, ranks, and the methods in order. Raises an :class:`SDPError` for what cannot be compared; starts
-    nothing.
-    """
-    config = _config(args)
-    _links(args)
-    world = place.world_size if place is not None else args.nproc or config.sdp.groups
-    names = _names(args, config, world, speaks=speaks)
-    if place is None:
-        from ...launcher.degrees import visible_devices
+def _start(options: MethodOptions, world: int, names: Sequence[str]) -> int:
+    """Start the ranks on this machine, on hosts of their own if there are links to shape."""
+    argv = [*options.argv, "--nproc", str(world), "--methods", ",".join(names)]
+    with hosts(world) if options.links else nullcontext() as made:
+        # Like a user's processes: the glibc settings that make resident memory exact also make it slower.
+        return start_local(argv + (["--hosts", made] if made else []), world, options.out / "logs", on_cpu=False)
 
+
+def _check(options: MethodOptions, environment: Environment | None, *, speaks: bool) -> tuple[Config, int, list[str]]:
+    """Return the configuration, the number of ranks and the methods in order. Starts nothing.
+
+    A rank that ``speaks`` says which methods are left out. Raises an :class:`SDPError` for what
+    cannot be compared.
+    """
+    config = _load_config(options)
+    world = environment.world_size if environment is not None else options.nproc or config.sdp.groups
+    names = choose_methods(options.methods, config, world, speaks=speaks)
+    if environment is None:
         devices = visible_devices()
         if 0 < devices < world:
             raise ConfigError(
                 f"{world} ranks: {devices} devices are visible; use fewer, or CUDA_VISIBLE_DEVICES= for the CPU"
             )
-    if place is None or place.rank == 0:
-        _require_no_report(_out(args))
+    if environment is None or environment.rank == 0:
+        _require_no_report(options.out)
     return config, world, names
 
 
 def _require_no_report(folder: Path) -> None:
     if (folder / REPORT).exists():
         raise ConfigError(
-            f"--out {folder}: holds the report of an earlier run; name another directory, or move that away"
+            f"--out {folder}: holds the report of an earlier run; name another directory, or move the report"
         )
 
 
-def _make_room(folder: Path) -> None:
-    """For the report, before anything is measured."""
+def _make_folder(folder: Path) -> None:
+    """Make the folder of the report before anything is measured."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -153,19 +132,16 @@ def _make_room(folder: Path) -> None:
         raise ConfigError(f"--out {folder}: cannot be written")
 
 
-def _config(args: argparse.Namespace) -> Config:
-    config = with_initial_model(load_config(args.config, args.set))
-    for name in ("rounds", "steps", "nproc"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name}: {value} is not a positive whole number")
+def _load_config(options: MethodOptions) -> Config:
+    config = with_initial_model(load_config(options.config, options.settings))
     if config.bf16.enabled:
         raise ConfigError(
-            "bf16.enabled: methods are compared in float32, in which they all compute alike; add --set bf16.enabled=false"
+            "bf16.enabled: methods are compared in float32, where all compute the same; add --set bf16.enabled=false"
         )
     if config.tensor_parallel.autotp_size > 1:
         raise ConfigError(
-            "tensor_parallel.autotp_size: other methods have no tensor parallelism here; add --set tensor_parallel.autotp_size=1"
+            "tensor_parallel.autotp_size: other methods have no tensor parallelism here; add "
+            "--set tensor_parallel.autotp_size=1"
         )
     if config.sdp.engine != "fsdp2":
         raise ConfigError(f'sdp.engine: "{config.sdp.engine}" is not compared; add --set sdp.engine=fsdp2')
@@ -174,12 +150,21 @@ def _config(args: argparse.Namespace) -> Config:
     return config.model_copy(update={"scheduler": None})
 
 
-def _names(args: argparse.Namespace, config: Config, world: int, *, speaks: bool) -> list[str]:
-    """Of the methods, in order; those that cannot be run are left out unless they were asked for, and a rank that ``speaks`` says so."""
-    asked = None if args.methods is None else list(dict.fromkeys(args.methods.split(",")))
+def choose_methods(asked: Sequence[str] | None, config: Config, world: int, *, speaks: bool) -> list[str]:
+    """Choose the methods that are compared.
+
+    Args:
+        asked: Their names. None: all that can run.
+        config: The run.
+        world: Number of ranks.
+        speaks: Print the methods that are left out because they cannot run.
+
+    Raises:
+        ConfigError: A method that was asked for cannot run, or nothing of SDP is left.
+    """
     if asked is not None and "" in asked:
         raise ConfigError(
-            f'--methods "{args.methods}": a name is empty; write some of {", ".join(DENSE)}, sdp, or leave the option out'
+            f'--methods "{",".join(asked)}": a name is empty; write some of {", ".join(DENSE)}, sdp, or leave it out'
         )
     names, reasons = [], {}
     for name in default_methods(config) if asked is None else asked:
@@ -192,21 +177,18 @@ def _names(args: argparse.Namespace, config: Config, world: int, *, speaks: bool
             reasons[name] = reason
     if asked is None and not any(map(is_sdp, names)):
         raise ConfigError(
-            f"{world} ranks leave nothing of SDP to compare: {next(why for name, why in reasons.items() if is_sdp(name))}"
+            f"{world} ranks leave nothing of SDP to compare: "
+            f"{next(why for name, why in reasons.items() if is_sdp(name))}"
         )
     for name, reason in reasons.items() if speaks else ():
         print(f"sdp bench: {name} is left out: {reason}", file=sys.stderr)
     return names
 
 
-def _out(args: argparse.Namespace) -> Path:
-    return args.out or Path("runs/bench")
-
-
-def _settings(args: argparse.Namespace, config: Config, world: int, device: torch.device) -> dict[str, Any]:
+def _settings(options: MethodOptions, config: Config, world: int, device: torch.device) -> dict[str, Any]:
     batch = BatchSize.resolve(config, mesh_of(config, world))
     return {
-        "config": str(args.config),
+        "config": str(options.config),
         "model": config.model,
         "world": world,
         "groups": config.sdp.groups,
@@ -214,8 +196,8 @@ def _settings(args: argparse.Namespace, config: Config, world: int, device: torc
         "tokens_per_sample": config.data.tokens_per_sample,
         "activation_checkpointing": config.activation_checkpointing.mode,
         "compile": config.training.compile,
-        "rounds": args.rounds,
-        "steps_per_turn": args.steps,
+        "rounds": options.rounds,
+        "steps_per_turn": options.steps,
         "dtype": "float32",
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})",
         "threads": torch.get_num_threads(),
@@ -228,6 +210,3 @@ def _from_rank_0(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
-
-
-# -- measuring -------------------------------------------------------------------------------------------------------------------

@@ -1,21 +1,25 @@
-"""What a virtual machine was not given: the part of its processors' time that its hypervisor spent on others, as Linux tells it."""
+"""CPU steal: the part of a virtual machine's processor time that its hypervisor gave to others."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-_STAT = Path("/proc/stat")
-_STOLEN = 7  # of user, nice, system, idle, iowait, irq, softirq, steal; guests' time after them is in the first two
+STAT = Path("/proc/stat")
+# The column of steal, after user, nice, system, idle, iowait, irq and softirq. Later columns repeat guests' time.
+_STOLEN = 7
 
 
-def ticks() -> tuple[int, int] | None:
-    """Stolen and all ticks, since the machine started, of the processors that this process may use; None where the kernel does not tell."""
+def ticks(stat: Path = STAT) -> tuple[int, int] | None:
+    """Read the stolen ticks and all ticks since boot, of the processors that this process may use.
+
+    Returns None if the kernel does not tell.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return None
     ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     try:
-        lines = [line.split() for line in _STAT.read_text().splitlines()]
+        lines = [line.split() for line in stat.read_text().splitlines()]
         counts = [
             [int(value) for value in values[: _STOLEN + 1]] for word, *values in filter(None, lines) if word in ours
         ]
@@ -27,9 +31,8 @@ def ticks() -> tuple[int, int] | None:
 
 
 def stolen(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
-    """The stolen part of the time between two counts, 0 … 1; None where it is not known."""
+    """Return the stolen part of the time between two counts, from 0 to 1. None if it is not known."""
     if before is None or after is None or after[1] <= before[1]:
         return None
-    return min(
-        1.0, max(0.0, (after[0] - before[0]) / (after[1] - before[1]))
-    )  # the kernel's counts may go back by a tick
+    share = (after[0] - before[0]) / (after[1] - before[1])
+    return min(1.0, max(0.0, share))  # the kernel's counts may go back by a tick

@@ -1,4 +1,4 @@
-"""The wire under a step: bytes that TCP connections carried; collectives that send nothing, or that nothing overlaps."""
+"""What a step sends: counts of bytes and collectives, and steps without communication or overlap."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ _SOCKETS = Path("/proc/self/fd")
 
 
 def why_not_counted(device: torch.device) -> str | None:
-    """Why :func:`sent_by_this_process` does not say what collectives on ``device`` send, or None where it does."""
+    """Say why :func:`sent_by_this_process` misses the collectives on ``device``, or return None."""
     if device.type == "cuda":
-        return "what NCCL sends over NVLink, shared memory or InfiniBand is on no TCP connection"
+        return "NCCL uses NVLink, shared memory or InfiniBand, which are not TCP connections"
     if sent_by_this_process() is None:
-        return f"this {sys.platform} kernel does not tell what a TCP connection sent; Linux does, from 4.19 on"
+        return f"this {sys.platform} kernel does not tell what a TCP connection sent; Linux does since 4.19"
     return None
 
 
 def sent_by_this_process() -> int | None:
-    """Bytes that this process's open TCP connections have sent, once each, with what gloo adds to tensors; None where the kernel does not
-    tell. It has one at least: to the store of its process group.
+    """Count the bytes that this process's open TCP connections have sent, without retransmissions.
+
+    The count includes what gloo adds to tensors. Returns None if the kernel does not tell. A process
+    always has one connection: that to the store of its process group.
     """
     if not _SOCKETS.is_dir() or not hasattr(socket, "TCP_INFO"):
         return None
@@ -45,7 +47,7 @@ def sent_by_this_process() -> int | None:
                 if copy.type != socket.SOCK_STREAM or copy.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LENGTH)
-        except OSError:  # closed meanwhile
+        except OSError:  # the connection was closed in the meantime
             continue
         if len(info) < _LENGTH:
             return None
@@ -54,14 +56,16 @@ def sent_by_this_process() -> int | None:
 
 
 def collectives_of_this_process() -> int:
-    """Collectives that this process has taken part in, over all process groups that exist, by the groups' own count."""
+    """Sum the sequence numbers of all process groups: the collectives of this process."""
     return sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)  # type: ignore[attr-defined]
 
 
 @contextmanager
 def absent() -> Iterator[None]:
-    """While inside, collectives of every process group that exists return at once: nothing is sent, and what would come from others is this
-    rank's own (a gather repeats it, a reduction leaves it). A step then costs what it computes.
+    """Make collectives of all process groups return at once, for the time of the ``with`` block.
+
+    Nothing is sent. A gather repeats this rank's own data, and a reduction leaves it unchanged. A
+    step then takes as long as its computation.
     """
     from torch._C._distributed_c10d import FakeProcessGroup
 
@@ -72,7 +76,7 @@ def absent() -> Iterator[None]:
             fake = FakeProcessGroup._create_internal(group.rank(), group.size())
             group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, fake)
     try:
-        with _in_place_of(all_reduce=_answered):
+        with _replaced(all_reduce=_answered):
             yield
     finally:
         for group, backends in zip(groups, real, strict=True):
@@ -84,7 +88,10 @@ def absent() -> Iterator[None]:
 
 
 class _Done:
-    """What an all-reduce that was not sent returns, for hooks of DDP: torch's fake one has no tensors in its future."""
+    """The result of an all-reduce that was not sent.
+
+    Hooks of DDP read tensors from its future, which torch's fake result does not have.
+    """
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor
@@ -104,7 +111,7 @@ def _answered(_: Callable[..., Any], tensor: torch.Tensor, *__: Any, async_op: b
 
 @contextmanager
 def awaited() -> Iterator[None]:
-    """While inside, asynchronous reductions and broadcasts from Python are waited for where they are started: nothing overlaps them."""
+    """Make asynchronous reductions and broadcasts block where they start, so that nothing overlaps them."""
 
     def waiting(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         work = call(*args, **kwargs)
@@ -112,13 +119,13 @@ def awaited() -> Iterator[None]:
             work.wait()
         return work
 
-    with _in_place_of(all_reduce=waiting, broadcast=waiting):
+    with _replaced(all_reduce=waiting, broadcast=waiting):
         yield
 
 
 @contextmanager
-def _in_place_of(**functions: Callable[..., Any]) -> Iterator[None]:
-    """While inside, functions of ``torch.distributed`` are these, which get the plain one first."""
+def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of ``torch.distributed``. Each replacement gets the original as its first argument."""
     plain = {name: getattr(dist, name) for name in functions}
     for name, function in functions.items():
         setattr(dist, name, partial(function, plain[name]))

@@ -1,14 +1,14 @@
-"""``sdp bench CONFIG --workers 2,4,8``: the ways to train a model side by side, once for each number of workers, and how they scale.
+"""``sdp bench CONFIG --workers 2,4,8``: compares the methods once for each number of workers.
 
-Every number is a run of its own with as many SDP groups of one rank each, whose report lies in ``DIR/workers-N``. A rank's batch stays,
-so a step of more ranks trains on more tokens.
+Each number is a run with as many SDP groups of one rank each. Its report is in ``DIR/workers-N``. A
+rank's batch stays the same, so a step of more ranks trains on more tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,71 +16,95 @@ from ...engine.config.load import load_config
 from ...engine.errors import ConfigError, SDPError
 from ..runs.plot import plot_lines
 from ..shared.files import write_whole
+from .options import WORKERS, MethodOptions
 from .report import REPORT
 
-OPTION = "--workers"
+_MOST = 2**12  # ranks that one machine can start
 
 
-def counts(text: str) -> list[int]:
-    """The numbers in ``2,4,8``. Raises :class:`ConfigError`."""
+def parse_counts(text: str) -> list[int]:
+    """Read the numbers of ranks in ``2,4,8``. Raises :class:`ConfigError`."""
     words = text.split(",")
-    if not all(word.isdecimal() and int(word) > 1 for word in words) or len(set(words)) < len(words):
-        raise ConfigError(f"{OPTION} {text}: expected different numbers of ranks from 2 on, such as 2,4,8")
+    if not all(word.isdecimal() and 1 < int(word) <= _MOST for word in words) or len(set(words)) < len(words):
+        raise ConfigError(f"{WORKERS} {text}: expected different numbers of ranks from 2 to {_MOST:,}, such as 2,4,8")
     return sorted(map(int, words))
 
 
 def run(
-    args: argparse.Namespace,
-    folder: Path,
-    compare: Callable[[argparse.Namespace], int],
-    check: Callable[[argparse.Namespace], object],
+    options: MethodOptions,
+    compare: Callable[[MethodOptions], int],
+    check: Callable[[MethodOptions], object],
 ) -> int:
-    """``compare`` once for each number, then workers.md, workers.json and workers.png in ``folder``. Returns 0, or the exit code of the
-    first that fails. Raises :class:`ConfigError` for a number that ``check`` refuses, before the first is compared.
+    """Compare the methods once for each number of workers.
+
+    Writes workers.md, workers.json and workers.png after each of them, so that a number that fails
+    loses nothing of the others.
+
+    Args:
+        options: The options of the command. ``workers`` is given.
+        compare: Runs one comparison and returns its exit code.
+        check: Raises an :class:`SDPError` for what cannot be compared. It starts nothing.
+
+    Returns:
+        0, or the exit code of the first comparison that fails.
+
+    Raises:
+        ConfigError: ``check`` refuses one of the numbers. Nothing was compared then.
     """
-    if args.nproc is not None:
-        raise ConfigError(f"--nproc: {OPTION} says how many ranks to start; leave it out")
-    if load_config(args.config, args.set).train_batch_size is not None:
+    assert options.workers is not None
+    if options.nproc is not None:
+        raise ConfigError(f"--nproc: {WORKERS} says how many ranks to start; leave it out")
+    if load_config(options.config, options.settings).train_batch_size is not None:
         raise ConfigError(
-            f"train_batch_size: with {OPTION} a rank's batch stays and that of a step grows; state train_micro_batch_size_per_gpu instead"
+            f"train_batch_size: with {WORKERS} a rank's batch stays and that of a step grows; give "
+            "train_micro_batch_size_per_gpu instead"
         )
-    runs = {count: _of_one(args, count, folder / f"workers-{count}") for count in counts(args.workers)}
+    runs = {count: _options_for(options, count) for count in parse_counts(options.workers)}
     for count, own in runs.items():
         try:
             check(own)
         except SDPError as error:
-            raise ConfigError(f"{OPTION} {args.workers}: {count} cannot be run: {error}") from None
+            raise ConfigError(f"{WORKERS} {options.workers}: {count} cannot be run: {error}") from None
     reports = {}
     for count, own in runs.items():
         code = compare(own)
         if code:
             return code
         reports[count] = json.loads((own.out / REPORT).read_text(encoding="utf-8"))
-        _write(folder, reports)  # after each: a number that cannot be run loses none of the others
-    print((folder / "workers.md").read_text(encoding="utf-8"), flush=True)
+        _write(options.out, reports)
+    print((options.out / "workers.md").read_text(encoding="utf-8"), flush=True)
     return 0
 
 
-def _of_one(args: argparse.Namespace, count: int, out: Path) -> argparse.Namespace:
-    """The arguments of the run with ``count`` ranks."""
-    words = ["--set", f"sdp.groups={count}", "--nproc", str(count), "--out", str(out)]
-    changed = {"workers": None, "nproc": count, "out": out, "set": [*args.set, f"sdp.groups={count}"]}
-    return argparse.Namespace(**(vars(args) | changed | {"argv": [*_without_option(args.argv), *words]}))
+def _options_for(options: MethodOptions, count: int) -> MethodOptions:
+    """The options of the run with ``count`` ranks."""
+    out, setting = options.out / f"workers-{count}", f"sdp.groups={count}"
+    words = ["--set", setting, "--nproc", str(count), "--out", str(out)]
+    argv = (*_without_workers(options.argv), *words)
+    return replace(options, workers=None, nproc=count, out=out, settings=(*options.settings, setting), argv=argv)
 
 
-def _without_option(words: Sequence[str]) -> list[str]:
+def _without_workers(words: Sequence[str]) -> list[str]:
     kept, left = [], iter(words)
     for word in left:
-        if word == OPTION:
+        if word == WORKERS:
             next(left, None)
-        elif not word.startswith(f"{OPTION}="):
+        elif not word.startswith(f"{WORKERS}="):
             kept.append(word)
     return kept
 
 
-def table(reports: Mapping[int, Mapping[str, Any]], link: int) -> dict[str, dict[int, dict[str, Any]]]:
-    """By method and number of workers, over the link at that place of every report: ``tokens_per_second``, ``speed_over_ddp`` (None without
-    DDP), ``sent_bytes`` (None where not measured), ``seconds``, and ``efficiency``: tokens a second of a worker over those with the fewest.
+def tabulate(reports: Mapping[int, Mapping[str, Any]], link: int) -> dict[str, dict[int, dict[str, Any]]]:
+    """Collect figures by method and number of workers.
+
+    Args:
+        reports: The reports, by number of workers.
+        link: The index of the link in every report.
+
+    Returns:
+        ``tokens_per_second``; ``speed_over_ddp`` (None without DDP); ``sent_bytes`` (None if not
+        measured); ``seconds``; and ``efficiency``, the tokens a second of one worker over those with
+        the fewest workers.
     """
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     for count, report in reports.items():
@@ -104,12 +128,12 @@ def _write(folder: Path, reports: Mapping[int, Mapping[str, Any]]) -> None:
     lines = [
         f"# {first['settings']['config']}: {', '.join(map(str, reports))} workers",
         "",
-        f"Of every method {unit} (speed over DDP's; {unit} of a worker over those with the fewest workers). A worker is one rank and one "
-        "SDP group; its batch is the same in all columns.",
+        f"Each cell: {unit} (speed over DDP; {unit} of a worker over those with the fewest workers). A worker is one "
+        "rank and one SDP group. Its batch is the same in all columns.",
     ]
     tables = []
-    for place, race in enumerate(first["races"]):
-        rows = table(reports, place)
+    for index, race in enumerate(first["races"]):
+        rows = tabulate(reports, index)
         title = f"Hosts with links of {race['link']}" if race["link"] else "Processes of one host"
         header = ["method", *(f"{count} workers" for count in reports)]
         lines += ["", f"## {title}", "", "| " + " | ".join(header) + " |", "|---|" + "---:|" * len(reports)]

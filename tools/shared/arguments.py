@@ -23,13 +23,13 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, config_help: str, nargs: str | None = None) -> None:
+def add_config_arguments(parser: argparse._ActionsContainer, config_help: str, nargs: str | None = None) -> None:
     """Declare CONFIG and ``--set``."""
     parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=config_help)
     add_set_option(parser)
 
 
-def add_set_option(parser: argparse.ArgumentParser, help_text: str = SET_HELP) -> None:
+def add_set_option(parser: argparse._ActionsContainer, help_text: str = SET_HELP) -> None:
     """Declare ``--set SECTION.KEY=VALUE``. The parsed values are the list ``args.set``."""
     parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help=help_text)
 

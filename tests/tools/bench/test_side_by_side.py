@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +12,16 @@ import torch
 import torch.distributed as dist
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, DivergedError
-from sdp.launcher import degrees as launcher_layout
 from sdp.tests.support.ranks import RankPool
-from sdp.tools.bench import steal as processors
-from sdp.tools.bench.measure import _batches, _built, _race, measure
+from sdp.tools.bench import side_by_side
+from sdp.tools.bench.measure import build_method, make_batches, measure, require_same_losses, take_turns
 from sdp.tools.bench.methods import DENSE, default_methods, variant, why_not
 from sdp.tools.bench.networks import Link
+from sdp.tools.bench.options import MethodOptions
 from sdp.tools.bench.planned import plan_methods
-from sdp.tools.bench.report import Race, Report, _markdown, write_report
+from sdp.tools.bench.report import Race, Report, to_markdown, write_report
 from sdp.tools.bench.runners import Runner
-from sdp.tools.bench.side_by_side import _names
+from sdp.tools.bench.side_by_side import choose_methods
 from sdp.tools.bench.steal import stolen, ticks
 from sdp.tools.bench.wire import why_not_counted
 from sdp.tools.cli import main
@@ -45,7 +44,7 @@ CONFIG: dict[str, Any] = {
     "model": MODEL,
     "data": {"sequence_length": 16},
 }
-ROUNDS = argparse.Namespace(rounds=1, steps=1, network=None)
+ROUNDS = MethodOptions(Path("tiny.json"), rounds=1, steps=1)
 SETTINGS = {
     "config": "tiny.json", "model": MODEL, "world": 4, "batch": {"train": 8, "micro": 2, "accumulation": 1}, "tokens_per_sample": 16,
     "activation_checkpointing": "none", "compile": False, "rounds": 2, "steps_per_turn": 1, "dtype": "float32", "device": "cpu",
@@ -115,7 +114,7 @@ def test_every_method_does_its_work_and_is_reported(
 
 def _peak_of_ddp(config: dict[str, Any]) -> int:
     settings, cpu = variant("ddp", load_config(config)), torch.device("cpu")
-    return _built("ddp", settings, _batches(settings, cpu), cpu)[1]["peak_bytes"]
+    return build_method("ddp", settings, make_batches(settings, cpu), cpu)[1]["peak_bytes"]
 
 
 def test_gradients_of_earlier_micro_batches_are_beside_ddps_buckets(ranks: RankPool) -> None:
@@ -128,13 +127,11 @@ def test_gradients_of_earlier_micro_batches_are_beside_ddps_buckets(ranks: RankP
 
 
 def test_methods_of_another_work_are_told_apart() -> None:
-    from sdp.tools.bench.measure import _require_same_losses
-
-    _require_same_losses(
+    require_same_losses(
         {"ddp": {"losses": [2.0, 1.0]}, "zero3": {"losses": [2.00001, 1.0]}, "diloco": {"losses": [2.0, 3.0]}}
     )
     with pytest.raises(RuntimeError, match="did not do the same work"):
-        _require_same_losses({"ddp": {"losses": [2.0, 1.0]}, "zero3": {"losses": [2.0, 1.1]}})
+        require_same_losses({"ddp": {"losses": [2.0, 1.0]}, "zero3": {"losses": [2.0, 1.1]}})
 
 
 class _Diverges:
@@ -155,7 +152,7 @@ def _race_of(spoilt: str) -> str:
         if dist.get_rank() == 1:
             torch.nn.init.constant_(case.module.bias, float("inf"))
     with pytest.raises(DivergedError) as error:
-        _race({"ddp": case.runner}, [], ROUNDS, torch.device("cpu"))
+        take_turns({"ddp": case.runner}, [], ROUNDS, torch.device("cpu"))
     return str(error.value)
 
 
@@ -163,14 +160,14 @@ def _race_of(spoilt: str) -> str:
 def test_what_is_no_number_after_a_turn_ends_the_comparison_on_every_rank(ranks: RankPool, spoilt: str) -> None:
     first, second = ranks.run(_race_of, spoilt, world=2)
     assert first == second
-    assert first.startswith("ddp: loss or weights are no numbers after a turn")
+    assert first.startswith("ddp: the loss or the weights are NaN or infinite after a turn")
 
 
 def test_what_is_left_out_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    config, asked = load_config(CONFIG, ["sdp.groups=2"]), argparse.Namespace(methods=None)
-    assert "hsdp" not in _names(asked, config, 2, speaks=True)
+    config = load_config(CONFIG, ["sdp.groups=2"])
+    assert "hsdp" not in choose_methods(None, config, 2, speaks=True)
     assert capsys.readouterr().err.count("sdp bench: hsdp is left out") == 1
-    assert "hsdp" not in _names(asked, config, 2, speaks=False)
+    assert "hsdp" not in choose_methods(None, config, 2, speaks=False)
     assert capsys.readouterr().err == ""
 
 
@@ -194,7 +191,7 @@ def test_bytes_that_the_kernel_does_not_count_are_not_measured(monkeypatch: pyte
     (race,) = report.to_json()["races"]
     assert race["methods"]["ddp"]["sent_bytes"] is None
     assert race["sent_bytes_not_measured"] == reason
-    text = _markdown(report, report.to_json())
+    text = to_markdown(report, report.to_json())
     assert f"Sent bytes are not measured: {reason}." in text
     assert f"| – ({race['methods']['ddp']['planned_sent_bytes'] / 1e6:,.2f}) |" in text
 
@@ -205,18 +202,17 @@ def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pyt
     assert before is not None
     assert 0 <= before[0] <= before[1]  # this machine's own
     stat = tmp_path / "stat"
-    monkeypatch.setattr(processors, "_STAT", stat)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 3})
     others = "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 9 9 9 9 9 9 9 9 9 9\ncpu2 9 9 9 9 9 9 9 9 9 9\n"
     stat.write_text(others + "cpu1 60 5 25 400 5 5 5 15 7 7\ncpu3 40 5 25 400 0 0 5 5 7 7\nintr 1 2\n\n")
-    first = ticks()
+    first = ticks(stat)
     assert first == (20, 1000)
     stat.write_text(others + "cpu1 110 5 35 405 5 5 5 30 17 7\ncpu3 40 5 25 400 0 0 5 25 7 7\n")
-    assert stolen(first, ticks()) == pytest.approx(0.35)
+    assert stolen(first, ticks(stat)) == pytest.approx(0.35)
     assert stolen((21, 900), first) == 0  # counts may go back by a tick
     for other in ("", "cpu1 1 2 3 4\n", "intr 1 2 3 4 5 6 7 8 9\n"):
         stat.write_text(other)
-        assert ticks() is None
+        assert ticks(stat) is None
         assert stolen(first, None) is None
     turns = {
         "ddp": {
@@ -233,7 +229,7 @@ def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pyt
             SETTINGS, plan_methods(["ddp"], load_config(CONFIG), 4), facts, [Race(None, None, turns, None, share)]
         )
         assert (
-            _markdown(report, report.to_json()).count(
+            to_markdown(report, report.to_json()).count(
                 "The hypervisor gave 35% of the processors' time to other machines"
             )
             == said
@@ -258,7 +254,7 @@ def test_what_sdp_must_reach_over_a_link_is_judged_beside_the_plan() -> None:
     row = report.rows(report.races[0])[ours]
     assert row["speed_over_ddp"] == 2
     assert row["planned_exposed_over_not_overlapped"] == pytest.approx(1 / 3)
-    text = _markdown(report, report.to_json())
+    text = to_markdown(report, report.to_json())
     assert "exposed communication 0.750 of that without overlap (0.333 planned), aim at most 0.6: NOT reached" in text
     assert f"speed over DDP's {2 / row['planned_speed_over_ddp']:.3f} of planned, aim at least 0.9" in text
     (backward,) = plan_methods([ours.replace("forward", "backward")], load_config(CONFIG), 4).keys() - {"ddp"}
@@ -300,7 +296,7 @@ def test_holders_that_are_listed_go_without_the_name_of_a_capacity(listed: dict[
     [
         (["--methods", "ddq"], "--methods ddq: unknown"),
         (["--methods", "sdp-block-0.5"], "--methods sdp-block-0.5: write sdp"),
-        (["--methods", "sdp-block-forward-0.5", "--set", 'sdp.placement={"layers.0": [0]}'], "whatever C; write sdp"),
+        (["--methods", "sdp-block-forward-0.5", "--set", 'sdp.placement={"layers.0": [0]}'], "whatever the capacity is; write sdp"),
         (["--methods", ""], '--methods "": a name is empty'),
         (["--methods", "ddp,"], '--methods "ddp,": a name is empty'),
         (
@@ -355,7 +351,7 @@ def test_a_report_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_numbers_of_workers_have_their_devices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher_layout, "visible_devices", lambda: 2)
+    monkeypatch.setattr(side_by_side, "visible_devices", lambda: 2)
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(CONFIG))
     assert main(["bench", str(path), "--workers", "2,4", "--methods", "ddp", "--out", str(tmp_path / "bench")]) == 2
