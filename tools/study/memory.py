@@ -1,11 +1,15 @@
-"""``python -m sdp.tools.study.memory OUT``: bytes per rank by kind, as planned and as measured in a real step, of every variant.
+"""``sdp study memory OUT``: bytes per rank by kind, planned and measured in a real step, of every variant.
 
-A row is the share of one rank: the first of the group that holds most, of 4 groups with one rank each whose others exist in name only
-(torch's fake process group: collectives return at once). The plan is traced on fake tensors, as ``sdp plan`` does. Measured is the engine
-with real tensors on a CPU: state is counted in the tensors that exist after a step, activations are watched in a second step, and the peak
-of all live tensors is found in a third by ``memory_probe.py``, which shares no code with the plan.
+There are 4 groups of one rank. A row is the share of the group that holds the most. The other ranks do
+not exist (torch's fake process group: collectives return at once).
 
-Every row has a process of its own; finished ones are kept in OUT and not repeated, so that a table can be stopped and gone on with.
+- *Planned*: traced on fake tensors, as ``sdp plan`` does.
+- *Measured*: the engine with real tensors on a CPU. State is counted in the tensors that exist after
+  a step. Activations are watched in a second step. ``memory_probe.py``, which shares no code with the
+  plan, finds the peak of all live tensors in a third step.
+
+Every row has its own process. Finished rows are kept in OUT and not repeated, so a study can be
+stopped and continued.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import itertools
 import json
 import multiprocessing
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -53,7 +57,7 @@ _LLAMA_134M = {
 
 @dataclass(frozen=True)
 class Task:
-    """A model, and the micro-batch of a row: ``samples`` of ``size`` tokens or pixels of a side. ``neuron_groups``: of a branch."""
+    """A model and its micro-batch: ``samples`` of ``size`` tokens, or images of ``size`` pixels a side."""
 
     model: Mapping[str, Any]
     samples: int
@@ -76,7 +80,7 @@ TASKS = {
 
 
 def config_of(task: Task, variant: Variant, placement: str) -> dict[str, Any]:
-    """As a user would write it: bfloat16, AdamW, master weights whole on every rank."""
+    """Write the configuration: bfloat16, AdamW, and whole master weights on every rank."""
     section: dict[str, Any] = {
         "groups": GROUPS,
         "capacity": variant.capacity,
@@ -100,7 +104,10 @@ def config_of(task: Task, variant: Variant, placement: str) -> dict[str, Any]:
 
 
 def measure(task: Task, variant: Variant) -> dict[str, Any]:
-    """A row: its ``placement``, and bytes by column ``planned`` and ``measured``; or ``error``, why the engine refuses it."""
+    """Make a row: its ``placement``, and the bytes ``planned`` and ``measured``.
+
+    If the engine refuses the variant, the row has only the ``error``.
+    """
     try:
         config, layout = _placed(task, variant)
     except SDPError as error:
@@ -114,7 +121,7 @@ def measure(task: Task, variant: Variant) -> dict[str, Any]:
 
 
 def _placed(task: Task, variant: Variant) -> tuple[dict[str, Any], Layout]:
-    """Balanced where the units allow that, else cyclic."""
+    """Place the units in a balanced way if they allow that, else cyclically."""
 
     def placed(placement: str) -> tuple[dict[str, Any], Layout]:
         config = config_of(task, variant, placement)
@@ -160,7 +167,10 @@ def fill_frozen(engine: SDPEngine) -> None:
 
 
 def deviation(row: Mapping[str, Any], column: str) -> float:
-    """Of what was measured from what was planned, as a fraction of the latter; infinite where nothing was planned."""
+    """Return how far the measurement is from the plan, as a fraction of the plan.
+
+    It is infinite if nothing was planned.
+    """
     planned, measured = row["planned"][column], row["measured"][column]
     if planned == 0:
         return 0.0 if measured == 0 else float("inf")
@@ -168,7 +178,7 @@ def deviation(row: Mapping[str, Any], column: str) -> float:
 
 
 def report(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[str, bool]:
-    """Markdown of the rows, by model and variant, and whether all that was measured is within 3 % of the plan."""
+    """Return the rows as Markdown, and whether every measurement is within 3 % of its plan."""
     text, largest, where, refused = [], 0.0, "", 0
     for model, found in rows.items():
         lines = [f"| C, variant | placement | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
@@ -199,13 +209,13 @@ def _cell(row: Mapping[str, Any], column: str) -> str:
 
 
 def _isolated(task: Task, variant: Variant) -> dict[str, Any]:
-    """A row from a process of its own, whose memory is free afterwards."""
+    """Make a row in its own process, so that its memory is free afterwards."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(measure, task, variant).result()
         except BrokenProcessPool:
             return {
-                "error": "its process was killed, most likely for want of memory; run the command again",
+                "error": "its process was killed, most likely because memory ran out; run the command again",
                 "unfinished": True,
             }
 
@@ -224,45 +234,49 @@ def _saved(path: Path) -> dict[str, Any]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the rows that are missing, then print the table of those asked for: exit code 1 where it is not within 3 %."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sdp.tools.study.memory", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory of memory.json and memory.md")
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Which rows are measured, and the folder that keeps them."""
+
+    out: Path
+    models: tuple[str, ...]
+    variants: tuple[Variant, ...]
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> MemoryOptions:
+        wanted = variants(args.capacity, args.granularity, args.masking)
+        return cls(args.out, tuple(args.model), tuple(wanted))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder of memory.json and memory.md")
     parser.add_argument("--model", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES))
     parser.add_argument("--granularity", nargs="+", choices=GRANULARITIES, default=list(GRANULARITIES))
     parser.add_argument("--masking", nargs="+", choices=MASKINGS, default=list(MASKINGS))
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure the rows that are missing, and print the table. Exit code 1: not within 3 % of the plan."""
+    options = MemoryOptions.from_args(args)
     if torch.cuda.is_available():
-        parser.error(
-            "rows are measured on a CPU, but the engine takes the GPU where there is one; hide it with CUDA_VISIBLE_DEVICES="
+        raise ConfigError(
+            "rows are measured on a CPU, but the engine uses the GPU if there is one; hide it with CUDA_VISIBLE_DEVICES="
         )
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "memory.json"
-    try:
-        rows = _saved(path)
-    except ConfigError as error:
-        parser.error(str(error))
-    wanted = variants(args.capacity, args.granularity, args.masking)
-    for model, variant in itertools.product(args.model, wanted):
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "memory.json"
+    rows = _saved(path)
+    for model, variant in itertools.product(options.models, options.variants):
         found = rows.setdefault(model, {})
         if variant.name not in found or "unfinished" in found[variant.name]:
-            try:
-                found[variant.name] = _isolated(TASKS[model], variant)
-            except SDPError as error:
-                parser.exit(error.exit_code, f"{model} {variant.name}: {error}\n")
+            found[variant.name] = _isolated(TASKS[model], variant)
             write_whole(path, json.dumps(rows, indent=1) + "\n")
         row = found[variant.name]
         print(f"{model} {variant.name}: {row.get('error') or row['placement']}", file=sys.stderr, flush=True)
     text, within = report(
-        {model: {variant.name: rows[model][variant.name] for variant in wanted} for model in args.model}
+        {model: {variant.name: rows[model][variant.name] for variant in options.variants} for model in options.models}
     )
-    write_whole(args.out / "memory.md", text + "\n")
+    write_whole(options.out / "memory.md", text + "\n")
     print(text)
     return 0 if within else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,12 @@
-"""``python -m sdp.tools.study.profiles OUT``: which profile of holders over depth learns best at equal memory, all groups in one process.
+"""``sdp study profiles OUT``: which profile of holders over depth learns best at equal memory.
 
-Every cell of a table is a capacity and a profile, its figure the held-out loss of the full model over some seeds. Two columns say what
-they are worth: the dense model, and *a smaller dense model that needs no more memory than a group does*. A comparison means something
-only where the dense model beats the smaller one by more than the seeds differ; the report says where it does not.
+Every cell of a table is a capacity and a profile. Its figure is the held-out loss of the full model over
+some seeds. Two columns are for comparison: the dense model, and a smaller dense model that needs no
+more memory than a group does. A comparison means something only if the dense model beats the smaller
+one by more than the seeds differ. The report says where it does not.
 
-A run is an ``sdp train`` with files of its own in OUT; finished ones are not repeated, so that a sweep can be stopped and gone on with.
+All groups of a run are in one process. A run is an ``sdp train`` with its own files in OUT. Finished
+runs are not repeated, so a sweep can be stopped and continued.
 """
 
 from __future__ import annotations
@@ -13,24 +15,26 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...engine.environment.child import child_environment, usable_cores
 from ...engine.errors import ConfigError, SDPError
 from ..runs.plot import plot_sweep
 from ..runs.run_files import read_run
+from ..shared.arguments import positive_int
 from .cells import CAPACITIES, DENSE, MATCHED, PROFILES, SMALLER, TASKS, Cell, Sweep
 
 
 def result_of(cell: Cell, out: Path) -> dict[str, float] | None:
-    """What a finished run reached, or None."""
+    """Return the last evaluation of a finished run, or None."""
     with contextlib.suppress(SDPError):
         run = read_run(out / cell.name)
         if run.summary is not None and run.evaluations:
@@ -38,10 +42,23 @@ def result_of(cell: Cell, out: Path) -> dict[str, float] | None:
     return None
 
 
-def run_cell(cell: Cell, out: Path, data: Path | None) -> str | None:
-    """Train ``cell`` in a process of its own, unless it is done; its last words where it failed.
+Train = Callable[[Path, Path], subprocess.CompletedProcess[str]]
 
-    One that was cut off, or was made by another configuration, begins anew.
+
+def start_training(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Train ``config`` in its own process, and wait for it."""
+    command = [sys.executable, "-P", "-m", "sdp", "train", str(config), "--dump-dir", str(folder)]
+    # Nobody measures the memory of these runs. Returning freed memory to the system at once would take a third of their time.
+    allocator = {name: str(1 << 30) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")}
+    return subprocess.run(
+        command, capture_output=True, text=True, env=child_environment({"OMP_NUM_THREADS": "1", **allocator}, {})
+    )
+
+
+def run_cell(cell: Cell, out: Path, data: Path | None, train: Train = start_training) -> str | None:
+    """Train ``cell`` in its own process, unless it is done. Returns its last line if it failed.
+
+    A run that was cut off, or that had another configuration, starts again.
     """
     path, folder = out / f"{cell.name}.json", out / cell.name
     config = json.dumps(cell.config(data), indent=1) + "\n"
@@ -50,17 +67,8 @@ def run_cell(cell: Cell, out: Path, data: Path | None) -> str | None:
         return None
     shutil.rmtree(folder, ignore_errors=True)
     path.write_text(config, encoding="utf-8")
-    ended = _train(path, folder)
+    ended = train(path, folder)
     return None if ended.returncode == 0 else f"{cell.name}: {_last_words(ended)}"
-
-
-def _train(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "sdp", "train", str(config), "--dump-dir", str(folder)]
-    # Nobody asks for the memory of these runs: what is freed need not go back to the system at once, which takes a third of their time.
-    allocator = {name: str(1 << 30) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")}
-    return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **allocator}
-    )
 
 
 def _last_words(ended: subprocess.CompletedProcess[str]) -> str:
@@ -68,7 +76,10 @@ def _last_words(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def table(sweep: Sweep, granularity: str, out: Path) -> tuple[str, list[dict[str, Any]]]:
-    """Markdown of one granularity, and its figures: mean and sample deviation over the seeds that are done."""
+    """Return the table of one granularity as Markdown, and its figures.
+
+    They are means and sample deviations over the seeds that are done.
+    """
     columns = [*sweep.whole, *sweep.parts]
     rows: dict[tuple[float, str], dict[str, Any]] = {}
     for capacity, matched, profile in itertools.product(sweep.capacities, sweep.lengths, columns):
@@ -88,7 +99,7 @@ def table(sweep: Sweep, granularity: str, out: Path) -> tuple[str, list[dict[str
 
 
 def _row(cells: Sequence[Cell], out: Path) -> dict[str, Any] | None:
-    """The figures of one run of several seeds, as far as they are done."""
+    """The figures of a run over the seeds that are done."""
     results = [result for cell in cells if (result := result_of(cell, out)) is not None]
     if not results:
         return None
@@ -112,7 +123,10 @@ def _pays(dense: Mapping[str, Any] | None, smaller: Mapping[str, Any] | None) ->
 
 
 def report(sweep: Sweep, out: Path) -> str:
-    """All tables of what is done, as Markdown; also written to OUT with a plot and the figures as JSON."""
+    """Return the tables of everything that is done as Markdown.
+
+    Also writes them to OUT, with a plot and the figures as JSON.
+    """
     text, figures = [], {}
     for granularity in sweep.granularities:
         markdown, figures[granularity] = table(sweep, granularity, out)
@@ -125,7 +139,10 @@ def report(sweep: Sweep, out: Path) -> str:
 
 
 def prepared_data(task: str, out: Path) -> Path | None:
-    """The corpus that all runs share: made by a first run of no length. None where a set is made anew in a second by each."""
+    """Return the corpus that all runs share, which a first run of one step prepares.
+
+    Returns None if each run makes its data set in a second.
+    """
     if "tokenizer" not in TASKS[task].config["data"]:
         return None
     first = Cell(task, "", 1.0, DENSE, 0)
@@ -136,50 +153,62 @@ def prepared_data(task: str, out: Path) -> Path | None:
         config["training"] |= {"steps": 1, "evaluate_every": 0}
         shutil.rmtree(folder, ignore_errors=True)
         path.write_text(json.dumps(config), encoding="utf-8")
-        ended = _train(path, folder)
+        ended = start_training(path, folder)
         if ended.returncode != 0:
             raise ConfigError(f"{path}: the run that prepares the corpus failed: {_last_words(ended)}")
         (folder / "corpus").rename(data)
     return data.resolve()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is missing of the sweep, then print its tables."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sdp.tools.study.profiles", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory of runs, tables and plots")
-    parser.add_argument("--task", choices=list(TASKS), default="llama")
-    parser.add_argument("--granularity", nargs="+", choices=["block", "neuron"], default=["block"])
-    parser.add_argument("--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES))
-    parser.add_argument(
-        "--profile", nargs="+", choices=PROFILES, default=[], help="which profiles (default: all that the task has)"
-    )
-    parser.add_argument(
-        "--controls", action="store_true", help="the dense model with dropout, and with stochastic depth, too"
-    )
-    parser.add_argument(
-        "--flop-matched", action="store_true", help="also runs of as many operations as the dense model's"
-    )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
-    args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    try:
+@dataclass(frozen=True)
+class ProfileOptions:
+    """The sweep, the folder of its runs, and how many run at a time."""
+
+    out: Path
+    sweep: Sweep
+    jobs: int
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> ProfileOptions:
+        """Take the parsed arguments. Raises :class:`ConfigError` for what the task does not have."""
         sweep = Sweep(
             args.task, args.granularity, args.capacity, args.seeds, args.profile, args.controls, args.flop_matched
         )
-        data = prepared_data(args.task, args.out)
-    except ConfigError as error:
-        parser.error(str(error))
-    failed = list(_run_all(sweep.cells(), args.out, data, args.jobs))
-    print(report(sweep, args.out))
+        return cls(args.out, sweep, args.jobs)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder of runs, tables and plots")
+    parser.add_argument("--task", choices=list(TASKS), default="llama")
+    parser.add_argument("--granularity", nargs="+", choices=["block", "neuron"], default=["block"])
+    parser.add_argument("--capacity", nargs="+", type=float, choices=CAPACITIES, default=list(CAPACITIES))
+    parser.add_argument("--profile", nargs="+", choices=PROFILES, default=[], help="default: all that the task has")
+    parser.add_argument(
+        "--controls", action="store_true", help="also the dense model with dropout, and with stochastic depth"
+    )
+    parser.add_argument(
+        "--flop-matched", action="store_true", help="also runs with as many operations as the dense model's"
+    )
+    parser.add_argument("--seeds", type=positive_int, default=3)
+    parser.add_argument(
+        "--jobs", type=positive_int, default=usable_cores(), help="runs at a time, one thread each (default: the cores)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what is missing of the sweep, and print its tables. Exit code 1: a run failed."""
+    options = ProfileOptions.from_args(args)
+    options.out.mkdir(parents=True, exist_ok=True)
+    data = prepared_data(options.sweep.task, options.out)
+    failed = list(_run_all(options.sweep.cells(), options.out, data, options.jobs))
+    print(report(options.sweep, options.out))
     return 1 if failed else 0
 
 
 def _run_all(wanted: Sequence[Cell], out: Path, data: Path | None, jobs: int) -> Iterator[str]:
     for cell in wanted:
-        cell.config(data)  # what is traced for it is traced here: threads would share the process group of that
+        cell.config(data)  # traces here what the cell needs: threads would share the tracer's process group
     with ThreadPoolExecutor(jobs) as pool:
         for number, (cell, error) in enumerate(
             zip(wanted, pool.map(lambda cell: run_cell(cell, out, data), wanted), strict=True), 1
@@ -187,7 +216,3 @@ def _run_all(wanted: Sequence[Cell], out: Path, data: Path | None, jobs: int) ->
             print(f"{number}/{len(wanted)} {error or cell.name}", file=sys.stderr, flush=True)
             if error is not None:
                 yield error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

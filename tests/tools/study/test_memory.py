@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sdp.tools.cli import main
 from sdp.tools.shared.variants import Variant, variants
-from sdp.tools.study.memory import COLUMNS, TOLERANCE, Task, deviation, main, measure, report
+from sdp.tools.study.memory import COLUMNS, TOLERANCE, Task, deviation, measure, report
 
 TINY = {
     "resnet18": Task({"name": "resnet18", "stem": "cifar", "width": 8, "num_classes": 10, "image_size": 16}, 4, 16, 4),
@@ -66,7 +67,18 @@ def test_finished_rows_are_not_measured_again(tmp_path: Path, capsys: pytest.Cap
         "llama_134m": {one.name: _row(figures) for one in variants([0.5, 1.0], ["block"], ["forward", "backward"])}
     }
     (tmp_path / "memory.json").write_text(json.dumps(rows))
-    words = [str(tmp_path), "--model", "llama_134m", "--capacity", "0.5", "1", "--granularity", "block"]
+    words = [
+        "study",
+        "memory",
+        str(tmp_path),
+        "--model",
+        "llama_134m",
+        "--capacity",
+        "0.5",
+        "1",
+        "--granularity",
+        "block",
+    ]
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert printed.count("1.00 / 1.00 (1.000)") == 3 * len(COLUMNS)
