@@ -1,8 +1,9 @@
-"""Exceptions whose class says whose fault it is: every ``SDPError`` is the user's to mend and ends a command with exit code 2.
+"""Exceptions whose class says whose fault an error is.
 
-The exceptions end with exit code 1: :class:`DivergenceError`, the holders of a unit disagree, :class:`DivergedError`, the loss is
-no number any more, :class:`OutOfMemoryError`, and :class:`PeerLostError`.
-Messages are one line: what is wrong, where, and what to do.
+The user can correct most of these errors, and the command line then ends with exit code 2. Four classes
+end with exit code 1, because the program failed: :class:`HolderMismatchError`, :class:`NonFiniteError`,
+:class:`OutOfMemoryError` and :class:`PeerLostError`. A message is one line: what is wrong, where, and
+what to do.
 """
 
 import difflib
@@ -19,11 +20,11 @@ class SDPError(Exception):
 
 
 class ConfigError(SDPError):
-    """The JSON file, a ``--set`` override or an argument cannot be honoured."""
+    """The JSON file, a ``--set`` override or an argument is not valid."""
 
 
 class PlacementError(SDPError):
-    """No placement satisfies what was asked for, or an explicit one breaks a guarantee."""
+    """No placement meets the configuration, or a named placement breaks a guarantee."""
 
 
 class ModelError(SDPError):
@@ -42,28 +43,33 @@ class CheckpointError(SDPError):
     """A checkpoint is missing, damaged, foreign or does not match the run."""
 
 
-class DivergedError(SDPError):
-    """Loss or gradient is no number any more."""
+class NonFiniteError(SDPError):
+    """The loss or the gradient became NaN or infinite."""
 
     exit_code = 1
 
 
 class OutOfMemoryError(SDPError):
-    """A device has no memory left for the run."""
+    """A device ran out of memory."""
 
     exit_code = 1
 
 
 class PeerLostError(SDPError):
-    """Another rank is gone, and this one cannot go on; never the cause of a run's end."""
+    """Another rank is gone, so this rank cannot continue. The other rank has the cause."""
 
     exit_code = 1
 
 
-class DivergenceError(SDPError):
+class HolderMismatchError(SDPError):
     """The holders of a unit no longer have bitwise equal weights or optimizer state."""
 
     exit_code = 1
+
+
+# The names of earlier versions.
+DivergedError = NonFiniteError
+DivergenceError = HolderMismatchError
 
 
 def suggestion(key: str, candidates: Iterable[str]) -> str:

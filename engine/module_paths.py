@@ -11,9 +11,10 @@ from .errors import ModelError, PlacementError, suggestion
 
 
 def resolve_name(name: str, known: Iterable[str]) -> str:
-    """The module or unit that ``name`` means: its whole path, or an ending of exactly one path ("layers.0").
+    """Find the module or unit that ``name`` means: a whole path, or an ending of exactly one path ("layers.0").
 
-    Raises :class:`PlacementError`.
+    Raises:
+        PlacementError: no path matches, or several do.
     """
     known = list(known)
     if name in known:
@@ -23,11 +24,15 @@ def resolve_name(name: str, known: Iterable[str]) -> str:
         return endings[0]
     if endings:
         raise PlacementError(f"sdp.placement: {name!r} could be {endings[0]!r} or {endings[1]!r}; write the whole path")
-    raise PlacementError(f"sdp.placement: {name!r} is no module of the model{suggestion(name, known)}")
+    raise PlacementError(f"sdp.placement: {name!r} is not a module of the model{suggestion(name, known)}")
 
 
 def match_patterns(modules: Mapping[str, nn.Module], patterns: Sequence[str], source: str = "sdp.units") -> set[str]:
-    """The names in ``modules`` that a pattern matches. Raises :class:`ModelError`, naming its ``source``, for one that matches nothing."""
+    """The names in ``modules`` that a pattern matches.
+
+    Raises:
+        ModelError: a pattern matches nothing. The text names ``source``, the key that has the pattern.
+    """
     matched: set[str] = set()
     for pattern in patterns:
         hits = {name for name in modules if _matches(name, pattern)}
@@ -45,6 +50,6 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def parents(name: str) -> Iterator[str]:
-    """The paths of the modules in which ``name`` lies, the nearest first."""
+    """The paths of the modules that contain ``name``, the nearest first."""
     while name := name.rpartition(".")[0]:
         yield name

@@ -25,7 +25,7 @@ def check_tag(tag: str) -> str:
     """``tag`` if it can be the name of a directory among others. Raises :class:`CheckpointError`."""
     if tag.startswith(".") or tag == LATEST or not is_plain(tag):
         raise CheckpointError(
-            f"the tag {tag!r} is no name of one directory; use letters, digits and dashes, such as step-100"
+            f"the tag {tag!r} is not the name of one directory; use letters, digits and dashes, such as step-100"
         )
     return tag
 
@@ -71,7 +71,7 @@ def latest(directory: Path) -> str | None:
         return tag
     if newest is None:
         found = "is gone, and no other checkpoint is there"
-        raise CheckpointError(f"{directory / tag}: {found}; remove {pointer} to start anew")
+        raise CheckpointError(f"{directory / tag}: {found}; remove {pointer} to start again")
     log.warning("%s names %s, which is gone: taking %s", pointer, tag, newest)
     return newest
 

@@ -45,7 +45,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state = read_json(path / STATE)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path}: no checkpoint of this engine ({STATE} is missing); choose another or start anew"
+            f"{path}: not a checkpoint of this engine ({STATE} is missing); choose another or start a new run"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path / STATE}: cannot be read ({error.strerror}); {_OLDER}") from None

@@ -74,10 +74,10 @@ class SavedState:
     def random_state(self) -> dict[str, torch.Tensor]:
         """This rank's generators, under its coordinates: equal names from several ranks would become one."""
         at = self._backend.layout.mesh.coordinates(self._rank)
-        place = f"{at.sdp}.{at.fsdp}.{at.tp}"
-        states = {f"random/cpu/{place}": torch.get_rng_state()}
+        position = f"{at.sdp}.{at.fsdp}.{at.tp}"
+        states = {f"random/cpu/{position}": torch.get_rng_state()}
         if self._backend.device.type == "cuda":
-            states[f"random/cuda/{place}"] = torch.cuda.get_rng_state(self._backend.device)
+            states[f"random/cuda/{position}"] = torch.cuda.get_rng_state(self._backend.device)
         return states
 
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """This process as ``rank`` of ``size`` whose others exist in name only: collectives return at once."""
+    """Make this process ``rank`` of ``size`` ranks, of which the others do not exist. Collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's own deprecated names, called by torch
+            warnings.simplefilter("ignore", FutureWarning)  # torch calls names that torch itself deprecates
             yield
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and what a layout makes of it."""
+"""Which ranks share a host, and whether tensor parallelism crosses hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_id() -> str:
-    """What no two running machines have in common, as names may be; the host's name where there is nothing better."""
+    """An identifier of this running machine. Unlike host names it is unique; the host name is the fallback."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -18,7 +18,7 @@ def machine_id() -> str:
 
 
 def told_apart(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """Names for (name, :func:`machine_id`) by rank that are equal only where both are: machines may share a name."""
+    """For each rank's (name, :func:`machine_id`), a name that no other machine has. Machines may share a host name."""
     machines: dict[str, list[str]] = {}
     for name, machine in hosts:
         known = machines.setdefault(name, [])
@@ -29,9 +29,11 @@ def told_apart(hosts: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def split_tensor_group(hosts: Sequence[str], tp: int) -> str | None:
-    """What is wrong with the first tensor-parallel group that is on several hosts, and why, in one line; None where every group is on one.
+    """Describe in one line the first tensor-parallel group that is on several hosts, or None.
 
-    ``hosts``: by rank; ``tp``: how many neighbouring ranks make a group.
+    Args:
+        hosts: the host of each rank.
+        tp: the number of neighbouring ranks in a tensor-parallel group.
     """
     for first in range(0, len(hosts), tp):
         if len(here := list(dict.fromkeys(hosts[first : first + tp]))) > 1:

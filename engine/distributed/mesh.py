@@ -15,7 +15,7 @@ Holders = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in the grid."""
+    """The position of a rank in the grid."""
 
     sdp: int
     fsdp: int
@@ -83,12 +83,12 @@ class Mesh:
         return list(range(first, first + self.size(group) * self.tp))
 
     def neighbours(self, sdp: int, fsdp: int) -> tuple[int, ...]:
-        """Global ranks of one place in a group: those that share its matrices under tensor parallelism."""
+        """Global ranks at one position in a group: the ranks that share matrices under tensor parallelism."""
         first = self.rank(sdp, fsdp)
         return tuple(range(first, first + self.tp))
 
     def all_neighbours(self) -> list[tuple[int, ...]]:
-        """Those of every place, in the order of their ranks."""
+        """The neighbours at every position, in the order of their ranks."""
         return [tuple(range(first, first + self.tp)) for first in range(0, self.world_size, self.tp)]
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Mesh:
         return f"sdp {self.sdp} × fsdp {fsdp} × tp {self.tp}"
 
     def shards(self, stage: int) -> int:
-        """Ranks among which a group's state is cut under ZeRO ``stage``: at stage 0 it is not."""
+        """The number of ranks among which ZeRO ``stage`` shards a group's state. Stage 0 does not shard it."""
         return self.fsdp if stage > 0 else 1
 
     def data_rank(self, rank: int) -> int:

@@ -14,7 +14,7 @@ from .mesh import Holders, Mesh
 
 
 def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """The process group of this rank's tensor-parallel neighbours; None where there are none. Every rank must call this."""
+    """The process group of this rank's tensor-parallel neighbours, or None if there are none. Every rank must call this."""
     if mesh.tp == 1:
         return None
     if mesh.tp == mesh.world_size:
@@ -28,7 +28,7 @@ def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 def _backend() -> str | None:
-    """Of every group: without it each gets a gloo mesh beside NCCL's. A world without NCCL (a fake one) gives its own kind."""
+    """The backend of every group. Without it, each group gets gloo connections next to NCCL's. None: that of the world."""
     return "nccl" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else None
 
 
@@ -36,11 +36,17 @@ def _backend() -> str | None:
 class Communicators:
     """The process groups of one rank.
 
-    ``fsdp``: the ranks among which this group's state is sharded, or this rank alone where FSDP2 wraps what is not sharded.
-    ``holders[h]``: the ranks that average a gradient held by the SDP groups ``h``; absent where that is this rank alone. With
-    ``replicate_inside`` (ZeRO stage 0) nothing is sharded, and the ranks of a group average among themselves in the same all-reduce.
-    ``refresh[s, g]``: the ranks of the groups ``g`` at this rank's place in its own, to which that of the group ``s`` sends frozen copies:
-    for each sender another, as what a communicator is given it does one by one, and a link carries both directions at once.
+    Attributes:
+        mesh: the grid of ranks.
+        rank: the global rank.
+        replicate_inside: whether nothing is sharded (ZeRO stage 0). Then the ranks of a group average among
+            themselves in the same all-reduce as the holders.
+        fsdp: the ranks that shard this group's state. This rank alone if FSDP2 wraps parameters that are
+            not sharded.
+        holders: for each holder set, the ranks that average its gradients. Absent if that is this rank alone.
+        refresh: for a source group and the groups that take part, the ranks at this rank's position in them.
+            The source sends frozen copies. Each source has its own communicator: a communicator runs its
+            operations one by one, and a network link carries both directions at once.
     """
 
     mesh: Mesh

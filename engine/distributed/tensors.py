@@ -7,5 +7,5 @@ from torch.distributed.tensor import DTensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; a plain tensor itself."""
+    """Return this rank's shard of a DTensor, or ``tensor`` itself if it is a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,8 @@
 """Bytes sent, counted where they are sent.
 
-A rank's share of a collective over n ranks is that of the ring algorithms (as in nccl-tests' "bus bandwidth"): all-reduce
-2(n − 1)/n of the buffer, reduce-scatter and all-gather (n − 1)/n of the whole buffer. A broadcast goes round the ring from its source:
-every rank but the last sends the buffer once, so that n − 1 copies are sent in all, as many as any algorithm must send.
+The bytes that a rank sends in a collective over n ranks are those of the ring algorithms (as in nccl-tests' "bus bandwidth"): all-reduce
+2(n − 1)/n of the buffer, reduce-scatter and all-gather (n − 1)/n of the whole buffer. A broadcast goes round the ring from its source.
+Every rank except the last sends the buffer once. So n − 1 copies are sent, which is the least that any algorithm can send.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def sent_bytes(kind: Kind, nbytes: int, ranks: int) -> float:
 
 
 def passes_on(member: int, source: int, ranks: int) -> bool:
-    """Whether the rank at the place ``member`` of a ring of ``ranks`` sends anything in a broadcast from the place ``source``."""
+    """Whether position ``member`` in a ring of ``ranks`` sends anything in a broadcast from position ``source``."""
     return (member - source) % ranks != ranks - 1
 
 

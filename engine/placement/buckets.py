@@ -1,4 +1,4 @@
-"""Which gradients are averaged in one message, and which frozen copies are refreshed in one: the static plan."""
+"""The static plan: which gradients are averaged in one message, and which frozen copies are refreshed in one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from ..distributed.mesh import Holders
 from .placement import Delivery
 
-BUCKETS = 4  # of a unit: the first is on its way while backward is in the same block, and links have another to send while one is summed
+# Buckets per unit. The first is sent while backward is still in the same block, and the network has
+# another bucket to send while one is summed.
+BUCKETS = 4
 
-
-LEAST_BYTES, MOST_BYTES = 2**19, 64 * 2**20  # of a bucket, in float32: below, latency decides; above, memory
+# Limits of a bucket in float32. Smaller buckets are bound by latency, larger ones cost memory.
+LEAST_BYTES, MOST_BYTES = 2**19, 64 * 2**20
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which SDP group holds which unit: plain data with what can be guaranteed of it. ``place.py`` makes placements.
+"""Which SDP group holds which unit: plain data and its guarantees. ``policies.py`` makes placements.
 
 Semantics: a unit u has holders H_u, k_u = |H_u| ≥ 1; the shared part is held by all (Singh et al., arXiv 2507.09029, and this
 project's own choices, see docs/method.md).
@@ -174,10 +174,6 @@ class Placement:
             deliveries[holders] = found
         return deliveries
 
-    def communicators_of(self, group: int) -> int:
-        """Number of distinct holder sets of more than one group that ``group`` takes part in."""
-        return int(self._communicators[group])
-
     @cached_property
     def _communicators(self) -> np.ndarray:
         return self._members @ np.array([len(holders) > 1 for holders in self.holder_sets], dtype=float)
@@ -279,8 +275,8 @@ def _shared_out(
     can be, else those that come next after the source, which is the same for many sets of a cyclic placement.
     """
     ways, waiting = [], list(receivers)
-    for place, source in enumerate(sources):
-        size = -(-len(waiting) // (len(sources) - place))
+    for position, source in enumerate(sources):
+        size = -(-len(waiting) // (len(sources) - position))
         to = next((to for to in known.get(source, ()) if len(to) == size and to.issubset(waiting)), None)
         if to is None:
             first = bisect(waiting, source)

@@ -64,7 +64,7 @@ def warnings_of(section: SDPSection, placement: Placement) -> list[str]:
         return placement.warnings()
     return [
         f"units differ in size: a group holds {min(held):.0%} to {max(held):.0%} of their parameters, and the slowest has "
-        f'{placement.imbalance:.2f} × the mean work; sdp.placement "balanced" fills groups alike, or says why units do not allow it',
+        f'{placement.imbalance:.2f} × the mean work; sdp.placement "balanced" fills groups equally, or says why units do not allow it',
         *placement.warnings(),
     ]
 
@@ -97,7 +97,7 @@ def _protected(protect: Sequence[str], names: Sequence[str]) -> set[int]:
         try:
             protected.add(names.index(resolve_name(name, names)))
         except PlacementError:
-            raise ConfigError(f"sdp.protect: {name!r} is no unit; units are {names[0]!r} … {names[-1]!r}") from None
+            raise ConfigError(f"sdp.protect: {name!r} is not a unit; units are {names[0]!r} … {names[-1]!r}") from None
     return protected
 
 

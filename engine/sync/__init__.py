@@ -1,1 +1,1 @@
-"""The one layer between groups: gradients averaged among holders, frozen copies refreshed, holders compared."""
+"""The one layer between groups: it averages gradients among holders, refreshes frozen copies and compares holders."""

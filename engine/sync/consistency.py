@@ -1,4 +1,4 @@
-"""Holders never drift: checksums of weights and optimizer state, compared across the holders of every unit."""
+"""Check that holders never drift: compare checksums of weights and optimizer state across the holders of each unit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..distributed.agreement import find_differences
 from ..distributed.tensors import local_tensor
-from ..errors import DivergenceError, PlacementError
+from ..errors import HolderMismatchError, PlacementError
 from ..placement.layout import Layout
 from ..placement.placement import Placement
 from ..placement.units import SHARED
@@ -19,7 +19,7 @@ CHUNK = 1 << 20
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """A 63-bit checksum of the tensors' bits; any single changed value changes it."""
+    """A 63-bit checksum of the tensors' bits; it changes if any single value changes."""
     total = 0
     for tensor in tensors:
         flat = local_tensor(tensor.detach()).contiguous().view(-1)
@@ -36,7 +36,7 @@ def check_holders(
 ) -> None:
     """Compare every unit's weights and optimizer state bitwise across its holders. Collective.
 
-    Raises :class:`DivergenceError` on every rank, naming the unit and the groups that disagree.
+    Raises :class:`HolderMismatchError` on every rank, naming the unit and the groups that disagree.
     """
     names = [SHARED, *(unit.name for unit in layout.units)]
     device = next(iter(parameters.values())).device
@@ -58,20 +58,21 @@ def check_holders(
 def check_placement(placement: Placement, device: torch.device) -> None:
     """Raise :class:`PlacementError` on every rank unless all have computed the same placement. Collective.
 
-    Process groups are made of the holder sets: where ranks differ in them, they would wait for each other for ever.
+    Process groups are made from the holder sets. Ranks with different holder sets would wait for each other forever.
     """
     if any(find_differences([repr((placement.units, placement.holders))], device)):
         raise PlacementError(
-            "sdp.placement: ranks have computed different placements; start all with the same configuration, model and versions of "
-            "sdp, NumPy and SciPy, or name the holders of every unit in sdp.placement"
+            "sdp.placement: ranks have computed different placements; start all ranks with the same "
+            "configuration, model and versions of sdp, NumPy and SciPy, or name the holders of every unit in sdp.placement"
         )
 
 
 def check_loss_scale(scale: str, device: torch.device) -> None:
-    """Raise :class:`DivergenceError` on every rank unless all have the same loss scale and counts of overflows. Collective."""
+    """Raise :class:`HolderMismatchError` on every rank unless all have the same loss scale and counts of overflows. Collective."""
     if any(find_differences([scale], device)):
-        raise DivergenceError(
-            "fp16: ranks have different loss scales, or counts of steps without an overflow; ranks that skip alike cannot: check the "
+        raise HolderMismatchError(
+            "fp16: ranks have different loss scales, or counts of steps without an overflow, which are equal "
+            "as long as ranks skip the same steps; check the "
             "hardware, and resume from the last checkpoint"
         )
 
@@ -94,14 +95,14 @@ def _compare(layout: Layout, unit: str, holders: tuple[int, ...], sums: list[int
 
 
 def compare_sums(unit: str, holders: tuple[int, ...], sums: list[int], ranks: list[int]) -> None:
-    """Raise :class:`DivergenceError` unless the groups ``holders`` have equal ``sums``; ``ranks``: who is named, by group."""
+    """Raise :class:`HolderMismatchError` unless the groups ``holders`` have equal ``sums``; ``ranks``: who is named, by group."""
     for group in holders[1:]:
         if sums[group] != sums[holders[0]]:
             raise _disagreement(unit, ranks[group], group, ranks[holders[0]], holders[0])
 
 
 def _compare_copies(layout: Layout, unit: str, sums: list[int]) -> None:
-    """What tensor parallelism does not cut is equal on all ranks of one (sdp, fsdp)."""
+    """Compare what tensor parallelism does not cut. It must be equal on all ranks of one (sdp, fsdp) position."""
     for first in range(0, layout.mesh.world_size, layout.mesh.tp):
         for other in range(first + 1, first + layout.mesh.tp):
             if sums[other] != sums[first]:
@@ -109,9 +110,9 @@ def _compare_copies(layout: Layout, unit: str, sums: list[int]) -> None:
                 raise _disagreement(unit, other, group, first, group)
 
 
-def _disagreement(unit: str, other: int, group: int, first: int, first_group: int) -> DivergenceError:
+def _disagreement(unit: str, other: int, group: int, first: int, first_group: int) -> HolderMismatchError:
     what = "the shared part" if unit == SHARED else f"unit {unit!r}"
-    return DivergenceError(
+    return HolderMismatchError(
         f"{what}: weights or optimizer state of rank {other} (group {group}) differ from those of rank {first} (group {first_group}); "
         "holders must stay bitwise equal: check the hardware, and resume from the last checkpoint"
     )

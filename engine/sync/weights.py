@@ -15,11 +15,18 @@ from ..placement.buckets import Refresh
 
 
 class WeightRefresh:
-    """Brings one rank's frozen copies up to date with the holders' weights, and sends its own weights to others' copies.
+    """Updates this rank's frozen copies with the holders' weights, and sends this rank's weights to the copies of others.
 
-    ``parameters``: this rank's, held and frozen, by canonical name; ``groups[source, members]``: the communicator, absent where this rank
-    is none of them. Shards align, since FSDP2 cuts the first dimension alike in all groups, so each goes straight into its place;
-    holders' weights are cast to ``dtype``, the copies', on the way. ``broadcast`` starts to send what the member ``source`` has.
+    FSDP2 cuts the first dimension in the same way in all groups. So the shards align, and each shard is
+    received in its final memory.
+
+    Args:
+        refreshes: all refreshes of the layout, in one order on all ranks.
+        parameters: this rank's parameters, held and frozen, by canonical name.
+        groups: the communicator by source and members. Absent if this rank is not a member.
+        traffic: counts the bytes sent.
+        dtype: the dtype of the frozen copies. Weights are cast to it before they are sent.
+        broadcast: starts to send the tensor of the member ``source``.
     """
 
     def __init__(
@@ -40,17 +47,17 @@ class WeightRefresh:
 
     @property
     def blocks(self) -> list[str]:
-        """Names of the blocks of which this rank sends or receives something, each once."""
+        """Names of the blocks that this rank sends or receives, without repetition."""
         return list(dict.fromkeys(refresh.block for refresh in self._refreshes))
 
     def start(self, names: Collection[str]) -> None:
-        """Begin to send and receive those of ``names`` that concern this rank, in one order on all ranks."""
+        """Start to send and receive the parameters ``names`` that concern this rank, in one order on all ranks."""
         self.finish()
         for refresh in self._refreshes:
             pending = self._pending.setdefault(refresh.block, [])
             for name in refresh.names:
                 for tensor, group, source in self._parts(refresh, name) if name in names else ():
-                    if tensor.numel() == 0:  # a shard may be empty, in all groups then
+                    if tensor.numel() == 0:  # an empty shard is empty in all groups
                         continue
                     here, ranks = dist.get_rank(group), dist.get_world_size(group)
                     if here == source:
@@ -62,12 +69,12 @@ class WeightRefresh:
                     pending.append((work, tensor))  # the tensor must live until it is sent
 
     def _parts(self, refresh: Refresh, name: str) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
-        """What this rank has of a parameter, by communicators, each with the place of the rank in it that sends."""
+        """This rank's parts of a parameter, each with its communicator and the position of the sender in it."""
         group = self._groups[refresh.source, refresh.members]
         yield local_tensor(self._parameters[name].detach()), group, refresh.members.index(refresh.source)
 
     def wait(self, block: str, stream: torch.Stream | None = None) -> None:
-        """Wait for one block's weights. On CUDA it is the current stream that waits, and ``stream``, which gathers them."""
+        """Wait for the weights of one block. On CUDA, the current stream and ``stream``, which gathers them, wait."""
         for work, _ in self._pending.pop(block, ()):
             work.wait()
             if stream is not None:
@@ -75,6 +82,6 @@ class WeightRefresh:
                     work.wait()
 
     def finish(self) -> None:
-        """Wait for all that is on its way."""
+        """Wait for all refreshes that were started."""
         for block in list(self._pending):
             self.wait(block)

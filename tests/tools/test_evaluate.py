@@ -87,7 +87,7 @@ def test_a_checkpoint_whose_replacement_was_cut_short_is_found(trained_run, tmp_
     for arguments in ([], ["--step", 4]):
         assert evaluated(capsys, copy, *arguments)["loss"] == pytest.approx(own_losses(trained_run)[4], rel=1e-5)
     assert main(["evaluate", str(copy), "--checkpoint", "../checkpoints/step-2"]) == 2
-    assert "is no name of one directory" in capsys.readouterr().err
+    assert "is not the name of one directory" in capsys.readouterr().err
 
 
 def test_what_made_the_run_fast_is_not_needed(trained_run, tmp_path, capsys):

@@ -125,7 +125,7 @@ def test_the_pointer_names_an_entry_of_its_directory(small: Path, tag: Any) -> N
 
 @pytest.mark.parametrize("tag", ["../x", "/etc", "latest.json"])
 def test_a_tag_that_is_asked_for_names_an_entry_of_the_directory(small: Path, tag: str) -> None:
-    assert "is no name of one directory" in refusal_of_load(small, tag)
+    assert "is not the name of one directory" in refusal_of_load(small, tag)
 
 
 def test_an_unnamed_file_is_refused(small: Path) -> None:

@@ -139,7 +139,7 @@ def test_protected_units() -> None:
         ):
             make_placement(section(**listed, profile=[4, 3, 3, 3, 3], capacity=0.5), five)
     with pytest.raises(
-        ConfigError, match=r"sdp.protect: 'layers.9' is no unit; units are 'model.layers.0' … 'model.layers.3'"
+        ConfigError, match=r"sdp.protect: 'layers.9' is not a unit; units are 'model.layers.0' … 'model.layers.3'"
     ):
         make_placement(section(groups=4, protect=["layers.9"]), layers)
     with pytest.raises(PlacementError, match=r"'model.layers.0' is protected, but sdp.placement gives it to groups"):
@@ -209,7 +209,7 @@ def test_degenerate_units(profile: str) -> None:
             {"placement": {"layers.0": [0], "layers.7": [1]}},
             (1, 1),
             PlacementError,
-            "sdp.placement: 'layers.7' is no module",
+            "sdp.placement: 'layers.7' is not a module",
         ),
     ],
 )

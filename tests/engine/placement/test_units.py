@@ -115,7 +115,7 @@ def test_explicit_names_and_endings() -> None:
     ):
         names(Two(), "auto", ["layers.1"])
     with pytest.raises(
-        PlacementError, match=r"sdp.placement: 'layers.9' is no module of the model, did you mean layers\.\d\?"
+        PlacementError, match=r"sdp.placement: 'layers.9' is not a module of the model, did you mean layers\.\d\?"
     ):
         names(models.mlp(), "auto", ["layers.9"])
 
