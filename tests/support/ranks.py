@@ -237,4 +237,6 @@ def _leave() -> None:
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
         from deepspeed.runtime.zero.partition_parameters import Init
 
-        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = Init.param_id = 0
+        defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+        assert defaults is not None
+        defaults[0][0] = Init.param_id = 0
