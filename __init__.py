@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from .engine.engine import SDPEngine as SDPEngine
     from .engine.errors import ConfigError as ConfigError
     from .engine.errors import DivergenceError as DivergenceError
+    from .engine.errors import HolderMismatchError as HolderMismatchError
     from .engine.errors import ModelError as ModelError
+    from .engine.errors import NonFiniteError as NonFiniteError
     from .engine.errors import PlacementError as PlacementError
     from .engine.errors import SDPError as SDPError
     from .engine.initialize import add_config_arguments as add_config_arguments
@@ -30,7 +32,9 @@ _HOMES = {
     "SDPEngine": "engine",
     "ConfigError": "errors",
     "DivergenceError": "errors",
+    "HolderMismatchError": "errors",
     "ModelError": "errors",
+    "NonFiniteError": "errors",
     "PlacementError": "errors",
     "SDPError": "errors",
     "initialize": "initialize",

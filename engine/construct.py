@@ -1,8 +1,8 @@
-"""From the full model to this rank's part of it: carve, shard, give every parameter its value."""
+"""Build a backend from the full model: cut it to this rank's part, shard it, and give every parameter its value."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,27 +27,35 @@ from .placement.layout import Layout
 from .placement.tensor_info import Shard
 from .subnetwork.activations import checkpoint_activations
 from .subnetwork.branch_scale import BranchScale
-from .subnetwork.carve import PassThrough
 from .subnetwork.compile import compile_units
 from .subnetwork.initialisation import ModuleInit, plan_initialisation
-from .subnetwork.materialise import cut, give_values, require_float32, take_values_of_rank_0
+from .subnetwork.materialise import (
+    give_values,
+    replace_blocks,
+    require_float32,
+    slice_neurons,
+    take_values_of_rank_0,
+)
 from .subnetwork.weight_files import WeightFiles, filled_from, fillers_from
 
 
-def build_backend(model: nn.Module, config: Config, layout: Layout, device: torch.device) -> Backend:
-    """Cut ``model`` in place for this rank. A model on the meta device is initialised from ``training.seed``, or has the values of the
-    files in ``training.init_from``; one with weights keeps rank 0's. Raises :class:`ModelError` for a model of which only some
-    parameters have values, and for files of another model.
+def build_backend(
+    model: nn.Module, config: Config, layout: Layout, device: torch.device, plan: Sequence[ModuleInit] | None
+) -> Backend:
+    """Build the backend that the configuration asks for, and cut ``model`` in place to this rank's part.
+
+    Args:
+        model: the full model, with weights or on the meta device.
+        config: the run's configuration. It must not name the DeepSpeed engine, which has its own function.
+        layout: the layout of ``model`` on the mesh.
+        device: the device of this rank.
+        plan: the initial values, from :func:`values_to_give`. None keeps the model's weights: rank 0's on all ranks.
+
+    Returns:
+        A backend whose parameters have values.
     """
-    plan = values_to_give(model, config, layout)
     if config.sdp.in_one_process:
-        compute_dtype = getattr(torch, config.precision)
-        give_values(model, layout, plan, device, Shard())
-        kind = VectorizedBackend if config.sdp.engine == "vectorized" else ReferenceBackend
-        backend = kind(model, layout, device, compute_dtype=compute_dtype)
-        # After the backend has copied the blocks' skeletons.
-        checkpoint_activations(model, layout.blocks, config.activation_checkpointing.mode)
-        return backend
+        return _build_reference(model, config, layout, device, plan)
     if plan is None:
         take_values_of_rank_0(model, device)
     native = build_native(model, config, layout, device)
@@ -57,34 +65,57 @@ def build_backend(model: nn.Module, config: Config, layout: Layout, device: torc
     return native
 
 
-def build_native(
-    model: nn.Module, config: Config, layout: Layout, device: torch.device, absent: Sequence[Sequence[str]] = ()
-) -> FSDP2Backend:
-    """Make ``model`` this rank's part, in place. One on the meta device has no values yet; call ``ready()`` once it has.
+def _build_reference(
+    model: nn.Module, config: Config, layout: Layout, device: torch.device, plan: Sequence[ModuleInit] | None
+) -> ReferenceBackend:
+    give_values(model, layout, plan, device, Shard())
+    kind = VectorizedBackend if config.sdp.engine == "vectorized" else ReferenceBackend
+    backend = kind(model, layout, device, compute_dtype=getattr(torch, config.precision))
+    # The backend copies the blocks, so this comes after it: the copies must not checkpoint their activations.
+    checkpoint_activations(model, layout.blocks, config.activation_checkpointing.mode)
+    return backend
 
-    ``absent``: blocks, those together that are alike, which the whole run goes without, as if the model did not have them.
+
+def build_native(
+    model: nn.Module,
+    config: Config,
+    layout: Layout,
+    device: torch.device,
+    *,
+    prepare: Callable[[nn.Module, Layout], Layout] | None = None,
+) -> FSDP2Backend:
+    """Cut ``model`` in place to this rank's part and shard it with FSDP2.
+
+    A model on the meta device has no values yet. Give it values, then call ``ready()`` on the backend.
+
+    Args:
+        model: the full model, with weights or on the meta device.
+        config: the run's configuration.
+        layout: the layout of ``model`` on the mesh.
+        device: the device of this rank.
+        prepare: changes the model once its tensors have their local shapes, and returns the layout of the
+            changed model. The tracer leaves out repeated blocks this way.
     """
     at = layout.mesh.coordinates(dist.get_rank())
-    traffic = Traffic()
-    compute_dtype = getattr(torch, config.precision)
-    tensor_ranks = _tensor_ranks(layout, at, traffic)
-    sliced = config.sdp.granularity == "neuron"
-    # Tensor parallelism cuts slices, but blocks that are skipped must be its before they are put aside.
-    stand_ins = cut(model, config, layout, at.sdp, compute_dtype) if sliced else {}
-    if tensor_ranks is not None:
-        parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
-    for alike in absent:
-        nothing = PassThrough(alike[0], model.get_submodule(alike[0]))
-        for name in alike:
-            model.set_submodule(name, nothing)
-    layout = layout.without({name for alike in absent for name in alike}) if absent else layout
-    stand_ins = stand_ins if sliced else cut(model, config, layout, at.sdp, compute_dtype)
+    traffic, compute_dtype = Traffic(), getattr(torch, config.precision)
+    # 1. Slice neurons. Tensor parallelism splits the slices, so they must exist before it.
+    slice_neurons(model, config, layout, at.sdp, compute_dtype)
+    # 2. Tensor parallelism. It must see every block, because the skeleton of a skipped block is split too.
+    tensor_ranks = _split_among_tensor_ranks(model, layout, at, traffic)
+    if prepare is not None:
+        layout = prepare(model, layout)
+    # 3. Replace the blocks that this group lacks. Stand-ins keep the split blocks as skeletons.
+    stand_ins = replace_blocks(model, config, layout, at.sdp, compute_dtype)
+    # 4. Scale branches. This reads the signatures of forward passes, which the next steps replace.
     scale = BranchScale(layout)
-    scale.install(model)  # before forward passes are replaced, whose signatures it reads
+    scale.install(model)
+    # 5. Activation checkpointing, on the blocks that this group runs. Compiled blocks must contain it.
     run = [name for name in layout.blocks if name not in stand_ins]
     checkpoint_activations(model, run, config.activation_checkpointing.mode)
+    # 6. Compile block by block. FSDP2's hooks must stay outside the compiled graphs.
     if config.training.compile:
-        compile_units(model, run, device, sliced=sliced)
+        compile_units(model, run, device, sliced=config.sdp.granularity == "neuron")
+    # 7. FSDP2 shards what is left.
     return FSDP2Backend(
         model,
         layout,
@@ -99,7 +130,12 @@ def build_native(
 
 
 def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[ModuleInit] | None:
-    """How parameters get values; None: they have some. Raises :class:`ModelError`."""
+    """Plan how the parameters get their initial values; None if the model has weights already.
+
+    Raises:
+        ModelError: only some parameters have values, ``training.init_from`` is set for a model with
+            weights, or its files belong to another model.
+    """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < len(layout.wholes):
         raise ModelError(
@@ -119,6 +155,13 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
     return plan
 
 
-def _tensor_ranks(layout: Layout, at: Coordinates, traffic: Traffic) -> TensorRanks | None:
+def _split_among_tensor_ranks(
+    model: nn.Module, layout: Layout, at: Coordinates, traffic: Traffic
+) -> TensorRanks | None:
+    """Split the model's matrices among the tensor-parallel ranks; None without tensor parallelism."""
     group = tensor_group(layout.mesh)
-    return TensorRanks(group, layout.mesh.tp, at.tp, traffic) if group is not None else None
+    if group is None:
+        return None
+    tensor_ranks = TensorRanks(group, layout.mesh.tp, at.tp, traffic)
+    parallelise(model, {info.name: info.tp_dim for info in layout.parameters.values()}, tensor_ranks)
+    return tensor_ranks

@@ -17,11 +17,12 @@ from .batch.loader import EpochLoader, ResumableLoader
 from .batch.size import BatchSize
 from .config.load import load_config
 from .config.schema import Config, FP16Section, SDPSection
-from .construct import build_backend
+from .construct import build_backend, values_to_give
 from .distributed.agreement import check_equal
 from .distributed.join import join
 from .distributed.mesh import mesh_of
 from .engine import SDPEngine
+from .environment.detect import detect
 from .environment.exit import watch
 from .errors import ConfigError
 from .optim.optimizers import make_optimizer
@@ -68,6 +69,7 @@ def initialize(
         )
     settings = _settings(args, config if config is not None else config_params)
     reference = settings.sdp.in_one_process
+    _check_launch(distributed_port, dist_init_required, in_one_process=reference)
     device = _own_device(settings.sdp.engine) if reference else join()
     if not reference:
         watch()
@@ -83,14 +85,15 @@ def initialize(
     if not reference:
         check_placement(layout.placement, device)
         check_equal({"the model's parameters": _parameters(layout)}, device)
+    plan = values_to_give(model, settings, layout)
     if settings.sdp.engine == "deepspeed":
         from .backends.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional
 
         engine, note = initialize_deepspeed(
-            model, settings, layout, batch, device, groups, optimizer, lr_scheduler, grouped=grouped
+            model, settings, layout, batch, device, plan, groups, optimizer, lr_scheduler, grouped=grouped
         )
         return _finish(engine, note, training_data, collate_fn, device)
-    backend = build_backend(model, settings, layout, device)
+    backend = build_backend(model, settings, layout, device, plan)
     here = groups_here(groups, layout, backend.parameters)
     built, note = make_optimizer(settings.optimizer, optimizer, here, device, grouped=grouped)
     scheduler = scheduler_of(settings, lr_scheduler, built)
@@ -112,6 +115,21 @@ def _finish(
     if engine.global_rank == 0:
         _announce(engine, note)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_launch(port: int | None, init_required: bool | None, *, in_one_process: bool) -> None:
+    """Raise ConfigError for arguments about torch.distributed that cannot be honoured."""
+    environment = detect()
+    if port is not None and not dist.is_initialized() and (environment is None or environment.master_port != port):
+        raise ConfigError(
+            f"sdp.initialize: distributed_port {port} cannot be honoured, because the launcher chooses the port; leave it out, "
+            "or give the port to the launcher (--master-port, or MASTER_PORT)"
+        )
+    if init_required is False and not in_one_process and not dist.is_initialized():
+        raise ConfigError(
+            "sdp.initialize: dist_init_required is False but torch.distributed is not initialised; call "
+            "sdp.init_distributed() first, or leave dist_init_required out"
+        )
 
 
 def _settings(args: Any, config: Any) -> Config:

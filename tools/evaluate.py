@@ -20,7 +20,7 @@ from ..engine.batch.loader import evaluation_batches
 from ..engine.batch.size import BatchSize
 from ..engine.checkpoint.load import load
 from ..engine.checkpoint.state import weights_of
-from ..engine.construct import build_backend
+from ..engine.construct import build_backend, values_to_give
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError
 from ..engine.placement.layout import Layout
@@ -117,7 +117,7 @@ def _load(saved: SavedRun, corpus: Corpus) -> Backend:
     model = build_model(saved.config.model, **corpus.facts)
     layout = Layout.of(model, saved.config, Mesh(saved.config.sdp.groups))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend = build_backend(model, saved.config, layout, device)
+    backend = build_backend(model, saved.config, layout, device, values_to_give(model, saved.config, layout))
     buffers = {name: buffer for name, buffer in backend.module.named_buffers() if name in layout.buffers}
     load(saved.checkpoint, weights_of({**backend.parameters, **buffers}), saved.state["files"], alone=True)
     backend.module.eval()

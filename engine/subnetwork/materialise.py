@@ -1,4 +1,4 @@
-"""Cut a model to what a group holds, allocate that part, and give it values."""
+"""Cuts a model to the part that a group holds, allocates that part, and gives it values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .neurons import slice_layers
 
 
 def allocate(model: nn.Module, layout: Layout, device: torch.device) -> None:
-    """Put a model of the meta device on ``device``, without values, and tie again what is tied."""
+    """Move a model from the meta device to ``device``, without values, and restore its ties."""
     model.to_empty(device=device)
     _restore_ties(model, layout.aliases)
 
@@ -27,10 +27,30 @@ def allocate(model: nn.Module, layout: Layout, device: torch.device) -> None:
 def cut(
     model: nn.Module, config: Config, layout: Layout, group: int, compute_dtype: torch.dtype
 ) -> dict[str, PassThrough]:
-    """Cut ``model`` in place to what ``group`` holds, or freeze the rest; the stand-ins of units that are skipped, by name."""
+    """Cut ``model`` in place to what ``group`` holds, or freeze the rest.
+
+    Returns the stand-ins of skipped blocks, by name.
+    """
+    slice_neurons(model, config, layout, group, compute_dtype)
+    return replace_blocks(model, config, layout, group, compute_dtype)
+
+
+def slice_neurons(model: nn.Module, config: Config, layout: Layout, group: int, compute_dtype: torch.dtype) -> None:
+    """Cut layers in place to the neurons that ``group`` holds. A no-op if the units are blocks."""
     if config.sdp.granularity == "neuron":
         slice_layers(model, layout, group, compute_dtype)
-    elif layout.keeps_frozen:
+
+
+def replace_blocks(
+    model: nn.Module, config: Config, layout: Layout, group: int, compute_dtype: torch.dtype
+) -> dict[str, PassThrough]:
+    """Skip or freeze the blocks that ``group`` does not hold. A no-op if the units are neurons.
+
+    Returns the stand-ins of skipped blocks, by name.
+    """
+    if config.sdp.granularity == "neuron":
+        return {}
+    if layout.keeps_frozen:
         freeze(model, layout.units, layout.placement, group, compute_dtype)
     else:
         return carve(model, layout.units, layout.placement, group)
@@ -38,6 +58,7 @@ def cut(
 
 
 def require_float32(model: nn.Module) -> None:
+    """Raise ModelError if a parameter is of another floating-point dtype than float32."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             raise ModelError(
@@ -47,7 +68,7 @@ def require_float32(model: nn.Module) -> None:
 
 
 def take_values_of_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Parameters and buffers of every rank become rank 0's, one at a time."""
+    """Copy parameters and buffers of rank 0 to every rank, one at a time."""
     for tensor in (*model.parameters(), *model.buffers()):
         value = tensor.detach().to(device).contiguous()
         dist.broadcast(value, src=0)
@@ -62,8 +83,15 @@ def give_values(
     shard: Shard,
     frozen: Collection[str] = (),
 ) -> None:
-    """Put the model on ``device``; where it was on the meta device, allocate and fill this rank's shards alone. ``frozen`` copies get no
-    values: they come from a holder.
+    """Put the model on ``device``. From the meta device, allocate and fill only this rank's shards.
+
+    Args:
+        model: The model, cut and sharded.
+        layout: The layout of the run.
+        plan: How the parameters are initialised. None: they have values already.
+        device: Where the model goes.
+        shard: Which shard this rank has.
+        frozen: Frozen copies, which get their values from a holder later.
     """
     if plan is None:
         model.to(device)
@@ -84,7 +112,10 @@ def give_values(
 
 
 def _fill(local: torch.Tensor, fill: Filler, info: TensorInfo | None, shard: Shard) -> None:
-    """Give ``local`` its elements of the whole; of one cut across its rows, all columns of these are made for a moment."""
+    """Give ``local`` its elements of the full tensor.
+
+    If it is cut along another dimension than the rows, its rows exist with all columns for a moment.
+    """
     if info is None:  # a buffer
         fill(local, 0)
         return
@@ -99,7 +130,7 @@ def _fill(local: torch.Tensor, fill: Filler, info: TensorInfo | None, shard: Sha
 
 
 def _restore_ties(model: nn.Module, aliases: Mapping[str, str]) -> None:
-    """``to_empty`` unties: give every further name of a tied parameter the canonical one's tensor again."""
+    """Tie parameters again, which ``to_empty`` unties: every alias gets the canonical tensor."""
     for alias, name in aliases.items():
         parent, _, key = alias.rpartition(".")
         setattr(model.get_submodule(parent), key, model.get_parameter(name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ..errors import LaunchError
 from ..optim.optimizer_state import materialise_state
 from ..optim.optimizers import make_optimizer
 from ..placement.layout import Layout
+from ..subnetwork.carve import PassThrough
 from ..subnetwork.materialise import allocate
 from .ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, Ledger, Window
 from .operators import Device, operators_of
@@ -154,7 +156,7 @@ def _run(
     accumulation = min(size.accumulation, MICRO_BATCHES)
     rank = full.mesh.rank(group)
     with fake_world(rank, full.mesh.world_size):
-        native = build_native(model, config, full, CPU, absent)
+        native = build_native(model, config, full, CPU, prepare=partial(_without_blocks, absent))
         layout = native.layout
         with FakeTensorMode(allow_non_fake_inputs=True):
             allocate(model, layout, CPU)
@@ -173,6 +175,17 @@ def _run(
         steps=size.accumulation / accumulation,
         blocks=len(layout.blocks),
     )
+
+
+def _without_blocks(absent: Sequence[Sequence[str]], model: nn.Module, layout: Layout) -> Layout:
+    """Remove the blocks ``absent`` (lists of identical blocks) from the model; returns the layout without them."""
+    if not absent:
+        return layout
+    for identical in absent:
+        nothing = PassThrough(identical[0], model.get_submodule(identical[0]))
+        for name in identical:
+            model.set_submodule(name, nothing)
+    return layout.without({name for identical in absent for name in identical})
 
 
 def watched_step(

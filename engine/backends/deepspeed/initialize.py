@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from ...accounting.clock import clock
 from ...batch.size import BatchSize
 from ...config.schema import Config
-from ...construct import values_to_give
 from ...distributed.traffic import Traffic
 from ...environment.detect import alone_if_unlaunched
 from ...errors import ConfigError, ModelError
@@ -24,6 +23,7 @@ from ...optim.schedules import build_scheduler
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
 from ...subnetwork.activations import checkpoint_activations
+from ...subnetwork.initialisation import ModuleInit
 from ...subnetwork.materialise import cut, give_values, take_values_of_rank_0
 from .backend import DeepSpeedBackend
 from .engine import DeepSpeedSDPEngine
@@ -41,6 +41,7 @@ def initialize_deepspeed(
     layout: Layout,
     batch: BatchSize,
     device: torch.device,
+    plan: Sequence[ModuleInit] | None,
     groups: Sequence[Mapping[str, Any]],
     optimizer: Any,
     lr_scheduler: Any,
@@ -58,7 +59,6 @@ def initialize_deepspeed(
     set_verbosity(config.deepspeed)
     installed, stage = layout.mesh.sdp > 1, config.zero_optimization.stage
     compute_dtype = getattr(torch, config.precision)
-    plan = values_to_give(model, config, layout)
     if plan is None:
         take_values_of_rank_0(model, device)
     at = layout.mesh.coordinates(dist.get_rank())
