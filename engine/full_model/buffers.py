@@ -10,25 +10,12 @@ holder's first rank's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from ..distributed.mesh import Coordinates
 from ..placement.layout import Layout
-
-
-class BufferedRank(Protocol):
-    """What is needed of a backend."""
-
-    layout: Layout
-    module: nn.Module
-    device: torch.device
-    rank: int
-    at: Coordinates
-
-    def all_reduce_control(self, values: torch.Tensor) -> None: ...
+from .backend_view import SubnetworkBackend
 
 
 def persistent_buffers(module: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
@@ -80,30 +67,30 @@ class BufferMean:
         return self._sums.split([shape.numel() for shape in self._shapes.values()], dim=1)
 
 
-def agree_on_buffers(rank: BufferedRank) -> None:
+def agree_on_buffers(backend: SubnetworkBackend) -> None:
     """Make persistent buffers of all ranks those of the full model, bit for bit the same wherever they are. Collective."""
-    layout = rank.layout
+    layout = backend.layout
     if layout.mesh.world_size == 1 or not layout.buffers:
         return
-    here = persistent_buffers(rank.module, layout)
-    mean = BufferMean(layout, rank.device)
-    mean.add(here, held_entries(layout, rank.at.sdp, rank.device))
-    mean.over(rank.all_reduce_control).give(here)
-    _take_first_holders(rank, here)
+    here = persistent_buffers(backend.module, layout)
+    mean = BufferMean(layout, backend.device)
+    mean.add(here, held_entries(layout, backend.at.sdp, backend.device))
+    mean.over(backend.all_reduce_control).give(here)
+    _take_first_holders(backend, here)
 
 
-def _take_first_holders(rank: BufferedRank, here: Mapping[str, torch.Tensor]) -> None:
+def _take_first_holders(backend: SubnetworkBackend, here: Mapping[str, torch.Tensor]) -> None:
     """Buffers that are not floating, as bytes, of which all ranks but one add zeros."""
-    others = {name: info for name, info in rank.layout.buffers.items() if not info.dtype.is_floating_point}
+    others = {name: info for name, info in backend.layout.buffers.items() if not info.dtype.is_floating_point}
     if not others:
         return
     own = []
     for name, info in others.items():
-        gives = rank.rank == rank.layout.mesh.rank(info.holders[0])
-        value = here[name] if gives else torch.zeros(info.shape, dtype=info.dtype, device=rank.device)
+        gives = backend.rank == backend.layout.mesh.rank(info.holders[0])
+        value = here[name] if gives else torch.zeros(info.shape, dtype=info.dtype, device=backend.device)
         own.append(value.contiguous().view(-1).view(torch.uint8))
     total = torch.cat(own)
-    rank.all_reduce_control(total)
+    backend.all_reduce_control(total)
     for (name, info), value in zip(others.items(), total.split([len(part) for part in own]), strict=True):
         if name in here:
             here[name].copy_(value.clone().view(info.dtype).view(info.shape))

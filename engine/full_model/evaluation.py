@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,70 +21,62 @@ from ..errors import DataError
 from ..placement.layout import Layout
 from ..placement.units import Unit
 from ..subnetwork.carve import PassThrough
-from ..subnetwork.neurons import Slices
-from .gather import Rank, assemble, gather_inside, padded_shard
+from ..subnetwork.slices import Slices
+from .backend_view import SubnetworkBackend
+from .gather import assemble, gather_inside, padded_shard
 from .lockstep import Lockstep
 
 CHUNK = 8  # batches that share one pass of units over the network
 
 
-class EvaluatedRank(Rank, Protocol):
-    """A backend whose full model can be evaluated."""
-
-    stand_ins: dict[str, PassThrough]
-    compute_dtype: torch.dtype
-
-    def gather_root(self) -> None: ...
-
-    def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = ...) -> None: ...
-
-
-def _common_count(rank: EvaluatedRank, batches: Sequence[Any]) -> int:
+def _common_count(backend: SubnetworkBackend, batches: Sequence[Any]) -> int:
     """The largest number of batches on any rank: every rank must take the same number of steps."""
-    counts = torch.tensor([len(batches), -len(batches)], device=rank.device)
-    rank.all_reduce_control(counts, dist.ReduceOp.MAX)
+    counts = torch.tensor([len(batches), -len(batches)], device=backend.device)
+    backend.all_reduce_control(counts, dist.ReduceOp.MAX)
     most, fewest = int(counts[0]), -int(counts[1])
     if fewest == 0:
         raise DataError("evaluate: a rank has no batch; give every rank at least one")
     return most
 
 
-def _mean_over_ranks(rank: EvaluatedRank, sums: torch.Tensor) -> list[float]:
+def _mean_over_ranks(backend: SubnetworkBackend, sums: torch.Tensor) -> list[float]:
     """Σ loss·weight / Σ weight from pairs of shape (n, 2), summed over all ranks."""
-    rank.all_reduce_control(sums)
+    backend.all_reduce_control(sums)
     return (sums[:, 0] / sums[:, 1]).tolist()
 
 
 class StreamedEvaluation:
     """One evaluation of the full model. Collective: every rank of the world takes part."""
 
-    def __init__(self, rank: EvaluatedRank, chunk: int | None = None):
+    def __init__(self, backend: SubnetworkBackend, chunk: int | None = None):
         """``chunk``: batches that go through the units together (default: ``CHUNK``)."""
-        self._rank, self._chunk = rank, chunk or CHUNK
-        self._lockstep: Lockstep[tuple[float, int]] = Lockstep(rank.device, rank.gather_root)
-        self._units = _streamed_units(rank.layout)
+        self._backend, self._chunk = backend, chunk or CHUNK
+        self._lockstep: Lockstep[tuple[float, int]] = Lockstep(backend.device, backend.gather_root)
+        self._units = _streamed_units(backend.layout)
         self._guest: dict[str, torch.Tensor] = {}
         self._hosts: list[Slices] = []  # that have guests
 
     def run(self, batches: Sequence[Any]) -> float:
         """Token-weighted mean loss over the batches of all ranks."""
-        steps = _common_count(self._rank, batches)
+        steps = _common_count(self._backend, batches)
         # A rank with fewer batches repeats its last one with weight 0.
         padded = [(batch, 1) for batch in batches] + [(batches[-1], 0)] * (steps - len(batches))
-        sums = torch.zeros((1, 2), dtype=torch.float64, device=self._rank.device)
+        sums = torch.zeros((1, 2), dtype=torch.float64, device=self._backend.device)
         undo = self._install()
         try:
             with self._uncompiled_slices():
                 for start in range(0, steps, self._chunk):
                     passes = [self._pass(batch, weight) for batch, weight in padded[start : start + self._chunk]]
                     for loss, count in self._lockstep.run(passes, self._stream):
-                        if count:  # the mean over no targets is no number
-                            sums += torch.tensor([[loss * count, count]], dtype=torch.float64, device=self._rank.device)
+                        if count:  # the mean over no targets is NaN
+                            sums += torch.tensor(
+                                [[loss * count, count]], dtype=torch.float64, device=self._backend.device
+                            )
                     self._dismiss()
         finally:
             self._dismiss()
             undo()
-        return _mean_over_ranks(self._rank, sums)[0]
+        return _mean_over_ranks(self._backend, sums)[0]
 
     def _uncompiled_slices(self) -> AbstractContextManager[Any]:
         """Slices come as guests and go: compiled blocks would have a graph for every set of them."""
@@ -93,8 +85,8 @@ class StreamedEvaluation:
 
     def _pass(self, batch: Any, weight: int) -> Callable[[], tuple[float, int]]:
         def work() -> tuple[float, int]:
-            output = call_model(self._rank.module, to_device(batch, self._rank.device))
-            return loss_of(output).item(), target_count(self._rank.module, batch) * weight
+            output = call_model(self._backend.module, to_device(batch, self._backend.device))
+            return loss_of(output).item(), target_count(self._backend.module, batch) * weight
 
         return work
 
@@ -102,7 +94,7 @@ class StreamedEvaluation:
         """Make held units stop the passes and absent ones run as guests; returns how to undo it."""
         handles = []
         for name in self._units:
-            module = self._rank.module.get_submodule(name)
+            module = self._backend.module.get_submodule(name)
             if isinstance(module, PassThrough):
                 module.forward = self._run_guest(module)  # type: ignore[method-assign]
             else:
@@ -113,7 +105,7 @@ class StreamedEvaluation:
         def undo() -> None:
             for handle in handles:
                 handle.remove()
-            for stand_in in self._rank.stand_ins.values():
+            for stand_in in self._backend.stand_ins.values():
                 stand_in.__dict__.pop("forward", None)
 
         return undo
@@ -121,7 +113,7 @@ class StreamedEvaluation:
     def _run_guest(self, stand_in: PassThrough) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._lockstep.stop(stand_in.name)
-            cast = self._rank.compute_dtype
+            cast = self._backend.compute_dtype
             if cast != torch.float32:
                 args, kwargs = tree_map(lambda x: x.to(cast) if _is_float(x) else x, (args, kwargs))
             return functional_call(stand_in.skeleton, self._guest, args, kwargs)
@@ -130,15 +122,15 @@ class StreamedEvaluation:
 
     def _stream(self, name: str) -> None:
         """Broadcast a block's units from their first holders: shards between groups, then a gather inside each group that lacks one."""
-        rank = self._rank
+        backend = self._backend
         self._dismiss()  # the ones before are no longer needed
         for unit in self._units[name]:
-            holders = rank.layout.placement.holders[unit.index]
+            holders = backend.layout.placement.holders[unit.index]
             shard = self._broadcast(self._unit_shard(unit, holders[0]), holders[0])
             buffers = self._broadcast_buffers(name, holders[0]) if unit.is_block else {}
-            if rank.at.sdp in holders:
+            if backend.at.sdp in holders:
                 continue
-            tensors = self._assemble(unit, gather_inside(rank, shard))
+            tensors = self._assemble(unit, gather_inside(backend, shard))
             if unit.is_block:
                 self._guest = {path.removeprefix(f"{name}."): tensor for path, tensor in tensors.items()} | buffers
             else:
@@ -149,7 +141,7 @@ class StreamedEvaluation:
         for name, tensor in slices.items():
             parameter, _, index = name.rpartition(":")
             path, _, key = parameter.rpartition(".")
-            layer: Any = self._rank.module.get_submodule(path)
+            layer: Any = self._backend.module.get_submodule(path)
             layer.slices[key].guests[int(index)] = tensor
             self._hosts.append(layer.slices[key])
 
@@ -160,39 +152,39 @@ class StreamedEvaluation:
 
     def _unit_shard(self, unit: Unit, source: int) -> torch.Tensor:
         """The unit's padded shards side by side, in compute precision: filled at the source, empty elsewhere."""
-        rank = self._rank
-        infos = rank.layout.members.get(unit.name, [])
-        if rank.at.sdp == source:
-            return torch.cat([padded_shard(rank, info).to(rank.compute_dtype) for info in infos])
-        size = sum(info.padded_shard_numel(rank.shards) for info in infos)
-        return torch.empty(size, dtype=rank.compute_dtype, device=rank.device)
+        backend = self._backend
+        infos = backend.layout.members.get(unit.name, [])
+        if backend.at.sdp == source:
+            return torch.cat([padded_shard(backend, info).to(backend.compute_dtype) for info in infos])
+        size = sum(info.padded_shard_numel(backend.shards) for info in infos)
+        return torch.empty(size, dtype=backend.compute_dtype, device=backend.device)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        rank = self._rank
-        everyone = rank.communicators.holders[rank.layout.everyone]
-        from_rank = rank.layout.mesh.rank(source, rank.at.fsdp if rank.shards > 1 else 0, rank.at.tp)
+        backend = self._backend
+        everyone = backend.communicators.holders[backend.layout.everyone]
+        from_rank = backend.layout.mesh.rank(source, backend.at.fsdp if backend.shards > 1 else 0, backend.at.tp)
         ranks = dist.get_world_size(everyone)
         if passes_on(dist.get_rank(everyone), dist.get_group_rank(everyone, from_rank), ranks):
-            rank.traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
+            backend.traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
         dist.broadcast(tensor, src=from_rank, group=everyone)
         return tensor
 
     def _broadcast_buffers(self, name: str, source: int) -> dict[str, torch.Tensor]:
-        module = self._rank.module.get_submodule(name)
+        module = self._backend.module.get_submodule(name)
         if isinstance(module, PassThrough):
             module = module.skeleton
-        held = self._rank.at.sdp == source
+        held = self._backend.at.sdp == source
         return {
             name: self._broadcast(
-                buffer.detach().clone() if held else torch.empty_like(buffer, device=self._rank.device), source
+                buffer.detach().clone() if held else torch.empty_like(buffer, device=self._backend.device), source
             )
             for name, buffer in module.named_buffers()
         }
 
     def _assemble(self, unit: Unit, shards: torch.Tensor) -> dict[str, torch.Tensor]:
         """The unit's parameters, or slices, by name."""
-        infos = self._rank.layout.members.get(unit.name, [])
-        pieces = shards.split([info.padded_shard_numel(self._rank.shards) for info in infos], dim=1)
+        infos = self._backend.layout.members.get(unit.name, [])
+        pieces = shards.split([info.padded_shard_numel(self._backend.shards) for info in infos], dim=1)
         return {info.name: assemble(piece, info) for info, piece in zip(infos, pieces, strict=True)}
 
 
@@ -209,24 +201,24 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def subnetwork_losses(rank: EvaluatedRank, batches: Sequence[Any]) -> list[float]:
+def subnetwork_losses(backend: SubnetworkBackend, batches: Sequence[Any]) -> list[float]:
     """Token-weighted mean loss of every group's own subnetwork over the batches of its ranks. Collective."""
-    return _mean_over_ranks(rank, _own_sums(rank, batches))
+    return _mean_over_ranks(backend, _own_sums(backend, batches))
 
 
-def mean_loss(rank: EvaluatedRank, batches: Sequence[Any]) -> float:
+def mean_loss(backend: SubnetworkBackend, batches: Sequence[Any]) -> float:
     """Token-weighted mean loss over the batches of all ranks, of which each has the full model. Collective."""
-    return _mean_over_ranks(rank, _own_sums(rank, batches).sum(0, keepdim=True))[0]
+    return _mean_over_ranks(backend, _own_sums(backend, batches).sum(0, keepdim=True))[0]
 
 
-def _own_sums(rank: EvaluatedRank, batches: Sequence[Any]) -> torch.Tensor:
+def _own_sums(backend: SubnetworkBackend, batches: Sequence[Any]) -> torch.Tensor:
     """This rank's Σ loss·weight and Σ weight in the row of its group, shape (groups, 2)."""
-    steps = _common_count(rank, batches)
-    sums = torch.zeros((rank.layout.mesh.sdp, 2), dtype=torch.float64, device=rank.device)
+    steps = _common_count(backend, batches)
+    sums = torch.zeros((backend.layout.mesh.sdp, 2), dtype=torch.float64, device=backend.device)
     for step in range(steps):  # collectives inside the group: ranks must take the same number of steps
         batch = batches[min(step, len(batches) - 1)]
-        loss = loss_of(call_model(rank.module, to_device(batch, rank.device))).item()
-        count = target_count(rank.module, batch) if step < len(batches) else 0
+        loss = loss_of(call_model(backend.module, to_device(batch, backend.device))).item()
+        count = target_count(backend.module, batch) if step < len(batches) else 0
         if count:
-            sums[rank.at.sdp] += torch.tensor([loss * count, count], dtype=torch.float64, device=rank.device)
+            sums[backend.at.sdp] += torch.tensor([loss * count, count], dtype=torch.float64, device=backend.device)
     return sums

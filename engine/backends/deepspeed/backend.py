@@ -17,24 +17,23 @@ from torch import nn
 
 from ...distributed.mesh import Coordinates
 from ...distributed.traffic import Traffic
-from ...full_model.buffers import agree_on_buffers
-from ...full_model.evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
-from ...full_model.gather import stream_full_state
-from ...full_model.recalibration import Statistics, batch_statistics
+from ...full_model.evaluation import StreamedEvaluation, mean_loss
 from ...optim.clip import squared_norm
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
 from ...subnetwork.carve import PassThrough
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
+from ..sharded import ShardedBackend
 from .groups import GroupsOfRanks
 from .optimizer import LossScale, MasterCopies, ZeroState, local_part
 from .parameters import Gathered
 from .partitions import Bundle, EarlyLaunch, Piece, RoutedRefresh, ShardSync, pieces_of
 from .private import logged_all_reduce, logged_broadcast, set_gradient_norm
+from .traffic_plan import plan_traffic
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(ShardedBackend):
     """One rank's subnetwork inside DeepSpeed's ``engine``. ``bundles``: the full model's, of which DeepSpeed has those that are held."""
 
     def __init__(
@@ -171,15 +170,6 @@ class DeepSpeedBackend:
         return Shard()
 
     @property
-    def data_ranks_here(self) -> int:
-        return 1
-
-    @property
-    def frozen(self) -> dict[str, nn.Parameter]:
-        self._refresh.finish()
-        return self._frozen
-
-    @property
     def exposed_seconds(self) -> float:
         return self._exposed + (self._hooked.exposed_seconds if self._hooked else 0.0)
 
@@ -293,12 +283,6 @@ class DeepSpeedBackend:
         if self._early is not None:
             self._early.drop()
 
-    def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """All-reduce a few numbers among all ranks in place."""
-        if self.layout.mesh.world_size > 1:
-            self.traffic.record("control", "all_reduce", values.nbytes, self.layout.mesh.world_size)
-            dist.all_reduce(values, op=op)
-
     def all_reduce_inside(self, tensor: torch.Tensor) -> None:
         """Sum a tensor over the ranks of the group in place."""
         if self.ranks_inside > 1:
@@ -306,71 +290,35 @@ class DeepSpeedBackend:
             dist.all_reduce(tensor, group=self._groups.inside)
 
     def planned_traffic(self) -> Traffic:
-        """What this rank sends in a step, without DeepSpeed's own messages inside its group, which its communication logger counts."""
-        mesh, infos, planned = self.layout.mesh, self.layout.parameters, Traffic()
-        if self._sync is not None:
-            self._sync.plan(planned)
-        for bucket in self.layout.buckets(lambda _: False) if self._hooked is not None else ():
-            if self.at.sdp in bucket.holders:
-                ranks = mesh.data_ranks_of(bucket.holders)
-                planned.record(
-                    "between groups", "all_reduce", 4 * sum(infos[name].numel for name in bucket.names), ranks
-                )
-        for (name, _), routes in self._groups.routes.items():
-            for route in routes:
-                if route.sent_by(self.rank) and infos[name].trainable:
-                    nbytes = route.shared.length * self.compute_dtype.itemsize
-                    planned.record("between groups", "broadcast", nbytes, len(route.shared.ranks))
-        for refresh in self.layout.refreshes if not mesh.sizes else ():
-            if refresh.sent_by(self.at.sdp):
-                numels = (infos[name].numel for name in refresh.names if infos[name].trainable)
-                sent = sum(-(-numel // self.ranks_inside) if self.stage == 3 else numel for numel in numels)
-                planned.record("between groups", "broadcast", sent * self.compute_dtype.itemsize, len(refresh.members))
-        planned.record("control", "all_reduce", 16, mesh.world_size)  # norm and loss
-        return planned
+        """What this rank sends in a step, without DeepSpeed's own messages inside its group."""
+        return plan_traffic(
+            self.layout,
+            self._groups,
+            self._sync,
+            rank=self.rank,
+            stage=self.stage,
+            compute_bytes=self.compute_dtype.itemsize,
+            reduces_whole_gradients=self._hooked is not None,
+        )
 
     # -- the full model --------------------------------------------------------------------------------------------------------
 
-    def _gathered(self) -> Any:
+    def _view(self) -> Any:
         return Gathered(self)
 
     def evaluate(self, batches: Sequence[Any]) -> float:
         self.agree_on_buffers()
         with self._evaluating():
             if self.layout.keeps_frozen or not self.installed:
-                return mean_loss(self._gathered(), batches)
+                return mean_loss(self._view(), batches)
             # ZeRO 3 follows the order of modules of one pass at a time.
-            return StreamedEvaluation(self._gathered(), chunk=1 if self.stage == 3 else None).run(batches)
-
-    def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
-        guests = [
-            named for name, stand_in in self.stand_ins.items() for named in stand_in.skeleton.named_modules(prefix=name)
-        ]
-        return batch_statistics(
-            [*self.module.named_modules(), *guests],
-            lambda: self.evaluate(batches),
-            self.all_reduce_control,
-            self.device,
-        )
-
-    def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
-        self.agree_on_buffers()
-        with self._evaluating():
-            return subnetwork_losses(self._gathered(), batches)
+            return StreamedEvaluation(self._view(), chunk=1 if self.stage == 3 else None).run(batches)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         self._refresh.finish()
         with torch.no_grad():
             yield
-
-    def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        self._refresh.finish()
-        self.agree_on_buffers()
-        return stream_full_state(self._gathered())
-
-    def agree_on_buffers(self) -> None:
-        agree_on_buffers(self)
 
     def shard_parameters(self) -> None:
         self._refresh.finish()

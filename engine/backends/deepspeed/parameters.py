@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ...distributed.process_groups import Communicators
-from .optimizer import local_part
-from .partitions import Bundle, pieces_of
-
-if TYPE_CHECKING:
-    from .backend import DeepSpeedBackend
+from ...placement.layout import Layout
+from .optimizer import ZeroState, local_part
+from .partitions import Bundle, Piece, pieces_of
 
 
-def untrained_part(backend: DeepSpeedBackend, name: str) -> list[tuple[int, torch.Tensor]]:
+class PartitionedBackend(Protocol):
+    """What this file needs of the DeepSpeed backend."""
+
+    layout: Layout
+    device: torch.device
+    rank: int
+    stage: int
+    zero: ZeroState | None
+    parameters: dict[str, nn.Parameter]
+
+    @property
+    def stepped(self) -> dict[str, torch.Tensor]: ...
+
+    @property
+    def ranks_inside(self) -> int: ...
+
+    @property
+    def rank_inside(self) -> int: ...
+
+    def pieces(self) -> Iterator[tuple[int, Piece]]: ...
+
+    def all_reduce_inside(self, tensor: torch.Tensor) -> None: ...
+
+
+def untrained_part(backend: PartitionedBackend, name: str) -> list[tuple[int, torch.Tensor]]:
     """What this rank has of a parameter that no group of the optimizer has, flat, and where that begins: ZeRO 3 cuts these too."""
     info, local = backend.layout.parameters[name], local_part(backend.parameters[name]).detach().view(-1)
     alone = Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
@@ -28,7 +50,7 @@ def untrained_part(backend: DeepSpeedBackend, name: str) -> list[tuple[int, torc
 class _WholeParameters(Mapping[str, nn.Parameter]):
     """Whole float32 parameters, gathered inside the group when one is asked for; all of its ranks must ask."""
 
-    def __init__(self, backend: DeepSpeedBackend):
+    def __init__(self, backend: PartitionedBackend):
         self._backend = backend
 
     def __getitem__(self, name: str) -> Any:
@@ -68,13 +90,12 @@ class Gathered:
     shards = 1
     tensor_ranks = None
 
-    def __init__(self, backend: DeepSpeedBackend):
+    def __init__(self, backend: PartitionedBackend):
         self._backend = backend
         self.parameters = _WholeParameters(backend)
-        everyone = backend.layout.everyone
-        self.communicators = Communicators(
-            backend.layout.mesh, backend.rank, True, holders={everyone: dist.group.WORLD}
-        )  # type: ignore[dict-item]
+        assert dist.group.WORLD is not None
+        holders = {backend.layout.everyone: dist.group.WORLD}
+        self.communicators = Communicators(backend.layout.mesh, backend.rank, True, holders=holders)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)

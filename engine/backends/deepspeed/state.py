@@ -147,7 +147,7 @@ def materialise_state(backend: DeepSpeedBackend) -> None:
 
 
 def check_holders(backend: DeepSpeedBackend) -> None:
-    """Compare float32 weights and optimizer state across holders, however each group cut them; raises DivergenceError. Collective.
+    """Compare float32 weights and optimizer state across holders, however each group cut them; raises HolderMismatchError. Collective.
 
     A checksum is a sum over elements of their bits times their places, so that shares of any cut add up to the same.
     """

@@ -17,10 +17,7 @@ from ...distributed.process_groups import Communicators
 from ...distributed.tensor_collectives import TensorRanks
 from ...distributed.traffic import Traffic
 from ...errors import ModelError
-from ...full_model.buffers import agree_on_buffers
-from ...full_model.evaluation import StreamedEvaluation, mean_loss, subnetwork_losses
-from ...full_model.gather import stream_full_state
-from ...full_model.recalibration import Statistics, batch_statistics
+from ...full_model.evaluation import StreamedEvaluation, mean_loss
 from ...model_interface import get_sharding_groups
 from ...optim.clip import squared_norm
 from ...placement.layout import Layout
@@ -30,10 +27,11 @@ from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
+from ..sharded import ShardedBackend
 from .collectives import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients, gather_stream
 
 
-class FSDP2Backend:
+class FSDP2Backend(ShardedBackend):
     """One rank's subnetwork. The model is cut and carved, or frozen, already and may be on the meta device; call :meth:`ready` once it has
     values; frozen copies get theirs there.
     """
@@ -77,15 +75,6 @@ class FSDP2Backend:
     @property
     def shard(self) -> Shard:
         return Shard(self.shards, self.at.fsdp if self.shards > 1 else 0, self.at.tp)
-
-    @property
-    def data_ranks_here(self) -> int:
-        return 1
-
-    @property
-    def frozen(self) -> dict[str, nn.Parameter]:
-        self._refresh.finish()
-        return self._frozen
 
     @property
     def exposed_seconds(self) -> float:
@@ -198,34 +187,10 @@ class FSDP2Backend:
         self.all_reduce_control(totals)
         return totals
 
-    def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """All-reduce a few numbers among all ranks in place."""
-        if self.layout.mesh.world_size == 1:
-            return  # gloo wakes a thread even for one rank: 0.1 ms idle, milliseconds on a loaded machine
-        self.traffic.record("control", "all_reduce", values.nbytes, self.layout.mesh.world_size)
-        dist.all_reduce(values, op=op)
-
     def evaluate(self, batches: Sequence[Any]) -> float:
         self.agree_on_buffers()
         with self._evaluating(), self._scale.of_full_model():
             return mean_loss(self, batches) if self.layout.keeps_frozen else StreamedEvaluation(self).run(batches)
-
-    def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
-        skeletons = {
-            name: stand_in.skeleton for name, stand_in in self.stand_ins.items() if isinstance(stand_in, PassThrough)
-        }
-        guests = [named for name, skeleton in skeletons.items() for named in skeleton.named_modules(prefix=name)]
-        return batch_statistics(
-            [*self.module.named_modules(), *guests],
-            lambda: self.evaluate(batches),
-            self.all_reduce_control,
-            self.device,
-        )
-
-    def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
-        self.agree_on_buffers()
-        with self._evaluating():
-            return subnetwork_losses(self, batches)
 
     def gather_root(self) -> None:
         """Make the root's own parameters whole; nothing happens where they are.
@@ -256,10 +221,5 @@ class FSDP2Backend:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        self.shard_parameters()
-        self.agree_on_buffers()
-        return stream_full_state(self)
-
-    def agree_on_buffers(self) -> None:
-        agree_on_buffers(self)
+    def _view(self) -> FSDP2Backend:
+        return self

@@ -1,0 +1,90 @@
+"""What the backends with one process per rank share: buffers, evaluation and control messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..distributed.mesh import Coordinates
+from ..distributed.traffic import Traffic
+from ..full_model.backend_view import SubnetworkBackend
+from ..full_model.buffers import agree_on_buffers
+from ..full_model.evaluation import subnetwork_losses
+from ..full_model.gather import stream_full_state
+from ..full_model.recalibration import Statistics, batch_statistics
+from ..placement.layout import Layout
+from ..subnetwork.carve import PassThrough
+from ..sync.weights import WeightRefresh
+
+
+class ShardedBackend:
+    """Base of the FSDP2 and DeepSpeed backends. Each rank holds a shard of its group's subnetwork."""
+
+    layout: Layout
+    module: nn.Module
+    device: torch.device
+    traffic: Traffic
+    rank: int
+    at: Coordinates
+    stand_ins: dict[str, PassThrough]
+    _frozen: dict[str, nn.Parameter]
+    _refresh: WeightRefresh
+
+    def evaluate(self, batches: Sequence[Any]) -> float:
+        raise NotImplementedError
+
+    def shard_parameters(self) -> None:
+        raise NotImplementedError
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """A context without gradients in which several passes may take turns."""
+        raise NotImplementedError
+
+    def _view(self) -> SubnetworkBackend:
+        """This backend as evaluation and the full state dict see it."""
+        raise NotImplementedError
+
+    @property
+    def data_ranks_here(self) -> int:
+        return 1
+
+    @property
+    def frozen(self) -> dict[str, nn.Parameter]:
+        self._refresh.finish()
+        return self._frozen
+
+    def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """All-reduce a few numbers over all ranks in place. Collective."""
+        if self.layout.mesh.world_size == 1:
+            return  # gloo wakes a thread even for one rank: 0.1 ms idle, milliseconds on a loaded machine
+        self.traffic.record("control", "all_reduce", values.nbytes, self.layout.mesh.world_size)
+        dist.all_reduce(values, op=op)
+
+    def agree_on_buffers(self) -> None:
+        agree_on_buffers(self._view())
+
+    def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
+        guests = [
+            named for name, stand_in in self.stand_ins.items() for named in stand_in.skeleton.named_modules(prefix=name)
+        ]
+        return batch_statistics(
+            [*self.module.named_modules(), *guests],
+            lambda: self.evaluate(batches),
+            self.all_reduce_control,
+            self.device,
+        )
+
+    def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
+        self.agree_on_buffers()
+        with self._evaluating():
+            return subnetwork_losses(self._view(), batches)
+
+    def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        self.shard_parameters()
+        self.agree_on_buffers()
+        return stream_full_state(self._view())
