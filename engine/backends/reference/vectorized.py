@@ -19,7 +19,7 @@ from ...batch.call import split_rows, target_count, tensors_in
 from ...errors import ModelError
 from ...model_interface import get_neuron_branches
 from ...placement.layout import Layout
-from ...placement.units import Slice, find_neuron_units, goes_into_sum
+from ...placement.units import SHARED, Slice, find_neuron_units, goes_into_sum
 from .backend import ReferenceBackend
 
 _HERE, _INSTEAD = 'sdp.engine "vectorized"', 'use "reference"'
@@ -56,7 +56,7 @@ class VectorizedBackend(ReferenceBackend):
         for part, holders in self._sums():
             name, ((first, last),) = part.parameter.removesuffix(".weight"), part.ranges
             bias = self.layout.parameters.get(f"{name}.bias")
-            if bias is not None and bias.unit is not None:
+            if bias is not None and bias.unit != SHARED:
                 raise ModelError(f"{_HERE}: {bias.name} is added whether its unit is held or not; {_INSTEAD}")
             shape = (self.layout.mesh.sdp, self.parameters[part.parameter].shape[1])
             held = gates.setdefault(name, torch.ones(shape, device=self.device))
