@@ -1,1 +1,1 @@
-"""The part of the model that a group holds: carved or sliced, scaled, initialised and compiled."""
+"""The part of the model that a group holds: how it is cut, scaled, initialised and compiled."""

@@ -1,4 +1,8 @@
-"""Activation checkpointing of units: nothing, everything, or all but matrix products and attention is recomputed in backward."""
+"""Activation checkpointing of units.
+
+Backward recomputes nothing ("none"), everything ("full"), or everything except matrix products and
+attention ("selective").
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from ..model_interface import get_config
 
 log = logging.getLogger("sdp")
 
-# Expensive to recompute against the bytes of their results; the list of torchtitan's selective mode.
+# Operators that cost much time to recompute per byte of their results, as in torchtitan.
 _SAVED = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -29,13 +33,16 @@ _SAVED = {
 
 
 def checkpoint_activations(model: nn.Module, blocks: Iterable[str], mode: Literal["none", "full", "selective"]) -> None:
-    """Make every block (a module's path) recompute activations in backward. Its forward is replaced in place: parameter names stay."""
+    """Make every block (a module's path) recompute activations in backward.
+
+    Only ``forward`` is replaced, so parameter names stay.
+    """
     if mode == "none":
         return
     config = get_config(model)
-    if getattr(config, "use_cache", False) is True:  # of transformers' decoders
+    if getattr(config, "use_cache", False) is True:  # decoders of transformers
         log.warning(
-            "config.use_cache of the model is now False: a recomputed block would append its keys and values to the cache once more"
+            "config.use_cache of the model is now False: a recomputed block would append its keys and values to the cache again"
         )
         config.use_cache = False  # type: ignore[union-attr]
     for name in blocks:
@@ -58,14 +65,18 @@ def _recomputing(block: nn.Module, forward: Callable[..., Any], *, selective: bo
             return forward(*args, **kwargs)
         if tracks and not torch.compiler.is_compiling():
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        # A compiled block writes to its buffers once whatever it recomputes, and takes contexts of its own kind alone, written out here.
+        # A compiled block writes to its buffers once, even if it is recomputed. The compiler only
+        # accepts contexts of its own, which are therefore passed unchanged.
         return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
 
     return recomputing_forward
 
 
 class _WithBuffersKept(AbstractContextManager[None]):
-    """``context``, after which buffers are as before: a batch counts once in running statistics, not again when it is recomputed."""
+    """Runs ``context`` and then restores the block's buffers.
+
+    A batch must count once in running statistics, and not again when it is recomputed.
+    """
 
     def __init__(self, block: nn.Module, context: AbstractContextManager[Any]):
         self._buffers, self._context = list(block.buffers()), context

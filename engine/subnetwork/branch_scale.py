@@ -1,7 +1,11 @@
-"""``sdp.branch_scale``: what a unit adds to its input, scaled so that a subnetwork's sum is on average the full model's.
+"""``sdp.branch_scale``: scales what a unit adds to its input.
 
-A unit with k of N groups as holders adds, over the groups, k / N of what it adds to the full model. "train": times N / k wherever a part
-of the model runs, in training and when a group's own subnetwork is evaluated. "eval": times k / N where the full model runs.
+If k of N groups hold a unit, the unit adds on average k / N of what it adds in the full model. There
+are two ways to make both equal on average:
+
+- "train" multiplies by N / k wherever a part of the model runs: in training, and when a group's own
+  subnetwork is evaluated.
+- "eval" multiplies by k / N when the full model runs.
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..placement.layout import Layout
 from ..placement.units import Unit, goes_into_sum
 from .carve import PassThrough, hidden_state, signature_of
-from .neurons import Slices
+from .slices import Slices
 
 
 class BranchScale:
-    """The factors of all units of a model, for a part of it or, inside :meth:`of_full_model`, for all of it."""
+    """The factors of all units: for a subnetwork, or inside :meth:`of_full_model` for the full model."""
 
     def __init__(self, layout: Layout):
         self._layout = layout
@@ -29,7 +33,7 @@ class BranchScale:
         self._layers: list[tuple[Slices, dict[int, Unit]]] = []
 
     def factor(self, unit: Unit) -> float:
-        """By how much what the unit adds is multiplied."""
+        """The number by which the unit's output is multiplied."""
         share = len(self._layout.placement.holders[unit.index]) / self._layout.mesh.sdp
         if self._layout.branch_scale == "train" and not self._full:
             return 1 / share
@@ -37,7 +41,7 @@ class BranchScale:
 
     @contextmanager
     def of_full_model(self) -> Iterator[None]:
-        """While inside, the full model runs."""
+        """Use the factors of the full model inside the context."""
         self._switch(full=True)
         try:
             yield
@@ -50,7 +54,7 @@ class BranchScale:
             slices.factors = {index: self.factor(unit) for index, unit in units.items()}
 
     def install(self, model: nn.Module) -> None:
-        """Scale, from now on, the blocks of ``model`` that are units, guests too, and its slices of neurons."""
+        """Scale the blocks of ``model`` that are units (guests too) and its slices of neurons."""
         if self._layout.branch_scale == "none":
             return
         for unit in self._layout.units:

@@ -1,4 +1,8 @@
-"""Carve a group's subnetwork out of a model: blocks that are not held become parameterless pass-throughs at the same index."""
+"""Carves a group's subnetwork out of a model.
+
+Each block that the group does not hold is replaced by a pass-through without parameters, which has
+the same path.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +25,16 @@ _REMEDY = 'leave it out of sdp.units, list it in sdp.protect, or use sdp.masking
 
 
 def signature_of(block: nn.Module) -> inspect.Signature:
-    """Of the block's ``forward``."""
+    """The signature of the block's ``forward``."""
     return inspect.signature(block.forward)
 
 
 def hidden_state(
     name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """The tensor that a block adds to: what the first parameter of its ``forward`` that is given a tensor was given.
+    """The tensor to which a block adds: the first argument of its ``forward`` that is a tensor.
 
-    Raises :class:`ModelError`, naming the block, where that cannot be told.
+    Raises ModelError with the block's name if the first tensor is ambiguous or missing.
     """
     bound = signature.bind(*args, **kwargs)
     tensors = [value for value in bound.args if isinstance(value, torch.Tensor)]
@@ -47,11 +51,14 @@ def hidden_state(
 
 
 class PassThrough(nn.Module):
-    """Stands where a block is not held and returns its input in the block's own output structure: the skip connection alone.
+    """Replaces a block that is not held: only its skip connection is left.
 
-    It keeps the block's skeleton on the meta device (no memory, not part of the module tree): to learn the structure that the block
-    returns, and to run the block as a guest when the full model is evaluated. Attributes are the block's own, its children and
-    parameters too (to be looked at: on the meta device they have shapes and dtypes, and no values).
+    It returns its input in the structure that the block would return. For that it keeps the block's
+    skeleton on the meta device, which takes no memory and is not part of the module tree. The skeleton
+    also runs the block as a guest when the full model is evaluated.
+
+    Attributes are those of the block, including children and parameters. They have shapes and dtypes
+    but no values.
     """
 
     def __init__(self, name: str, block: nn.Module):
@@ -62,7 +69,7 @@ class PassThrough(nn.Module):
         self.training = block.training
 
     def train(self, mode: bool = True) -> PassThrough:
-        """As any module's; the skeleton, which runs as a guest, follows."""
+        """Set the mode of this module and of the skeleton, which runs as a guest."""
         self.skeleton.train(mode)
         return super().train(mode)
 
@@ -87,12 +94,12 @@ class PassThrough(nn.Module):
         return tree_unflatten(leaves, spec)
 
     def _learn_structure(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """Run the skeleton: the tree that the block returns, and which leaf of it is the hidden state."""
+        """Run the skeleton. Return the tree that it returns, and which leaf is the hidden state."""
         try:
             output = self._run(self.skeleton, "meta", args, kwargs)
-        except (
-            Exception
-        ) as on_meta:  # it reads values, or an operation knows no meta device: once, with zeros, in the host's memory
+        except Exception as on_meta:
+            # The block reads values, or an operator does not support the meta device. Run it once on
+            # zeros in the host's memory.
             block = copy.deepcopy(self.skeleton).to_empty(device="cpu")
             for tensor in (*block.parameters(), *block.buffers()):
                 tensor.detach().zero_()
@@ -116,14 +123,17 @@ class PassThrough(nn.Module):
     @staticmethod
     def _run(block: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), None)
-        with _CopiesAreZeros(device, dtype):  # whatever holds tensors, such as a cache that the block writes to
+        with _CopiesAreZeros(device, dtype):  # also inside other objects, such as a cache that the block writes to
             args, kwargs = copy.deepcopy((args, kwargs))
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return block(*args, **kwargs)
 
 
 class _CopiesAreZeros(TorchFunctionMode):
-    """While inside, ``copy.deepcopy`` of a tensor gives zeros of its shape on ``device``, floating ones in ``dtype``."""
+    """Makes ``copy.deepcopy`` of a tensor return zeros of its shape on ``device``.
+
+    Floating-point tensors get ``dtype``.
+    """
 
     def __init__(self, device: str, dtype: torch.dtype | None):
         super().__init__()
@@ -137,7 +147,10 @@ class _CopiesAreZeros(TorchFunctionMode):
 
 
 def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int) -> dict[str, PassThrough]:
-    """Replace, in place, every unit that ``group`` does not hold; what it held in memory is freed. Returns the stand-ins by unit name."""
+    """Replace every unit that ``group`` does not hold, in place, and free its memory.
+
+    Returns the stand-ins by unit name.
+    """
     stand_ins = {}
     for unit in units:
         if not placement.holds(group, unit.index):
@@ -147,7 +160,10 @@ def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: 
 
 
 def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int, dtype: torch.dtype) -> None:
-    """Make every unit that ``group`` does not hold, in place, a copy in ``dtype`` that is not trained: no gradient of it is computed."""
+    """Convert every unit that ``group`` does not hold to ``dtype``, in place, and freeze it.
+
+    No gradients of its parameters are computed.
+    """
     for unit in units:
         if not placement.holds(group, unit.index):
             for parameter in model.get_submodule(unit.name).parameters():
@@ -158,7 +174,7 @@ def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group:
 
 
 def frozen_view(block: nn.Module) -> nn.Module:
-    """A copy of ``block`` whose parameters are not trained and lie in the memory of the block's own; buffers are the block's own."""
+    """A copy of ``block`` whose frozen parameters share the block's memory. Buffers are the block's own."""
     views: dict[int, Any] = {
         id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in block.parameters()
     }
@@ -167,7 +183,10 @@ def frozen_view(block: nn.Module) -> nn.Module:
 
 @contextmanager
 def masked(model: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
-    """While inside, the modules named by ``stand_ins`` are replaced by them: the subnetwork of one group, cut out of the full model."""
+    """Replace the modules named by ``stand_ins`` inside the context.
+
+    The full model then computes the subnetwork of one group.
+    """
     originals = {name: model.get_submodule(name) for name in stand_ins}
     try:
         for name, stand_in in stand_ins.items():

@@ -1,4 +1,4 @@
-"""``training.compile``: the units that a rank holds are compiled in place, one compilation for all that are alike."""
+"""``training.compile``: compiles the units that a rank holds. Identical units share a compilation."""
 
 from __future__ import annotations
 
@@ -11,28 +11,39 @@ from ..errors import ConfigError
 
 
 def compile_units(model: nn.Module, blocks: Collection[str], device: torch.device, *, sliced: bool = False) -> None:
-    """Compile the ``forward`` of every block (a module's path) in place: parameter names stay, and so do hooks, which run around it.
+    """Compile the ``forward`` of every block (a module's path) in place.
 
-    To be called after activation checkpointing (recomputation is then part of the compiled graph) and before sharding. ``sliced``: blocks
-    may have slices of different indices, and those that do have a graph of their own. Raises :class:`ConfigError` where nothing can
-    be compiled for ``device``.
+    Parameter names stay. Hooks run around the compiled function. Call this after activation
+    checkpointing, so that recomputation is part of the compiled graph, and before sharding.
+
+    Args:
+        model: The model.
+        blocks: Paths of the blocks.
+        device: Where the blocks run.
+        sliced: The blocks may have slices with different indices. Those need graphs of their own.
+
+    Raises:
+        ConfigError: torch.compile does not work for ``device``.
     """
     _require_compiler(device)
-    if sliced:  # else torch gives up after 8 graphs and runs further blocks uncompiled; 3: of training and evaluation, and odd batches
+    if sliced:
+        # By default, torch stops after 8 graphs and runs further blocks uncompiled. A block needs up
+        # to 3: for training, evaluation and a batch of another size.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 3 * len(blocks))
     for name in blocks:
         block = model.get_submodule(name)
-        # Widths of slices are as fixed as other shapes of weights, but torch would take those that differ among blocks for variable.
+        # Widths of slices are fixed. Since they differ between blocks, torch would treat them as
+        # dynamic.
         block.forward = torch.compile(block.forward, dynamic=False if sliced else None)  # type: ignore[method-assign]
 
 
 def _require_compiler(device: torch.device) -> None:
-    """Compile one sum, so that a missing C++ compiler, header or Triton is found before anything else is done."""
+    """Compile one sum, to find a missing C++ compiler, header or Triton early."""
     try:
         torch.compile(lambda x: (x + 1).sum())(torch.zeros(64, device=device))
-    except Exception as error:  # of many classes, torch's own and the compiler's
+    except Exception as error:  # torch and the compiler raise many classes
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         needs = "a C++ compiler (CXX)" if device.type == "cpu" else "Triton and a C compiler"
         raise ConfigError(
             f"training.compile: torch.compile does not work here for {device.type} ({reason}); it needs {needs}: install it, or use false"
-        ) from error  # sdp gpu-check prints it
+        ) from error  # sdp gpu-check prints the cause

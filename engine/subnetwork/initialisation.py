@@ -1,9 +1,12 @@
-"""Initialise parameters so that the same seed gives the same full model under any layout.
+"""Initialises parameters. The same seed gives the same full model under any layout.
 
-A parameter of a model that states its own rule (``parameter_init(name)``) is filled in blocks of rows, each from a generator
-seeded by sha256(seed, canonical name, block), on the CPU: a shard generates only the blocks that it overlaps, and holders agree
-without a broadcast. Other models run their ``_init_weights`` (Hugging Face) or ``reset_parameters`` (torch) module by module
-under a generator forked for that module; ``_init_weights`` of the modules around it too, which may have rules for its tensors.
+If a model has the hook ``parameter_init``, each parameter is filled in blocks of rows on the CPU. The
+generator of a block is seeded by sha256(seed, canonical name, block). A shard generates only the
+blocks that it overlaps, and holders agree without a broadcast.
+
+Other models run their ``_init_weights`` (Hugging Face) or ``reset_parameters`` (torch), module by
+module, with a generator of the module's own. ``_init_weights`` of the enclosing modules runs too,
+because they may have rules for the module's tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from ..errors import ModelError
 from ..model_interface import Constant, Init, Normal, Table, get_parameter_init
 
 BLOCK_ELEMENTS = 1 << 16
+_MARK = 77.0
 
 
 # Fills rows [start, start + len(out)) of one parameter into ``out``.
@@ -29,13 +33,22 @@ Filler = Callable[[torch.Tensor, int], None]
 
 
 def seed_of(*parts: object) -> int:
-    """A 63-bit seed from the parts' text, equal on all machines."""
+    """A 63-bit seed from the text of the parts. It is the same on all machines."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def fill_rows(out: torch.Tensor, start: int, shape: torch.Size, init: Init, seed: int, name: str) -> None:
-    """Write rows [start, start + len(out)) of the parameter ``name`` of the full ``shape`` into ``out``."""
+    """Write some rows of a parameter's initial value into ``out``.
+
+    Args:
+        out: Where to write. Its number of rows decides how many are written.
+        start: The first row.
+        shape: The shape of the full parameter.
+        init: How the parameter is initialised.
+        seed: The seed of the run.
+        name: The parameter's canonical name.
+    """
     if isinstance(init, Constant):
         out.fill_(init.value)
         return
@@ -62,7 +75,7 @@ def fill_rows(out: torch.Tensor, start: int, shape: torch.Size, init: Init, seed
 
 @dataclass(frozen=True)
 class ModuleInit:
-    """The initialisation of one module's own tensors: their canonical ``names``, and a function that makes their fillers."""
+    """The initialisation of one module's own tensors: canonical names, and a function for fillers."""
 
     names: tuple[str, ...]
     fillers: Callable[[], dict[str, Filler]]
@@ -71,9 +84,9 @@ class ModuleInit:
 def plan_initialisation(model: nn.Module, seed: int) -> list[ModuleInit]:
     """One :class:`ModuleInit` for every module of ``model`` with parameters or buffers of its own.
 
-    Call it before the model is sharded and make the fillers after; ``model`` may be on the meta device. Full parameters are in
-    memory only while a module's fillers are. Tied parameters appear once. Raises :class:`ModelError` if nothing says how a
-    parameter is initialised.
+    Call it before the model is sharded, and make the fillers after that. ``model`` may be on the meta
+    device. Full parameters are in memory only as long as a module's fillers. Tied parameters appear
+    once. Raises ModelError if nothing says how a parameter is initialised.
     """
     rule = get_parameter_init(model)
     skeleton = None if rule is not None else _skeleton(model, {})
@@ -103,8 +116,10 @@ def _rule_fillers(shapes: dict[str, torch.Size], rules: dict[str, Init], seed: i
 
 
 def _resets(skeleton: nn.Module, path: str, name: str) -> list[Callable[[], Any]]:
-    """What initialises the tensors of the module at ``path``, in order: the model's own rule for it and for the modules around it,
-    from the inside out (GPT-2's attention scales its projection), else the module's ``reset_parameters``.
+    """The functions that initialise the tensors of the module at ``path``, in order.
+
+    These are the model's rules for the module and for the enclosing modules, from the inside out
+    (GPT-2's attention scales its projection), or else the module's ``reset_parameters``.
     """
     parts = path.split(".") if path else []
     chain = [skeleton.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
@@ -127,7 +142,10 @@ def _resets(skeleton: nn.Module, path: str, name: str) -> list[Callable[[], Any]
 def _module_fillers(
     module: nn.Module, names: list[str], resets: list[Callable[[], Any]], seed: int
 ) -> dict[str, Filler]:
-    """Give the skeleton's ``module`` values on the CPU under a generator of its own, all else stays on the meta device; hand out rows."""
+    """Initialise the skeleton's ``module`` on the CPU and return fillers that copy its rows.
+
+    The module has a generator of its own. Everything else stays on the meta device.
+    """
     module.to_empty(device="cpu", recurse=False)
     before = {key: _mark(tensor) for key, tensor in _own_tensors(module).items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -135,7 +153,7 @@ def _module_fillers(
         for reset in resets:
             try:
                 reset()
-            except NotImplementedError as error:  # torch's, of values that a meta tensor has not
+            except NotImplementedError as error:  # torch raises it for values of a meta tensor
                 raise ModelError(
                     f"{names[0]}: its initialisation reads other modules' values, which are not in memory "
                     f"({str(error).splitlines()[0]}); build the model with its weights instead of on the meta device"
@@ -152,11 +170,8 @@ def _module_fillers(
     return {name: partial(_copy_rows, full=values[name.rpartition(".")[2]].detach()) for name in names}
 
 
-_MARK = 77.0
-
-
 def _mark(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill ``tensor`` with what no initialisation writes, and return a copy of it."""
+    """Fill ``tensor`` with a value that no initialisation writes, and return a copy of it."""
     with torch.no_grad():
         tensor.fill_(float("nan") if tensor.is_floating_point() else 1 if tensor.dtype == torch.bool else _MARK)
     return tensor.detach().clone()
@@ -171,7 +186,7 @@ def _copy_rows(out: torch.Tensor, start: int, full: torch.Tensor) -> None:
 
 
 def _skeleton(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
-    """A copy of the module tree on the meta device, with the attributes of the original and no tie between its parameters."""
+    """A copy of the module tree on the meta device, with the same attributes and untied parameters."""
     if id(module) not in copies:
         copies[id(module)] = bare = copy.copy(module)
         bare._parameters = {

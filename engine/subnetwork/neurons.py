@@ -1,102 +1,33 @@
-"""Groups of hidden neurons of a branch, on a rank: slices of its layers as parameters of their own, one product or convolution over them.
+"""Groups of hidden neurons on a rank: layers that have some slices of their parameters.
 
-A branch (``units.Branch``) names its parameters and the dimension of each along which its neurons lie; :func:`slice_layers` replaces
-the layers that have them. Whatever the kind of a layer, its slices lie in one order: those that the group holds, then those of which
-it has copies, then guests. All layers of a branch have slices of the same units, so what one puts out is in the order that the next
-takes. Tensor-parallel ranks each have an equal part of every slice.
+:func:`slice_layers` replaces the layers of a branch (:class:`~.model_interface.Branch`), which names
+its parameters and the dimension of each along which its neurons lie.
+
+The slices of every layer are in one order: first those that the group holds, then those of which it
+has frozen copies, then guests. All layers of a branch have slices of the same units, so the output of
+one is in the order in which the next expects it. Tensor-parallel ranks each have an equal part of
+every slice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import ModelError
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
-
-
-@dataclass
-class Slices:
-    """Which slices along ``dim`` of a module's parameter ``key`` are there, as its parameters ``KEY:0``, ``KEY:1`` …
-
-    ``ranges``: first and last (exclusive) index of every slice of the full model's, by slice. ``held`` and ``frozen`` ones are there;
-    frozen ones are copies, of which no gradient is computed. ``guests``: further ones, for as long as the full model is evaluated.
-    ``parts``: how often the neurons follow each other (queries, keys, values): slices of one part have successive numbers.
-    ``factors``: by which the inputs of a slice are multiplied (``dim`` 1), 1 where not stated.
-    """
-
-    key: str
-    dim: int
-    ranges: Mapping[int, tuple[int, int]]
-    held: Sequence[int]
-    frozen: Sequence[int] = ()
-    parts: int = 1
-    guests: dict[int, Tensor] = field(default_factory=dict)
-    factors: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def order(self) -> list[int]:
-        """The slices that are there, in the order in which they are joined."""
-        return [*self.held, *self.frozen, *sorted(self.guests)]
-
-    def register(self, module: nn.Module, full: nn.Parameter, dtype: torch.dtype = torch.float32) -> None:
-        """Make them parameters of ``module`` with their share of ``full``; frozen ones are of ``dtype``."""
-        for index in (*self.held, *self.frozen):
-            first, last = self.ranges[index]
-            part = full.detach().narrow(self.dim, first, last - first)
-            part = part.to(dtype if index in self.frozen else full.dtype).clone(memory_format=torch.contiguous_format)
-            module.register_parameter(
-                f"{self.key}:{index}", nn.Parameter(part, full.requires_grad and index not in self.frozen)
-            )
-
-    def tensors(self, module: nn.Module) -> list[Tensor]:
-        """Those that are there, in order."""
-        own = [module.get_parameter(f"{self.key}:{index}") for index in (*self.held, *self.frozen)]
-        return [*own, *(self.guests[index] for index in sorted(self.guests))]
-
-    def where(self, device: torch.device) -> Tensor:
-        """Indices of the full model's that are there, in order."""
-        ranges = [torch.arange(*self.ranges[index], device=device) for index in self.order]
-        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=device)
-
-    def scaled(self, x: Tensor, axis: int, weights: Sequence[Tensor]) -> Tensor:
-        """``x``, of which ``axis`` is what ``weights``, the slices that are there, take, times their factors."""
-        if all(factor == 1.0 for factor in self.factors.values()) or not weights:
-            return x
-        parts = [
-            x.new_full((w.shape[self.dim],), self.factors.get(index, 1.0))
-            for index, w in zip(self.order, weights, strict=True)
-        ]
-        return x * torch.cat(parts).view([-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())])
-
-    def in_parts(self, y: Tensor, axis: int) -> Tensor:
-        """``y``, of which ``axis`` is what this parameter's slices put out: part after part, within each in order."""
-        order, each = self.order, len(self.ranges) // self.parts
-        by_part = sorted(range(len(order)), key=lambda place: order[place] // each)  # stable
-        if by_part == list(range(len(order))) or self.parts == 1:
-            return y
-        pieces = y.split([self.ranges[index][1] - self.ranges[index][0] for index in order], axis)
-        return torch.cat([pieces[place] for place in by_part], axis)
-
-    def __str__(self) -> str:
-        kinds = {"": self.held, ", frozen: ": self.frozen}
-        names = [
-            kind + (", ".join(f"{self.key}:{index}" for index in indices)) for kind, indices in kinds.items() if indices
-        ]
-        return f"slices along {self.dim}: {''.join(names) or 'none'}"
+from .slices import Settings, Slices, multiply, multiply_slices
 
 
 class _Sliced(nn.Module):
-    """A layer of which some parameters are there as slices, by the parameter's name."""
+    """A layer that has slices of some parameters, by the parameter's name."""
 
     def __init__(self, slices: Mapping[str, Slices]):
         super().__init__()
@@ -107,7 +38,7 @@ class _Sliced(nn.Module):
 
 
 class SlicedLinear(_Sliced):
-    """A linear layer of which slices of the weight along its outputs (``dim`` 0, of the bias too) or its inputs (1) are there."""
+    """A linear layer with slices of its weight along outputs (``dim`` 0, also of the bias) or inputs (1)."""
 
     def __init__(self, linear: nn.Linear, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
         super().__init__(slices)
@@ -117,21 +48,22 @@ class SlicedLinear(_Sliced):
             part.register(self, linear.get_parameter(key), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (…, inputs that are there) → (…, outputs that are there)."""
+        """``x`` (…, present inputs) → (…, present outputs)."""
         slices = self.slices["weight"]
         weights = slices.tensors(self)
         if not weights:
-            # Nothing, as a function of ``x``: what comes before has a gradient of zeros, and FSDP2 reduces it as on other ranks.
+            # An empty result that depends on x: earlier layers get zero gradients, which FSDP2
+            # reduces as on other ranks.
             y = F.linear(x, x.new_zeros((0, x.shape[-1]) if slices.dim == 0 else (self.out_features, 0)))
             return y if self.bias is None else y + self.bias
-        y = _over_slices(slices.scaled(x, -1, weights), None, slices, weights)
+        y = multiply_slices(slices.scaled(x, -1, weights), None, slices, weights)
         bias = torch.cat(self.slices["bias"].tensors(self)) if "bias" in self.slices else self.bias
         y = y if bias is None else y + bias
         return slices.in_parts(y, -1) if slices.dim == 0 else y
 
 
 class SlicedConv2d(_Sliced):
-    """A convolution without bias of which slices of the weight along its output (``dim`` 0) or input channels (1) are there."""
+    """A convolution without bias, with slices of its weight along output (``dim`` 0) or input channels (1)."""
 
     def __init__(self, convolution: nn.Conv2d, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
         super().__init__(slices)
@@ -141,22 +73,23 @@ class SlicedConv2d(_Sliced):
         slices["weight"].register(self, convolution.get_parameter("weight"), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (B, input channels that are there, H, W) → (B, output channels that are there, H', W')."""
+        """``x`` (B, present input channels, H, W) → (B, present output channels, H', W')."""
         slices = self.slices["weight"]
         weights = slices.tensors(self)
         if weights:
             x = slices.scaled(x, 1, weights) if slices.dim == 1 else x
-            return _over_slices(x, self._settings, slices, weights)
-        outputs, inputs, *kernel = self.weight_shape  # nothing, as a function of ``x``: see above
+            return multiply_slices(x, self._settings, slices, weights)
+        outputs, inputs, *kernel = self.weight_shape  # an empty result that depends on x, as above
         if slices.dim == 0:
-            return _product(x, x.new_zeros((1, inputs, *kernel)), self._settings).narrow(1, 0, 0)
-        return _product(F.pad(x, (0, 0, 0, 0, 0, 1)), x.new_zeros((outputs, 1, *kernel)), self._settings)
+            return multiply(x, x.new_zeros((1, inputs, *kernel)), self._settings).narrow(1, 0, 0)
+        return multiply(F.pad(x, (0, 0, 0, 0, 0, 1)), x.new_zeros((outputs, 1, *kernel)), self._settings)
 
 
 class SlicedBatchNorm(_BatchNorm):
-    """A batch norm of which some channels are there.
+    """A batch norm with some of the channels.
 
-    Running statistics are whole, of all channels of the full model; those of channels that are not there stay as they are.
+    Running statistics are those of all channels of the full model. Statistics of absent channels do not
+    change.
     """
 
     def __init__(self, norm: _BatchNorm, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
@@ -172,18 +105,19 @@ class SlicedBatchNorm(_BatchNorm):
             slices[key].register(self, norm.get_parameter(key), dtype)
 
     def where(self, device: torch.device) -> Tensor:
-        """The full model's channels that are there, in the order of the inputs'."""
+        """Indices of the present channels in the full model, in the order of the inputs."""
         return self.slices["weight"].where(device)
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input`` (B, channels that are there, …) → the same."""
+        """``input`` (B, present channels, …) → the same shape."""
         where = self.where(input.device)
         tracks = self.training and self.track_running_stats
         if tracks:
             self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         if not len(where):
             return input
-        used = self.running_mean is not None and (not self.training or tracks)  # else the batch's own statistics are
+        # Without running statistics, those of the batch are used.
+        used = self.running_mean is not None and (not self.training or tracks)
         mean, variance = (self.running_mean[where], self.running_var[where]) if used else (None, None)  # type: ignore[index]
         weight, bias = (torch.cat(self.slices[key].tensors(self)).float() for key in ("weight", "bias"))
         assert self.momentum is not None
@@ -196,94 +130,11 @@ class SlicedBatchNorm(_BatchNorm):
         return "; ".join(map(str, self.slices.values()))
 
 
-def _property_of_slices(key: str) -> property:
-    """Reads the slices of ``key`` that are there, joined."""
-
-    def joined(module: Any) -> Tensor:
-        slices: Slices = module.slices[key]
-        tensors = slices.tensors(module)
-        if tensors:
-            return torch.cat(tensors, slices.dim)
-        shape = [0 if axis == slices.dim else size for axis, size in enumerate(module.whole_shapes[key])]
-        return torch.empty(shape, device=next(chain(module.parameters(), module.buffers())).device)
-
-    return property(joined)
-
-
-def _slice_in_place(module: Any, slices: Mapping[str, Slices], dtype: torch.dtype) -> None:
-    """Of a module that is no layer: its own parameters become slices, and it reads them, joined, under their names."""
-    module.slices, module.whole_shapes = dict(slices), {key: module.get_parameter(key).shape for key in slices}
-    for key, part in slices.items():
-        full = module.get_parameter(key)
-        delattr(module, key)
-        part.register(module, full, dtype)
-    kind = type(module)
-    module.__class__ = type(f"Sliced{kind.__name__}", (kind,), {key: _property_of_slices(key) for key in slices})
-
-
-Settings = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # stride, padding and dilation of a convolution
-
-
-def _product(x: Tensor, weight: Tensor, convolution: Settings | None) -> Tensor:
-    """A matrix product, whose features are the last dimension, or a convolution, whose channels are dimension 1."""
-    return F.linear(x, weight) if convolution is None else F.conv2d(x, weight, None, *convolution)
-
-
-def _over_slices(x: Tensor, convolution: Settings | None, slices: Slices, weights: Sequence[Tensor]) -> Tensor:
-    """:func:`_product` with ``weights``, the slices that are there, side by side."""
-    if (
-        len(weights) == 1 or not torch.is_grad_enabled()
-    ):  # torch's own gradient of one weight keeps no more, and is no Python
-        return _product(x, _joined(weights, slices.dim), convolution)
-    return _Product.apply(x, convolution, slices.dim, len(slices.held), *weights)
-
-
-class _Product(torch.autograd.Function):
-    """A product with slices laid side by side, of which the first ``held`` ones are trained.
-
-    They are joined for a moment, in forward and again in backward: no copy stays between. One product computes the outputs of all and one
-    the gradient of ``x``; the weights' gradient is a product over the columns that are trained alone, and so is what is kept for it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, convolution: Settings | None, dim: int, held: int, *weights: Tensor) -> Tensor:
-        ctx.convolution, ctx.dim, ctx.held, ctx.shape = convolution, dim, held, x.shape
-        ctx.axis = -1 if convolution is None else 1
-        ctx.width = sum(weight.shape[dim] for weight in weights[:held])
-        kept = x if held else None
-        if dim == 1 and 0 < held < len(weights):
-            kept = x.narrow(ctx.axis, 0, ctx.width).contiguous()
-        ctx.save_for_backward(kept, *weights)
-        return _product(x, _joined(weights, dim), convolution)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        kept, *weights = ctx.saved_tensors
-        of_x = None
-        if ctx.needs_input_grad[0]:
-            joined = _joined(weights, ctx.dim)
-            convolution = ctx.convolution
-            of_x = gradient @ joined if convolution is None else conv2d_input(ctx.shape, joined, gradient, *convolution)
-        of_weights: list[Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[4:]):
-            own = gradient.narrow(ctx.axis, 0, ctx.width) if ctx.dim == 0 else gradient
-            if ctx.convolution is None:
-                whole = own.flatten(0, -2).T @ kept.flatten(0, -2)
-            else:
-                shape = [ctx.width if axis == ctx.dim else size for axis, size in enumerate(weights[0].shape)]
-                whole = conv2d_weight(kept, shape, own, *ctx.convolution)  # type: ignore[arg-type]
-            of_weights[: ctx.held] = whole.split([weight.shape[ctx.dim] for weight in weights[: ctx.held]], ctx.dim)
-        return of_x, None, None, None, *of_weights
-
-
-def _joined(weights: Sequence[Tensor], dim: int) -> Tensor:
-    return weights[0] if len(weights) == 1 else torch.cat(list(weights), dim)
-
-
 def slice_layers(model: nn.Module, layout: Layout, group: int, dtype: torch.dtype = torch.float32) -> None:
-    """Cut, in place, every layer that is cut into slices to those that ``group`` has: those that it holds and, under backward
-    masking, the others as frozen copies in ``dtype``. Raises :class:`ModelError`.
+    """Reduce every sliced layer, in place, to the slices that ``group`` has.
+
+    The group has the slices that it holds and, under backward masking, frozen copies of the others in
+    ``dtype``. Raises ModelError for a layer that cannot be sliced.
     """
     copies = {info.name for info in layout.frozen(group)}
     modules: dict[str, dict[str, Slices]] = {}
@@ -329,3 +180,28 @@ def _slice(model: nn.Module, path: str, slices: Mapping[str, Slices], dtype: tor
 
 def _is_plain(convolution: nn.Conv2d) -> bool:
     return convolution.groups == 1 and convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
+
+
+def _property_of_slices(key: str) -> property:
+    """A property that reads the present slices of ``key``, joined."""
+
+    def joined(module: Any) -> Tensor:
+        slices: Slices = module.slices[key]
+        tensors = slices.tensors(module)
+        if tensors:
+            return torch.cat(tensors, slices.dim)
+        shape = [0 if axis == slices.dim else size for axis, size in enumerate(module.whole_shapes[key])]
+        return torch.empty(shape, device=next(chain(module.parameters(), module.buffers())).device)
+
+    return property(joined)
+
+
+def _slice_in_place(module: Any, slices: Mapping[str, Slices], dtype: torch.dtype) -> None:
+    """Slice the parameters of another kind of module, which reads them, joined, under their names."""
+    module.slices, module.whole_shapes = dict(slices), {key: module.get_parameter(key).shape for key in slices}
+    for key, part in slices.items():
+        full = module.get_parameter(key)
+        delattr(module, key)
+        part.register(module, full, dtype)
+    kind = type(module)
+    module.__class__ = type(f"Sliced{kind.__name__}", (kind,), {key: _property_of_slices(key) for key in slices})

@@ -1,4 +1,4 @@
-"""Start values from safetensors files instead of from initialisation: a rank reads the rows that it holds, and no others."""
+"""Initial values from safetensors files. A rank reads only the rows that it holds."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 class WeightFiles:
-    """The tensors in ``directory``, one safetensors file or several with an index, by key; nothing is read before it is asked for.
+    """The tensors in ``directory``: one safetensors file, or several with an index.
 
-    Raises :class:`ModelError` where there are none, or they cannot be read.
+    Nothing is read before :meth:`fill` needs it. Raises ModelError if there are no files or they cannot
+    be read.
     """
 
     def __init__(self, directory: Path):
@@ -41,7 +42,7 @@ class WeightFiles:
             try:
                 names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             except (OSError, ValueError, KeyError, AttributeError, TypeError):
-                raise ModelError(f"{index}: is no index of weights; download or export the model again") from None
+                raise ModelError(f"{index}: is not an index of weights; download or export the model again") from None
             for name in names:
                 if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
                     found = f"names the file {name!r}, which is not in this directory"
@@ -74,16 +75,16 @@ class WeightFiles:
         return list(self._handles)
 
     def obstacle(self, key: str, info: TensorInfo) -> str | None:
-        """Why the tensor ``key`` cannot be the value of ``info``."""
+        """The reason why the tensor ``key`` cannot be the value of ``info``, or None."""
         found = self._handles[key].get_slice(key)
         if list(found.get_shape()) != list(info.full_shape):
             return f"has shape {tuple(found.get_shape())} there and {tuple(info.full_shape)} here"
         if info.dtype.is_floating_point and found.get_dtype() not in _FLOATS:
-            return f"is {found.get_dtype()} there, which is no plain floating-point format; quantised models cannot be a start"
+            return f"is {found.get_dtype()} there, which is not a plain floating-point format; training cannot start from quantised models"
         return None
 
     def fill(self, out: torch.Tensor, start: int, key: str) -> None:
-        """Rows [start, start + len(out)) of the tensor ``key`` into ``out``, in its dtype."""
+        """Copy rows [start, start + len(out)) of the tensor ``key`` into ``out``."""
         handle = self._handles[key]
         out.copy_(handle.get_slice(key)[start : start + out.shape[0]] if out.dim() else handle.get_tensor(key))
 
@@ -91,9 +92,9 @@ class WeightFiles:
 def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:
     """Fillers of all parameters and persistent buffers of ``layout``, by canonical name, from open ``files``.
 
-    ``directory``: what the user named, for messages; converted files are elsewhere. A model may say by ``canonical_name(key)`` which of
-    its tensors a key stands for, and None for one that it does without. Raises :class:`ModelError` unless files and model have the same
-    tensors.
+    ``directory`` is the user's, for messages; converted files are in another one. The model's hook
+    ``canonical_name`` says which tensor a key belongs to. Raises ModelError unless files and model
+    have the same tensors.
     """
     canonical = get_canonical_name(model)
     keys = {name: key for key in files.keys() if (name := canonical(key)) is not None}  # noqa: SIM118
@@ -112,13 +113,16 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
     unknown = keys.keys() - {name for names in names_of.values() for name in names}
     if unknown:
         raise ModelError(
-            f"training.init_from: {directory} holds {keys[min(unknown)]!r}, which this model has not; it is of another model"
+            f"training.init_from: {directory} holds {keys[min(unknown)]!r}, which this model does not have; it is of another model"
         )
     return fillers
 
 
 def filled_from(plan: Sequence[ModuleInit], fillers: dict[str, Filler]) -> list[ModuleInit]:
-    """``plan`` with ``fillers`` in place of its own; a module is initialised only where it has tensors that they lack."""
+    """``plan`` with these ``fillers`` instead of its own.
+
+    A module is only initialised if it has tensors without a filler.
+    """
 
     def merged(init: ModuleInit) -> dict[str, Filler]:
         given = {name: fillers[name] for name in init.names if name in fillers}

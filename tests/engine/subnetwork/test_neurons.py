@@ -19,7 +19,8 @@ from sdp.engine.errors import ConfigError, ModelError, PlacementError
 from sdp.engine.model_interface import Branch
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.units import find_neuron_units, find_units
-from sdp.engine.subnetwork.neurons import SlicedBatchNorm, Slices
+from sdp.engine.subnetwork.neurons import SlicedBatchNorm
+from sdp.engine.subnetwork.slices import Slices
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, full_gradients
 from sdp.tests.support.ranks import RankPool
@@ -273,7 +274,7 @@ def test_a_branch_outside_of_the_blocks() -> None:
 def test_a_model_without_stated_branches_and_a_wrong_name() -> None:
     with pytest.raises(ModelError, match='"neuron" needs a model that states its residual branches'):
         sdp.initialize(model=models.mlp(), config=config(placement="cyclic", capacity=0.5))
-    with pytest.raises(PlacementError, match="is no module of the model, did you mean"):
+    with pytest.raises(PlacementError, match="is not a module of the model, did you mean"):
         sdp.initialize(model=llama(), config=config(placement={"layers.0.mlp.neuron.1": [0]}))
 
 

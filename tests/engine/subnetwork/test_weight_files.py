@@ -152,7 +152,7 @@ REFUSED = {
     "missing": (lambda t: {name: v for name, v in t.items() if "2.mlp.up" not in name}, "holds no 'model.layers.2.mlp.up_proj.weight'"),
     "untied head missing": (lambda t: {name: v for name, v in t.items() if "lm_head" not in name}, "holds no 'lm_head.weight'"),
     "another shape": (lambda t: t | {"model.norm.weight": torch.ones(11)}, "'model.norm.weight' has shape (11,) there and (10,) here"),
-    "one more": (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(12)}, "q_proj.bias', which this model has not"),
+    "one more": (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(12)}, "q_proj.bias', which this model does not have"),
     "quantised": (lambda t: t | {"model.norm.weight": torch.ones(10, dtype=torch.int8)}, "is I8 there"),
 }  # fmt: skip
 
@@ -196,7 +196,7 @@ def damage(folder: Path, how: str) -> None:
         ("no weights", "no model.safetensors"),
         ("pickle", "pytorch_model.bin, a pickle"),
         ("shard missing", "model-00001-of-00001.safetensors: is missing"),
-        ("index damaged", "is no index of weights"),
+        ("index damaged", "is not an index of weights"),
         ("file outside", "names the file '../model/model.safetensors', which is not in this directory"),
         ("FIFO", "pipe.safetensors: is not a regular file"),
     ],
