@@ -24,7 +24,6 @@ from .share import Share
 # Of the configuration with 1 B the dense model's; of blocks under forward masking; of the plan against the program it is of.
 LEAST_MFU, MOST_PEAK, LEAST_SPEED, PEAK_WITHIN, STATE_WITHIN = 0.50, 1.03, 0.94, 0.05, 0.01
 
-
 T = TypeVar("T")
 
 
@@ -129,7 +128,7 @@ class Check:
         return 1 if self.not_run or failed or unplanned or missed else 0
 
     def _write(self, *, finished: bool) -> None:
-        _write(
+        write_report(
             self._path,
             {
                 "finished": finished,
@@ -300,8 +299,8 @@ def _name(row: Row) -> str:
     return f"{row.config} {row.name}"
 
 
-def _write(path: Path | None, report: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
+def write_report(path: Path | None, report: Mapping[str, Any]) -> None:
+    """Write the report whole or not at all. Raises :class:`ConfigError` if it cannot be written."""
     if path is None:
         return
     try:

@@ -1,8 +1,9 @@
-"""``sdp gpu-check``: what one rank of a dense and of SDP runs needs and does on this GPU, beside the plan, in under 8 minutes.
+"""``sdp gpu-check``: memory and speed of one rank of dense and SDP runs on this GPU, next to the plan.
 
-Every row is one rank's true share of a world of 8 groups whose other ranks exist in name only (torch's fake process group: collectives
-return at once): its memory is exact, its speed an upper bound, that of a network which hides everything. What matters most is measured
-first. The report is written after every row; rows for which no time is left are named.
+Takes under 8 minutes. Every row is the share of one rank among 8 groups. The other ranks do not exist
+(torch's fake process group: collectives return at once). So the memory is exact, and the speed is an
+upper bound: that of a network that hides all traffic. The most important rows are measured first. The
+report is written after every row, and names the rows for which no time is left.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +22,8 @@ import torch
 from ...engine.environment.detect import detect
 from ...engine.errors import ConfigError, LaunchError
 from ...engine.tracing.operators import Device
-from .check import Check, _write
+from ..shared.arguments import positive_int
+from .check import Check, write_report
 from .rows import CONFIGS, GROUPS, NAMES, Job, Plans, Row, job_of, rows
 from .share import NOMINAL_TFLOPS, matmul_rate, measure
 
@@ -28,6 +31,33 @@ MINUTES = 7.5
 MATMUL, TINY_MATMUL = 8192, 128
 MOST_WORKERS = 6
 COUNTED = "2 operations for each multiplication and addition of matrix products, attention over all S x S although half is enough"
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What is measured, where, and for how long. The fields have the names of the options."""
+
+    json: Path | None
+    device: Device
+    configs: tuple[str, ...]
+    variants: tuple[str, ...]
+    micro_batch: int | None
+    minutes: float
+    dry_run: bool
+    tiny: bool
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> CheckOptions:
+        return cls(
+            json=args.json,
+            device=args.device,
+            configs=tuple(args.configs),
+            variants=tuple(args.variants),
+            micro_batch=args.micro_batch,
+            minutes=args.minutes,
+            dry_run=args.dry_run,
+            tiny=args.tiny,
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--micro-batch",
-        type=_positive,
+        type=positive_int,
         metavar="N",
         help="samples of a step, for every configuration (default: a number of its own)",
     )
@@ -76,51 +106,50 @@ def _minutes(text: str) -> float:
     return minutes
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
 def run(args: argparse.Namespace) -> int:
-    """Measure the rows and print them: exit code 0 if all were, and every goal was reached, else 1. Without CUDA it says so, and nothing
-    is checked.
+    """Measure the rows and print them. Without CUDA, say so and check nothing.
+
+    Returns exit code 0 if every row was measured and every goal was reached, else 1.
     """
     started = time.perf_counter()
+    options = CheckOptions.from_args(args)
     found = detect()
     if found is not None and found.world_size > 1:
         raise LaunchError(
             f"sdp gpu-check measures one rank, but {found.source} started {found.world_size}; start it without a launcher"
         )
-    jobs = {row: job_of(row, micro_batch=args.micro_batch, tiny=args.tiny) for row in rows(args.configs, args.variants)}
+    jobs = {
+        row: job_of(row, micro_batch=options.micro_batch, tiny=options.tiny)
+        for row in rows(options.configs, options.variants)
+    }
     if not jobs:
-        raise ConfigError(f"--variants: {', '.join(args.variants)} is of no configuration but {CONFIGS[0]}")
-    # A CPU has no core to spare for processes beside; a GPU leaves it most.
-    workers = 0 if args.tiny else min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // 2))
-    if args.dry_run and args.json is not None:
+        raise ConfigError(f"--variants: {', '.join(options.variants)} is of no configuration but {CONFIGS[0]}")
+    # Plans are made in further processes while the GPU works. A CPU has no cores to spare for them.
+    workers = 0 if options.tiny else min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // 2))
+    if options.dry_run and options.json is not None:
         raise ConfigError("--json: has no effect with --dry-run, which measures nothing; leave one out")
-    if args.dry_run:
-        return _list(jobs, workers, args.device)
-    if args.device == "cuda" and not torch.cuda.is_available():
+    if options.dry_run:
+        return _list(jobs, workers, options.device)
+    if options.device == "cuda" and not torch.cuda.is_available():
         print(
             "sdp gpu-check: torch finds no CUDA device here; nothing was checked (--device cpu --tiny shows that the command works)"
         )
-        _write(args.json, {"skipped": "no CUDA device"})
+        write_report(options.json, {"skipped": "no CUDA device"})
         return 0
-    if args.device == "cpu" and torch.cuda.is_available():
+    if options.device == "cpu" and torch.cuda.is_available():
         raise ConfigError(
             "--device cpu: the engine takes the GPU where there is one; hide it with CUDA_VISIBLE_DEVICES="
         )
-    if args.device == "cpu" and not args.tiny:
+    if options.device == "cpu" and not options.tiny:
         raise ConfigError("--device cpu: the models are too large for a CPU; add --tiny")
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    with Plans(jobs, workers, args.device) as plans:
-        check = _begin(args, device)
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    with Plans(jobs, workers, options.device) as plans:
+        check = _begin(options, device)
         check.go(
             jobs,
             plans.of,
-            lambda job: measure(job, device, tiny=args.tiny),
-            lambda: 60 * args.minutes - time.perf_counter() + started,
+            lambda job: measure(job, device, tiny=options.tiny),
+            lambda: 60 * options.minutes - time.perf_counter() + started,
         )
     return check.conclude()
 
@@ -138,9 +167,9 @@ def _list(jobs: Mapping[Row, Job], workers: int, device: Device) -> int:
     return 0
 
 
-def _begin(args: argparse.Namespace, device: torch.device) -> Check:
-    """Measure what models are compared with, and say how figures are to be read."""
-    rate = matmul_rate(device, TINY_MATMUL if args.tiny else MATMUL)
+def _begin(options: CheckOptions, device: torch.device) -> Check:
+    """Measure the rate of matrix products, and print how to read the figures."""
+    rate = matmul_rate(device, TINY_MATMUL if options.tiny else MATMUL)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
     nominal = NOMINAL_TFLOPS.get(name)
     settings = {
@@ -148,7 +177,7 @@ def _begin(args: argparse.Namespace, device: torch.device) -> Check:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "groups": GROUPS,
-        "tiny": args.tiny,
+        "tiny": options.tiny,
         "bf16_matmul_flops_per_second": rate,
         "nominal_flops_per_second": nominal and nominal * 1e12,
         "operations": COUNTED,
@@ -160,4 +189,4 @@ def _begin(args: argparse.Namespace, device: torch.device) -> Check:
         f"One rank of {GROUPS}; the others exist in name only: collectives return at once, so tokens/s are an upper bound."
     )
     print(f"Operations, for MFU and for the bound: {COUNTED}.", flush=True)
-    return Check(settings, rate, nominal and nominal * 1e12, args.json, args.tiny, device)
+    return Check(settings, rate, nominal and nominal * 1e12, options.json, options.tiny, device)

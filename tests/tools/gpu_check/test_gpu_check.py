@@ -37,7 +37,7 @@ from sdp.tools.gpu_check.share import (
 from sdp.tools.shared.variants import Variant
 
 ROOT = Path(command.__file__).parents[2]
-NEEDED = {"torch", "numpy", "scipy", "pydantic", "einops", "safetensors"}
+NEEDED = {"torch", "numpy", "scipy", "pydantic", "einops", "safetensors", "jinja2"}
 HALF = Variant(0.5, "block", "forward")
 ONE_B = CONFIGS[0]
 PLANNED = Planned(500, 1000, 80.0)
@@ -457,7 +457,7 @@ def test_goals_that_are_missed_end_in_exit_code_1_but_not_of_tiny_models(
 
 def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
-        check_module._write(tmp_path, {})
+        check_module.write_report(tmp_path, {})
     assert list(tmp_path.parent.glob("*.new")) == []
 
 
