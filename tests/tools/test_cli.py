@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from sdp.launcher.supervision import FatalError
 from sdp.tools import cli as command_line
 from sdp.tools.cli import main
 from sdp.tools.train.command import STOP_SECONDS
+from sdp.tools.train.options import TrainOptions
 
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -39,14 +39,14 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Takes the place of the training loop and of the local launcher, and keeps what they were called with."""
+    """Replaces the training loop and the local launcher, and records what they were called with."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.setenv(name, "")  # so that what a run publishes is undone
         monkeypatch.delenv(name)
     calls = SimpleNamespace(args=None, started=None, outcome=0)
 
-    def run(args: Namespace) -> int:
-        calls.args = args
+    def run(options: TrainOptions, on_stall: object) -> int:
+        calls.args = options
         if isinstance(calls.outcome, BaseException):
             raise calls.outcome
         return calls.outcome
@@ -57,7 +57,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setitem(sys.modules, "sdp.tools.train.rank", SimpleNamespace(run=run))
     monkeypatch.setattr(local, "start_local", start_local)
-    monkeypatch.setattr(local, "_tune_allocator", lambda: None)
+    monkeypatch.setattr(local, "tune_allocator", lambda: None)
     monkeypatch.setattr(layout, "visible_devices", lambda: 0)
     monkeypatch.setattr(supervised, "HOLD_BACK_SECONDS", 0.0)
     return calls
@@ -203,7 +203,7 @@ def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_several_values_may_follow_one_set(config: Path, training: SimpleNamespace) -> None:
     words = ["train", "--set", "sdp.groups=1", "sdp.seed=7", str(config), "--set", "training.steps=3"]
     assert main(words) == 0
-    assert training.args.overrides == ["sdp.groups=1", "sdp.seed=7", "training.steps=3"]
+    assert training.args.overrides == ("sdp.groups=1", "sdp.seed=7", "training.steps=3")
     assert training.args.config == config
 
 
@@ -220,7 +220,7 @@ def test_starts_a_process_for_each_group(config: Path, training: SimpleNamespace
     words = ["train", str(config), "--groups", "4", "--dump-dir", str(tmp_path / "run")]
     assert main(words) == 0
     assert training.args is None
-    assert training.started == ((words, 4, tmp_path / "run/logs"), {"on_cpu": True, "stop_seconds": STOP_SECONDS})
+    assert training.started == ((tuple(words), 4, tmp_path / "run/logs"), {"on_cpu": True, "stop_seconds": STOP_SECONDS})
 
 
 def test_default_dump_directory_is_named_after_the_config(config: Path, training: SimpleNamespace) -> None:

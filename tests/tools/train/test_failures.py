@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -186,7 +187,7 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run(config: Path, tmp_path: Pat
     assert not any(alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
 def test_a_signal_leaves_a_checkpoint(
     config: Path, tmp_path: Path, undisturbed: list[float], number: int, code: int
 ) -> None:
@@ -202,12 +203,69 @@ def test_a_signal_leaves_a_checkpoint(
         assert losses(tmp_path / "run") == undisturbed
 
 
+def test_a_signal_to_one_rank_stops_the_run_with_a_checkpoint(config: Path, tmp_path: Path) -> None:
+    job = Job(config, tmp_path / "run")
+    job.signal_rank_when(1, signal.SIGTERM, lambda place: place.step == 3)
+    code, err = job.end()
+    assert code == 143, err
+    assert "stopped by SIGTERM after step" in err and "error" not in err
+    done = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert (tmp_path / "run" / "checkpoints" / f"step-{done}" / "state.json").is_file()
+
+
+def test_a_stopped_rank_does_not_hold_up_a_run_that_is_told_to_end(config: Path, tmp_path: Path) -> None:
+    job = Job(config, tmp_path / "run")
+    pids = job.signal_rank_when(1, signal.SIGSTOP, lambda place: place.step == 3)
+    job.process.send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    code, err = job.end(seconds=60)
+    assert (code, time.monotonic() - started < 25) == (143, True), err
+    assert f"rank 1 on {HOST}, step 3" in err and "is stopped: all processes are killed" in err
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_dump_directory_that_is_removed_ends_the_run_with_one_line(config: Path, tmp_path: Path) -> None:
+    job = Job(config, tmp_path / "run", "--set", "training.steps=200", "training.save_every=0")
+    until(lambda: (place := job.place(0)) is not None and place.step == 4, seconds=60)
+    shutil.rmtree(tmp_path / "run")
+    code, err = job.end(seconds=60)
+    assert code == 2
+    assert "Traceback" not in err
+    errors = [line for line in err.splitlines() if "error" in line]
+    assert len(errors) == 1 and "was removed while the run was writing to it" in errors[0], err
+
+
+def test_a_changed_learning_rate_applies_from_the_first_step_of_a_resume(config: Path, tmp_path: Path) -> None:
+    alone = ("--set", "sdp.engine=reference")
+    assert Job(config, tmp_path / "run", *alone, "training.steps=2").end()[0] == 0
+    changed = ("optimizer.params.lr=0.001", "optimizer.params.weight_decay=0.1", "gradient_clipping=0.5")
+    code, err = Job(config, tmp_path / "run", "--resume", *alone, "training.steps=3", *changed).end()
+    assert code == 0, err
+    assert [json.loads(line)["lr"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [
+        *(0.003, 0.003, 0.001)
+    ]
+    assert "optimizer.params.lr: 0.003 → 0.001, from step 3 on" in err
+    assert "optimizer.params.weight_decay: unset → 0.1, from step 3 on" in err
+    assert "gradient_clipping: 0.0 → 0.5, from step 3 on" in err
+    schedule = (
+        "scheduler.type=WSD",
+        "scheduler.params.total_num_steps=4",
+        "scheduler.params.decay_num_steps=4",
+        'scheduler.params.decay_type="linear"',
+    )
+    code, err = Job(config, tmp_path / "run", "--resume", *alone, "training.steps=4", *changed, *schedule).end()
+    assert code == 0, err
+    assert 'scheduler.type: unset → "WSD", from step 4 on' in err
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["lr"] == 0.001
+
+
 def test_no_room_for_a_checkpoint_does_not_end_the_run(config: Path, tmp_path: Path, undisturbed: list[float]) -> None:
     assert Job(config, tmp_path / "run", "--set", "training.steps=2", "--set", "training.async_save=true").end()[0] == 0
     code, err = Job(config, tmp_path / "run", "--resume", "--set", "training.async_save=true", file_bytes=200_000).end()
     assert code == 0, err
     assert err.count("WARNING") == 3
     assert "the one before stays, the run goes on" in err
+    assert "File too large" in err and "unexpected pos" not in err
     assert losses(tmp_path / "run") == undisturbed
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest.json", "step-2"]
 
