@@ -64,24 +64,24 @@ PYTHON = sys.executable
         ),
         (
             ["--launcher", "slurm", "--gpus-per-node", "2", "--launcher-args=--nodes=2", "run.json"],
-            "'--nodes=2': which ranks there are is",
+            "'--nodes=2': the ranks are chosen by",
         ),
         (
             ["--launcher", "slurm", "--gpus-per-node", "2", "--launcher-args=-N2", "run.json"],
-            "said by --nodes and --gpus-per-node; leave",
+            "chosen by --nodes and --gpus-per-node; leave",
         ),
         (
             ["--launcher", "mpirun", "--hostfile", "hosts", "--launcher-args=-np 4", "run.json"],
-            "'-np': which ranks there are is said by",
+            "'-np': the ranks are chosen by",
         ),
         (
             ["--launcher", "deepspeed", "--hostfile", "hosts", "--launcher-args=--num_nodes=1", "run.json"],
-            "'--num_nodes=1': which ranks",
+            "'--num_nodes=1': the ranks are",
         ),
         *(
             (
                 ["--launcher", launcher, *more, f"--launcher-args={word}", "run.json"],
-                f"{word.split()[0]!r}: which ranks there are",
+                f"{word.split()[0]!r}: the ranks are chosen by",
             )
             for launcher, more, words in (
                 (
@@ -109,6 +109,10 @@ PYTHON = sys.executable
         (
             ["--launcher", "slurm", "--nodes", "5", "--gpus-per-node", "2", "run.json"],
             "data ranks 10 (sdp.groups 2 × fsdp 5)",
+        ),
+        (
+            ["--launcher", "mpirun", "--hostfile", "hosts", "--master-port", "70000", "run.json"],
+            "argument --master-port: '70000' is not a port; use a number from 1 to 65535",
         ),
         (
             ["--launcher", "deepspeed", "--hostfile", "hosts", "--master-addr", "a;b", "run.json"],
