@@ -46,7 +46,7 @@ def test_a_checkpoint_of_deepspeeds_leads_nowhere_else_and_does_not_hang(tmp_pat
 
     for tag in ("../step", "/etc", "a/b"):
         (tmp_path / "latest").write_text(tag)
-        with pytest.raises(CheckpointError, match=r"latest: the tag .* is no name of one directory"):
+        with pytest.raises(CheckpointError, match=r"latest: the tag .* is not the name of one directory"):
             is_zero_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("step")
     (tmp_path / "step").mkdir()
