@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from .accounting.memory import StateBytes
+from .config.schema import Config
 from .distributed.traffic import Traffic
 from .full_model.recalibration import Statistics
 from .placement.layout import Layout
 from .placement.tensor_info import Shard
+
+
+class Update(NamedTuple):
+    """The outcome of an optimizer step: the gradient's norm before clipping, and whether the step was skipped."""
+
+    norm: float
+    skipped: bool
+
+
+class StateToSave(Protocol):
+    """A rank's share of a checkpoint."""
+
+    def mesh_shape(self) -> list[Any]:
+        """The sizes of the mesh. Random numbers continue only on the same mesh."""
+        ...
+
+    def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
+        """Weights, buffers and optimizer state by key. With ``to_load`` they are filled in place."""
+        ...
+
+    def loaded(self) -> None:
+        """Finish a load, after the tensors were filled."""
+        ...
+
+    def random_state(self) -> dict[str, torch.Tensor]:
+        """The states of this rank's random number generators by key."""
+        ...
 
 
 class Backend(Protocol):
@@ -95,4 +126,112 @@ class Backend(Protocol):
 
     def shard_parameters(self) -> None:
         """Bring every parameter into its sharded form, with the values of the last update."""
+        ...
+
+    # -- the optimizer, from the moment when it is attached ----------------------------------------
+
+    optimizer: Optimizer
+
+    def attach(self, optimizer: Optimizer, config: Config) -> None:
+        """Take the optimizer that steps on this process's parameters. Called once, before training."""
+        ...
+
+    @property
+    def basic_optimizer(self) -> Optimizer:
+        """The user's or the configuration's optimizer, without what a library wraps around it."""
+        ...
+
+    @property
+    def stepped(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that the optimizer steps on, by canonical name."""
+        ...
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The averaged gradients that the next update uses."""
+        ...
+
+    def update(self, gradients: list[torch.Tensor], norm: float, scheduler: Any) -> Update:
+        """Clip, step, drop the gradients, refresh frozen copies and advance the schedule. Collective.
+
+        Args:
+            gradients: The result of :meth:`gradients`. The list is emptied, so that memory is free early.
+            norm: The finite norm of the full model's gradient.
+            scheduler: The learning-rate schedule, or None. DeepSpeed advances its own.
+        """
+        ...
+
+    def skip_update(self, norm: float) -> Update:
+        """Skip this step, because some group's gradient is NaN or infinite. Weights and optimizer state stay."""
+        ...
+
+    def count_micro_batch(self) -> None:
+        """A micro-batch ended without an update."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which backward passes do not reduce gradients. Raises RuntimeError if that is impossible."""
+        ...
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor of the losses of the next step (float16), or None without loss scaling."""
+        ...
+
+    @property
+    def may_lower_loss_scale(self) -> bool:
+        """Whether an overflow may only mean that the loss scale is too high."""
+        ...
+
+    def loss_scale_state(self) -> dict[str, float] | None:
+        """A dynamic loss scale and its counts, for a checkpoint."""
+        ...
+
+    def load_loss_scale(self, state: Mapping[str, float] | None) -> None:
+        """Continue from a checkpoint's loss scale, if both have one. Collective."""
+        ...
+
+    def learning_rates(self) -> list[float]:
+        """The learning rate of each of the user's parameter groups, for the next step."""
+        ...
+
+    def names_of_param_groups(self) -> list[list[str]]:
+        """For each parameter group of the optimizer, the canonical names of the full model's parameters in it."""
+        ...
+
+    def shared_schedule(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of a schedule's state that is the same on every rank."""
+        ...
+
+    def check_holders(self) -> None:
+        """Compare weights and optimizer state between holders. Raises HolderMismatchError. Collective."""
+        ...
+
+    def materialise_optimizer_state(self) -> None:
+        """Create the state that the optimizer's first step would create. Weights do not change."""
+        ...
+
+    def state_to_save(self) -> StateToSave:
+        """This rank's share of a checkpoint."""
+        ...
+
+    def continue_at(self, *, steps: int, micro_steps: int, skipped: int) -> None:
+        """A checkpoint was loaded: set the backend's own counters, if it has some."""
+        ...
+
+    # -- bytes -------------------------------------------------------------------------------------
+
+    def predicted_state_bytes(self) -> StateBytes:
+        """Bytes of parameters, gradients, optimizer state and frozen copies, by the placement."""
+        ...
+
+    def measured_state_bytes(self, gradient_bytes: int) -> StateBytes:
+        """Bytes of the tensors that exist. ``gradient_bytes``: those of the gradients at the last step."""
+        ...
+
+    def planned_traffic(self, accumulation: int) -> Traffic:
+        """Bytes that this rank sends in a step of ``accumulation`` micro-batches, by the placement."""
+        ...
+
+    def traffic_formula(self) -> str:
+        """The bytes that this rank sends between groups in a step, as a formula with its numbers."""
         ...

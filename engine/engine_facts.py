@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .accounting.memory import StateBytes, measure_state_bytes, predict_state_bytes
-from .accounting.traffic_plan import describe_formula, plan_traffic
+from .accounting.memory import StateBytes
 from .backend import Backend
 from .batch.size import BatchSize
 from .config.schema import Config
@@ -28,6 +29,11 @@ class EngineFacts:
     def module(self) -> nn.Module:
         """This rank's subnetwork (of the reference: the full model)."""
         return self._backend.module
+
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's own engine of this group. Raises AttributeError with other backends."""
+        return self._backend.deepspeed  # type: ignore[attr-defined]
 
     @property
     def layout(self) -> Layout:
@@ -81,7 +87,7 @@ class EngineFacts:
 
     def get_lr(self) -> list[float]:
         """Learning rate of every parameter group, for the step to come."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+        return self._backend.learning_rates()
 
     def bfloat16_enabled(self) -> bool:
         return self.config.bf16.enabled
@@ -102,48 +108,24 @@ class EngineFacts:
         return self._batch.accumulation
 
     def predicted_state_bytes(self) -> StateBytes:
-        """Parameter, gradient, optimizer and frozen bytes of this rank by the placement."""
-        return predict_state_bytes(
-            self.layout,
-            self.global_rank,
-            self.optimizer,
-            shards=self._shards,
-            compute_bytes=self._compute_bytes,
-            everything=self._is_reference,
-        )
+        """Parameter, gradient, optimizer and frozen bytes of this rank, by the placement."""
+        return self._backend.predicted_state_bytes()
 
     def measured_state_bytes(self) -> StateBytes:
         """Bytes of this rank's tensors: parameters and optimizer state as they are now, gradients as at the last step."""
-        backend = self._backend
-        return measure_state_bytes(
-            backend.parameters.values(), backend.frozen.values(), self.optimizer, self._gradient_bytes
-        )
+        return self._backend.measured_state_bytes(self._gradient_bytes)
 
     def planned_traffic(self) -> Traffic:
-        """Bytes that this rank sends in one training step, by the placement; none in the reference, which is one process."""
-        if self._is_reference:
-            return Traffic()
-        return plan_traffic(
-            self.layout,
-            self.global_rank,
-            stage=self.config.zero_optimization.stage,
-            accumulation=self._batch.accumulation,
-            compute_bytes=self._compute_bytes,
-        )
+        """Bytes that this rank sends in one training step, by the placement; none in the reference, which is one process.
+
+        With DeepSpeed, its own messages inside the group are not among them; ``comms_logger`` counts those.
+        """
+        return self._backend.planned_traffic(self._batch.accumulation)
 
     def traffic_formula(self) -> str:
-        """The bytes between groups that this rank sends in a step, as a formula with its numbers."""
-        stage = self.config.zero_optimization.stage
-        return describe_formula(self.layout, self.global_rank, stage=stage, compute_bytes=self._compute_bytes)
+        """The bytes that this rank sends between groups in a step, as a formula with its numbers."""
+        return self._backend.traffic_formula()
 
     @property
     def _is_reference(self) -> bool:
         return self.config.sdp.in_one_process
-
-    @property
-    def _compute_bytes(self) -> int:
-        return self.config.compute_bytes
-
-    @property
-    def _shards(self) -> int:
-        return 1 if self._is_reference else self.layout.mesh.shards(self.config.zero_optimization.stage)

@@ -89,14 +89,14 @@ def initialize(
     if settings.sdp.engine == "deepspeed":
         from .backends.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional
 
-        engine, note = initialize_deepspeed(
+        backend, built, scheduler, note = initialize_deepspeed(
             model, settings, layout, batch, device, plan, groups, optimizer, lr_scheduler, grouped=grouped
         )
-        return _finish(engine, note, training_data, collate_fn, device)
-    backend = build_backend(model, settings, layout, device, plan)
-    here = groups_here(groups, layout, backend.parameters)
-    built, note = make_optimizer(settings.optimizer, optimizer, here, device, grouped=grouped)
-    scheduler = scheduler_of(settings, lr_scheduler, built)
+    else:
+        backend = build_backend(model, settings, layout, device, plan)
+        here = groups_here(groups, layout, backend.parameters)
+        built, note = make_optimizer(settings.optimizer, optimizer, here, device, grouped=grouped)
+        scheduler = scheduler_of(settings, lr_scheduler, built)
     return _finish(SDPEngine(backend, settings, batch, built, scheduler), note, training_data, collate_fn, device)
 
 

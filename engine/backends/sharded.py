@@ -20,9 +20,10 @@ from ..full_model.recalibration import Statistics, batch_statistics
 from ..placement.layout import Layout
 from ..subnetwork.carve import PassThrough
 from ..sync.weights import WeightRefresh
+from .base import TorchOptimizerBackend
 
 
-class ShardedBackend:
+class ShardedBackend(TorchOptimizerBackend):
     """Base of the FSDP2 and DeepSpeed backends. Each rank holds a shard of its group's subnetwork."""
 
     layout: Layout
@@ -36,9 +37,6 @@ class ShardedBackend:
     _refresh: WeightRefresh
 
     def evaluate(self, batches: Sequence[Any]) -> float:
-        raise NotImplementedError
-
-    def shard_parameters(self) -> None:
         raise NotImplementedError
 
     def _evaluating(self) -> AbstractContextManager[None]:

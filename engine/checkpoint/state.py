@@ -42,11 +42,7 @@ class SavedState:
         named = ((name, buffer) for name, buffer in backend.module.named_buffers() if name in known)
         buffers = {name: buffer for name, buffer in named if to_load or self._gives(known[name])}
         self._state = OptimizerState(self._optimizer)
-        return tensors_of(self._stepped(), buffers, self._state, self._placed)
-
-    def _stepped(self) -> Mapping[str, torch.Tensor]:
-        """The parameters as the optimizer has them."""
-        return self._backend.parameters
+        return tensors_of(self._backend.stepped, buffers, self._state, self._placed)
 
     def _gives(self, buffer: TensorInfo) -> bool:
         layout = self._backend.layout
@@ -63,7 +59,7 @@ class SavedState:
     def loaded(self) -> None:
         """To be called once :meth:`tensors` were filled: what the first slice of a parameter has for all (a step count) the others get."""
         self._state.write_back()
-        stepped = self._stepped()
+        stepped = self._backend.stepped
         for slices in self._backend.layout.wholes.values():
             here = [stepped[info.name] for info in slices if info.name in stepped]
             for parameter in here[1:]:

@@ -64,3 +64,51 @@ def groups_here(
         ]
         here.append({**group, "params": [parameter for parameter in held if parameter.requires_grad]})
     return here
+
+
+def named_rates(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, float]:
+    """The learning rate of each parameter that a parameter group of this rank holds.
+
+    ``names``: for each parameter group, the canonical names of its parameters.
+    """
+    groups = zip(optimizer.param_groups, names, strict=True)
+    return {name: float(group["lr"]) for group, members in groups for name in members}
+
+
+def conflicting_rates(names: Sequence[Sequence[str]], rates: Mapping[str, float] | Sequence[float]) -> str | None:
+    """Why ``rates`` cannot be set: parameters of one group had different rates. None if they can.
+
+    ``rates``: by parameter, or by group in checkpoints of earlier versions, which cannot conflict.
+    """
+    if not isinstance(rates, Mapping):
+        return None
+    for members in names:
+        known = [name for name in members if name in rates]
+        other = next((name for name in known if rates[name] != rates[known[0]]), None)
+        if other is not None:
+            return (
+                f"has the learning rate {rates[known[0]]:g} for {known[0]} and {rates[other]:g} for {other}, which are "
+                "in one group of this optimizer; make its parameter groups as they were"
+            )
+    return None
+
+
+def set_rates(
+    optimizer: Optimizer, names: Sequence[Sequence[str]], rates: Mapping[str, float] | Sequence[float]
+) -> None:
+    """Set the learning rate of each parameter group; a group without a known rate keeps its own.
+
+    Args:
+        optimizer: The optimizer.
+        names: For each parameter group, the canonical names of its parameters.
+        rates: By parameter, or by group in checkpoints of earlier versions.
+    """
+    for index, (group, members) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+        if isinstance(rates, Mapping):
+            rate = next((rates[name] for name in members if name in rates), group["lr"])
+        else:
+            rate = rates[index] if members and index < len(rates) else group["lr"]
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)  # the optimizer's kernels read this tensor
+        else:
+            group["lr"] = rate

@@ -20,20 +20,19 @@ from ...distributed.traffic import Traffic
 from ...full_model.evaluation import StreamedEvaluation, mean_loss
 from ...optim.clip import squared_norm
 from ...placement.layout import Layout
-from ...placement.tensor_info import Shard
 from ...subnetwork.carve import PassThrough
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
-from ..sharded import ShardedBackend
 from .groups import GroupsOfRanks
 from .optimizer import LossScale, MasterCopies, ZeroState, local_part
 from .parameters import Gathered
-from .partitions import Bundle, EarlyLaunch, Piece, RoutedRefresh, ShardSync, pieces_of
-from .private import logged_all_reduce, logged_broadcast, set_gradient_norm
+from .partitions import Bundle, EarlyLaunch, RoutedRefresh, ShardSync
+from .private import logged_all_reduce, logged_broadcast
+from .stepping import SteppedByDeepSpeed
 from .traffic_plan import plan_traffic
 
 
-class DeepSpeedBackend(ShardedBackend):
+class DeepSpeedBackend(SteppedByDeepSpeed):
     """One rank's subnetwork inside DeepSpeed's ``engine``. ``bundles``: the full model's, of which DeepSpeed has those that are held."""
 
     def __init__(
@@ -65,9 +64,7 @@ class DeepSpeedBackend(ShardedBackend):
         self.scale = LossScale(engine.optimizer)
         self.bundles = [bundle for bundle in bundles if self.at.sdp in bundle.holders]
         self._exposed = 0.0
-        self.options = [
-            bundle.options for bundle in self.bundles
-        ]  # by DeepSpeed's parameter group: which of the user's it is of
+        self.options = [bundle.options for bundle in self.bundles]
         self.options_count = 1 + max(bundle.options for bundle in bundles)
         self._install(bundles)
         # What a refresh sends is what is in memory: under ZeRO 3 partitions, which align where groups are of one size.
@@ -136,38 +133,6 @@ class DeepSpeedBackend(ShardedBackend):
                 self._sync, self.zero.members, [master.numel() for master in self.zero.masters], self.device
             )
             self.zero.on_reduced(self._early.ready)
-
-    @property
-    def stepped(self) -> dict[str, torch.Tensor]:
-        """What the optimizer steps on at stage 0, whole, by canonical name: float32 copies where the model computes in half precision."""
-        return {**self.parameters, **(self.copies.masters if self.copies is not None else {})}
-
-    @property
-    def masters(self) -> list[torch.Tensor]:
-        """Float32 weights that the optimizer steps on beside the model's own: this rank's partitions, or copies of whole parameters."""
-        if self.zero is not None:
-            return self.zero.masters
-        return list(self.copies.masters.values()) if self.copies is not None else []
-
-    @property
-    def ranks_inside(self) -> int:
-        """Ranks among which DeepSpeed cuts this group's state."""
-        return dist.get_world_size(self._groups.inside)
-
-    @property
-    def rank_inside(self) -> int:
-        """This rank's place among them."""
-        return dist.get_rank(self._groups.inside)
-
-    def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """What this rank has of every bundle's parameters, with the bundle's index; ZeRO 1–3."""
-        for index, bundle in enumerate(self.bundles):
-            for piece in pieces_of(bundle, self.stage, self.ranks_inside, self.rank_inside):
-                yield index, piece
-
-    @property
-    def shard(self) -> Shard:
-        return Shard()
 
     @property
     def exposed_seconds(self) -> float:
@@ -252,27 +217,6 @@ class DeepSpeedBackend(ShardedBackend):
         self.all_reduce_control(totals)
         return totals
 
-    def take_step(self, norm: float) -> None:
-        """DeepSpeed's step: optimizer, gathers, schedule, its own counters and monitors."""
-        with self.scale.raised_afterwards():
-            self.deepspeed.step()
-        set_gradient_norm(self.deepspeed, norm)
-        self.refresh(after_step=True)
-
-    def skip_step(self) -> None:
-        """All groups skip the step: weights, optimizer and schedule stay, a dynamic loss scale is lowered."""
-        state = self.zero or self.copies
-        if state is not None:
-            with state.skipping():
-                self.deepspeed.step()
-            return
-        engine = self.deepspeed
-        engine.zero_grad()
-        engine.micro_steps += 1
-        engine.global_steps += 1
-        engine.skipped_steps += 1
-        engine.global_samples += engine.train_batch_size()
-
     def zero_grad(self) -> None:
         if self.zero is not None:
             self.zero.drop_gradients()
@@ -283,14 +227,8 @@ class DeepSpeedBackend(ShardedBackend):
         if self._early is not None:
             self._early.drop()
 
-    def all_reduce_inside(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over the ranks of the group in place."""
-        if self.ranks_inside > 1:
-            self.traffic.record("inside groups", "all_reduce", tensor.nbytes, self.ranks_inside)
-            dist.all_reduce(tensor, group=self._groups.inside)
-
-    def planned_traffic(self) -> Traffic:
-        """What this rank sends in a step, without DeepSpeed's own messages inside its group."""
+    def planned_traffic(self, accumulation: int) -> Traffic:
+        """What this rank sends in a step, without DeepSpeed's own messages inside its group (see ``comms_logger``)."""
         return plan_traffic(
             self.layout,
             self._groups,

@@ -26,7 +26,6 @@ from ...subnetwork.activations import checkpoint_activations
 from ...subnetwork.initialisation import ModuleInit
 from ...subnetwork.materialise import cut, give_values, take_values_of_rank_0
 from .backend import DeepSpeedBackend
-from .engine import DeepSpeedSDPEngine
 from .groups import GroupsOfRanks
 from .optimizer import unstepped
 from .partitions import Bundle, partition_numel
@@ -47,8 +46,10 @@ def initialize_deepspeed(
     lr_scheduler: Any,
     *,
     grouped: bool,
-) -> tuple[DeepSpeedSDPEngine, str]:
-    """Cut ``model`` for this rank's group and hand it to DeepSpeed; the engine, and a line about the optimizer.
+) -> tuple[DeepSpeedBackend, Optimizer, Any, str]:
+    """Cut ``model`` for this rank's group and hand it to DeepSpeed.
+
+    Returns the backend, the optimizer, the schedule, and a line about the optimizer.
 
     ``groups``: the user's parameter groups by canonical names. With one group all is DeepSpeed's as the file and the arguments say.
     """
@@ -132,7 +133,7 @@ def initialize_deepspeed(
     )
     backend.clock = clock(device, waits=config.wall_clock_breakdown)
     _check_partitions(backend, parameters)
-    return DeepSpeedSDPEngine(backend, config, batch, engine.optimizer, scheduler), note
+    return backend, engine.optimizer, scheduler, note
 
 
 def bundles_of(layout: Layout, groups: Sequence[Mapping[str, Any]]) -> list[Bundle]:

@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ...distributed.process_groups import Communicators
-from ...placement.layout import Layout
-from .optimizer import ZeroState, local_part
-from .partitions import Bundle, Piece, pieces_of
+from .held import HeldByDeepSpeed
+from .optimizer import local_part
+from .partitions import Bundle, pieces_of
 
 
-class PartitionedBackend(Protocol):
-    """What this file needs of the DeepSpeed backend."""
-
-    layout: Layout
-    device: torch.device
-    rank: int
-    stage: int
-    zero: ZeroState | None
-    parameters: dict[str, nn.Parameter]
-
-    @property
-    def stepped(self) -> dict[str, torch.Tensor]: ...
-
-    @property
-    def ranks_inside(self) -> int: ...
-
-    @property
-    def rank_inside(self) -> int: ...
-
-    def pieces(self) -> Iterator[tuple[int, Piece]]: ...
-
-    def all_reduce_inside(self, tensor: torch.Tensor) -> None: ...
-
-
-def untrained_part(backend: PartitionedBackend, name: str) -> list[tuple[int, torch.Tensor]]:
+def untrained_part(backend: HeldByDeepSpeed, name: str) -> list[tuple[int, torch.Tensor]]:
     """What this rank has of a parameter that no group of the optimizer has, flat, and where that begins: ZeRO 3 cuts these too."""
     info, local = backend.layout.parameters[name], local_part(backend.parameters[name]).detach().view(-1)
     alone = Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
@@ -50,7 +26,7 @@ def untrained_part(backend: PartitionedBackend, name: str) -> list[tuple[int, to
 class _WholeParameters(Mapping[str, nn.Parameter]):
     """Whole float32 parameters, gathered inside the group when one is asked for; all of its ranks must ask."""
 
-    def __init__(self, backend: PartitionedBackend):
+    def __init__(self, backend: HeldByDeepSpeed):
         self._backend = backend
 
     def __getitem__(self, name: str) -> Any:
@@ -90,7 +66,7 @@ class Gathered:
     shards = 1
     tensor_ranks = None
 
-    def __init__(self, backend: PartitionedBackend):
+    def __init__(self, backend: HeldByDeepSpeed):
         self._backend = backend
         self.parameters = _WholeParameters(backend)
         assert dist.group.WORLD is not None

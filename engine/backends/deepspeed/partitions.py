@@ -159,9 +159,8 @@ class RoutedRefresh(WeightRefresh):
             for r in refreshes
             if any(rank in route.shared.ranks for name in r.names for route in routes[name, r.source])
         ]
-        super().__init__(
-            here, parameters, {(refresh.source, refresh.members): None for refresh in here}, traffic, dtype, broadcast
-        )  # type: ignore[arg-type]
+        communicators: Any = {(refresh.source, refresh.members): None for refresh in here}  # routes name their own
+        super().__init__(here, parameters, communicators, traffic, dtype, broadcast)
         self._routes, self._between, self._rank = routes, between, rank
 
     def _parts(self, refresh: Refresh, name: str) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ...optim.optimizer_state import OptimizerState
 from ...placement.tensor_info import TensorInfo
 from ...placement.units import SHARED
 from ...sync.consistency import CHUNK, compare_sums
-from .backend import DeepSpeedBackend
+from .held import HeldByDeepSpeed
 from .optimizer import local_part
 from .parameters import untrained_part
 from .partitions import partition_numel
@@ -55,10 +55,7 @@ def part_of(info: TensorInfo, start: int, flat: torch.Tensor) -> Part:
 class DeepSpeedState(SavedState):
     """What a rank under ZeRO 1–3 gives to a checkpoint and takes from one; at stage 0 parameters are whole."""
 
-    _backend: DeepSpeedBackend
-
-    def _stepped(self) -> Mapping[str, torch.Tensor]:
-        return self._backend.stepped
+    _backend: HeldByDeepSpeed
 
     def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
         backend = self._backend
@@ -132,7 +129,7 @@ class DeepSpeedState(SavedState):
                     value.copy_(first.setdefault((canonical, key), value))
 
 
-def materialise_state(backend: DeepSpeedBackend) -> None:
+def materialise_state(backend: HeldByDeepSpeed) -> None:
     """Give every partition the optimizer state that its first step would make, without changing any weight."""
     assert backend.zero is not None
     optimizer = backend.deepspeed.basic_optimizer
@@ -146,7 +143,7 @@ def materialise_state(backend: DeepSpeedBackend) -> None:
     optimizer.param_groups = groups
 
 
-def check_holders(backend: DeepSpeedBackend) -> None:
+def check_holders(backend: HeldByDeepSpeed) -> None:
     """Compare float32 weights and optimizer state across holders, however each group cut them; raises HolderMismatchError. Collective.
 
     A checksum is a sum over elements of their bits times their places, so that shares of any cut add up to the same.
@@ -185,7 +182,7 @@ def check_holders(backend: DeepSpeedBackend) -> None:
         )
 
 
-def measured_bytes(backend: DeepSpeedBackend, gradient_bytes: int) -> StateBytes:
+def measured_bytes(backend: HeldByDeepSpeed, gradient_bytes: int) -> StateBytes:
     """Bytes of the local tensors that exist: the model's and, where they are others, float32 masters; gradients as at the last step."""
     held = sum(local_part(p).nbytes for p in backend.parameters.values())
     copies = sum(local_part(p).nbytes for p in backend.frozen.values())
@@ -195,7 +192,7 @@ def measured_bytes(backend: DeepSpeedBackend, gradient_bytes: int) -> StateBytes
     return StateBytes(held + masters, gradient_bytes, moments, copies)
 
 
-def predicted_bytes(backend: DeepSpeedBackend) -> StateBytes:
+def predicted_bytes(backend: HeldByDeepSpeed) -> StateBytes:
     """The same by the placement and DeepSpeed's padding."""
     ranks, compute = backend.ranks_inside, backend.compute_dtype.itemsize
     infos = backend.layout.parameters

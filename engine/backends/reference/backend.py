@@ -27,9 +27,10 @@ from ...placement.tensor_info import Shard
 from ...placement.units import Slice, goes_into_sum
 from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough, frozen_view, masked
+from ..base import TorchOptimizerBackend
 
 
-class ReferenceBackend:
+class ReferenceBackend(TorchOptimizerBackend):
     """All workers of the layout, one after the other. A batch holds the rows of all data ranks, in rank order."""
 
     def __init__(
@@ -38,7 +39,6 @@ class ReferenceBackend:
         self.layout, self.module, self.device = layout, model, device
         self.traffic = Traffic()
         self.parameters = dict(model.named_parameters())
-        self.frozen: dict[str, nn.Parameter] = {}  # stand-ins see the one model's memory
         self._compute_dtype = compute_dtype
         self._averaged = False  # whether ``.grad`` holds means, not sums
         self._stand_ins = [self._make_stand_ins(group) for group in range(layout.mesh.sdp)]
@@ -114,6 +114,10 @@ class ReferenceBackend:
 
     def refresh(self, *, after_step: bool) -> None:
         """There is one model, and no copies."""
+
+    @property
+    def frozen(self) -> dict[str, nn.Parameter]:
+        return {}  # stand-ins see the memory of the one model
 
     @property
     def data_ranks_here(self) -> int:

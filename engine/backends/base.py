@@ -1,0 +1,175 @@
+"""How every backend steps a torch optimizer and accounts for its state. DeepSpeed replaces most of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..accounting.memory import StateBytes, measure_state_bytes, predict_state_bytes
+from ..accounting.traffic_plan import describe_formula, plan_traffic
+from ..backend import StateToSave, Update
+from ..checkpoint.state import SavedState
+from ..config.schema import Config
+from ..distributed.traffic import Traffic
+from ..optim.clip import clip_
+from ..optim.optimizer_state import materialise_state
+from ..placement.layout import Layout
+from ..sync.consistency import check_holders
+
+
+class TorchOptimizerBackend:
+    """Base of all backends. The optimizer steps on ``parameters``, whose ``.grad`` holds the averages."""
+
+    layout: Layout
+    parameters: dict[str, nn.Parameter]
+    optimizer: Optimizer
+    _config: Config
+
+    def attach(self, optimizer: Optimizer, config: Config) -> None:
+        self.optimizer, self._config = optimizer, config
+
+    @property
+    def basic_optimizer(self) -> Optimizer:
+        return self.optimizer
+
+    @property
+    def stepped(self) -> Mapping[str, torch.Tensor]:
+        return self.parameters
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def clip(self, gradients: list[torch.Tensor], norm: float) -> None:
+        """Scale ``gradients`` in place, so that the full model's norm is at most ``gradient_clipping``."""
+        if self._config.gradient_clipping > 0:
+            clip_(gradients, norm, self._config.gradient_clipping)
+
+    def update(self, gradients: list[torch.Tensor], norm: float, scheduler: Any) -> Update:
+        self.clip(gradients, norm)
+        self.shard_parameters()  # a forward pass since backward may have left gathered copies of the old weights
+        self.optimizer.step()
+        gradients.clear()
+        self.zero_grad()  # frees their memory before weights are cast to be sent
+        self.refresh(after_step=True)
+        if scheduler is not None:
+            scheduler.step()
+        return Update(norm, skipped=False)
+
+    def skip_update(self, norm: float) -> Update:
+        return Update(norm, skipped=True)
+
+    def count_micro_batch(self) -> None:
+        """The engine counts."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def shard_parameters(self) -> None:
+        raise NotImplementedError
+
+    def refresh(self, *, after_step: bool) -> None:
+        raise NotImplementedError
+
+    def zero_grad(self) -> None:
+        raise NotImplementedError
+
+    # -- loss scale: none --------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float | None:
+        return None
+
+    @property
+    def may_lower_loss_scale(self) -> bool:
+        return False
+
+    def loss_scale_state(self) -> dict[str, float] | None:
+        return None
+
+    def load_loss_scale(self, state: Mapping[str, float] | None) -> None:
+        """There is no loss scale."""
+
+    # -- parameter groups --------------------------------------------------------------------------
+
+    def learning_rates(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def names_of_param_groups(self) -> list[list[str]]:
+        infos = self.layout.parameters
+        names = {id(parameter): infos[name].canonical for name, parameter in self.parameters.items()}
+        groups = ([names.get(id(parameter)) for parameter in group["params"]] for group in self.optimizer.param_groups)
+        # A user's optimizer may have parameters that the model does not have.
+        return [[name for name in group if name is not None] for group in groups]
+
+    def shared_schedule(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def check_holders(self) -> None:
+        if self._world_size > 1:
+            check_holders(self.layout, self.stepped, self.optimizer, self._rank, sharded=self._shards > 1)
+
+    def materialise_optimizer_state(self) -> None:
+        materialise_state(self.basic_optimizer)
+
+    def state_to_save(self) -> StateToSave:
+        return SavedState(self, self.optimizer, self._rank)  # type: ignore[arg-type]
+
+    def continue_at(self, *, steps: int, micro_steps: int, skipped: int) -> None:
+        """Only the engine counts steps."""
+
+    # -- bytes -------------------------------------------------------------------------------------
+
+    def predicted_state_bytes(self) -> StateBytes:
+        return predict_state_bytes(
+            self.layout,
+            self._rank,
+            self.optimizer,
+            shards=self._shards,
+            compute_bytes=self._config.compute_bytes,
+            everything=self._config.sdp.in_one_process,
+        )
+
+    def measured_state_bytes(self, gradient_bytes: int) -> StateBytes:
+        return measure_state_bytes(self.parameters.values(), self.frozen.values(), self.optimizer, gradient_bytes)
+
+    def planned_traffic(self, accumulation: int) -> Traffic:
+        if self._config.sdp.in_one_process:
+            return Traffic()
+        stage, compute_bytes = self._config.zero_optimization.stage, self._config.compute_bytes
+        return plan_traffic(
+            self.layout, self._rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
+        )
+
+    def traffic_formula(self) -> str:
+        stage, compute_bytes = self._config.zero_optimization.stage, self._config.compute_bytes
+        return describe_formula(self.layout, self._rank, stage=stage, compute_bytes=compute_bytes)
+
+    # -- facts -------------------------------------------------------------------------------------
+
+    @property
+    def frozen(self) -> dict[str, nn.Parameter]:
+        raise NotImplementedError
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._config.sdp.in_one_process else dist.get_rank()
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self._config.sdp.in_one_process else dist.get_world_size()
+
+    @property
+    def _shards(self) -> int:
+        """The number of ranks that share a parameter's state."""
+        alone = self._config.sdp.in_one_process
+        return 1 if alone else self.layout.mesh.shards(self._config.zero_optimization.stage)

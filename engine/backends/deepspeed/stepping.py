@@ -1,0 +1,145 @@
+"""How DeepSpeed's own engine takes a step, counts it, and writes to its monitors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ...accounting.memory import StateBytes
+from ...backend import StateToSave, Update
+from ...optim.schedules import shared
+from ...sync.consistency import check_loss_scale
+from .held import HeldByDeepSpeed
+from .private import set_gradient_norm
+from .state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
+
+
+class SteppedByDeepSpeed(HeldByDeepSpeed):
+    """Clips between groups, then lets DeepSpeed step. With one group the whole step is DeepSpeed's."""
+
+    @property
+    def basic_optimizer(self) -> Optimizer:
+        return self.deepspeed.basic_optimizer
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def update(self, gradients: list[torch.Tensor], norm: float, scheduler: Any) -> Update:
+        if not self.installed:
+            return self._update_alone(norm)
+        self.clip(gradients, norm)
+        with self.scale.raised_afterwards():
+            self.deepspeed.step()
+        set_gradient_norm(self.deepspeed, norm)
+        self.refresh(after_step=True)
+        return Update(norm, skipped=False)
+
+    def _update_alone(self, norm: float) -> Update:
+        """DeepSpeed clips by its own norm, and may skip the step."""
+        skipped = self.deepspeed.skipped_steps
+        self.deepspeed.step()
+        own = self.deepspeed.get_global_grad_norm()
+        # In float16 DeepSpeed's norm is that of scaled gradients at stage 0, and uses the next step's scale at stage 3.
+        if own is not None and self.compute_dtype != torch.float16:
+            norm = float(own)
+        return Update(norm, self.deepspeed.skipped_steps > skipped)
+
+    def skip_update(self, norm: float) -> Update:
+        """All groups skip the step. DeepSpeed lowers a dynamic loss scale and counts the step."""
+        state = self.zero or self.copies
+        if state is not None:
+            with state.skipping():
+                self.deepspeed.step()
+            return Update(norm, skipped=True)
+        engine = self.deepspeed
+        engine.zero_grad()
+        engine.micro_steps += 1
+        engine.global_steps += 1
+        engine.skipped_steps += 1
+        engine.global_samples += engine.train_batch_size()
+        return Update(norm, skipped=True)
+
+    def count_micro_batch(self) -> None:
+        self.deepspeed.step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        if self.stage >= 2:
+            raise RuntimeError(
+                f"no_sync() is not for ZeRO stage {self.stage}, which reduces the gradients of every micro-batch"
+            )
+        with self.deepspeed.no_sync():
+            yield
+
+    def continue_at(self, *, steps: int, micro_steps: int, skipped: int) -> None:
+        engine = self.deepspeed
+        engine.global_steps, engine.micro_steps, engine.skipped_steps = steps, micro_steps, skipped
+        engine.global_samples = steps * engine.train_batch_size()  # DeepSpeed counts the samples of its group
+
+    # -- loss scale --------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float | None:
+        return self.scale.value if self._config.fp16.enabled else None
+
+    @property
+    def may_lower_loss_scale(self) -> bool:
+        return self.scale.can_be_lowered
+
+    def loss_scale_state(self) -> dict[str, float] | None:
+        return self.scale.state()
+
+    def load_loss_scale(self, state: Mapping[str, float] | None) -> None:
+        self.scale.load(state)
+        self._check_loss_scale()
+
+    def _check_loss_scale(self) -> None:
+        if self._config.fp16.enabled:
+            check_loss_scale(f"{self.scale.value} {self.scale.state()}", self.device)
+
+    # -- parameter groups: DeepSpeed has one per unit ----------------------------------------------
+
+    def learning_rates(self) -> list[float]:
+        """One rate per group of the user's. A group without parameters on this rank gets the first group's rate."""
+        groups = self.optimizer.param_groups
+        first = {options: groups[index]["lr"] for index, options in reversed(list(enumerate(self.options)))}
+        return [first.get(options, groups[0]["lr"]) for options in range(self.options_count)]
+
+    def names_of_param_groups(self) -> list[list[str]]:
+        infos = self.layout.parameters
+        return [[infos[name].canonical for name in bundle.names] for bundle in self.bundles]
+
+    def shared_schedule(self, state: dict[str, Any]) -> dict[str, Any]:
+        return shared(state)  # its groups depend on the units that this rank holds
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def check_holders(self) -> None:
+        self._check_loss_scale()
+        if self.zero is None:
+            super().check_holders()
+        elif self.installed:
+            check_holders(self)
+
+    def materialise_optimizer_state(self) -> None:
+        if self.zero is None:
+            super().materialise_optimizer_state()
+        else:
+            materialise_state(self)
+
+    def state_to_save(self) -> StateToSave:
+        return DeepSpeedState(self, self.optimizer, self.rank)  # type: ignore[arg-type]
+
+    def predicted_state_bytes(self) -> StateBytes:
+        return predicted_bytes(self)
+
+    def measured_state_bytes(self, gradient_bytes: int) -> StateBytes:
+        return measured_bytes(self, gradient_bytes)
+
+    def traffic_formula(self) -> str:
+        planned = self.planned_traffic(1).by_kind()
+        between = sum(nbytes for kind, nbytes in planned.items() if kind.startswith("between groups"))
+        return f"the shards that holders average = {between:,} (inside groups DeepSpeed's own are not counted)"

@@ -1,0 +1,130 @@
+"""Continue from a checkpoint: a sequence of named steps. Nothing changes before everything was found to fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..backend import Backend, StateToSave
+from ..distributed.agreement import Ranks
+from ..errors import CheckpointError
+from ..optim import optimizer_state
+from ..optim.param_groups import conflicting_rates, set_rates
+from ..optim.schedules import fitting, of_another_kind
+from .load import keys_in, load
+from .state import set_random_state
+
+log = logging.getLogger("sdp")
+
+
+def resume(
+    path: Path,
+    state: Mapping[str, Any],
+    backend: Backend,
+    own: StateToSave,
+    scheduler: Any,
+    loader: Any,
+    *,
+    ranks: Ranks,
+) -> None:
+    """Load weights, optimizer state, random numbers, loss scale, schedule and position in the data. Collective.
+
+    Args:
+        path: The checkpoint, written under any layout.
+        state: Its ``state.json``.
+        backend: What holds this rank's part of the model, with its optimizer attached.
+        own: This rank's share of a checkpoint, filled in place.
+        scheduler: The learning-rate schedule, or None.
+        loader: The training data's loader, or None.
+        ranks: The ranks that load together.
+
+    Raises:
+        CheckpointError: On every rank, if the checkpoint is damaged or does not fit this run.
+    """
+    saved = keys_in(path)
+    names = backend.names_of_param_groups()
+    rates = state.get("learning_rates", {})
+    _refuse_what_does_not_fit(path, state, scheduler, loader)
+    problem = conflicting_rates(names, rates)
+    ranks.agree(f"{path}: {problem}" if problem else None)
+    random = _random_numbers(path, state, own, saved, tell=ranks.rank == 0)
+    _load_tensors(path, state, backend, own, saved, random, ranks)
+    backend.refresh(after_step=False)
+    set_random_state(random)
+    backend.load_loss_scale(state.get("loss_scale"))
+    _continue_schedule(path, state, backend, scheduler, tell=ranks.rank == 0)
+    set_rates(backend.optimizer, names, rates)  # torch's schedulers do not set them when they are loaded
+    if loader is not None and state["loader"] is not None:
+        loader.load_state_dict(state["loader"])
+
+
+def _refuse_what_does_not_fit(path: Path, state: Mapping[str, Any], scheduler: Any, loader: Any) -> None:
+    if loader is not None and state["loader"] is not None:
+        loader.sampler.checked_position(state["loader"])
+    if scheduler is not None and of_another_kind(state["scheduler"], scheduler.state_dict()):
+        raise CheckpointError(
+            f"{path}: has the state of another kind of learning-rate scheduler; take the one that wrote it"
+        )
+
+
+def _random_numbers(
+    path: Path, state: Mapping[str, Any], own: StateToSave, saved: set[str], *, tell: bool
+) -> dict[str, torch.Tensor]:
+    """The generator states to load: none on another mesh, because random numbers belong to a rank."""
+    same = state["mesh"] == own.mesh_shape()
+    random = {key: value for key, value in own.random_state().items() if same and key in saved}
+    if not random and tell:
+        log.info("%s: was written under another layout or device, so random numbers (dropout) start again", path)
+    return random
+
+
+def _load_tensors(
+    path: Path,
+    state: Mapping[str, Any],
+    backend: Backend,
+    own: StateToSave,
+    saved: set[str],
+    random: dict[str, torch.Tensor],
+    ranks: Ranks,
+) -> None:
+    """Fill weights, buffers, random numbers and, if the checkpoint's optimizer has stepped, its state."""
+    optimizer = backend.basic_optimizer
+    has_stepped = state["global_steps"] > state.get("skipped_steps", 0) or any(
+        key.startswith("optimizer/") for key in saved
+    )
+    had_state = bool(backend.optimizer.state)
+    if has_stepped and not had_state:
+        backend.materialise_optimizer_state()
+    tensors, problem = {}, None
+    try:
+        tensors = own.tensors(to_load=True)
+    except CheckpointError as error:  # the optimizer has a state that no checkpoint can hold
+        problem = str(error)
+    if not has_stepped:
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer/")}
+    layout = backend.layout
+    try:
+        ranks.agree(problem)
+        load(path, tensors | random, state["files"], alone=ranks.alone, names={*layout.wholes, *layout.buffers})
+    except CheckpointError:
+        if not had_state:
+            optimizer_state.clear(optimizer)
+        raise
+    own.loaded()
+    backend.zero_grad()  # of micro-batches before the load
+    if not has_stepped:
+        optimizer_state.clear(optimizer)
+
+
+def _continue_schedule(path: Path, state: Mapping[str, Any], backend: Backend, scheduler: Any, *, tell: bool) -> None:
+    saved = state["scheduler"]
+    if scheduler is not None and saved is not None:
+        scheduler.load_state_dict(fitting(backend.shared_schedule(saved), scheduler.state_dict()))
+    elif scheduler is not None and tell:
+        log.warning("%s: has no scheduler's state, and this run has a schedule, which begins at its first step", path)
+    elif saved is not None and tell:
+        log.warning("%s: has a scheduler's state, and this run has no schedule: the saved rates stay", path)

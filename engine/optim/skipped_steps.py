@@ -1,0 +1,42 @@
+"""Counts steps that were skipped in a row, and ends a run that does not recover."""
+
+from __future__ import annotations
+
+import logging
+
+from ..errors import NonFiniteError
+
+log = logging.getLogger("sdp")
+
+
+class SkippedSteps:
+    """Steps skipped in a row because a gradient was NaN or infinite.
+
+    Steps at a dynamic loss scale that can still be lowered are excused: they do not count towards the limit.
+    """
+
+    def __init__(self, allowed: int):
+        self._allowed = allowed
+        self.in_a_row = 0
+        self._excused = 0
+
+    def note(self, skipped: bool, *, excused: bool = False) -> None:
+        """Count one step."""
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        self._excused = self._excused + excused if skipped else 0
+
+    def report(self, step: int, norm: float | None, loss_scale: float | None) -> None:
+        """Warn that ``step`` was skipped. Raises NonFiniteError if more than the allowed number were skipped in a row."""
+        counted = self.in_a_row - self._excused
+        if counted > self._allowed:
+            at_scale = "" if loss_scale is None else f" and loss scale {loss_scale:g}"
+            raise NonFiniteError(
+                f"the gradient's norm is {norm} at step {step}{at_scale}, for the {counted}. time in a row "
+                f"(training.max_skips {self._allowed}); the weights are those after step {step - self.in_a_row}: lower the "
+                "learning rate, or resume from an earlier checkpoint"
+            )
+        scale = "" if loss_scale is None else f", the loss scale is now {loss_scale:g}"
+        log.warning(
+            "step %d was skipped by all groups: the gradient's norm is %s%s (%d in a row, training.max_skips %d)",
+            *(step, norm, scale, counted, self._allowed),
+        )
