@@ -1,0 +1,242 @@
+"""Writes docs/configuration.md and docs/commands.md from the schema and the command line.
+
+    python docs/generate.py
+
+Both pages are committed, so that they can be read without building the site. ``make docs`` runs
+this script first, and tests/test_docs.py fails if a page differs from what it would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from sdp.engine.config import deepspeed_keys
+from sdp.engine.config.schema import Config
+from sdp.engine.config.section import Section
+from sdp.engine.optim.optimizers import AdamParams, SGDParams
+from sdp.engine.optim.schedules import SCHEDULES
+from sdp.models.registry import MODELS
+from sdp.tools import cli
+
+DOCS = Path(__file__).resolve().parent
+TOP_LEVEL = "top level"
+
+_EDITED = "<!-- Written by docs/generate.py. Do not edit this page: edit {source}. -->\n\n"
+
+_CONFIGURATION = """# Configuration
+
+A run is described by one JSON file. Keys that DeepSpeed has keep DeepSpeed's names and meanings.
+The sections `sdp`, `model`, `data` and `training` are ours.
+
+```
+sdp config FILE                  # the file with all defaults filled in
+sdp config FILE --set sdp.capacity=0.75 training.steps=20
+sdp config --schema              # the JSON schema, for editors
+```
+
+An unknown key, a wrong type or a value out of range is an error of one line. Values are never
+converted: `"4"` is not accepted for `4`. `--set SECTION.KEY=VALUE` overrides one key; the value is
+JSON, or a bare string.
+"""
+
+_COMMANDS = """# Command line
+
+`sdp COMMAND --help` prints what this page lists. Options must be written in full.
+
+| exit code | meaning |
+|---|---|
+| 0 | The command succeeded. |
+| 1 | The program or the run failed: a rank died, a gradient stayed NaN, memory ran out. |
+| 2 | A mistake in the input. One line says what is wrong and what to do. |
+| 128 + n | Signal n ended a run after it wrote a checkpoint. |
+| 130 | Interrupted with Ctrl-C. |
+| 141 | Nobody reads the output any more, for example after `sdp plan … \\| head`. |
+"""
+
+
+def config_sections() -> Iterator[tuple[str, type[Section]]]:
+    """Name and schema of every section of the configuration file, in the order of the page."""
+    yield TOP_LEVEL, Config
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield name, field.annotation
+    yield "optimizer (AdamW, Adam, FusedAdam)", AdamParams
+    yield "optimizer (SGD)", SGDParams
+    for name, (schema, _) in SCHEDULES.items():
+        yield f"scheduler ({name})", schema
+    for name, entry in MODELS.items():
+        yield f"model ({name})", entry.config
+
+
+def read_meanings() -> dict[str, dict[str, str]]:
+    """What docs/keys.toml says of every key, by section."""
+    return tomllib.loads((DOCS / "keys.toml").read_text(encoding="utf-8"))
+
+
+def keys_of(schema: type[Section]) -> list[str]:
+    """The keys of ``schema`` that have a row. Its sub-sections have tables of their own."""
+    kinds = {name: field.annotation for name, field in schema.model_fields.items()}
+    return [name for name, kind in kinds.items() if not (isinstance(kind, type) and issubclass(kind, Section))]
+
+
+def configuration_page() -> str:
+    """The page with every key, its values, its default and its meaning."""
+    meanings = read_meanings()
+    parts = [_EDITED.format(source="docs/keys.toml or the schema"), _CONFIGURATION]
+    family = ""
+    for name, schema in config_sections():
+        title, _, variant = name.partition(" (")
+        if title != family:
+            heading = "Top-level keys" if name == TOP_LEVEL else f"`{title}`"
+            parts.append(f"\n## {heading}\n\n{_INTRODUCTIONS.get(title, '')}")
+        if variant:
+            parts.append(f"\n### `{variant.rstrip(')').replace(', ', '`, `')}`\n\n")
+        family = title
+        parts += _key_rows(schema, meanings[name])
+    return "".join(parts) + _deepspeed_keys()
+
+
+_INTRODUCTIONS = {
+    "sdp": "Which group of ranks holds which part of the model.\n\n",
+    "zero_optimization": "How a group shards its state among its own ranks.\n\n",
+    "data": "What to train on. [Data](data.md) and [Images](images.md) have examples.\n\n",
+    "training": "Length of the run, evaluation, checkpoints and time limits. `sdp train` reads them.\n\n",
+    "optimizer": '`{"type": NAME, "params": {…}}`. Upper and lower case of the name do not matter.\n',
+    "scheduler": '`{"type": NAME, "params": {…}}`.\n',
+    "model": '`{"name": NAME, …}`. Your own model is trained [from Python](your_model.md).\n',
+    "fp16": "DeepSpeed's section. [Migrating from DeepSpeed](deepspeed.md) says what differs.\n\n",
+}
+
+
+def _key_rows(schema: type[Section], meanings: Mapping[str, str]) -> Iterator[str]:
+    described = schema.model_json_schema()
+    required = described.get("required", [])
+    yield "| key | values | default | meaning |\n|---|---|---|---|\n"
+    for key in keys_of(schema):
+        field = described["properties"][key]
+        factory = schema.model_fields[key].default_factory
+        default = field.get("default", factory() if factory is not None else None)  # type: ignore[call-arg]
+        shown = "required" if key in required else f"`{json.dumps(default)}`"
+        yield f"| `{key}` | {_cell(_values(field, described.get('$defs', {})))} | {shown} | {_cell(meanings[key])} |\n"
+
+
+def _values(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    """The values that a JSON schema allows, in words."""
+    if "$ref" in field:
+        return "object" if field["$ref"].rpartition("/")[2] in definitions else "value"
+    if "anyOf" in field:
+        return " or ".join(_values(choice, definitions) for choice in field["anyOf"])
+    if "enum" in field or "const" in field:
+        return ", ".join(f"`{json.dumps(value)}`" for value in field.get("enum", [field.get("const")]))
+    kind = field.get("type")
+    if kind == "array":
+        return f"list of {_values(field['items'], definitions)}" if field.get("items") else "list"
+    if kind in ("integer", "number"):
+        return f"{kind}{_bounds(field)}"
+    return "`null`" if kind == "null" else str(kind or "any")
+
+
+def _bounds(field: Mapping[str, Any]) -> str:
+    words = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+    return "".join(f" {sign} {_round_number(field[key])}" for key, sign in words.items() if key in field)
+
+
+def _round_number(value: float) -> str:
+    """``value``, written as a power of two where that is shorter."""
+    exponent = value.bit_length() - 1 if isinstance(value, int) and value > 2**10 else 0
+    return f"2^{exponent}" if exponent and value == 2**exponent else f"{value:g}"
+
+
+def _deepspeed_keys() -> str:
+    hints = ", ".join(f"`{key}`" for key in sorted(deepspeed_keys.HINTS))
+    refused = "".join(
+        f"| `{key}` | {_any_of(values)} | {_any_of(deepspeed_keys.HONOURED_BY_DEEPSPEED.get(key, values))} |\n"
+        for key, values in deepspeed_keys.NEUTRAL.items()
+    )
+    return (
+        "\n## DeepSpeed's other keys\n\n"
+        f"These performance hints are accepted and listed once at the start. They have no effect with `sdp.engine` "
+        f'`"fsdp2"`. With `"deepspeed"`, DeepSpeed acts on them, except on those of `activation_checkpointing`.\n\n{hints}\n\n'
+        "These keys would change what is computed. Each is accepted only with the values listed here, and is an error "
+        "with any other value.\n\n"
+        '| key | `"fsdp2"` accepts | `"deepspeed"` accepts |\n|---|---|---|\n' + refused
+    )
+
+
+def _any_of(values: Sequence[Any]) -> str:
+    texts = dict.fromkeys(json.dumps(value) for value in values if value != 1.0 or isinstance(value, bool | int))
+    return ", ".join(f"`{text}`" for text in texts)
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """A parser with the arguments of every command, by the command's name."""
+    parsers = {}
+    for name, command in cli._COMMANDS.items():
+        parsers[name] = argparse.ArgumentParser(prog=f"sdp {name}", description=command.help)
+        command.add_arguments(parsers[name])
+    return parsers
+
+
+def commands_page() -> str:
+    """The page with every command, its options, their defaults and meanings."""
+    parts = [_EDITED.format(source="the commands' help texts"), _COMMANDS]
+    for name, parser in command_parsers().items():
+        actions = [action for action in parser._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
+        positional = [_operand(action) for action in actions if not action.option_strings]
+        usage = " ".join(["sdp", name, *(["[OPTIONS]"] if len(actions) > len(positional) else []), *positional])
+        summary = f"{(parser.description or '')[:1].upper()}{(parser.description or '')[1:]}"
+        parts.append(f"\n## sdp {name}\n\n{summary}.\n\n```\n{usage}\n```\n")
+        for group in parser._action_groups:
+            own = [action for action in group._group_actions if action in actions]
+            if own:
+                title = "" if group.title in ("positional arguments", "options") else f"\n**{group.title}**\n"
+                parts += [title, "\n| argument | default | meaning |\n|---|---|---|\n", *map(_argument_row, own)]
+    return "".join(parts)
+
+
+def _operand(action: argparse.Action) -> str:
+    word = str(action.metavar or action.dest.upper())
+    forms = {"?": f"[{word}]", "*": f"[{word} …]", "+": f"{word} [{word} …]", "...": f"{word} [OPTIONS OF sdp train]"}
+    return forms.get(str(action.nargs), word).replace("… [", "[")
+
+
+def _argument_row(action: argparse.Action) -> str:
+    help_text, default = action.help or "", action.default
+    stated = re.search(r" \(default: (.*)\)$", help_text)
+    if stated:
+        help_text, shown = help_text[: stated.start()], stated[1]
+    elif action.required and action.option_strings:
+        shown = "required"
+    else:
+        shown = "" if default in (None, False, []) else f"`{default}`"
+    word = f"{{{','.join(map(str, action.choices))}}}" if action.choices and not action.metavar else action.metavar
+    word = cast("str | None", word) or ("" if action.nargs == 0 else action.dest.upper())
+    word = f"[{word}]" if action.nargs == "?" else word
+    name = " ".join(filter(None, [", ".join(action.option_strings), word]))
+    return f"| `{_cell(name)}` | {_cell(shown)} | {_cell(help_text)} |\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+PAGES = {"configuration.md": configuration_page, "commands.md": commands_page}
+
+
+def main() -> None:
+    """Write the pages that changed."""
+    for name, make in PAGES.items():
+        path, text = DOCS / name, make()
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.relative_to(DOCS.parent)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The documentation is complete and current: every key, every command, every link."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKDOWN = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "commands.md"])
+def test_a_generated_page_is_current(generate: ModuleType, page: str) -> None:
+    written = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert written == generate.PAGES[page](), f"docs/{page} is out of date; run: python docs/generate.py"
+
+
+def test_every_key_has_a_meaning_and_every_meaning_a_key(generate: ModuleType) -> None:
+    keys = {name: set(generate.keys_of(schema)) for name, schema in generate.config_sections()}
+    assert {name: set(meanings) for name, meanings in generate.read_meanings().items()} == keys
+
+
+def test_every_key_is_on_the_page(generate: ModuleType) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    missing = [key for _, schema in generate.config_sections() for key in schema.model_fields if f"`{key}`" not in page]
+    assert not missing
+
+
+def test_every_command_and_option_is_on_the_page(generate: ModuleType) -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## sdp (\S+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    parsers = generate.command_parsers()
+    assert list(sections) == list(parsers)
+    for name, parser in parsers.items():
+        hidden = ("-h", "--help", "--hosts")
+        options = [option for option in parser._option_string_actions if option not in hidden]
+        assert [option for option in options if f"`{option}" not in sections[name]] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """Anchors of the headings of ``page``, as GitHub and MkDocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_resolve(page: Path) -> None:
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _anchors(target)):
+            broken.append(link)
+    assert broken == []
