@@ -1,10 +1,10 @@
-"""The engine that a training loop talks to: the calls of ``deepspeed.DeepSpeedEngine``, whatever the backend."""
+"""The engine that a training loop calls. Its methods are those of ``deepspeed.DeepSpeedEngine``, for every backend."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,8 @@ from .distributed.agreement import Ranks, agree_on_rates, gather_json
 from .distributed.tensors import local_tensor
 from .engine_facts import EngineFacts
 from .errors import ConfigError
-from .full_model.recalibration import tracks_statistics, with_statistics
 from .optim.param_groups import named_rates
 from .optim.schedules import Schedule
-from .optim.skipped_steps import SkippedSteps
 
 log = logging.getLogger("sdp")
 
@@ -35,7 +33,7 @@ log = logging.getLogger("sdp")
 class SDPEngine(EngineFacts):
     """Trains one group's subnetwork: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
-    Made by :func:`sdp.initialize`. ``step`` acts at the accumulation boundary only, as DeepSpeed's does.
+    :func:`sdp.initialize` makes it. ``step`` acts only at the accumulation boundary, as in DeepSpeed.
     """
 
     def __init__(
@@ -45,21 +43,18 @@ class SDPEngine(EngineFacts):
         backend.attach(optimizer, config)
         self.lr_scheduler = scheduler
         self.loader: Any = None
-        self.training_dataloader: Any = None  # what sdp.initialize returned: it ends with the epoch
+        self.training_dataloader: Any = None  # the third value of sdp.initialize, which ends with the epoch
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
-        self._skips = SkippedSteps(config.training.max_skips)
-        self._grad_norm: float | None = None
         self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
-        self._loss: float | None = None
         self._reduced = False
         self._syncing = True
         self._saved = backend.state_to_save()
         self._saver = Saver(alone=self.world_size == 1, device=self.device)
 
-    # -- training --------------------------------------------------------------------------------------------------------------
+    # -- training ------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for this rank's micro-batch. A single mapping or tuple is spread over ``forward``'s arguments."""
@@ -73,8 +68,16 @@ class SDPEngine(EngineFacts):
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of ``loss`` (a scalar, or an output that holds one), the mean over this rank's micro-batch.
 
-        At the accumulation boundary gradients are averaged within the group and among holders, overlapped with this pass.
-        ``scale_wrt_gas``: divide by the accumulation steps, as DeepSpeed does. Raises ConfigError for ``retain_graph``.
+        At the accumulation boundary, gradients are averaged within the group and among holders while
+        this pass still runs.
+
+        Args:
+            loss: A scalar, or a model output that holds one.
+            retain_graph: Must be False, because gradients are reduced while the graph is freed.
+            scale_wrt_gas: Divide by the accumulation steps, as DeepSpeed does.
+
+        Raises:
+            ConfigError: ``retain_graph`` is True.
         """
         if retain_graph:
             raise ConfigError(
@@ -86,15 +89,18 @@ class SDPEngine(EngineFacts):
         self._reduced = boundary
         self._losses.append(scalar.detach())
         if self.loader is not None and self.device.type == "cuda":
-            self.loader.fetch_ahead()  # the device still computes; what comes next, the norm, is waited for
+            self.loader.fetch_ahead()  # while the device computes; the next call waits for the norm
         return scalar
 
     def step(self) -> None:
-        """At the accumulation boundary: clip by the global norm, update the weights, advance the schedule; else only count.
+        """At the accumulation boundary, clip by the global norm, update the weights and advance the schedule.
 
-        A step whose gradient is no number, in whichever group, is skipped by all: weights, optimizer and schedule stay, and
-        ``skipped_steps`` counts it. Raises NonFiniteError after more than ``training.max_skips`` of them in a row, of which those at a
-        dynamic loss scale above its minimum do not count.
+        Elsewhere only the micro-batch is counted. If any group's gradient norm is NaN or infinite, every group
+        skips the step: weights, optimizer state and schedule are unchanged, and ``skipped_steps`` counts it.
+
+        Raises:
+            NonFiniteError: More than ``training.max_skips`` steps in a row were skipped. Steps at a dynamic loss
+                scale above its minimum do not count.
         """
         if not self._syncing:
             raise RuntimeError("step() inside no_sync(): gradients are not averaged there; leave the block first")
@@ -124,7 +130,7 @@ class SDPEngine(EngineFacts):
         self._count_step()
 
     def _count_step(self) -> None:
-        """A step was taken, or skipped by all."""
+        """Count a step that was taken, or that all groups skipped."""
         self._forget_micro_batches()
         self.global_steps += 1
         self.global_samples += self._batch.train
@@ -139,12 +145,12 @@ class SDPEngine(EngineFacts):
         self._losses, self._reduced = [], False
 
     def zero_grad(self) -> None:
-        """Drop all gradients, those of earlier micro-batches too."""
+        """Drop all gradients, including those of earlier micro-batches."""
         self._backend.zero_grad()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without averaging them; ``step`` is an error inside."""
+        """A context in which gradients accumulate without being averaged. ``step`` is an error inside."""
         with self._backend.no_sync():
             self._syncing = False
             try:
@@ -153,7 +159,7 @@ class SDPEngine(EngineFacts):
                 self._syncing = True
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last one before an optimizer step."""
+        """Whether the current micro-batch is the last one before an optimizer step."""
         return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def train(self, mode: bool = True) -> SDPEngine:
@@ -163,73 +169,7 @@ class SDPEngine(EngineFacts):
     def eval(self) -> SDPEngine:
         return self.train(False)
 
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the full model's averaged gradient before clipping, at the last step; None before the first."""
-        return self._grad_norm
-
-    def get_loss_scale(self) -> float | None:
-        """What losses are multiplied by in the step to come (``fp16``); None where they are not."""
-        return self._backend.loss_scale
-
-    def get_loss(self) -> float | None:
-        """Mean loss of the last step, over its micro-batches and all ranks; None before the first."""
-        return self._loss
-
-    @property
-    def was_step_skipped(self) -> bool:
-        """Whether the last optimizer step was skipped because its gradient was no number."""
-        return self._skips.in_a_row > 0
-
-    # -- the full model --------------------------------------------------------------------------------------------------------
-
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """Token-weighted mean loss of the full model over the batches of all ranks. Collective.
-
-        Units that this group lacks are streamed from their holders, one at a time for a chunk of batches (none are under backward
-        masking); running statistics are those of :meth:`full_state_dict`. Ranks may bring different numbers of batches, at least one each.
-        """
-        return self._in_eval_mode(self._backend.evaluate, batches)
-
-    def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
-        """Token-weighted mean loss of every group's own subnetwork over the batches of its own ranks, by group. Collective."""
-        return self._in_eval_mode(self._backend.evaluate_subnetworks, batches)
-
-    @contextmanager
-    def recalibrated(self, batches: Iterable[Any]) -> Iterator[None]:
-        """While inside, batch norms have the running statistics of the full model: to evaluate, to save and to export it. Collective.
-
-        They are measured by a pass of the full model over ``batches``, equally many on every rank, of training data. Under forward
-        masking those that a rank tracks are its own subnetwork's; afterwards it has these again. Without batch norm nothing is done.
-        """
-        if not tracks_statistics(self.layout.buffers):
-            yield
-            return
-        with with_statistics(self.module, self._in_eval_mode(self._backend.batch_statistics, batches)):
-            yield
-
-    def _in_eval_mode(self, evaluation: Callable[[list[Any]], Any], batches: Iterable[Any]) -> Any:
-        modes = [(module, module.training) for module in self.module.modules()]
-        self.module.eval()
-        try:
-            return evaluation(list(batches))
-        finally:
-            self.module.train(modes[0][1])
-            for module, training in modes:  # a user may have put single modules into evaluation mode
-                module.training = training
-
-    def full_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """On rank 0 the whole model's weights and persistent buffers under their canonical names, on the CPU; None elsewhere.
-
-        Collective; tied parameters appear under each of their names. Units cross the network one parameter at a time.
-        """
-        state = {
-            name: tensor.detach().cpu().clone() for name, tensor in self._backend.stream_state() if tensor is not None
-        }
-        if self.global_rank != 0:
-            return None
-        return state | {alias: state[name] for alias, name in self.layout.aliases.items()}
-
-    # -- checkpoints -----------------------------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,
@@ -242,12 +182,24 @@ class SDPEngine(EngineFacts):
         keep: int | None = None,
         background: bool = False,
     ) -> bool:
-        """Write ``save_dir/tag`` (default ``step-N``): weights, optimizer, schedule, position in the data. Collective.
+        """Write weights, optimizer state, schedule and the position in the data to ``save_dir/tag``. Collective.
 
-        ``client_state`` must be JSON. Holders are compared first, since equal names are written once. ``keep``: of the checkpoints
-        named by steps only so many are left. ``background``: return once everything is copied to host memory and write while
-        training goes on; :meth:`wait_for_checkpoint` tells how it ended. Raises CheckpointError or HolderMismatchError; an earlier
-        checkpoint of the same tag is replaced only once the new one is whole.
+        Holders are compared first, because a unit is written once. An earlier checkpoint of the same tag is
+        replaced only when the new one is complete.
+
+        Args:
+            save_dir: The directory of all checkpoints.
+            tag: The name of this one; default ``step-N``.
+            client_state: The caller's own state, as JSON values.
+            save_latest: Must be True.
+            exclude_frozen_parameters: Must be False.
+            keep: Keep only this many of the checkpoints that are named after steps.
+            background: Return when everything is copied to host memory, and write while training continues.
+                :meth:`wait_for_checkpoint` raises the error of a save that failed.
+
+        Raises:
+            CheckpointError: Nothing could be written, or ``client_state`` is not JSON.
+            HolderMismatchError: Holders of a unit have different weights or optimizer state.
         """
         if not save_latest or exclude_frozen_parameters:
             raise ConfigError(
@@ -271,11 +223,13 @@ class SDPEngine(EngineFacts):
         }
         tag = check_tag(tag) if tag is not None else f"step-{self.global_steps}"
         tensors = self._saved.tensors() | self._saved.random_state()
-        self._saver.save(Path(save_dir), tag, tensors, state, keep=keep, background=background)
+        self._saver.save(
+            Path(save_dir), tag, tensors, state, parameters=self.layout.wholes, keep=keep, background=background
+        )
         return True
 
     def wait_for_checkpoint(self, *, block: bool = True) -> None:
-        """Wait for the checkpoint that is written in the background and raise its CheckpointError; unless ``block``, only if it ended."""
+        """Wait for the save in the background and raise its CheckpointError. Without ``block``, only if it has ended."""
         self._saver.wait(block=block)
 
     def load_checkpoint(
@@ -290,8 +244,15 @@ class SDPEngine(EngineFacts):
     ) -> tuple[str | None, dict[str, Any]]:
         """Continue from ``load_dir/tag`` (default: the newest), written under any layout. Collective.
 
-        Returns its path and the client state; ``(None, {})``, and says so, where there is no checkpoint and no tag was asked for. Raises
-        CheckpointError for one that is damaged, or of another model, optimizer or data set, and for ``load_dir`` that is itself one.
+        The learning rates are the checkpoint's, as in DeepSpeed.
+
+        Returns:
+            The checkpoint's path and the client state. ``(None, {})``, with a warning, if there is no checkpoint
+            and no tag was given.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or belongs to another model, optimizer or data set, or
+                ``load_dir`` is itself a checkpoint.
         """
         everything = load_module_strict and load_optimizer_states and load_lr_scheduler_states and not load_module_only
         if not everything or custom_load_fn is not None:
@@ -323,7 +284,7 @@ class SDPEngine(EngineFacts):
         rates = named_rates(self.optimizer, self._backend.names_of_param_groups())
         return rates if self.world_size == 1 else agree_on_rates(rates, list(self.layout.wholes), self.device)
 
-    # -- among ranks -----------------------------------------------------------------------------------------------------------
+    # -- among ranks ---------------------------------------------------------------------------------
 
     def gather_facts(self, facts: Any) -> list[Any]:
         """The ``facts`` (a small JSON value) of every rank, in rank order. Collective. Tuples arrive as lists."""

@@ -1,7 +1,9 @@
-"""What the engine says of itself on a rank: its part of the model, its place, the batch, bytes of state and traffic; nothing is changed."""
+"""The read-only side of the engine: facts about this rank, evaluation, and the full model's weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,19 +17,25 @@ from .batch.size import BatchSize
 from .config.schema import Config
 from .distributed.traffic import Traffic
 from .environment.detect import detect
+from .full_model.evaluation import in_eval_mode
+from .full_model.recalibration import tracks_statistics, with_statistics
+from .optim.skipped_steps import SkippedSteps
 from .placement.layout import Layout
 
 
 class EngineFacts:
-    """What can be asked of :class:`~sdp.engine.engine.SDPEngine`, under ``deepspeed.DeepSpeedEngine``'s names where it has them."""
+    """The read-only side of :class:`~sdp.engine.engine.SDPEngine`, with DeepSpeed's names where DeepSpeed has them."""
 
     def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer):
         self._backend, self.config, self._batch, self.optimizer = backend, config, batch, optimizer
         self._gradient_bytes = 0  # at the last step
+        self._grad_norm: float | None = None
+        self._loss: float | None = None
+        self._skips = SkippedSteps(config.training.max_skips)
 
     @property
     def module(self) -> nn.Module:
-        """This rank's subnetwork (of the reference: the full model)."""
+        """This rank's subnetwork. In the reference engine, the full model."""
         return self._backend.module
 
     @property
@@ -46,9 +54,9 @@ class EngineFacts:
 
     @property
     def exposed_reduction_seconds(self) -> float:
-        """Seconds since the start that this rank waited for reductions between groups which backward did not hide.
+        """Seconds since the start that this rank waited for reductions between groups that backward did not hide.
 
-        On CUDA they are known with ``wall_clock_breakdown`` alone.
+        On CUDA they are known only with ``wall_clock_breakdown``.
         """
         return self._backend.exposed_seconds
 
@@ -58,17 +66,17 @@ class EngineFacts:
 
     @property
     def parameters_here(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by canonical name; DTensors where they are sharded."""
+        """This rank's parameters by canonical name. Sharded ones are DTensors."""
         return self._backend.parameters
 
     @property
     def frozen_here(self) -> dict[str, nn.Parameter]:
-        """This rank's frozen copies, up to date, by canonical name (``sdp.masking`` "backward"); DTensors where they are sharded."""
+        """This rank's current frozen copies by canonical name (``sdp.masking`` "backward"). Sharded ones are DTensors."""
         return self._backend.frozen
 
     @property
     def data_ranks_here(self) -> int:
-        """Data ranks that this process stands for: 1, or all of them in the reference."""
+        """The number of data ranks that this process computes for: 1, or all of them in the reference."""
         return self._backend.data_ranks_here
 
     @property
@@ -77,16 +85,33 @@ class EngineFacts:
 
     @property
     def local_rank(self) -> int:
-        place = detect()
-        return place.local_rank if place is not None else self.device.index or 0
+        environment = detect()
+        return environment.local_rank if environment is not None else self.device.index or 0
 
     @property
     def world_size(self) -> int:
-        """Processes that train together; the reference is one by itself."""
+        """The number of processes that train together. A reference engine is one process by itself."""
         return 1 if self._is_reference else dist.get_world_size()
 
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the full model's averaged gradient before clipping, at the last step. None before the first."""
+        return self._grad_norm
+
+    def get_loss(self) -> float | None:
+        """The mean loss of the last step over its micro-batches and all ranks. None before the first step."""
+        return self._loss
+
+    def get_loss_scale(self) -> float | None:
+        """The factor by which the next step's losses are multiplied (``fp16``). None without loss scaling."""
+        return self._backend.loss_scale
+
+    @property
+    def was_step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped because a gradient was NaN or infinite."""
+        return self._skips.in_a_row > 0
+
     def get_lr(self) -> list[float]:
-        """Learning rate of every parameter group, for the step to come."""
+        """The learning rate of every parameter group, for the next step."""
         return self._backend.learning_rates()
 
     def bfloat16_enabled(self) -> bool:
@@ -125,6 +150,53 @@ class EngineFacts:
     def traffic_formula(self) -> str:
         """The bytes that this rank sends between groups in a step, as a formula with its numbers."""
         return self._backend.traffic_formula()
+
+    # -- the full model ------------------------------------------------------------------------------
+
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """The token-weighted mean loss of the full model over the batches of all ranks. Collective.
+
+        Units that this group does not hold are streamed from their holders, one unit at a time for a chunk of
+        batches. Under backward masking nothing is streamed. Running statistics are those of
+        :meth:`full_state_dict`. Ranks may bring different numbers of batches, but each needs at least one.
+        """
+        return self._evaluate(self._backend.evaluate, batches)
+
+    def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
+        """By group, the token-weighted mean loss of its subnetwork over the batches of its own ranks. Collective."""
+        return self._evaluate(self._backend.evaluate_subnetworks, batches)
+
+    @contextmanager
+    def recalibrated(self, batches: Iterable[Any]) -> Iterator[None]:
+        """A context in which batch norms have the full model's running statistics. Collective.
+
+        Use it to evaluate, save or export the full model. A pass of the full model over ``batches`` of training
+        data measures the statistics; every rank must bring the same number of batches. Under forward masking, a
+        rank otherwise tracks the statistics of its own subnetwork, and has them back afterwards. Without batch
+        norm nothing happens.
+        """
+        if not tracks_statistics(self.layout.buffers):
+            yield
+            return
+        with with_statistics(self.module, self._evaluate(self._backend.batch_statistics, batches)):
+            yield
+
+    def _evaluate(self, evaluation: Callable[[list[Any]], Any], batches: Iterable[Any]) -> Any:
+        with in_eval_mode(self.module):
+            return evaluation(list(batches))
+
+    def full_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """On rank 0, the whole model's weights and persistent buffers on the CPU, by canonical name. Collective.
+
+        Other ranks get None. Tied parameters appear under each of their names. Parameters cross the network one
+        at a time.
+        """
+        state = {
+            name: tensor.detach().cpu().clone() for name, tensor in self._backend.stream_state() if tensor is not None
+        }
+        if self.global_rank != 0:
+            return None
+        return state | {alias: state[name] for alias, name in self.layout.aliases.items()}
 
     @property
     def _is_reference(self) -> bool:

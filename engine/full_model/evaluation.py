@@ -6,12 +6,13 @@ they go on. One guest unit, or the missing slices of one block, is in memory at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
@@ -222,3 +223,16 @@ def _own_sums(backend: SubnetworkBackend, batches: Sequence[Any]) -> torch.Tenso
         if count:
             sums[backend.at.sdp] += torch.tensor([loss * count, count], dtype=torch.float64, device=backend.device)
     return sums
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """A context in which ``module`` is in evaluation mode. Afterwards each submodule has its own mode again."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(modes[0][1])
+        for part, training in modes:  # a user may have put single modules into evaluation mode
+            part.training = training
