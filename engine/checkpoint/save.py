@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ..errors import CheckpointError
 from .dcp import Part, PiecewisePlanner, _cause, _without_single_process_warning
 from .directory import make_room, prune, publish
 from .files import PARTIAL, STATE, encode_state, hash_files, is_ours, write_durably
+from .finite import check_finite
 from .metadata import METADATA, MetadataWriter
 
 _SHARED_SECONDS = 30.0  # how long a network file system may hide from one host what another wrote
@@ -42,15 +43,20 @@ class Saver:
         tensors: dict[str, Any],
         state: Mapping[str, Any],
         *,
+        parameters: Collection[str],
         keep: int | None,
         background: bool,
     ) -> None:
         """Write the checkpoint ``directory/tag`` and remove all but the newest ``keep``. Collective; waits for the one before.
 
         In the ``background`` it returns once the tensors are copied, and what fails is raised by :meth:`wait`.
+
+        Raises:
+            NonFiniteError: one of the ``parameters`` (canonical names) is NaN or infinite. Nothing is written then.
         """
         self.wait()
         encode_state(state)  # what is not JSON is said now
+        check_finite(directory, tensors, parameters, Ranks(self._alone))
         if not background:
             write(directory, tag, tensors, state, Ranks(self._alone), keep=keep)
             return

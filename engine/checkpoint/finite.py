@@ -1,0 +1,65 @@
+"""Refuse to save weights that are NaN or infinite, so that no good checkpoint is pruned for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..distributed.agreement import Ranks
+from ..distributed.tensors import local_tensor
+from ..errors import CheckpointError, NonFiniteError
+from .dcp import Part
+from .directory import latest, locate
+
+
+def check_finite(directory: Path, tensors: Mapping[str, Any], parameters: Collection[str], ranks: Ranks) -> None:
+    """Check that all weights that are about to be saved are finite. Collective.
+
+    A finite gradient can still destroy the weights. Buffers are not checked, because a mask may hold
+    infinite values. The check costs one reduction per tensor and one wait for the device.
+
+    Args:
+        directory: the directory of the checkpoints; the newest one in it is good.
+        tensors: what this rank saves, by key.
+        parameters: the canonical names of the model's parameters.
+        ranks: the processes that save together.
+
+    Raises:
+        NonFiniteError: on every rank. It names the first such parameter and the newest checkpoint.
+    """
+    found = next((name for name in ranks.gather(_first_damaged(tensors, parameters)) if name is not None), None)
+    if found is None:
+        return
+    newest = ranks.gather(_newest(directory) if ranks.rank == 0 else None)[0]
+    raise NonFiniteError(
+        f"the weight {found} has values that are NaN or infinite, so no checkpoint is written; "
+        f"the newest good checkpoint: {newest}; resume from it with a lower learning rate"
+    )
+
+
+def _first_damaged(tensors: Mapping[str, Any], parameters: Collection[str]) -> str | None:
+    names, peaks = [], []
+    for name in parameters:
+        value = tensors.get(f"model/{name}")
+        if value is None:
+            continue
+        for part in value.locals if isinstance(value, Part) else [local_tensor(value)]:
+            if part.numel() and (part.is_floating_point() or part.is_complex()):
+                names.append(name)
+                # A NaN stays a NaN in a maximum, so one reduction finds both.
+                peaks.append(torch.linalg.vector_norm(part.detach(), ord=float("inf")).double())
+    if not peaks:
+        return None
+    finite = torch.isfinite(torch.stack(peaks)).tolist()
+    return next((name for name, good in zip(names, finite, strict=True) if not good), None)
+
+
+def _newest(directory: Path) -> str:
+    try:
+        tag = latest(directory)
+    except CheckpointError:
+        return f"unknown, {directory} is damaged"
+    return str(locate(directory, tag)) if tag is not None else "none was written"
