@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,23 +16,37 @@ from torch.optim import Optimizer
 from ...accounting.clock import clock
 from ...batch.size import BatchSize
 from ...config.schema import Config
+from ...distributed.mesh import Coordinates
 from ...distributed.traffic import Traffic
 from ...environment.detect import alone_if_unlaunched
-from ...errors import ConfigError, ModelError
+from ...errors import ConfigError
 from ...optim.optimizers import make_optimizer
 from ...optim.schedules import build_scheduler
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
 from ...subnetwork.activations import checkpoint_activations
+from ...subnetwork.carve import PassThrough
 from ...subnetwork.initialisation import ModuleInit
 from ...subnetwork.materialise import cut, give_values, take_values_of_rank_0
 from .backend import DeepSpeedBackend
+from .checks import check_partitions, refuse_small_sub_groups
 from .groups import GroupsOfRanks
 from .optimizer import unstepped
-from .partitions import Bundle, partition_numel
+from .partitions import Bundle
 from .private import check_engine, forget_process_groups, let_groups_differ, load, require_float16, set_verbosity
 
 log = logging.getLogger("sdp")
+
+
+@dataclass
+class _Handover:
+    """What DeepSpeed is given: settings, optimizer and schedule, and a line that says which optimizer."""
+
+    settings: dict[str, Any]
+    optimizer: Any
+    scheduler: Any
+    note: str = "optimizer: DeepSpeed's, as the configuration or the script says"
+    building: AbstractContextManager[None] = field(default_factory=nullcontext)
 
 
 def initialize_deepspeed(
@@ -47,79 +62,38 @@ def initialize_deepspeed(
     *,
     grouped: bool,
 ) -> tuple[DeepSpeedBackend, Optimizer, Any, str]:
-    """Cut ``model`` for this rank's group and hand it to DeepSpeed.
+    """Cut ``model`` for this rank's group and hand it to DeepSpeed. Collective.
 
-    Returns the backend, the optimizer, the schedule, and a line about the optimizer.
+    Args:
+        model: The full model. It is cut in place.
+        config: The configuration.
+        layout: Which rank has which part of the model.
+        batch: Samples per micro-batch and step.
+        device: This rank's device.
+        plan: How parameters get their first values. None: rank 0's values are taken.
+        groups: The user's parameter groups, with canonical names as ``params``.
+        optimizer: The user's optimizer, a function that makes one, or None.
+        lr_scheduler: The user's schedule, a function that makes one, or None.
+        grouped: Whether the user gave parameter groups.
 
-    ``groups``: the user's parameter groups by canonical names. With one group all is DeepSpeed's as the file and the arguments say.
+    Returns:
+        The backend, DeepSpeed's optimizer, its schedule, and a line about the optimizer.
     """
-    package = load()
-    if config.fp16.enabled:
-        require_float16()
-    forget_process_groups()
-    set_verbosity(config.deepspeed)
-    installed, stage = layout.mesh.sdp > 1, config.zero_optimization.stage
-    compute_dtype = getattr(torch, config.precision)
-    if plan is None:
-        take_values_of_rank_0(model, device)
+    package = _prepare_package(config)
     at = layout.mesh.coordinates(dist.get_rank())
-    stand_ins = cut(model, config, layout, at.sdp, compute_dtype)
-    checkpoint_activations(
-        model, [name for name in layout.blocks if name not in stand_ins], config.activation_checkpointing.mode
-    )
-    give_values(model, layout, plan, device, Shard(), {info.name for info in layout.frozen(at.sdp)})
-
+    stand_ins = _cut_and_fill(model, config, layout, device, plan, at)
     bundles = bundles_of(layout, groups)
     parameters = dict(model.named_parameters())
     held = [bundle for bundle in bundles if at.sdp in bundle.holders]
-    settings = config.deepspeed | {
-        "train_micro_batch_size_per_gpu": batch.micro,
-        "gradient_accumulation_steps": batch.accumulation,
-        "zero_allow_untested_optimizer": True,  # as with several groups: any optimizer steps on partitions
-    }
-    note = "optimizer: DeepSpeed's, as the configuration or the script says"
-    scheduler: Any = lr_scheduler
-    given: Any = optimizer
-    building: AbstractContextManager[None] = nullcontext()
-    if installed or (optimizer is None and config.optimizer is None):
-        ours = [
-            {**_options(groups[bundle.options]), "params": [parameters[name] for name in bundle.names]} for bundle in held
-        ]  # fmt: skip
-        arrangement = ", a parameter group for each unit" if installed else ""
-        given, note = make_optimizer(config.optimizer, optimizer, ours, device, grouped=True, arrangement=arrangement)
-        if layout.mesh.sizes and stage:
-            note = _rounding_alike(given, note)
-        if installed:
-            scheduler = _scheduler(config, lr_scheduler, given, [bundle.options for bundle in held])
-            _hand_over(settings, config)
-            building = unstepped(given)
-    process_groups = GroupsOfRanks(layout, bundles, stage)
-    if stage == 3:
-        # DeepSpeed's default cuts a large unit into several groups.
-        settings["zero_optimization"] = {"sub_group_size": 10**12, **settings.get("zero_optimization", {})}
-    _refuse_small_sub_groups(config, bundles, layout)
-    if stage == 3 and (
-        installed or dist.get_world_size() == 1
-    ):  # which asks for a launcher's variables, to compare a rank with itself
-        let_groups_differ()
-    unbuilt = given is None or not isinstance(given, Optimizer)
-    try:
-        with alone_if_unlaunched(), building:  # DeepSpeed asks for a launcher's variables
-            _, _, _, scheduler = made = package.initialize(
-                model=model,
-                optimizer=given,
-                model_parameters=_as_given(groups, parameters, grouped=grouped) if unbuilt else None,
-                lr_scheduler=scheduler,
-                mpu=process_groups.mpu,
-                config=settings,
-            )
-    except (AssertionError, ValueError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError(
-            f'sdp.engine "deepspeed": DeepSpeed refuses its configuration ({reason}); change what it names'
-        ) from error
-    engine = made[0]
-    check_engine(package, engine, stage, config.precision)
+    handover = _Handover(_settings(config, batch), optimizer, lr_scheduler)
+    if layout.mesh.sdp > 1 or (optimizer is None and config.optimizer is None):
+        _take_optimizer_over(handover, config, layout, groups, held, parameters, device)
+    process_groups = GroupsOfRanks(layout, bundles, config.zero_optimization.stage)
+    _keep_units_whole(handover.settings, config, bundles, layout)
+    unbuilt = not isinstance(handover.optimizer, Optimizer)
+    model_parameters = _as_given(groups, parameters, grouped=grouped) if unbuilt else None
+    engine, scheduler = _build(package, model, handover, model_parameters, process_groups)
+    check_engine(package, engine, config.zero_optimization.stage, config.precision)
     backend = DeepSpeedBackend(
         engine,
         layout,
@@ -127,13 +101,109 @@ def initialize_deepspeed(
         process_groups,
         stand_ins,
         device,
-        stage=stage,
-        compute_dtype=compute_dtype,
+        stage=config.zero_optimization.stage,
+        compute_dtype=getattr(torch, config.precision),
         traffic=Traffic(),
     )
     backend.clock = clock(device, waits=config.wall_clock_breakdown)
-    _check_partitions(backend, parameters)
-    return backend, engine.optimizer, scheduler, note
+    check_partitions(backend, parameters)
+    return backend, engine.optimizer, scheduler, handover.note
+
+
+def _prepare_package(config: Config) -> Any:
+    """Import DeepSpeed and make it forget an earlier engine's process groups."""
+    package = load()
+    if config.fp16.enabled:
+        require_float16()
+    forget_process_groups()
+    set_verbosity(config.deepspeed)
+    return package
+
+
+def _cut_and_fill(
+    model: nn.Module,
+    config: Config,
+    layout: Layout,
+    device: torch.device,
+    plan: Sequence[ModuleInit] | None,
+    at: Coordinates,
+) -> dict[str, PassThrough]:
+    """Cut ``model`` in place to what this group holds, and give it values. Returns the stand-ins of skipped units."""
+    if plan is None:
+        take_values_of_rank_0(model, device)
+    stand_ins = cut(model, config, layout, at.sdp, getattr(torch, config.precision))
+    run = [name for name in layout.blocks if name not in stand_ins]
+    checkpoint_activations(model, run, config.activation_checkpointing.mode)
+    give_values(model, layout, plan, device, Shard(), {info.name for info in layout.frozen(at.sdp)})
+    return stand_ins
+
+
+def _settings(config: Config, batch: BatchSize) -> dict[str, Any]:
+    return config.deepspeed | {
+        "train_micro_batch_size_per_gpu": batch.micro,
+        "gradient_accumulation_steps": batch.accumulation,
+        "zero_allow_untested_optimizer": True,  # any optimizer steps on partitions, as with several groups
+    }
+
+
+def _take_optimizer_over(
+    handover: _Handover,
+    config: Config,
+    layout: Layout,
+    groups: Sequence[Mapping[str, Any]],
+    held: Sequence[Bundle],
+    parameters: Mapping[str, nn.Parameter],
+    device: torch.device,
+) -> None:
+    """Build the optimizer here, with one parameter group per bundle, so that units are partitioned alone."""
+    several = layout.mesh.sdp > 1
+    ours = [
+        {**_options(groups[bundle.options]), "params": [parameters[name] for name in bundle.names]} for bundle in held
+    ]
+    arrangement = ", a parameter group for each unit" if several else ""
+    handover.optimizer, handover.note = make_optimizer(
+        config.optimizer, handover.optimizer, ours, device, grouped=True, arrangement=arrangement
+    )
+    if layout.mesh.sizes and config.zero_optimization.stage:
+        handover.note = _rounding_alike(handover.optimizer, handover.note)
+    if several:
+        options = [bundle.options for bundle in held]
+        handover.scheduler = _scheduler(config, handover.scheduler, handover.optimizer, options)
+        _hand_over(handover.settings, config)
+        handover.building = unstepped(handover.optimizer)
+
+
+def _keep_units_whole(settings: dict[str, Any], config: Config, bundles: Sequence[Bundle], layout: Layout) -> None:
+    """At stage 3, keep DeepSpeed from cutting a large unit into several groups, and let groups of ranks differ."""
+    refuse_small_sub_groups(config, bundles, layout)
+    if config.zero_optimization.stage < 3:
+        return
+    settings["zero_optimization"] = {"sub_group_size": 10**12, **settings.get("zero_optimization", {})}
+    # With one rank, DeepSpeed asks for a launcher's variables only to compare the rank with itself.
+    if layout.mesh.sdp > 1 or dist.get_world_size() == 1:
+        let_groups_differ()
+
+
+def _build(
+    package: Any, model: nn.Module, handover: _Handover, model_parameters: Any, process_groups: GroupsOfRanks
+) -> tuple[Any, Any]:
+    """DeepSpeed's engine and its schedule."""
+    try:
+        with alone_if_unlaunched(), handover.building:  # DeepSpeed asks for a launcher's variables
+            engine, _, _, scheduler = package.initialize(
+                model=model,
+                optimizer=handover.optimizer,
+                model_parameters=model_parameters,
+                lr_scheduler=handover.scheduler,
+                mpu=process_groups.mpu,
+                config=handover.settings,
+            )
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(
+            f'sdp.engine "deepspeed": DeepSpeed refuses its configuration ({reason}); change what it names'
+        ) from error
+    return engine, scheduler
 
 
 def bundles_of(layout: Layout, groups: Sequence[Mapping[str, Any]]) -> list[Bundle]:
@@ -217,42 +287,3 @@ def _hand_over(settings: dict[str, Any], config: Config) -> None:
     offloads = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
     if config.zero_optimization.stage in (1, 2) and not offloads:
         zero["compute_grad_norm"] = False  # it would be the group's own
-
-
-def _refuse_small_sub_groups(config: Config, bundles: Sequence[Bundle], layout: Layout) -> None:
-    limit = config.deepspeed.get("zero_optimization", {}).get("sub_group_size")
-    if config.zero_optimization.stage < 3 or limit is None:
-        return
-    for bundle in bundles:
-        numel = max(partition_numel(bundle, 3, len(layout.mesh.ranks_of(group))) for group in bundle.holders)
-        if numel > limit:
-            raise ConfigError(
-                f"zero_optimization.sub_group_size: {limit} is less than the {numel} elements that a rank steps at once"
-                + (f" of {bundle.unit!r}" if layout.mesh.sdp > 1 else "")
-                + ": DeepSpeed would cut them into parts, which no other group, and no checkpoint, knows; raise it, or remove it"
-            )
-
-
-def _check_partitions(backend: DeepSpeedBackend, parameters: Mapping[str, nn.Parameter]) -> None:
-    """DeepSpeed has cut what we think it has: the same parameters in the same order, partitions of the same sizes."""
-    if backend.zero is None:
-        _check_copies(backend)
-        return
-    members = [[id(p) for p in group] for group in backend.zero.members]
-    expected = [[id(parameters[name]) for name in bundle.names] for bundle in backend.bundles]
-    sizes = [partition_numel(bundle, backend.stage, backend.ranks_inside) for bundle in backend.bundles]
-    if members != expected or [master.numel() for master in backend.zero.masters] != sizes:
-        raise ModelError(
-            "DeepSpeed has partitioned the parameters in another way than is known of it, so that shards of holders would not align; "
-            'remove settings of zero_optimization that change partitions, or use sdp.engine "fsdp2"'
-        )
-
-
-def _check_copies(backend: DeepSpeedBackend) -> None:
-    """At stage 0 in half precision DeepSpeed has a float32 copy of every parameter that is trained, and of no other."""
-    if backend.copies is not None and set(backend.copies.masters) != {
-        name for bundle in backend.bundles for name in bundle.names
-    }:
-        raise ModelError(
-            "DeepSpeed has float32 copies of other parameters than are trained; use zero_optimization.stage 1"
-        )
