@@ -1,0 +1,150 @@
+"""Draw the plots of the result pages into docs/images/ from the figures in docs/data/.
+
+Run ``python docs/plots.py`` after a change of the figures. It needs matplotlib and nothing of this
+package.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+DOCS = Path(__file__).parent
+COLOURS = ("#0b62a4", "#c8531c", "#2e7d32", "#7b3fa0", "#8a6d00", "#a3195b")
+GREY, SDP = "#8b949e", "#0b62a4"
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return the figures in docs/data/``name``.json."""
+    return json.loads((DOCS / "data" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def new_figure(width: float, height: float, columns: int, share_y: bool = False) -> tuple[Figure, list[Axes]]:
+    """Return a figure of ``width`` × ``height`` inches and its panels in one row."""
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(1, columns, sharey=share_y, squeeze=False)[0])
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#d8dde3", linewidth=0.7)
+        axes.set_axisbelow(True)
+    return figure, panels
+
+
+def save(figure: Figure, name: str) -> None:
+    """Write ``figure`` to docs/images/``name``.png, without the program's version in its metadata."""
+    figure.savefig(DOCS / "images" / f"{name}.png", metadata={"Software": ""})
+
+
+def draw_bench() -> None:
+    """Speed over DDP and peak memory of every method, four hosts at 1 Gbit/s and 64 tokens."""
+    rows = read("bench")["hosts_64_tokens"][::-1]
+    names = [row["method"] for row in rows]
+    colours = [SDP if name.startswith("sdp") else GREY for name in names]
+    figure, (speed, memory) = new_figure(10, 5.2, 2, share_y=True)
+    for axes, measured, planned in ((speed, "speed", "planned_speed"), (memory, "peak_mb", "planned_peak_mb")):
+        axes.barh(names, [row[measured] for row in rows], color=colours, height=0.7)
+        plans = [(row[planned], row["method"]) for row in rows if row[planned] is not None]
+        axes.plot([x for x, _ in plans], [name for _, name in plans], "D", color="black", markersize=4, label="planned")
+    for position, row in enumerate(rows):
+        least_x = max(row["speed"], row["planned_speed"])
+        speed.text(least_x + 0.07, position, f"{row['speed']:.2f} ×", va="center", fontsize=9)
+        most_x = max(row["peak_mb"], row["planned_peak_mb"] or 0)
+        memory.text(most_x + 6, position, f"{row['peak_mb']:.1f}", va="center", fontsize=9)
+    speed.set(title="Speed over DDP (more is better)", xlabel="× DDP", xlim=(0, 4.7))
+    memory.set(title="Peak of live tensors (less is better)", xlabel="MB", xlim=(0, 420))
+    speed.legend(frameon=False, loc="lower right")
+    save(figure, "bench_methods")
+
+
+def draw_memory() -> None:
+    """Planned (line) and measured (dot) peak by capacity, a panel for each model."""
+    data = read("memory")
+    variants = ("block forward", "block backward", "neuron forward", "neuron backward")
+    figure, panels = new_figure(11, 4.2, 3)
+    for axes, (model, title) in zip(
+        panels, (("resnet18", "ResNet-18"), ("swin_t", "Swin-T"), ("llama_134m", "LLaMA-134M")), strict=True
+    ):
+        dense = next(row for row in data[model] if row["variant"] == "dense")
+        for variant, colour in zip(variants, COLOURS, strict=False):
+            rows = [row for row in data[model] if row["variant"] == variant] + [dense]
+            capacities = [row["capacity"] for row in rows]
+            axes.plot(capacities, [row["peak"][0] for row in rows], color=colour, linewidth=1.6)
+            axes.plot(capacities, [row["peak"][1] for row in rows], "o", color=colour, markersize=5)
+        axes.set(title=title, xlabel="capacity", xticks=[0.25, 0.5, 0.75, 1], ylim=(0, dense["peak"][0] * 1.12))
+    panels[0].set_ylabel("peak of live tensors, MB")
+    handles = [Line2D([], [], color=colour, label=variant) for variant, colour in zip(variants, COLOURS, strict=False)]
+    handles.append(Line2D([], [], color="black", label="planned"))
+    handles.append(Line2D([], [], color="black", marker="o", linestyle="none", label="measured"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
+    save(figure, "memory_peak")
+
+
+def draw_profiles(model: str, methods: tuple[str, ...]) -> None:
+    """Held-out loss against capacity, with the seeds' deviation; a panel for each granularity."""
+    data = read("profiles")
+    figure, panels = new_figure(10, 4.8, 2, share_y=True)
+    for axes, granularity in zip(panels, ("block", "neuron"), strict=True):
+        rows = data[f"{model}_{granularity}"]
+        for method, colour in zip(methods, COLOURS, strict=False):
+            axes.errorbar(
+                [row["capacity"] for row in rows],
+                [row[method][0] for row in rows],
+                [row[method][1] for row in rows],
+                color=colour,
+                marker="o",
+                capsize=4,
+                linestyle="--" if "dense" in method else "-",
+                label=method.replace("_", " "),
+            )
+        axes.set(title=f"{granularity} level", xlabel="capacity", xticks=[row["capacity"] for row in rows])
+    panels[0].set_ylabel("held-out loss of the full model")
+    panels[1].legend(frameon=False)
+    save(figure, f"profiles_{model}")
+
+
+def draw_gradient_bias() -> None:
+    """Estimated bias by unit at initial weights, and overall for every model and masking."""
+    data = read("gradient_bias")
+    figure, (units, overall) = new_figure(11, 4.4, 2)
+    for masking, colour in (("forward", COLOURS[0]), ("backward", COLOURS[1])):
+        rows = [row for row in data["by_unit"] if row["masking"] == masking and row["unit"] != "overall"]
+        names = [row["unit"].replace("model.layers.", "") for row in rows]
+        # A bias that the batches cannot show is drawn at zero.
+        bias, error = [row["bias"] or 0 for row in rows], [row["standard_error"] or 0 for row in rows]
+        label = "forward" if masking == "forward" else "backward: not shown, drawn at zero"
+        units.errorbar(names, bias, error, fmt="o", color=colour, capsize=4, label=label)
+    units.set(title="Eight blocks at initial weights, by unit", xlabel="layer", ylim=(-0.03, 0.8))
+    units.set_ylabel("bias, relative to the dense gradient's norm")
+    units.legend(frameon=False, loc="center left")
+    cases = [row for row in data["overall"] if row["masking"] == "forward"][::-1]
+    labels = [f"{row['model']},\n{row['weights']}" for row in cases]
+    for masking, colour in (("forward", COLOURS[0]), ("backward", COLOURS[1])):
+        rows = [row for row in data["overall"] if row["masking"] == masking][::-1]
+        bias, error = [row["bias"] or 0 for row in rows], [row["standard_error"] or 0 for row in rows]
+        overall.errorbar(bias, labels, xerr=error, fmt="o", color=colour, capsize=4)
+        overall.plot([row["noise"] for row in rows], labels, "|", color=colour, markersize=12)
+    overall.plot([], [], "|", color="black", markersize=12, label="noise: expected without any bias")
+    overall.set(title="Overall", xlabel="relative to the dense gradient's norm", xlim=(-0.05, 1.2))
+    overall.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.0))
+    overall.margins(y=0.22)
+    save(figure, "gradient_bias_units")
+
+
+def main() -> None:
+    """Draw all plots."""
+    draw_bench()
+    draw_memory()
+    draw_profiles("llama", ("dense", "smaller_dense", "uniform", "linear", "depth"))
+    draw_profiles("resnet18", ("dense", "smaller_dense", "uniform", "depth"))
+    draw_gradient_bias()
+
+
+if __name__ == "__main__":
+    main()
