@@ -19,9 +19,10 @@ from ...engine.accounting.clock import clock
 from ...engine.accounting.memory_probe import peak_tensor_bytes
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
+from ...engine.distributed.agreement import gather_json
 from ...engine.distributed.mesh import mesh_of
 from ...engine.distributed.tensors import local_tensor
-from ...engine.errors import DivergedError
+from ...engine.errors import NonFiniteError
 from ...engine.model_interface import get_config
 from ..runs.model_inputs import model_and_batch
 from .methods import OUTER_EVERY, SAME_STEPS, is_sdp
@@ -57,9 +58,7 @@ def measure(
         _say(f"building {name}")
         runners[name], facts[name] = build_method(name, own, batches, device)
     require_same_losses(facts)
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, why_not_counted(device))
-    uncounted = next(filter(None, reasons), None)
+    uncounted = next(filter(None, gather_json(why_not_counted(device))), None)
     races = []
     for link in options.links or [None]:
         if link is not None:
@@ -95,7 +94,7 @@ def take_turns(
         that has the most.
 
     Raises:
-        DivergedError: The loss or the weights of a method became NaN or infinite. Every rank raises it.
+        NonFiniteError: The loss or the weights of a method became NaN or infinite. Every rank raises it.
     """
     turns: dict[str, dict[str, list[_Turn]]] = {name: {} for name in runners}
     for number in range(options.rounds):
@@ -191,12 +190,12 @@ def _turn(
 
 
 def _require_finite(name: str, finite: bool) -> None:
-    """Raise :class:`DivergedError` on all ranks if one of them has NaN or Inf. Collective.
+    """Raise :class:`NonFiniteError` on all ranks if one of them has NaN or Inf. Collective.
 
     Without the collective, the other ranks would wait for a rank that has ended.
     """
     if _largest([float(not finite)]) != [0.0]:
-        raise DivergedError(
+        raise NonFiniteError(
             f"{name}: the loss or the weights are NaN or infinite after a turn, so its seconds compare nothing. Ranks train "
             "on their own in steps that send nothing: lower optimizer.params.lr, or set gradient_clipping"
         )

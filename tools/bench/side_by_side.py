@@ -37,6 +37,7 @@ import torch.distributed as dist
 from ...engine.batch.size import BatchSize
 from ...engine.config.load import load_config
 from ...engine.config.schema import Config
+from ...engine.distributed.agreement import gather_json
 from ...engine.distributed.join import join
 from ...engine.distributed.mesh import mesh_of
 from ...engine.environment.detect import Environment, detect
@@ -207,6 +208,4 @@ def _settings(options: MethodOptions, config: Config, world: int, device: torch.
 
 
 def _from_rank_0(value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return gather_json(value if dist.get_rank() == 0 else None)[0]

@@ -19,7 +19,9 @@ from ...data.index import load_index
 from ...data.prepare import prepare
 from ...data.shards import TokenDataset
 from ...data.tokenizers import request_of
+from ...engine import errors
 from ...engine.config.schema import Config
+from ...engine.distributed.agreement import gather_json
 from ...engine.errors import ConfigError, SDPError
 
 log = logging.getLogger("sdp")
@@ -128,12 +130,18 @@ def _on_all_or_none(action: Callable[[], T]) -> T:
     except SDPError as caught:
         error = caught
     if dist.is_initialized():
-        errors: list[SDPError | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-        error = next((found for found in errors if found is not None), None)
+        found = gather_json([type(error).__name__, str(error)] if error is not None else None)
+        first = next((named for named in found if named is not None), None)
+        error = _error_named(*first) if first is not None else None
     if error is not None:
         raise error
     return cast(T, result)
+
+
+def _error_named(name: str, text: str) -> SDPError:
+    """The error of another rank, from its class's name and its message."""
+    kind = getattr(errors, name, None)
+    return kind(text) if isinstance(kind, type) and issubclass(kind, SDPError) else SDPError(text)
 
 
 def open_prepared(config: Config, path: Path) -> Corpus:
