@@ -2,6 +2,7 @@
 # make test         the test suite          make test-all   … with the slow tests and the full equality table
 # make test-cluster launchers and SLURM over hosts (root, Linux)    make test-cluster-all   … with the slow ones
 # make lint types   ruff and basedpyright   make bench      the engine against a plain loop
+# make docs         the documentation site, in site/
 # make gpu-packages what sdp gpu-check needs beside torch, in .gpu, to take to a GPU machine without a network (docs/gpu.md)
 #
 # Each makes .venv and installs pinned packages first, torch before everything that depends on it. On a machine whose
@@ -20,7 +21,7 @@ GPU_PACKAGES ?= pydantic einops
 # Tests start hundreds of processes, none of which should compile the package's sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all test-cluster test-cluster-all lint types format bench gpu-packages clean
+.PHONY: quickstart test test-all test-cluster test-cluster-all lint types docs format bench gpu-packages clean
 
 quickstart: $(VENV)/.installed
 	@mkdir -p runs
@@ -54,6 +55,13 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
+# Dead links and anchors are errors. The API page reads the sources below build/docs.
+docs: $(VENV)/.installed-docs
+	OMP_NUM_THREADS=1 $(BIN)/python docs/generate.py
+	@rm -rf build/docs && mkdir -p build/docs/sdp && ln -s $(CURDIR)/engine $(CURDIR)/__init__.py build/docs/sdp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -67,7 +75,7 @@ gpu-packages: $(VENV)/.torch
 	@du -sh .gpu
 
 clean:
-	rm -rf .gpu $(VENV) *.egg-info build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .gpu $(VENV) *.egg-info build dist site .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …" >&2; exit 2; }
@@ -91,4 +99,8 @@ $(VENV)/.intel-mpi: $(VENV)/.torch
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test
 	$(PIP) install --quiet --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) install --quiet --no-build-isolation --editable ".[docs]"
 	@touch $@
