@@ -25,12 +25,12 @@ from ...engine.distributed.tensors import local_tensor
 from ...engine.errors import NonFiniteError
 from ...engine.model_interface import get_config
 from ..runs.model_inputs import model_and_batch
+from ..shared.steal import stolen, ticks
 from .methods import OUTER_EVERY, SAME_STEPS, is_sdp
 from .networks import shape
 from .options import MethodOptions
 from .report import Race
 from .runners import Runner, build
-from .steal import stolen, ticks
 from .wire import absent, awaited, collectives_of_this_process, sent_by_this_process, why_not_counted
 
 WARM_UP = 3  # steps: the first one allocates, and DDP rebuilds its buckets in the second

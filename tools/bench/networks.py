@@ -9,8 +9,8 @@ Needs root, iproute2 and a kernel with tbf.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -22,36 +22,38 @@ from ...engine.environment.child import search_program
 from ...engine.environment.detect import export
 from ...engine.errors import ConfigError, LaunchError
 from ...launcher.signals import caught_signals
+from ..shared.quantities import parse_bit_rate
 
 _NETNS, _CLONE_NEWNET = Path("/run/netns"), 0x40000000
-_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
-_SCALE = {"k": 1e3, "m": 1e6, "g": 1e9}
 _LATENCY = "100ms"  # the longest time that a packet waits in the bucket's queue
 _BURST_SECONDS = 0.002  # the bucket holds what the link sends in this time, but at least 64 KiB (a packet train)
 
 
 @dataclass(frozen=True)
 class Link:
-    """A rate as tc writes it, such as 300mbit."""
+    """The rate of a link in each direction, as the user wrote it, such as ``300mbit``."""
 
     rate: str
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """Read a rate. Raises :class:`ConfigError` if tc would not."""
-        link = cls(text)
-        if not _RATE.fullmatch(text) or link.bytes_per_second < 1:
+        """Read a rate. Raises :class:`ConfigError` if it is not a finite number of bits a second above zero."""
+        bits = parse_bit_rate(text)
+        if bits is None or not 8 <= bits < math.inf:
             raise ConfigError(
-                f"--network {text}: expected rates above zero as tc writes them, such as 100mbit,300mbit,1gbit"
+                f"--network {text}: expected rates above zero in bits a second, such as 100mbit,300mbit,1gbit"
             )
-        return link
+        return cls(text)
+
+    @property
+    def bits_per_second(self) -> float:
+        bits = parse_bit_rate(self.rate)
+        assert bits is not None
+        return bits
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes a second in each direction."""
-        match = _RATE.fullmatch(self.rate)
-        assert match is not None
-        return float(match[1]) * _SCALE[match[2]] / 8
+        return self.bits_per_second / 8
 
 
 @contextmanager
@@ -122,7 +124,7 @@ def shape(name: str, count: int, link: Link) -> None:
     burst = str(max(65536, int(link.bytes_per_second * _BURST_SECONDS)))
     for rank in range(count):
         for namespace, device in ((f"{name}-{rank}", "eth0"), (f"{name}-switch", f"host{rank}")):
-            bucket = ("tbf", "rate", link.rate, "burst", burst, "latency", _LATENCY)
+            bucket = ("tbf", "rate", f"{link.bits_per_second:.0f}bit", "burst", burst, "latency", _LATENCY)
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
 
 
