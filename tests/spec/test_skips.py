@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sdp.engine.errors import DivergedError
+from sdp.engine.errors import NonFiniteError
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of
 from sdp.tests.support.ranks import RankPool
@@ -31,7 +31,7 @@ def _train(case: Case, bad: dict[int, float], max_skips: int, engine_name: str =
         before = {name: p.detach().clone() for name, p in engine.parameters_here.items()}
         try:
             engine.step()
-        except DivergedError as error:
+        except NonFiniteError as error:
             seen["error"] = str(error)
             break
         if engine.was_step_skipped:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import sdp
-from sdp.engine.errors import DataError, DivergenceError
+from sdp.engine.errors import DataError, HolderMismatchError
 from sdp.launcher import degrees as layout
 from sdp.launcher import local
 from sdp.launcher import supervision as supervised
@@ -220,7 +220,10 @@ def test_starts_a_process_for_each_group(config: Path, training: SimpleNamespace
     words = ["train", str(config), "--groups", "4", "--dump-dir", str(tmp_path / "run")]
     assert main(words) == 0
     assert training.args is None
-    assert training.started == ((tuple(words), 4, tmp_path / "run/logs"), {"on_cpu": True, "stop_seconds": STOP_SECONDS})
+    assert training.started == (
+        (tuple(words), 4, tmp_path / "run/logs"),
+        {"on_cpu": True, "stop_seconds": STOP_SECONDS},
+    )
 
 
 def test_default_dump_directory_is_named_after_the_config(config: Path, training: SimpleNamespace) -> None:
@@ -259,7 +262,7 @@ def test_started_by_torchrun_runs_here(
     ("outcome", "code", "message"),
     [
         (DataError("shard 3\nis damaged"), 2, "sdp: error: shard 3 is damaged\n"),
-        (DivergenceError("unit layers.1"), 1, "sdp: error: unit layers.1\n"),
+        (HolderMismatchError("unit layers.1"), 1, "sdp: error: unit layers.1\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -17,7 +17,7 @@ from ...engine.accounting.memory import PeakMemory
 from ...engine.distributed.fake_world import fake_world
 from ...engine.distributed.tensors import local_tensor
 from ...engine.engine import SDPEngine
-from ...engine.errors import DivergedError
+from ...engine.errors import NonFiniteError
 from ...engine.initialize import initialize
 from ...engine.model_interface import Constant, Init, Normal, get_flops_per_token, get_parameter_init
 from ...models.registry import build_model
@@ -136,7 +136,7 @@ def _stamp(device: torch.device) -> Any:
 def measure(job: Job, device: torch.device, *, tiny: bool = False) -> Share:
     """Of a row's ``job``, in a world of its own.
 
-    Raises :class:`WrongKernelError` where attention is not a flash kernel or the update not fused, :class:`DivergedError` where a step
+    Raises :class:`WrongKernelError` where attention is not a flash kernel or the update not fused, :class:`NonFiniteError` where a step
     was skipped or the loss is no number, and whatever the engine raises.
     """
     # By default torch runs further blocks uncompiled where one has too many graphs, and says so in its log alone.
@@ -263,9 +263,9 @@ def require_kernels(operators: Collection[str], groups: Collection[Mapping[str, 
 
 
 def require_training(skipped: int, loss: float) -> None:
-    """Raises :class:`DivergedError` where the update of a step was left out, or there is nothing to learn from."""
+    """Raises :class:`NonFiniteError` where the update of a step was left out, or there is nothing to learn from."""
     if skipped or not math.isfinite(loss):
-        raise DivergedError(f"{skipped} steps were skipped, and the loss is {loss}: what was timed is no training")
+        raise NonFiniteError(f"{skipped} steps were skipped, and the loss is {loss}: what was timed is no training")
 
 
 def _graphs() -> int:

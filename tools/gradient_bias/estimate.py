@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...engine.errors import DivergedError
+from ...engine.errors import NonFiniteError
 from ...engine.placement.layout import Layout
 from ...engine.placement.units import SHARED, Slice
 
@@ -83,12 +83,12 @@ class Differences:
     def add(self, dense: Mapping[str, Tensor], others: Mapping[str, Mapping[str, Tensor]]) -> None:
         """One more batch: its ``dense`` gradient, and under each name of ``others`` the one that is compared with it.
 
-        Raises :class:`DivergedError` where one is no number.
+        Raises :class:`NonFiniteError` where one is no number.
         """
         for name, gradients in {"dense": dense, **others}.items():
             wrong = next((key for key, gradient in gradients.items() if not torch.isfinite(gradient).all()), None)
             if wrong is not None:
-                raise DivergedError(
+                raise NonFiniteError(
                     f"{wrong}: its gradient ({name}) is no number on a batch; these weights have diverged, take others"
                 )
         for name, gradients in others.items():

@@ -35,7 +35,7 @@ from ...engine.distributed.fake_world import fake_world
 from ...engine.distributed.mesh import mesh_of
 from ...engine.distributed.tensors import local_tensor
 from ...engine.engine import SDPEngine
-from ...engine.errors import ConfigError, DivergedError, PlacementError, SDPError
+from ...engine.errors import ConfigError, NonFiniteError, PlacementError, SDPError
 from ...engine.initialize import initialize
 from ...engine.placement.layout import Layout
 from ...engine.tracing.ledger import ACTIVATIONS
@@ -150,7 +150,7 @@ def _measured(task: Task, config: dict[str, Any]) -> dict[str, int]:
     fill_frozen(engine)
     ledger = watched_step(engine, (), set(), task.batch)
     if engine.skipped_steps:
-        raise DivergedError(
+        raise NonFiniteError(
             "a row's step was skipped, because its gradient was no number; what an update needs was not measured"
         )
     return state | {"activations": max(window.most[ACTIVATIONS] for window in ledger.windows.values()), "peak": peak}

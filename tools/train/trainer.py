@@ -18,7 +18,7 @@ from typing import Any
 from ...engine.batch.call import loss_of, to_device
 from ...engine.config.schema import Config
 from ...engine.engine import SDPEngine
-from ...engine.errors import DivergedError
+from ...engine.errors import NonFiniteError
 from ...launcher.heartbeat import Heartbeat
 from ..runs.dataset import Corpus
 from ..runs.run_files import RunFiles
@@ -109,9 +109,9 @@ class Trainer:
             compute = partial(observer.around_step, self.engine.global_steps + 1, compute)
         try:
             compute()
-        except DivergedError as error:
+        except NonFiniteError as error:
             self.checkpoints.settle(block=True)
-            raise DivergedError(f"{error}; the last good one: {self.checkpoints.newest()}") from None
+            raise NonFiniteError(f"{error}; the last good one: {self.checkpoints.newest()}") from None
         self.last_step = self.meter.end()
         line = self._gather(self.last_step)
         for observer in self.observers:

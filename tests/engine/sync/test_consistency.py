@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.distributed.tensors import local_tensor
-from sdp.engine.errors import DivergenceError
+from sdp.engine.errors import HolderMismatchError
 from sdp.engine.sync.consistency import checksum
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
@@ -98,7 +98,7 @@ def _corrupt(case: Case, name: str, what: str, bad_rank: int, *, by_interval: bo
             _flip(engine, name, what, bad_rank, by=1 << 18)  # the step's own rounding must not swallow it
             try:
                 engine.step()
-            except DivergenceError as error:
+            except HolderMismatchError as error:
                 return str(error)
             return None
         engine.step()
@@ -106,7 +106,7 @@ def _corrupt(case: Case, name: str, what: str, bad_rank: int, *, by_interval: bo
     _flip(engine, name, what, bad_rank)
     try:
         engine.check_holders()
-    except DivergenceError as error:
+    except HolderMismatchError as error:
         assert error.exit_code == 1
         return str(error)
     return None
@@ -190,7 +190,7 @@ def _corrupt_a_copy() -> str:
     name = next(name for name in engine.parameters_here if name == "model.norm.weight")
     if dist.get_rank() % 2 == 1:
         engine.parameters_here[name].data[0] += 1
-    with pytest.raises(DivergenceError) as error:
+    with pytest.raises(HolderMismatchError) as error:
         engine.check_holders()
     return str(error.value)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from sdp.engine.errors import ConfigError, DivergedError
+from sdp.engine.errors import ConfigError, NonFiniteError
 from sdp.tools.gpu_check import check as check_module
 from sdp.tools.gpu_check import command
 from sdp.tools.gpu_check import share as gpu_share
@@ -240,7 +240,7 @@ def test_other_kernels_than_meant_are_an_error(operators: set[str], fused: bool,
 def test_steps_without_an_update_or_a_loss_are_an_error() -> None:
     require_training(0, 4.2)
     for skipped, loss in ((1, 4.2), (0, float("nan"))):
-        with pytest.raises(DivergedError, match="what was timed is no training"):
+        with pytest.raises(NonFiniteError, match="what was timed is no training"):
             require_training(skipped, loss)
 
 
@@ -252,7 +252,7 @@ def test_a_row_fails_where_its_kernels_or_its_steps_are_not_those_meant(monkeypa
     ):
         patch.setitem(FLASH, "cpu", {"aten::_scaled_dot_product_cudnn_attention"})
         measure(job, cpu, tiny=True)
-    with monkeypatch.context() as patch, pytest.raises(DivergedError, match="steps were skipped, and the loss is nan"):
+    with monkeypatch.context() as patch, pytest.raises(NonFiniteError, match="steps were skipped, and the loss is nan"):
         patch.setattr(
             gpu_share,
             "_draw_weights",

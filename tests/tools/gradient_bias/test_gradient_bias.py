@@ -14,7 +14,7 @@ from sdp.data.prepare import prepare
 from sdp.engine.config.load import load_config
 from sdp.engine.construct import values_to_give
 from sdp.engine.distributed.mesh import mesh_of
-from sdp.engine.errors import DivergedError
+from sdp.engine.errors import NonFiniteError
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.tensor_info import Shard
 from sdp.engine.subnetwork.materialise import give_values
@@ -210,7 +210,7 @@ def test_weights_of_a_run_are_its_checkpoints(config: Path, tmp_path: Path, caps
         (["--batches", "3"], "--batches 3: at least 4 are needed"),
         (["--batches", "4000"], "independent batches need 16,000 samples"),
         (["--set", "sdp.groups=1", "sdp.capacity=1"], "sdp.groups 1: the one group has the dense model's gradient"),
-        (["--checkpoint", "nowhere"], "nowhere: neither a run nor a checkpoint of one"),
+        (["--checkpoint", "nowhere"], "nowhere: neither a run nor a checkpoint of a run"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(
@@ -233,7 +233,7 @@ def test_gradients_that_are_no_numbers_are_no_verdict() -> None:
     }
     config = load_config({"train_micro_batch_size_per_gpu": 1, "sdp": {"groups": 2, "capacity": 0.5}, "model": model})
     differences = Differences(Layout.of(build_model(config.model), config, mesh_of(config, 2)))
-    with pytest.raises(DivergedError, match="is no number on a batch"):
+    with pytest.raises(NonFiniteError, match="is no number on a batch"):
         differences.add({"w": torch.ones(2)}, {FORWARD: {"w": torch.tensor([1.0, float("nan")])}})
 
 
