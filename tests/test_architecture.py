@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 LEVELS = {"engine": 0, "data": 1, "models": 1, "launcher": 1, "tools": 2}
 # A file of engine/ may import its own package and the packages before it.
 ENGINE_ORDER = (
-    "errors", "module_paths", "model_interface", "environment", "config", "distributed", "batch", "placement", "optim",
-    "subnetwork", "sync", "accounting", "full_model", "backend", "checkpoint", "engine_facts", "engine", "backends",
+    "errors", "json_files", "module_paths", "model_interface", "environment", "config", "distributed", "batch", "placement",
+    "optim", "subnetwork", "sync", "accounting", "full_model", "backend", "checkpoint", "engine_facts", "engine", "backends",
     "construct", "tracing", "initialize",
 )  # fmt: skip
 # The same inside tools/; a command that is not listed is above all of these.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..json_files import JsonError, parse_json, read_json_file
 from .deepspeed_keys import DEEPSPEED_CLIPS_AT, for_deepspeed, known_keys, split_foreign_keys
 from .schema import Config
 from .section import parse_section
@@ -45,37 +46,24 @@ def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(source))  # a deep copy that is sure to be JSON
     path = Path(source)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_refuse_duplicates)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raw = read_json_file(path, unique_keys=True)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except JsonError as error:
+        colon = ":" if str(error)[:1].isdigit() else ": "  # line and column come right after the name
+        raise ConfigError(f"{path}{colon}{error}") from None
+    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
         raise ConfigError(f"{path}: cannot be read ({error})") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON ({error.msg})") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a JSON object is expected, not {type(raw).__name__}")
     return raw
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise ConfigError(f"{key}: this key stands twice in one section; remove one")
-        seen[key] = value
-    return seen
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     path, separator, text = override.partition("=")
     if not separator or not all(part.strip() for part in path.split(".")):
         raise ConfigError(f"--set {override}: expected section.key=value")
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text
+    value = _value_of(text, path)
     *parents, key = path.strip().split(".")
     section = raw
     for parent in parents:
@@ -83,6 +71,16 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             raise ConfigError(f"--set {override}: {parent} is not a section")
     section[key] = value
+
+
+def _value_of(text: str, path: str) -> Any:
+    """``text`` as JSON, or the text itself where it is not JSON."""
+    try:
+        return parse_json(text)
+    except JsonError as error:
+        if "not valid JSON" in str(error):
+            return text
+        raise ConfigError(f"--set {path}: {error}") from None
 
 
 def _refuse_beside_neurons(config: Config) -> None:

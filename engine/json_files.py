@@ -1,0 +1,111 @@
+"""Read JSON that somebody else wrote, within limits, with one clear error.
+
+The standard library raises RecursionError for deep values and an unclear ValueError for long numbers,
+and it accepts half a surrogate pair, which no output can print later.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 64 << 20
+MOST_DEPTH = 200
+MOST_DIGITS = 400  # the longest float of 64 bits has 309 digits before its point
+
+
+class JsonError(ValueError):
+    """A text is not JSON that can be used. The message says what is wrong, and where."""
+
+
+def parse_json(text: str, *, unique_keys: bool = False) -> Any:
+    """The value that ``text`` holds.
+
+    Args:
+        text: JSON.
+        unique_keys: whether an object with the same key twice is an error.
+
+    Raises:
+        JsonError: ``text`` is not valid JSON, or exceeds a limit.
+    """
+
+    def check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise JsonError(f"{key}: this key stands twice in one section; remove one")
+            found[key] = value
+        return found
+
+    try:
+        value = json.loads(text, object_pairs_hook=check_keys if unique_keys else None, parse_int=_whole_number)
+        _check_value(value)
+    except json.JSONDecodeError as error:
+        raise JsonError(f"{error.lineno}:{error.colno}: not valid JSON ({error.msg})") from None
+    except RecursionError:
+        raise JsonError(f"sections and lists are nested more than {MOST_DEPTH} levels deep") from None
+    return value
+
+
+def read_json_file(path: Path, *, unique_keys: bool = False, most_bytes: int = MOST_BYTES) -> Any:
+    """The value in the regular file ``path``, which may be a symbolic link to one.
+
+    Args:
+        path: a file in UTF-8, with or without a byte order mark.
+        unique_keys: see :func:`parse_json`.
+        most_bytes: a larger file is an error.
+
+    Raises:
+        JsonError: as :func:`parse_json`, or the file is too large or not UTF-8.
+        OSError: the file cannot be read, or is not a regular file. A FIFO would wait forever.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        kind = errno.EISDIR if path.is_dir() else errno.EINVAL
+        raise OSError(kind, os.strerror(kind) if kind == errno.EISDIR else "it is not a regular file", str(path))
+    # The flag matters only if somebody replaces the file in between.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise JsonError(f"the file is larger than {most_bytes >> 20} MiB")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise JsonError(f"cannot be read, it is not text in UTF-8 (byte {error.start})") from None
+    return parse_json(text, unique_keys=unique_keys)
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise JsonError(f"a number has {len(text)} digits, and {MOST_DIGITS} are allowed")
+    return int(text)
+
+
+def _check_value(value: Any) -> None:
+    """Check depth and text without recursion."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MOST_DEPTH + 1:
+            raise JsonError(f"sections and lists are nested more than {MOST_DEPTH} levels deep")
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, str):
+                _check_text(each)
+            elif isinstance(each, dict):
+                for key in each:
+                    _check_text(key)
+                below.extend(each.values())
+            elif isinstance(each, list):
+                below.extend(each)
+        level = below
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise JsonError("a text has half of a surrogate pair (\\ud800 to \\udfff)") from None
