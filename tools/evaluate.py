@@ -1,5 +1,6 @@
-"""``sdp evaluate DIR``: held-out loss (of a classifier its accuracy too) of a checkpoint's full model, in one process and without
-optimizer state.
+"""``sdp evaluate DIR``: the held-out loss of a checkpoint's full model, and the accuracy of a classifier.
+
+It runs in one process and does not read optimizer state.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from ..models.registry import build_model
 from .runs import saved_run
 from .runs.dataset import Corpus, open_prepared
 from .runs.run_files import read_run
-from .runs.saved_run import SavedRun
+from .runs.saved_run import CheckpointChoice, SavedRun
 
-# The reference engine holds the whole model in one process, whatever the layout that trained it, and however fast.
+# The reference engine holds the whole model in one process, so the layout of the training does not matter.
 _IN_ONE_PROCESS = (
     "sdp.engine=reference",
     "fp16.enabled=false",
@@ -42,10 +43,42 @@ _IN_ONE_PROCESS = (
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """``loss``: mean over ``targets`` tokens or images, in nats; ``in_training``: what the run itself measured at this step, if it did.
+class EvaluateOptions:
+    """The arguments of ``sdp evaluate``.
 
-    ``sequences``: samples. A language model has a ``perplexity``, a classifier an ``accuracy``.
+    Attributes:
+        choice: which checkpoint.
+        batches: held-out batches per data rank, None for as many as the run itself read.
+        json: print one line of JSON.
+    """
+
+    choice: CheckpointChoice
+    batches: int | None = None
+    json: bool = False
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> EvaluateOptions:
+        """The options in what :func:`add_arguments` has put into ``args``. Raises ConfigError."""
+        if args.batches is not None and args.batches < 1:
+            raise ConfigError(f"--batches {args.batches}: at least one batch is needed")
+        return cls(CheckpointChoice.from_args(args), args.batches, args.json)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of ``sdp evaluate``.
+
+    Attributes:
+        checkpoint: the directory of the checkpoint.
+        step: the optimizer step of the checkpoint.
+        data: the directory of the data.
+        batches: micro-batches read, over all data ranks.
+        sequences: samples read.
+        targets: tokens or images that the loss is a mean over.
+        loss: the mean loss in nats.
+        perplexity: of a language model.
+        accuracy: of a classifier.
+        in_training: the loss that the run itself measured at this step, if it did.
     """
 
     checkpoint: str
@@ -70,16 +103,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate and print; nothing is written. Raises an SDPError for a checkpoint or data that cannot be read."""
-    if args.batches is not None and args.batches < 1:
-        raise ConfigError(f"--batches {args.batches}: at least one batch is needed")
-    result = evaluate(saved_run.find(args, _IN_ONE_PROCESS), args.batches)
-    print(json.dumps(asdict(result)) if args.json else _table(result))
+    """Evaluate a checkpoint and print the result. Raises an SDPError if the checkpoint or the data cannot be read."""
+    options = EvaluateOptions.from_args(args)
+    result = saved_run.use(options.choice, lambda saved: evaluate(saved, options.batches), _IN_ONE_PROCESS)
+    print(json.dumps(asdict(result)) if options.json else _table(result))
     return 0
 
 
 def evaluate(saved: SavedRun, limit: int | None = None) -> Evaluation:
-    """The full model of ``saved`` on the batches that the run's own evaluations read, at most ``limit`` per data rank."""
+    """Evaluate the full model of ``saved`` on the batches that the run itself reads, at most ``limit`` per data rank."""
     corpus = open_prepared(saved.config, saved.data)
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
     backend = _load(saved, corpus)
@@ -101,7 +133,7 @@ def evaluate(saved: SavedRun, limit: int | None = None) -> Evaluation:
 
 
 def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
-    """Micro-batches of all data ranks of the run, which decide what is read, one after the other."""
+    """The micro-batches that the data ranks of the run would read, one rank after the other."""
     sdp, fsdp, tp, *sizes = saved.state["mesh"]
     mesh = Mesh(sdp, fsdp, tp, *map(tuple, sizes))
     micro = BatchSize.resolve(saved.config, mesh).micro
@@ -113,7 +145,7 @@ def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
 
 
 def _load(saved: SavedRun, corpus: Corpus) -> Backend:
-    """The checkpoint's weights in evaluation mode."""
+    """A backend with the checkpoint's weights, in evaluation mode."""
     model = build_model(saved.config.model, **corpus.facts)
     layout = Layout.of(model, saved.config, Mesh(saved.config.sdp.groups))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

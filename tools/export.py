@@ -1,6 +1,6 @@
-"""``sdp export DIR --to hf OUT``: a checkpoint's full model and its tokenizer as a directory that ``transformers`` loads.
+"""``sdp export DIR --to hf OUT``: write a checkpoint's full model and tokenizer so that ``transformers`` loads them.
 
-One output file at a time is in memory: its tensors are read from the checkpoint, whatever layout wrote it, and written.
+Only the tensors of one output file are in memory at a time. Checkpoints of every layout can be exported.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -26,56 +27,92 @@ from ..engine.checkpoint.state import weights_of
 from ..engine.errors import CheckpointError, ConfigError
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
-from .runs.saved_run import SavedRun
+from .runs.saved_run import CheckpointChoice, SavedRun
 from .shared.arguments import size_in_bytes
 
 WEIGHTS = "model"
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The arguments of ``sdp export``.
+
+    Attributes:
+        choice: which checkpoint.
+        out: the directory to write.
+        dtype: the type of the written weights.
+        max_shard_bytes: the size of the largest file of weights.
+        overwrite: replace an earlier export in ``out``.
+    """
+
+    choice: CheckpointChoice
+    out: Path
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_shard_bytes: int = 5_000_000_000
+    overwrite: bool = False
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> ExportOptions:
+        """The options in what :func:`add_arguments` has put into ``args``."""
+        return cls(CheckpointChoice.from_args(args), args.out, args.dtype, args.max_shard_size, args.overwrite)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     saved_run.add_arguments(parser)
     parser.add_argument(
-        "--to", choices=["hf"], default="hf", help="the format: hf, a model directory of Hugging Face's transformers"
+        "--to",
+        choices=["hf"],
+        default="hf",
+        help="the format: hf writes a model directory for Hugging Face transformers",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights written (default: float32)"
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="type of the written weights (default: float32)",
     )
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         type=size_in_bytes,
         default="5GB",
-        help="largest file, as 500MB (default: 5GB)",
+        help="size of the largest file, for example 500MB (default: 5GB)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export and say what was written. Raises an SDPError, and leaves no OUT, for what cannot be exported."""
-    saved = saved_run.find(args)
-    _check_output(args.out, overwrite=args.overwrite)
-    files = export(saved, args.out, getattr(torch, args.dtype), args.max_shard_size)
-    total = sum(path.stat().st_size for path in files)
-    print(
-        f"{saved.checkpoint} -> {args.out}: {args.dtype} weights in {len(files)} file(s), {total / 1e6:,.1f} MB, and the tokenizer"
-    )
+    """Export a checkpoint and print what was written. Raises an SDPError, and then writes no output directory."""
+    options = ExportOptions.from_args(args)
+    print(saved_run.use(options.choice, lambda saved: _export(saved, options)))
     return 0
 
 
+def _export(saved: SavedRun, options: ExportOptions) -> str:
+    _check_output(options.out, overwrite=options.overwrite)
+    files = export(saved, options.out, getattr(torch, options.dtype), options.max_shard_bytes)
+    size = f"{sum(path.stat().st_size for path in files) / 1e6:,.1f} MB"
+    weights = f"{options.dtype} weights in {len(files)} file(s), {size}, and the tokenizer"
+    return f"{saved.checkpoint} -> {options.out}: {weights}"
+
+
 def export(saved: SavedRun, out: Path, dtype: torch.dtype, max_shard_bytes: int) -> list[Path]:
-    """Write ``saved`` to ``out``, replacing it once everything is written; returns the files of the weights."""
+    """Write the model and the tokenizer of ``saved`` to ``out``, and return the files of the weights.
+
+    What ``out`` held before is replaced once everything is written. Raises ConfigError and CheckpointError.
+    """
     out = out.resolve()
     if saved.config.sdp.branch_scale == "eval" and saved.config.sdp.groups > 1:
         raise ConfigError(
-            f'sdp export: {saved.dump_dir} was trained for evaluation with scaled branches (sdp.branch_scale "eval"), which transformers '
-            'does not know; train with "train" or "none" to export'
+            f'sdp export: {saved.dump_dir} was trained with sdp.branch_scale "eval", and transformers cannot scale branches '
+            'in evaluation; train with "train" or "none" to export'
         )
     if saved.config.data.name is not None:
         raise ConfigError(
-            f"sdp export: {saved.dump_dir} trained {saved.config.model['name']} on images, and transformers has no counterpart of it under "
-            "its names; engine.full_state_dict() has its weights under torchvision's"
+            f"sdp export: {saved.dump_dir} trained {saved.config.model['name']} on images, and transformers has no model with "
+            "these tensor names; engine.full_state_dict() gives its weights under torchvision's names"
         )
     tokenizer = load_tokenizer(saved.data)
     config = huggingface_config(saved.config.model, tokenizer.vocab_size)
@@ -102,7 +139,7 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype, max_shard_bytes: int)
 
 
 def _shapes(saved: SavedRun, vocab_size: int) -> dict[str, torch.Size]:
-    """Every tensor of the model once, in the model's order; a tied parameter is under its first name."""
+    """The shapes of the model's tensors, in the model's order. A tied parameter is listed once, under its first name."""
     model = build_model(saved.config.model, vocab_size)
     persistent = model.state_dict().keys()
     tensors = (
@@ -115,15 +152,18 @@ def _shapes(saved: SavedRun, vocab_size: int) -> dict[str, torch.Size]:
 def _write_weights(
     path: Path, out: Path, shapes: Mapping[str, torch.Size], dtype: torch.dtype, limit: int
 ) -> list[str]:
-    """Write the tensors of the checkpoint at ``path`` in files of at most ``limit`` bytes, and an index where they are several."""
+    """Write the tensors of the checkpoint at ``path`` to files of at most ``limit`` bytes, and return the files' names.
+
+    Several files get an index.
+    """
     shards = _divide({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, limit)
     files = [f"{WEIGHTS}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [f"{WEIGHTS}.safetensors"]
     for file, names in zip(files, shards, strict=True):
         tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
-        load(path, weights_of(tensors), files={}, alone=True)  # checked already
+        load(path, weights_of(tensors), files={}, alone=True)  # the hashes were checked before
         save_file(tensors, out / file, metadata={"format": "pt"})
-        del tensors  # before the next file's are allocated
+        del tensors  # frees them before the tensors of the next file are allocated
     if len(files) > 1:
         total = sum(shape.numel() for shape in shapes.values())
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
@@ -133,7 +173,7 @@ def _write_weights(
 
 
 def _divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in files of at most ``limit`` bytes; a larger tensor gets a file of its own."""
+    """Divide the names among files of at most ``limit`` bytes. A larger tensor gets a file of its own."""
     shards: list[list[str]] = []
     filled = limit
     for name, size in sizes.items():
@@ -154,12 +194,12 @@ def _check_output(out: Path, *, overwrite: bool) -> None:
         )
     if not (out / "config.json").is_file() or not list(out.glob("*.safetensors")):
         raise ConfigError(
-            f"{out}: holds something else than an export, which --overwrite does not remove; choose another directory"
+            f"{out}: holds other files than an export, and --overwrite does not remove those; choose another directory"
         )
 
 
 def _replace(new: Path, out: Path) -> None:
-    """Put ``new`` in the place of ``out``; nothing that stands beside it is touched."""
+    """Replace the directory ``out`` by ``new``. Other files in the parent directory are not touched."""
     if not out.exists():
         new.rename(out)
         return

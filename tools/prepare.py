@@ -1,8 +1,9 @@
-"""``sdp prepare``: text files → token shards that training reads."""
+"""``sdp prepare``: turn text files into the token shards that training reads."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,36 @@ from ..data.tokenizers import DEFAULT_VOCAB_SIZE, load_tokenizer
 from ..engine.errors import DataError
 
 
+@dataclass(frozen=True)
+class PrepareOptions:
+    """The arguments of ``sdp prepare`` that :func:`~sdp.data.prepare.prepare` takes under the same names.
+
+    Attributes:
+        tokenizer: ``sentencepiece``, ``bytes`` or ``hf:NAME``.
+        vocab_size: tokens of a trained tokenizer, None for the default.
+        text_column: the column of .jsonl and .parquet files.
+        held_out: the fraction of the documents for evaluation.
+        workers: processes, None for one per core.
+        seed: picks the documents that the tokenizer is trained on.
+        overwrite: replace other data in the output directory.
+        max_document_bytes: refuse a larger document.
+    """
+
+    tokenizer: str
+    vocab_size: int | None
+    text_column: str
+    held_out: float
+    workers: int | None
+    seed: int
+    overwrite: bool
+    max_document_bytes: int
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> PrepareOptions:
+        """The options in what :func:`add_arguments` has put into ``args``."""
+        return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__})
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
@@ -20,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="GLOB",
-        help="files to read: .txt (one document a file), .jsonl, .jsonl.gz, .jsonl.zst, .parquet"
+        help="files to read: .txt (one document per file), .jsonl, .jsonl.gz, .jsonl.zst, .parquet"
         " (default: the standard library of this Python)",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="the directory for shards and tokenizer")
@@ -34,8 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--held-out", type=float, default=0.05, metavar="X", help="fraction of the documents for evaluation"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
-    parser.add_argument("--seed", type=int, default=0, help="picks the documents that the tokenizer is trained on")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed for the choice of the documents that the tokenizer is trained on"
+    )
     parser.add_argument(
         "--max-document-bytes",
         type=int,
@@ -50,32 +83,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare (or verify) the data and print a summary; raises DataError for what the user must mend."""
+    """Prepare or verify the data, and print a summary. Raises DataError."""
     if args.verify:
-        index = load_index(args.output)
-        index.verify(Path(args.output))
-        tokenizer = load_tokenizer(args.output)
-        if (tokenizer.vocab_size, tokenizer.end_of_text) != (index.vocab_size, index.end_of_text):
-            raise DataError(
-                f"{args.output}: the vocabulary in the index is not that of its tokenizer; prepare the data again"
-            )
-        print(f"{args.output}: every shard and the tokenizer are sound")
-        _print_summary(index.model_dump(), args.output)
-        return 0
-    index = prepare(
-        args.input,
-        args.output,
-        tokenizer=args.tokenizer,
-        vocab_size=args.vocab_size,
-        text_column=args.text_column,
-        held_out=args.held_out,
-        workers=args.workers,
-        seed=args.seed,
-        overwrite=args.overwrite,
-        max_document_bytes=args.max_document_bytes,
-    )
-    _print_summary(index, args.output)
+        _verify(args.output)
+    else:
+        _print_summary(prepare(args.input, args.output, **asdict(PrepareOptions.from_args(args))), args.output)
     return 0
+
+
+def _verify(output: str) -> None:
+    index = load_index(output)
+    index.verify(Path(output))
+    tokenizer = load_tokenizer(output)
+    if (tokenizer.vocab_size, tokenizer.end_of_text) != (index.vocab_size, index.end_of_text):
+        raise DataError(f"{output}: the vocabulary in the index is not that of its tokenizer; prepare the data again")
+    print(f"{output}: every shard and the tokenizer are sound")
+    _print_summary(index.model_dump(), output)
 
 
 def _print_summary(index: dict[str, Any], output: str) -> None:

@@ -11,16 +11,17 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``sdp version`` has no arguments."""
+    """Declare nothing: ``sdp version`` has no arguments."""
 
 
 def run(_: argparse.Namespace) -> int:
+    """Print the versions."""
     print(f"sdp {_own_version()}, Python {platform.python_version()}, torch {_version_of('torch')}")
     return 0
 
 
 def _own_version() -> str:
-    """A checkout's setup.cfg goes first: another release may be installed beside it."""
+    """The version in the checkout's setup.cfg, because another release may be installed as well."""
     metadata = ConfigParser()
     metadata.read(Path(__file__).absolute().parent.parent / "setup.cfg", encoding="utf-8")
     return metadata.get("metadata", "version", fallback="") or _version_of("sdp-engine")

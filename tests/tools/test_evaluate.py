@@ -8,6 +8,7 @@ import pytest
 from sdp.engine.checkpoint.dcp import SafeReader
 from sdp.engine.checkpoint.files import encode_state, hash_files, read_state
 from sdp.tools.cli import main
+from sdp.tools.runs import saved_run
 
 
 def evaluated(capsys, *arguments: object) -> dict:
@@ -100,15 +101,57 @@ def test_what_made_the_run_fast_is_not_needed(trained_run, tmp_path, capsys):
     assert evaluated(capsys, copy)["loss"] == pytest.approx(own_losses(trained_run)[4], rel=1e-5)
 
 
+def remove_after_reading_the_state(monkeypatch, tag: str) -> None:
+    """Let the checkpoint ``tag`` vanish after its state was read, as the next save of a live run removes it."""
+    read_state = saved_run.read_state
+
+    def read_and_remove(path: Path) -> dict:
+        state = read_state(path)
+        if path.name == tag:
+            shutil.rmtree(path)
+        return state
+
+    monkeypatch.setattr(saved_run, "read_state", read_and_remove)
+
+
+def test_the_newest_checkpoint_is_taken_again_when_the_run_removes_it(trained_run, tmp_path, monkeypatch, capsys):
+    copy = shutil.copytree(trained_run, tmp_path / "run")
+    newer = shutil.copytree(copy / "checkpoints" / "step-4", tmp_path / "step-4")
+    shutil.rmtree(copy / "checkpoints" / "step-4")
+    (copy / "checkpoints" / "latest.json").write_text('{"tag": "step-2"}')
+    remove_after_reading_the_state(monkeypatch, "step-2")
+    remove = shutil.rmtree
+
+    def save_and_prune(path: Path) -> None:
+        newer.rename(copy / "checkpoints" / "step-4")
+        (copy / "checkpoints" / "latest.json").write_text('{"tag": "step-4"}')
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", save_and_prune)
+    assert main(["evaluate", str(copy), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["step"] == 4
+    assert result["loss"] == pytest.approx(own_losses(trained_run)[4], rel=1e-5)
+
+
+def test_a_named_checkpoint_that_the_run_removes_is_one_line(trained_run, tmp_path, monkeypatch, capsys):
+    copy = shutil.copytree(trained_run, tmp_path / "run")
+    remove_after_reading_the_state(monkeypatch, "step-2")
+    assert main(["evaluate", str(copy), "--step", "2"]) == 2
+    printed = capsys.readouterr().err
+    assert "step-2: was removed while it was read" in printed
+    assert printed.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere: neither a run nor a checkpoint of one (no such directory)"),
-        (["empty"], "neither a run nor a checkpoint of one (no config.json in it)"),
-        (["run", "--step", "3"], "no checkpoint step-3; there: step-2, step-4"),
+        (["nowhere"], "nowhere: neither a run nor a checkpoint of a run (no such directory)"),
+        (["empty"], "neither a run nor a checkpoint of a run (no config.json in it)"),
+        (["run", "--step", "3"], "no checkpoint step-3; found: step-2, step-4"),
         (["run/checkpoints/step-2", "--step", "2"], "is one checkpoint"),
         (["unsaved"], "this run has no checkpoint"),
-        (["alone/checkpoints/step-4"], "a checkpoint of a script, no run of sdp train"),
+        (["alone/checkpoints/step-4"], "a script wrote this checkpoint, not sdp train"),
         (["run", "--set", "data.path=nowhere"], "nowhere: no prepared data here"),
         (["run", "--set", "model.hidden_size=64"], "it is of another model"),
         (["run", "--batches", "0"], "at least one batch"),

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ def exported(trained_run, tmp_path_factory) -> Path:
 
 def our_model(run: Path, tag: str = "step-4") -> torch.nn.Module:
     """The checkpoint's model, loaded without what is under test."""
-    saved = saved_run.find(Namespace(run=run, step=None, checkpoint=tag, set=[]))
+    saved = saved_run.find(saved_run.CheckpointChoice(run, tag))
     model = Llama(build_model(saved.config.model, load_tokenizer(saved.data).vocab_size).config)
     tensors = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     load(saved.checkpoint, tensors, saved.state["files"], alone=True)
@@ -161,9 +160,9 @@ def test_shards_dtype_and_overwriting(trained_run, exported, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "OUT"], "nowhere: neither a run nor a checkpoint of one"),
-        (["run", "OUT", "--checkpoint", "step-9"], "no checkpoint step-9; there: step-2, step-4"),
-        (["run", "run", "--overwrite"], "holds something else than an export"),
+        (["nowhere", "OUT"], "nowhere: neither a run nor a checkpoint of a run"),
+        (["run", "OUT", "--checkpoint", "step-9"], "no checkpoint step-9; found: step-2, step-4"),
+        (["run", "run", "--overwrite"], "holds other files than an export"),
         (["run", "OUT", "--to", "gguf"], "invalid choice: 'gguf'"),
         (["run", "OUT", "--max-shard-size", "lots"], "'lots' is not a size"),
         (["run", "OUT", "--set", "data.path=nowhere"], "sdp prepare"),

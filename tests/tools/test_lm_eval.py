@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -59,7 +58,7 @@ class Ours:
     """The checkpoint's model and tokenizer, and the log-likelihood of a text after another."""
 
     def __init__(self, run: Path):
-        saved = saved_run.find(Namespace(run=run, step=None, checkpoint=None, set=[]))
+        saved = saved_run.find(saved_run.CheckpointChoice(run))
         self.tokenizer = load_tokenizer(saved.data)
         self.model = Llama(build_model(saved.config.model, self.tokenizer.vocab_size).config)
         tensors = {f"model/{name}": parameter.detach() for name, parameter in self.model.named_parameters()}

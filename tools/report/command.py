@@ -1,12 +1,13 @@
-"""``sdp report DIR…``: what runs cost and how well they learned, beside the dense model, as a table."""
+"""``sdp report DIR…``: print a table of what runs cost and how well they learned, compared with the dense model."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..runs.plot import plot_loss
 from ..runs.run_files import PLOT, Run, read_run
@@ -16,6 +17,26 @@ from .facts import Baseline, Facts, facts_of_all, find_baseline
 WIDTH = 100  # columns
 
 
+@dataclass(frozen=True)
+class ReportOptions:
+    """The arguments of ``sdp report``.
+
+    Attributes:
+        runs: the dump directories of the runs.
+        style: the form of the report.
+        plot: the PNG file for the losses of all runs, or None.
+    """
+
+    runs: tuple[Path, ...]
+    style: Literal["text", "markdown", "json"] = "text"
+    plot: Path | None = None
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> ReportOptions:
+        """The options in what :func:`add_arguments` has put into ``args``."""
+        return cls(tuple(args.runs), "json" if args.json else "markdown" if args.markdown else "text", args.plot)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
@@ -23,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="DIR",
         type=Path,
-        help="the --dump-dir of a run; a dense run is the baseline of the others",
+        help="the --dump-dir of a run; the others are compared with the first dense run",
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="print a Markdown table")
@@ -32,26 +53,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; raises ConfigError or DataError for a directory that cannot be read."""
-    runs = [read_run(path) for path in args.runs]
-    if args.plot is not None:
-        plot_loss(runs, args.plot)
-    if args.json:
+    """Print the report. Raises ConfigError or DataError if a directory cannot be read."""
+    options = ReportOptions.from_args(args)
+    runs = [read_run(path) for path in options.runs]
+    if options.plot is not None:
+        plot_loss(runs, options.plot)
+    if options.style == "json":
         print(json.dumps(as_json(runs), indent=2))
         return 0
-    print(_tables(runs)[0].markdown() + "\n\n" + _notes(runs) if args.markdown else render(runs))
-    if args.plot is not None:
-        print(f"plot of all runs: {args.plot}")
+    markdown = options.style == "markdown"
+    print(_tables(runs)[0].markdown() + "\n\n" + _notes(runs) if markdown else render(runs))
+    if options.plot is not None:
+        print(f"plot of all runs: {options.plot}")
     return 0
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The report as plain text of at most 100 columns where names are short; runs side by side, split where they are many."""
+    """Write the report as plain text. With short names it has at most 100 columns. Many runs get several tables."""
     return "\n\n".join([*(table.text() for table in _tables(runs, WIDTH)), _notes(runs), _files(runs)])
 
 
 def as_json(runs: Sequence[Run]) -> dict[str, object]:
-    """All figures, and the baseline that ratios refer to."""
+    """Collect all figures, and the baseline that ratios refer to."""
     facts = facts_of_all(runs)
     baseline = find_baseline(facts)
     name = baseline.run.name if baseline.run else None
@@ -60,7 +83,7 @@ def as_json(runs: Sequence[Run]) -> dict[str, object]:
 
 
 def _tables(runs: Sequence[Run], width: int | None = None) -> list[Table]:
-    """One table, or where it would be too wide several with the baseline in each."""
+    """One table, or several with the baseline in each if one would be too wide."""
     facts = facts_of_all(runs)
     dense = find_baseline(facts)
     others = [run for run in facts if run is not dense.run]
@@ -103,7 +126,7 @@ def _steps(run: Facts) -> str:
 
 
 def _learning(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
-    # A difference of losses means something only after the same number of tokens.
+    # Losses can be compared only after the same number of tokens.
     comparable = dense.run is not None and all(run.tokens == dense.run.tokens for run in runs)
     base_loss = dense.run.loss_after if dense.run is not None and comparable else None
     return [

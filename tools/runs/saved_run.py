@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...data.files import INDEX_FILE
 from ...data.image_sets import INDEX_FILE as IMAGE_INDEX
@@ -21,10 +22,42 @@ from ..shared.arguments import add_set_option
 from .dataset import path_of
 from .run_files import CONFIG
 
+log = logging.getLogger("sdp")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CheckpointChoice:
+    """Which checkpoint a command reads.
+
+    Attributes:
+        directory: the dump directory of a run, or one of its checkpoints.
+        tag: the name of the checkpoint, None for the newest.
+        overrides: changes of the run's configuration, in the form of ``--set``.
+    """
+
+    directory: Path
+    tag: str | None = None
+    overrides: tuple[str, ...] = ()
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> CheckpointChoice:
+        """The choice in what :func:`add_arguments` and the command line have put into ``args``."""
+        tag = args.checkpoint if args.step is None else f"step-{args.step}"
+        return cls(args.run, tag, tuple(args.set))
+
 
 @dataclass(frozen=True)
 class SavedRun:
-    """``config`` is the run's own with the user's changes; ``state`` is the checkpoint's ``state.json``."""
+    """A checkpoint and its run.
+
+    Attributes:
+        dump_dir: the directory of the run.
+        config: the configuration of the run, with the changes that the user asked for.
+        checkpoint: the directory of the checkpoint.
+        state: the content of the checkpoint's ``state.json``.
+    """
 
     dump_dir: Path
     config: Config
@@ -37,46 +70,100 @@ class SavedRun:
 
     @property
     def data(self) -> Path:
-        """The prepared data of the run."""
+        """The directory of the run's prepared data."""
         return path_of(self.config, self.dump_dir)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare how a checkpoint is named on the command line."""
+    """Declare the arguments that choose a checkpoint. :meth:`CheckpointChoice.from_args` reads them."""
     parser.add_argument("run", metavar="DIR", type=Path, help="the --dump-dir of a run, or one of its checkpoints")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step (default: the newest)")
     which.add_argument("--checkpoint", metavar="TAG", help="the checkpoint of this name")
     add_set_option(
-        parser, "override a key of the run's configuration, such as data.path of data that was moved; may be repeated"
+        parser,
+        "override a key of the run's configuration, for example data.path if the data was moved; may be repeated",
     )
 
 
-def find(args: argparse.Namespace, overrides: Sequence[str] = ()) -> SavedRun:
-    """The checkpoint that ``args`` name; ``overrides`` go before the user's own, and in place of what DeepSpeed alone acts on.
+def find(choice: CheckpointChoice, overrides: Sequence[str] = ()) -> SavedRun:
+    """Find the chosen checkpoint.
 
-    Raises ConfigError where ``DIR`` is no run, CheckpointError where the run has no such checkpoint or it is damaged.
+    ``overrides`` are applied before the user's own. They also replace the keys that only DeepSpeed acts on.
+    Raises ConfigError if the directory does not hold a run, and CheckpointError if the run has no such
+    checkpoint or the checkpoint is damaged.
     """
-    tag = args.checkpoint if args.step is None else f"step-{args.step}"
-    dump_dir, checkpoint = _locate(args.run, tag)
+    return _open(*_locate(choice.directory, choice.tag), choice, overrides)
+
+
+def use(choice: CheckpointChoice, action: Callable[[SavedRun], T], overrides: Sequence[str] = ()) -> T:
+    """Find the chosen checkpoint and return what ``action`` makes of it.
+
+    The run may still be training, and a save removes old checkpoints. If the newest checkpoint was asked for
+    and it is removed meanwhile, ``action`` starts again with the checkpoint that is the newest by then.
+
+    Args:
+        choice: which checkpoint.
+        action: reads the checkpoint. It may be called more than once.
+        overrides: as in :func:`find`.
+
+    Raises:
+        ConfigError: the directory does not hold a run.
+        CheckpointError: there is no such checkpoint, it is damaged, or the run removed it.
+    """
+    while True:
+        dump_dir, checkpoint = _locate(choice.directory, choice.tag)
+        try:
+            return action(_open(dump_dir, checkpoint, choice, overrides))
+        except (CheckpointError, FileNotFoundError) as error:
+            newest = _newest(choice)
+            if newest is not None and newest != checkpoint:
+                log.warning("%s cannot be read any more: taking the newer %s", checkpoint, newest)
+                continue
+            if checkpoint.is_dir() and isinstance(error, CheckpointError):
+                raise
+            if isinstance(error, FileNotFoundError) and not Path(str(error.filename)).is_relative_to(checkpoint):
+                raise
+        raise CheckpointError(
+            f"{checkpoint}: was removed while it was read, because a run keeps only its newest training.keep "
+            "checkpoints; choose a newer checkpoint, or raise training.keep"
+        )
+
+
+def _newest(choice: CheckpointChoice) -> Path | None:
+    """The newest checkpoint, if ``choice`` does not name one."""
+    if choice.tag is not None or not (choice.directory / CONFIG).is_file():
+        return None
+    return _locate(choice.directory, None)[1]
+
+
+def _open(dump_dir: Path, checkpoint: Path, choice: CheckpointChoice, overrides: Sequence[str]) -> SavedRun:
     state = read_state(checkpoint)
-    config = load_config(dump_dir / CONFIG, [] if overrides else args.set)
-    if overrides:  # which may allow what the run's own engine does not
-        config = load_config(config.model_dump(mode="json"), [*overrides, *args.set])
+    config = load_config(dump_dir / CONFIG, [] if overrides else choice.overrides)
+    if overrides:  # They may allow settings that the run's own engine refuses.
+        config = load_config(config.model_dump(mode="json"), [*overrides, *choice.overrides])
     saved = SavedRun(dump_dir, config, checkpoint, state)
     check_data(checkpoint, state, saved.data)
     return saved
 
 
 def open_run(directory: Path) -> SavedRun:
-    """The run in ``directory`` with its newest checkpoint, or the run of that one checkpoint; raises as :func:`find` does."""
+    """The run in ``directory`` with its newest checkpoint, or the run of that one checkpoint.
+
+    Raises the same errors as :func:`find`.
+    """
     dump_dir, checkpoint = _locate(directory, None)
     return SavedRun(dump_dir, load_config(dump_dir / CONFIG), checkpoint, read_state(checkpoint))
 
 
 def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str | None = None) -> None:
-    """Raise CheckpointError where ``data``, if it is there, is of another tokenizer or other images than the checkpoint; ``name``: the
-    set of images that a run is to go on with.
+    """Raise CheckpointError if ``data`` is not what the checkpoint was trained with.
+
+    Args:
+        checkpoint: the directory of the checkpoint, for the message.
+        state: the content of its ``state.json``.
+        data: the directory of prepared data. Nothing is checked if it does not exist.
+        name: the set of images that a resumed run would read, None for no resumed run.
     """
     trained_with = state["client_state"].get("tokenizer")
     if trained_with is not None and (data / INDEX_FILE).is_file():
@@ -89,7 +176,7 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str
     images = state["client_state"].get("images")
     if images is not None and name not in (None, "folder", images["name"]):
         raise CheckpointError(
-            f"{checkpoint}: was trained with images of {images['name']!r}, and data.name is {name!r}; use the former"
+            f"{checkpoint}: was trained with images of {images['name']!r}, but data.name is {name!r}; set it back"
         )
     if images is not None and (data / IMAGE_INDEX).is_file():
         index = load_image_index(data)
@@ -107,26 +194,30 @@ def _named(tokenizer: Mapping[str, Any]) -> str:
 def _locate(directory: Path, tag: str | None) -> tuple[Path, Path]:
     if (directory / STATE).is_file():
         if tag is not None:
-            raise ConfigError(f"{directory} is one checkpoint; name the run's directory to choose {tag} in it")
+            raise ConfigError(f"{directory} is one checkpoint; give the directory of the run to choose {tag} in it")
         dump_dir = directory.absolute().parent.parent
         if not (dump_dir / CONFIG).is_file():
-            raise ConfigError(f"{directory}: a checkpoint of a script, no run of sdp train: no {dump_dir / CONFIG} says what the model is; "
-                              "in the script engine.load_checkpoint and engine.full_state_dict() give its weights")  # fmt: skip
+            raise ConfigError(
+                f"{directory}: a script wrote this checkpoint, not sdp train, so the model is unknown (no {dump_dir / CONFIG}); "
+                "call engine.load_checkpoint and engine.full_state_dict() in the script to get its weights"
+            )
         return dump_dir, directory
     if not (directory / CONFIG).is_file():
         if latest(directory) is not None:
-            raise ConfigError(f"{directory}: checkpoints of a script, no run of sdp train: nothing says what the model is; in the script "
-                              "engine.load_checkpoint and engine.full_state_dict() give its weights")  # fmt: skip
+            raise ConfigError(
+                f"{directory}: a script wrote these checkpoints, not sdp train, so the model is unknown; "
+                "call engine.load_checkpoint and engine.full_state_dict() in the script to get their weights"
+            )
         found = f"no {CONFIG} in it" if directory.is_dir() else "no such directory"
         raise ConfigError(
-            f"{directory}: neither a run nor a checkpoint of one ({found}); give the --dump-dir of sdp train"
+            f"{directory}: neither a run nor a checkpoint of a run ({found}); give the --dump-dir of sdp train"
         )
     checkpoints = directory / "checkpoints"
     tag = latest(checkpoints) if tag is None else check_tag(tag)
     if tag is None:
-        raise CheckpointError(f"{directory}: this run has no checkpoint; training.save_every says when one is written")
+        raise CheckpointError(f"{directory}: this run has no checkpoint; training.save_every sets when one is written")
     checkpoint = locate(checkpoints, tag)
     if not checkpoint.is_dir():
         there = ", ".join(sorted(path.name for path in checkpoints.glob("[!.]*") if path.is_dir())) or "none"
-        raise CheckpointError(f"{checkpoints}: no checkpoint {tag}; there: {there}")
+        raise CheckpointError(f"{checkpoints}: no checkpoint {tag}; found: {there}")
     return directory, checkpoint
