@@ -1,4 +1,7 @@
-"""The data of a run, tokens or images: what the configuration names, or the standard library's sources; prepared on first use."""
+"""The data of a run: tokens or images that the configuration names, or the sources of Python's standard library.
+
+Data without a path is prepared on first use.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,18 @@ _FOLDER_IMAGE_SIZE = 224
 class Corpus:
     """Training and held-out split of one data set.
 
-    ``facts``: what the model must fit, as :func:`~sdp.models.registry.build_model` takes it. ``identity``: what a checkpoint records of
-    the data. ``calibration``: training samples as held-out ones are read, where that differs from ``train``. ``collate`` and
-    ``collate_held_out`` make a batch of samples (None: torch's default). ``measures``: what the model is evaluated for beside its loss.
+    Attributes:
+        train: the training samples.
+        held_out: the held-out samples.
+        facts: sizes that the model must fit, as :func:`~sdp.models.registry.build_model` takes them.
+        identity: what a checkpoint records of the data.
+        path: the directory of the data.
+        sha256: the hash of the data.
+        description: one line for the log.
+        calibration: training samples without augmentation, None if ``train`` has none.
+        collate: makes a batch of training samples, None for torch's default.
+        collate_held_out: makes a batch of held-out samples, None for torch's default.
+        measures: what evaluations report in addition to the loss.
     """
 
     train: Dataset[Any]
@@ -59,10 +71,10 @@ class Corpus:
 
 
 def open_corpus(config: Config, dump_dir: Path) -> Corpus:
-    """Open the data of a run. Collective: rank 0 prepares the default corpus, or arrays of images, in ``dump_dir/corpus``, and verifies
-    token shards.
+    """Open the data of a run. Collective.
 
-    Raises DataError or ConfigError on all ranks where any rank finds something wrong.
+    Rank 0 prepares the default corpus, or arrays of images, in ``dump_dir/corpus``. It also verifies token shards.
+    If any rank finds a mistake, all ranks raise DataError or ConfigError.
     """
     path = path_of(config, dump_dir)
     _on_all_or_none(lambda: _while_rank_0_works(lambda: _make_ready(config, path)))
@@ -77,7 +89,7 @@ def path_of(config: Config, dump_dir: Path) -> Path:
 
 
 def _while_rank_0_works(action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0 in a thread while all ranks meet every few seconds: no collective waits longer, however long it takes."""
+    """Run ``action`` in a thread of rank 0. All ranks meet every few seconds, so that no collective times out."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         action()
         return
@@ -94,7 +106,7 @@ def _while_rank_0_works(action: Callable[[], None]) -> None:
 
 
 def _make_ready(config: Config, path: Path) -> None:
-    """Prepare the default corpus, and verify what is read."""
+    """Prepare the data if the run makes it, and verify token shards."""
     data = config.data
     if data.name in _ARRAYS:
         prepare_images(data.name, Path(data.path) if data.path is not None else None, path)
@@ -123,7 +135,10 @@ def _verify(path: Path, when: Literal["auto", "always", "never"]) -> None:
 
 
 def _on_all_or_none(action: Callable[[], T]) -> T:
-    """What ``action`` returns here; the first rank's error is raised on every rank, so that none waits for another in a collective."""
+    """Return what ``action`` returns on this rank. If it fails on any rank, all ranks raise the first error.
+
+    Otherwise a rank that fails would leave the others waiting in a collective.
+    """
     result, error = None, None
     try:
         result = action()
@@ -145,7 +160,7 @@ def _error_named(name: str, text: str) -> SDPError:
 
 
 def open_prepared(config: Config, path: Path) -> Corpus:
-    """Both splits of the data in ``path``. Raises DataError, and ConfigError where ``config`` says otherwise than the data."""
+    """Open both splits of the data in ``path``. Raises DataError, and ConfigError if ``config`` contradicts the data."""
     return _open_tokens(config, path) if config.data.name is None else _open_images(config, path)
 
 
@@ -157,12 +172,12 @@ def _open_tokens(config: Config, path: Path) -> Corpus:
     if data.tokenizer not in (None, prepared_with):
         raise ConfigError(
             f"data.tokenizer: {data.tokenizer}, but {path} was prepared with {prepared_with}; "
-            "remove data.tokenizer, or prepare the data anew"
+            "remove data.tokenizer, or prepare the data again"
         )
     if data.vocab_size is not None and data.vocab_size != train.vocab_size:
         raise ConfigError(
             f"data.vocab_size: {data.vocab_size}, but {path} was prepared with a vocabulary of {train.vocab_size}; "
-            "remove data.vocab_size, or prepare the data anew"
+            "remove data.vocab_size, or prepare the data again"
         )
     return Corpus(
         train,

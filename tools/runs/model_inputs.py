@@ -19,7 +19,10 @@ _FOLDER_IMAGE_SIZE = 224
 
 
 def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]]]:
-    """How to build the model, and a micro-batch of so many samples, of zeros. The data is looked at where it is there already."""
+    """Return two functions: one builds the model, the other a micro-batch of zeros with the given number of samples.
+
+    Prepared data is read if it exists already. Raises ConfigError.
+    """
     if not config.model:
         raise ConfigError('model: this section is required to plan, for example {"name": "llama", …}')
     facts = _facts(config)
@@ -41,7 +44,7 @@ def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[
 
 
 def _facts(config: Config) -> dict[str, int]:
-    """What the model must fit: of the data where it is at hand, else as the configuration says."""
+    """The sizes that the model must fit: those of the data if it exists, else those of the configuration."""
     data, model = config.data, config.model
     if data.name in ("digits", "cifar10", "cifar100"):
         return facts_of_set(data.name)
@@ -56,6 +59,6 @@ def _facts(config: Config) -> dict[str, int]:
         return {"vocab_size": data.vocab_size or fixed or model.get("vocab_size") or DEFAULT_VOCAB_SIZE}
     if "num_classes" not in model:
         raise ConfigError(
-            f"model.num_classes: {path} is not there to count the classes of; say how many, for example --set model.num_classes=1000"
+            f"model.num_classes: {path} does not exist, so its classes cannot be counted; set it, for example --set model.num_classes=1000"
         )
     return {"num_classes": model["num_classes"], "image_size": data.image_size or _FOLDER_IMAGE_SIZE}

@@ -10,7 +10,10 @@ from ...models.registry import section_from_huggingface
 
 
 def with_initial_model(config: Config) -> Config:
-    """The model section as the model to start from states it; a checkpoint of DeepSpeed's has weights alone."""
+    """Complete the model section from the model that the run starts from.
+
+    A DeepSpeed checkpoint holds only weights, so it does not change the section.
+    """
     if config.training.init_from is None or is_zero_checkpoint(Path(config.training.init_from)):
         return config
     return config.model_copy(update={"model": section_from_huggingface(Path(config.training.init_from), config.model)})
