@@ -1,4 +1,4 @@
-"""Find the user's mistakes before anything is started: no process waits for another yet, and nothing was printed or written."""
+"""Find the user's mistakes before training starts, while no process waits for another and nothing was written."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from ..runs.dataset import open_prepared, path_of
 from ..runs.run_files import CONFIG
 from ..runs.saved_run import check_data
 
-_SOME_VOCABULARY = 256  # stands for that of a corpus not made yet: where units are cut does not depend on it
+_SOME_VOCABULARY = 256  # for a corpus that is not prepared yet; the units do not depend on it
 
 
 def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     """Raise the :class:`~sdp.engine.errors.SDPError` that a run under ``config`` would end with at its start.
 
-    Every rank checks alike, without communication: batch arithmetic, model, units and placement (on the meta device), optimizer
-    and schedule, the index of the data, the checkpoint to resume from.
+    Every rank checks the same things, without communication: batch arithmetic, model, units and placement (on the
+    meta device), optimizer and schedule, the index of the data, and the checkpoint to resume from.
     """
     _check_length(config)
     batch = BatchSize.resolve(config, mesh)
@@ -72,7 +72,7 @@ def _check_length(config: Config) -> None:
 
 
 def _facts_to_come(config: Config) -> dict[str, int]:
-    """What the model must fit of data that is made once the run has started."""
+    """The sizes of data that is prepared after the start, which the model must fit."""
     data = config.data
     if data.name is None:
         return {"vocab_size": data.vocab_size or config.model.get("vocab_size") or _SOME_VOCABULARY}
@@ -85,13 +85,13 @@ def _check_sequence(config: Config, model: nn.Module) -> None:
     if limit is not None and config.data.sequence_length > limit:
         raise ConfigError(
             f"data.sequence_length: {config.data.sequence_length} is more than model.max_position_embeddings = {limit}; "
-            "raise the one or lower the other"
+            "lower the former or raise the latter"
         )
     tp = 1 if config.sdp.in_one_process else config.tensor_parallel.autotp_size
     if config.data.sequence_length % tp:
         raise ConfigError(
-            f"data.sequence_length: {config.data.sequence_length} is not divisible by tensor_parallel.autotp_size = {tp}, among whose "
-            f"ranks a sequence is cut; choose a multiple of {tp}"
+            f"data.sequence_length: {config.data.sequence_length} is not divisible by tensor_parallel.autotp_size = {tp}, the ranks "
+            f"that share a sequence; choose a multiple of {tp}"
         )
 
 
@@ -103,7 +103,7 @@ def _check_optimizer(config: Config) -> None:
 
 
 def _check_checkpoint(config: Config, dump_dir: Path) -> None:
-    """The newest checkpoint can be read, and the run's model and data are what it was trained with."""
+    """Check that the newest checkpoint can be read, and that it was trained with this model and this data."""
     tag = latest(dump_dir / "checkpoints")
     if tag is None:
         return
@@ -117,7 +117,13 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
     own = dump_dir / CONFIG
     try:
         changed = changed_key(config.model, json.loads(own.read_text())["model"]) if own.exists() else None
-    except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:  # of another version, or damaged
+    except (
+        ConfigError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ) as error:  # the file is damaged, or of another version
         raise ConfigError(
             f"{own}: its model cannot be compared with this run's ({error}); move it away to resume without that"
         ) from None
