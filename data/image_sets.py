@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.errors import ConfigError, DataError
+from ..engine.json_files import read_json_file
 from .files import require_regular
 from .output import writing
 
@@ -129,7 +130,7 @@ def load_image_index(directory: Path) -> ImageIndex:
     path = directory / INDEX_FILE
     require_regular(path, _AGAIN)
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json_file(path)
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         return ImageIndex(**content)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..engine.errors import DataError
+from ..engine.json_files import read_json_file
 from .files import HASHING_THREADS, INDEX_FILE, require_regular, sha256_of, special_kind
 
 FORMAT = "sdp-token-shards"
@@ -133,7 +134,7 @@ def load_index(directory: str | Path) -> Index:
     path = Path(directory) / INDEX_FILE
     require_regular(path, _again(path.parent))
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json_file(path)
     except FileNotFoundError:
         raise DataError(f"{directory}: no prepared data here (no {INDEX_FILE}); {_make(Path(directory))}") from None
     except (OSError, ValueError) as error:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..engine.config.section import Section, parse_section
 from ..engine.errors import ConfigError, suggestion
+from ..engine.json_files import read_json_file
 from . import llama_hf
 from .llama import Llama, LlamaConfig
 from .resnet import ResNet, ResNetConfig
@@ -111,7 +112,7 @@ def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict
     """
     path = directory / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_file(path)
         name = content["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
