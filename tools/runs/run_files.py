@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError, DataError
+from ...engine.json_files import parse_json, read_json_file
 from ...engine.placement.placement import Placement
 from ..shared.files import WriteError, write_whole
 
@@ -175,7 +176,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json_file(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error}); the file is damaged") from None
     if not isinstance(data, dict):
@@ -194,7 +195,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     objects = []
     for number, line in enumerate(lines, start=1):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line.decode())
             if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
                 raise ValueError("an object with a step is expected")
         except ValueError as error:

@@ -1,0 +1,161 @@
+"""Mutated inputs to the command line: exit code 0 or 2, never a traceback, and nothing hangs.
+
+The commands run in this process. One input is a list of edits to a good text, so that hypothesis can
+shrink it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sdp.tools.cli import main
+
+SECONDS = 20  # for one input
+CONFIG = json.dumps(
+    {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95]}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}},
+        "zero_optimization": {"stage": 1},
+        "env": {"NCCL_DEBUG": "WARN"},
+        "sdp": {"groups": 2, "capacity": 0.5, "units": "auto", "placement": "mixed"},
+        "model": {"name": "llama", "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2},
+        "data": {"path": "nowhere", "sequence_length": 32},
+        "training": {"steps": 4, "save_every": 2},
+    }
+)
+METRICS = "".join(
+    json.dumps({"step": step, "tokens": 8 * step, "loss": 3.0, "tokens_per_second": 9.5, "comm_bytes": 7}) + "\n"
+    for step in (1, 2, 3)
+)
+DOCUMENTS = "".join(json.dumps({"text": f"document {number}", "id": number}) + "\n" for number in range(8))
+PIECES = [
+    b"null", b"true", b"-1", b"0", b"1e999", b"NaN", b"Infinity", b"9" * 25, b"9" * 5000, b'"', b"{", b"}", b"[", b"]",
+    b",", b":", b"\\ud800", b"\x00", b"\xff\xfe", b"\x1b[31m", b"[" * 1000, b"\n", b'""', b"{}", b"[]", b"10000000000",
+    "\u202e".encode(), b"0.5", b'"llama"', b'{"a":1}',
+]  # fmt: skip
+edits = st.lists(
+    st.tuples(st.floats(0, 1), st.sampled_from([0, 0, 1, 1, 2, 4, 8, 40]), st.sampled_from(PIECES)),
+    min_size=1,
+    max_size=3,
+)
+tried: dict[str, int] = {}
+
+
+class HungError(BaseException):
+    """A command took too long. Not an Exception, so that the command line does not catch it."""
+
+
+def mutate(text: str, changes: list[tuple[float, int, bytes]]) -> bytes:
+    """Replace, at each relative position, so many bytes by a piece."""
+    content = text.encode()
+    for where, length, piece in changes:
+        at = int(where * len(content))
+        content = content[:at] + piece + content[at + length :]
+    return content
+
+
+@contextlib.contextmanager
+def time_limit() -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise HungError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def check(command: str, *words: str) -> None:
+    """Run a command, and require a result or one line."""
+    tried[command] = tried.get(command, 0) + 1
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), time_limit():
+        code = main([command, *words])
+    text = err.getvalue()
+    assert code in (0, 2), text[-3000:]
+    assert "Traceback" not in text, text[-3000:]
+    if code == 2:
+        lines = [line for line in text.splitlines() if line.startswith("sdp: error: ")]
+        assert len(lines) == 1, text[-3000:]
+    out.getvalue().encode()  # what is printed must be text
+    text.encode()
+
+
+def fuzz_config(folder: Path, changes: Any) -> None:
+    (folder / "run.json").write_bytes(mutate(CONFIG, changes))
+    check("config", str(folder / "run.json"))
+
+
+def fuzz_launch(folder: Path, changes: Any) -> None:
+    (folder / "run.json").write_bytes(mutate(CONFIG, changes))
+    words = ["--launcher", "mpirun", "--mpi", "openmpi", "--hostfile", str(folder / "hosts"), "--dry-run"]
+    (folder / "hosts").write_text("worker-0 slots=2\nworker-1 slots=2\n")
+    check("launch", *words, str(folder / "run.json"), "--dump-dir", str(folder / "run"))
+
+
+def fuzz_hostfile(folder: Path, changes: Any) -> None:
+    (folder / "run.json").write_text(CONFIG)
+    (folder / "hosts").write_bytes(mutate("worker-0 slots=2\n# two hosts\nworker-1 slots=2\n", changes))
+    words = ["--launcher", "mpirun", "--mpi", "openmpi", "--hostfile", str(folder / "hosts"), "--dry-run"]
+    check("launch", *words, str(folder / "run.json"), "--dump-dir", str(folder / "run"))
+
+
+def fuzz_report(folder: Path, changes: Any) -> None:
+    (folder / "run").mkdir(exist_ok=True)
+    (folder / "run" / "config.json").write_text(CONFIG)
+    (folder / "run" / "metrics.jsonl").write_bytes(mutate(METRICS, changes))
+    check("report", str(folder / "run"))
+
+
+def fuzz_prepare(folder: Path, changes: Any) -> None:
+    (folder / "in.jsonl").write_bytes(mutate(DOCUMENTS, changes))
+    words = ["--input", str(folder / "in.jsonl"), "--output", str(folder / "out"), "--tokenizer", "bytes"]
+    check("prepare", *words, "--held-out", "0.3", "--workers", "1", "--overwrite")
+
+
+def fuzz_plan(folder: Path, changes: Any) -> None:
+    (folder / "run.json").write_bytes(mutate(CONFIG, changes))
+    check("plan", str(folder / "run.json"), "--world", "2")
+
+
+COMMANDS = {
+    fuzz_config: 500, fuzz_launch: 150, fuzz_hostfile: 100, fuzz_report: 120, fuzz_prepare: 70, fuzz_plan: 60,
+}  # fmt: skip
+names = [fuzz.__name__ for fuzz in COMMANDS]
+
+
+def run_fuzz(fuzz: Any, folder: Path, count: int) -> None:
+    """Try ``count`` inputs, always the same ones."""
+    health = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+    @settings(max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=health)
+    @given(edits)
+    def attempt(changes: Any) -> None:
+        fuzz(folder, changes)
+
+    attempt()
+
+
+@pytest.mark.parametrize(("fuzz", "count"), COMMANDS.items(), ids=names)
+def test_mutated_inputs_are_refused_in_one_line(fuzz: Any, count: int, tmp_path: Path) -> None:
+    run_fuzz(fuzz, tmp_path, count)
+    print(f"inputs tried so far: {sum(tried.values())} {tried}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fuzz", "count"), COMMANDS.items(), ids=names)
+def test_many_more_mutated_inputs(fuzz: Any, count: int, tmp_path: Path) -> None:
+    run_fuzz(fuzz, tmp_path, 10 * count)
