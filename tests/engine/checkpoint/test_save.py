@@ -79,7 +79,7 @@ def test_a_save_without_room_leaves_the_one_before(ranks: RankPool, tmp_path: Pa
 @pytest.mark.parametrize("tag", ["", ".", "../up", "a/b", ".hidden"])
 def test_a_tag_is_one_name(small: Path, tag: str) -> None:
     engine = engine_of(SOURCE, "reference")
-    with pytest.raises(CheckpointError, match="no name of one directory"):
+    with pytest.raises(CheckpointError, match="is not the name of one directory"):
         engine.save_checkpoint(small, tag)
     assert sorted(path.name for path in small.iterdir()) == ["latest.json", "step-1"]
 
