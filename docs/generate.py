@@ -56,7 +56,7 @@ _COMMANDS = """# Command line
 | 2 | A mistake in the input. One line says what is wrong and what to do. |
 | 128 + n | Signal n ended a run after it wrote a checkpoint. |
 | 130 | Interrupted with Ctrl-C. |
-| 141 | Nobody reads the output any more, for example after `sdp plan … \\| head`. |
+| 141 | Nobody reads the output any more, for example because it is piped to `head`. |
 """
 
 
@@ -144,7 +144,7 @@ def _values(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 
 def _bounds(field: Mapping[str, Any]) -> str:
     words = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
-    return "".join(f" {sign} {_round_number(field[key])}" for key, sign in words.items() if key in field)
+    return ",".join(f" {sign} {_round_number(field[key])}" for key, sign in words.items() if key in field)
 
 
 def _round_number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages that are made of files outside of docs/."""
+"""MkDocs hooks: pages made of files outside docs/, and Sphinx roles shown as code."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def _links_from_docs(text: str) -> str:
     for name in ("CONTRIBUTING", "CHANGELOG"):
         text = text.replace(f"]({name}.md", f"]({name.lower()}.md")
     return text.replace("](README.md", "](index.md")
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Show ``:class:`` and similar roles of docstrings as the bare name that they refer to."""
+    return re.sub(r":(?:class|func|meth|mod):<code>~?(?:[\w.]*\.)?(\w+)</code>", r"<code>\1</code>", html)

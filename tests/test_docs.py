@@ -69,3 +69,9 @@ def test_relative_links_resolve(page: Path) -> None:
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+def test_promises_name_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(tests/[^`]+)`", page))
+    assert named and [path for path in sorted(named) if not (ROOT / path).is_file()] == []
