@@ -1,4 +1,4 @@
-"""How many processes a run takes, from its degrees of parallelism, its batch and the devices that are there."""
+"""How many processes a run takes. Its degrees of parallelism, its batch and the visible devices decide."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 @dataclass(frozen=True)
 class Degrees:
-    """The degrees of parallelism that ``config`` asks for, and ``--fsdp``: None where it is left over, world / (groups * tp)."""
+    """The degrees of parallelism of a run.
+
+    Attributes:
+        config: has the groups and the tensor-parallel degree.
+        fsdp: the value of ``--fsdp``, None for world size / (groups * tp).
+    """
 
     config: Config
     fsdp: int | None = None
@@ -41,9 +46,13 @@ class Degrees:
         return self.config.sdp.group_sizes or ()
 
     def check(self, processes: int, source: str) -> None:
-        """Raise :class:`LaunchError`, with every factor, unless ``processes`` (from ``source``) makes a whole grid, and
-        :class:`~sdp.engine.errors.ConfigError` unless that shares the samples of a step equally and several groups can have the stated
-        capacity: the ranks would find so only once they have started, or waited in a queue for nodes.
+        """Check that ``processes``, a number that comes from ``source``, fits the run.
+
+        The ranks would find a mistake only after they have started, or after they have waited in a queue.
+
+        Raises:
+            LaunchError: the processes do not make a whole grid. The message has every factor.
+            ConfigError: the samples of a step do not divide equally, or the groups cannot have the capacity.
         """
         self._check_grid(processes, source)
         if self.groups > 1 and not isinstance(self.config.sdp.placement, dict):
@@ -81,8 +90,8 @@ class Degrees:
     def processes(self, nproc: int | None, devices: int) -> int:
         """How many processes to start on this host: ``nproc``, else one per device, else as few as the degrees allow.
 
-        ``devices`` is the number of visible accelerators, 0 on a CPU. Raises what :meth:`check` does, and :class:`LaunchError` where there
-        are fewer devices.
+        ``devices`` is the number of visible accelerators, 0 on a CPU. Raises the errors of :meth:`check`, and
+        :class:`LaunchError` if there are fewer devices than processes.
         """
         if nproc is not None:
             count, source = nproc, "--nproc"
@@ -104,7 +113,7 @@ class Degrees:
 
 
 def visible_devices() -> int:
-    """The accelerators that a process started here would see; torch is imported only where a driver is loaded."""
+    """Count the accelerators that a process on this host sees. torch is imported only if a driver is loaded."""
     if not any(Path(file).exists() for file in _DEVICE_FILES):
         return 0
     import torch

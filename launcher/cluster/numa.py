@@ -1,7 +1,7 @@
-"""Bind a rank to the cores of its GPU's NUMA node: from there host memory and the nearest network card are reached without a detour.
+"""Bind a rank to the cores of its GPU's NUMA node, which are near its host memory and its network card.
 
-MPI's own binding knows cores, not GPUs: ``--bind-to numa`` deals ranks out in turns, while nodes have GPUs 0–3 on one NUMA node and 4–7
-on the other.
+MPI's own binding knows cores, not GPUs. ``--bind-to numa`` assigns ranks to NUMA nodes in turns, but many
+hosts have GPUs 0–3 on one NUMA node and 4–7 on the other.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from pathlib import Path
 
 
 def bind_near_device(local_rank: int, devices: str, root: Path = Path("/")) -> set[int]:
-    """Narrow this process to the usable cores near the device ``local_rank`` of the list ``devices`` (``0,2``), and return them.
+    """Bind this process to the usable cores near device number ``local_rank`` in ``devices`` (``0,2``), and return them.
 
-    Does nothing, and returns nothing, without NVIDIA's driver, on a host of one NUMA node, or where none of the near cores is usable.
+    Does nothing and returns an empty set without NVIDIA's driver, on a host with one NUMA node, or if this process
+    may not use the cores near the device.
     """
     cores = near_cores(int(devices.split(",")[local_rank]), root)
     if not hasattr(os, "sched_setaffinity"):
@@ -25,7 +26,7 @@ def bind_near_device(local_rank: int, devices: str, root: Path = Path("/")) -> s
 
 
 def near_cores(device: int, root: Path = Path("/")) -> set[int]:
-    """The cores of the NUMA node of NVIDIA device ``device``, counted in the order of PCI addresses; empty where it is unknown."""
+    """The cores of the NUMA node of an NVIDIA device. Devices count by PCI address. Empty if the node is unknown."""
     try:
         address = sorted(path.name for path in (root / "proc/driver/nvidia/gpus").iterdir())[device].lower()
         node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
@@ -35,6 +36,6 @@ def near_cores(device: int, root: Path = Path("/")) -> set[int]:
 
 
 def _parse_cores(text: str) -> set[int]:
-    """``0-3,8`` as a set, the form of the kernel's lists."""
+    """Parse a list of the kernel, such as ``0-3,8``."""
     spans = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}

@@ -1,7 +1,7 @@
-"""Command-line words in an alphabet that no shell, and neither pdsh nor ssh, reads anything into.
+"""Encode command-line words so that shells, pdsh and ssh pass them on unchanged.
 
-DeepSpeed's runner joins a command with spaces and lets the remote shell read it. So words travel as letters, digits and ``_./:,@-``;
-every other byte is ``+`` and two hexadecimal digits.
+DeepSpeed's runner joins a command with spaces, and the remote shell splits it again. So words consist of
+letters, digits and ``_./:,@-``. Every other byte becomes ``+`` and two hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _EMPTY = "+"
 
 
 def encode(word: str) -> str:
-    """``sdp.groups=4`` as ``sdp.groups+3D4``."""
+    """Encode a word: ``sdp.groups=4`` becomes ``sdp.groups+3D4``."""
     return _OTHER.sub(lambda match: b"+%02X" % match[0][0], word.encode(errors="surrogateescape")).decode() or _EMPTY
 
 
 def decode(word: str) -> str:
-    """The inverse of :func:`encode`."""
+    """Undo :func:`encode`."""
     if word == _EMPTY:
         return ""
     plain = re.sub(rb"\+([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), word.encode())
@@ -26,5 +26,5 @@ def decode(word: str) -> str:
 
 
 def is_safe(word: str) -> bool:
-    """Whether ``word`` means itself wherever it stands."""
+    """Whether shells and launchers pass ``word`` on unchanged."""
     return encode(word) == word and not word.startswith("-")

@@ -1,7 +1,8 @@
-"""What ``sdp launch`` has a foreign launcher start for each rank: it completes the rank's environment and runs ``sdp train``.
+"""The process that DeepSpeed's launcher or mpirun starts for each rank. It completes the environment and runs ``sdp train``.
 
-The command is ``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT WORD…``, in the alphabet of ``quoting.py``. DeepSpeed numbers the
-local ranks of unequal hosts in another order, and mpirun names no master and gives no host its own devices. Here all become the same.
+The command is ``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT WORD…``, encoded by ``quoting.py``.
+DeepSpeed numbers local ranks in another order if hosts differ. mpirun sets neither the master's address nor
+the visible devices. This process sets the same variables under every launcher.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     settings |= thread_settings(
         int(settings["LOCAL_WORLD_SIZE"])
-    )  # a share of all cores: counted before they are narrowed
+    )  # counted before this process is bound to some of the cores
     bind_near_device(int(settings["LOCAL_RANK"]), settings["CUDA_VISIBLE_DEVICES"])
-    place = detect()
-    assert place is not None  # place_settings found it
-    return run_witnessed(words, settings, place.rank)
+    environment = detect()
+    assert environment is not None  # place_settings found it
+    return run_witnessed(words, settings, environment.rank)
 
 
 def place_settings(slots: Sequence[Sequence[int]], address: str, port: str) -> dict[str, str]:

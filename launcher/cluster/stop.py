@@ -1,7 +1,7 @@
-"""Signal the ranks of one run on this host: ``python -m sdp.launcher.cluster.stop HOST:PORT NUMBER``, with the address of the run's rank 0.
+"""Signal the ranks of one run on this host: ``python -m sdp.launcher.cluster.stop HOST:PORT NUMBER``.
 
-DeepSpeed's runner answers Ctrl-C with a ``pkill -f`` on every host: it ends all DeepSpeed runs of the user there, and leaves none of them
-the time for a checkpoint.
+HOST:PORT is the address of the run's rank 0. DeepSpeed's runner answers Ctrl-C with ``pkill -f`` on every host.
+That ends all DeepSpeed runs of the user there, before they can write a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Signal them; the exit code is 1 where there are none."""
+    """Signal the ranks, and return the exit code: 1 if there are none."""
     found = ranks_of(*sys.argv[1].rsplit(":", 1))
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
@@ -22,7 +22,10 @@ def main() -> int:
 
 
 def ranks_of(address: str, port: str) -> list[int]:
-    """The processes on this host that a launcher told this master; not what they started, which inherits it."""
+    """Find the processes on this host that a launcher started with this master address.
+
+    Their children inherit the address and are left out.
+    """
     told = {f"MASTER_ADDR={address}".encode(), f"MASTER_PORT={port}".encode()}
 
     def is_told(pid: int) -> bool:
