@@ -1,4 +1,4 @@
-"""The files of a run: written by rank 0 while it trains, read by everything that looks at runs afterwards."""
+"""The files of a run. Rank 0 writes them while it trains, and the commands that look at runs read them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ PLOT = "plots/loss.png"
 class RunFiles:
     """Writes the files of the run in ``dump_dir``, which is made if it is missing.
 
-    The directory is locked against a second run until :meth:`close`. Every line reaches the file before the call returns, so that a
-    killed run loses at most the line being written. Numbers that JSON lacks (nan, infinity) are written as null. Raises ConfigError
-    where ``dump_dir`` holds a run and ``resume`` is false, where another run is writing to it, or where it cannot be written.
+    The directory is locked against a second run until :meth:`close`. Every line reaches the file before the
+    call returns, so a killed run loses at most the line being written. NaN and Inf are written as null,
+    because JSON has neither. Raises ConfigError if ``dump_dir`` holds a run and ``resume`` is false, if
+    another run is writing to it, or if it cannot be written.
     """
 
     def __init__(self, dump_dir: Path, resume: bool):
@@ -50,27 +51,27 @@ class RunFiles:
                 (dump_dir / name).unlink(missing_ok=True)
 
     def write_config(self, config: Config | Mapping[str, Any]) -> None:
-        """The resolved configuration."""
+        """Write the resolved configuration."""
         self._replace(CONFIG, config.resolved() if isinstance(config, Config) else config)
 
     def write_placement(self, placement: Placement) -> None:
-        """Who holds what, and what can be guaranteed of it."""
+        """Write which group holds which unit, and the guarantees of the placement."""
         self._replace(PLACEMENT, {**placement.to_json(), "guarantees": placement.guarantees()})
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """One optimizer step; ``line["step"]`` counts from 1."""
+        """Write the line of an optimizer step. ``line["step"]`` counts from 1."""
         self._append(METRICS, line)
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        """One evaluation of the full model; ``line["step"]`` 0 is before training."""
+        """Write the line of an evaluation of the full model. ``line["step"]`` is 0 before training."""
         self._append(EVALUATIONS, line)
 
     def summary(self, data: Mapping[str, Any]) -> None:
-        """What is known at the end of the run."""
+        """Write the summary at the end of the run."""
         self._replace(SUMMARY, data)
 
     def truncate_after(self, step: int) -> None:
-        """Forget what was written after ``step``, so that a resumed run has every step once; an old summary goes too."""
+        """Remove the lines after ``step`` and the summary, so that a resumed run has every step once."""
         self._close_lines()
         for name in (METRICS, EVALUATIONS):
             if (self.dump_dir / name).exists():
@@ -79,13 +80,13 @@ class RunFiles:
         (self.dump_dir / SUMMARY).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close what is written to, and let another run have the directory."""
+        """Close the files and release the lock of the directory."""
         self._close_lines()
         self._lock.close()
 
     def _close_lines(self) -> None:
         for file in self._open.values():
-            with contextlib.suppress(OSError):  # of a line that could not be written, which was reported then
+            with contextlib.suppress(OSError):  # a line that could not be written was reported before
                 file.close()
         self._open.clear()
 
@@ -112,7 +113,7 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class Run:
-    """The files of one run, as far as they exist; a killed run has no ``summary``."""
+    """The content of a run's files, as far as they exist. A killed run has no ``summary``."""
 
     path: Path
     config: dict[str, Any]
@@ -128,9 +129,9 @@ class Run:
 
 
 def read_run(dump_dir: Path) -> Run:
-    """The run in ``dump_dir``; a last line that was cut off by a kill is left out.
+    """Read the run in ``dump_dir``. A last line that a kill cut off is left out.
 
-    Raises ConfigError for a directory that holds no run, DataError for a damaged file.
+    Raises ConfigError if the directory does not hold a run, and DataError if a file is damaged.
     """
     if not (dump_dir / CONFIG).is_file():
         found = "no such directory" if not dump_dir.is_dir() else f"no {CONFIG} in it"
@@ -146,7 +147,7 @@ def read_run(dump_dir: Path) -> Run:
 
 
 def _lock(file: TextIO, dump_dir: Path) -> None:
-    """Hold the lock until ``file`` is closed or the process ends. Raises ConfigError where another process does."""
+    """Hold the lock until ``file`` is closed or the process ends. Raises ConfigError if another process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -162,7 +163,7 @@ def _lock(file: TextIO, dump_dir: Path) -> None:
 
 
 def require_no_other_run(dump_dir: Path, *, resume: bool) -> None:
-    """Raise ConfigError where ``dump_dir`` holds a run that is not to be resumed."""
+    """Raise ConfigError if ``dump_dir`` holds a run, unless that run is resumed."""
     if not resume and _holds_run(dump_dir):
         raise ConfigError(f"{dump_dir} already holds a run; pass --resume to continue it or name another --dump-dir")
 
@@ -185,7 +186,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file; a damaged last line is what a kill leaves, a damaged line before it is an error."""
+    """Read a JSONL file. A damaged last line is left out, because a kill may leave one. Other damage is an error."""
     if not path.is_file():
         return []
     try:
