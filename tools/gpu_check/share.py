@@ -1,4 +1,7 @@
-"""One row of ``sdp gpu-check``: the engine's real steps of one rank's share, timed, with their peak memory and the kernels that ran."""
+"""One row of ``sdp gpu-check``: the engine's real steps on one rank's share.
+
+The row gives step times, peak memory and the kernels that ran.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,12 @@ from ...engine.model_interface import Constant, Init, Normal, get_flops_per_toke
 from ...models.registry import build_model
 from .rows import GROUPS, Job, Planned
 
-WARM_UP = 2  # after the step that compiles: memory and the optimizer's state are then as in every later one
-LEAST_STEPS, MOST_STEPS, SECONDS = 5, 12, 2.5  # timed: the median of no fewer, then until the time is over
+WARM_UP = 2  # after the step that compiles; memory and optimizer state no longer change then
+LEAST_STEPS, MOST_STEPS, SECONDS = 5, 12, 2.5  # timed steps: at least 5, then more until 2.5 s are over or 12 are done
 TINY_STEPS = 2
-PRODUCTS, MATMUL_BATCHES = (
-    10,
-    240,
-)  # of 8192 x 8192 matrices some 3.5 s of an H100: the clock settles to what it sustains
-# By device name, TFLOP/s of dense bfloat16 products in NVIDIA's data sheets.
+# With 8192 x 8192 matrices this takes an H100 about 3.5 s, in which its clock settles to a sustained rate.
+PRODUCTS, MATMUL_BATCHES = 10, 240
+# TFLOP/s of dense bfloat16 matrix products in NVIDIA's data sheets, by device name.
 NOMINAL_TFLOPS = {
     "NVIDIA H100 80GB HBM3": 989.4,
     "NVIDIA H200": 989.4,
@@ -53,11 +54,15 @@ class WrongKernelError(RuntimeError):
 class Share:
     """What was measured of one rank's share.
 
-    ``peak_memory_bytes``: as ``torch.cuda.max_memory_allocated`` says, of the steps after compilation; nothing is subtracted.
-    ``requested_bytes``: what tensors asked for at the peak, above the ``before_bytes`` that were there before the row; None on a CPU, where
-    the peak is resident memory. ``flops_per_step``: the model's operations, of the units held and of what all hold, without recomputation;
-    of whole units under forward masking alone. ``kernels``: of attention and of the update, as a profile of a step has them. ``graphs``:
-    compiled for this row; a row before it may have left it some.
+    Attributes:
+        peak_memory_bytes: ``torch.cuda.max_memory_allocated`` of the steps after compilation.
+        before_bytes: What was in memory before the row began. It is part of the peak.
+        requested_bytes: What tensors asked for at the peak, without ``before_bytes``. None on a
+            CPU, where the peak is resident memory.
+        flops_per_step: Operations of the model, without recomputation: of the units that the rank
+            holds and of the shared part. None except for whole units under forward masking.
+        kernels: Operators of attention and of the optimizer's update, from a profile of one step.
+        graphs: Graphs compiled for this row. An earlier row may have left it some.
     """
 
     parameters: int
@@ -79,11 +84,11 @@ class Share:
         return self.tokens_per_step / self.step_seconds
 
     def mfu(self, rate: float) -> float | None:
-        """Model operations a second over ``rate``, products' operations a second."""
+        """Model FLOPs utilisation: the model's operations a second over ``rate``, that of matrix products."""
         return None if self.flops_per_step is None else self.flops_per_step / self.step_seconds / rate
 
     def over_planned(self, planned: Planned) -> float:
-        """Peak of allocated memory over the planned one."""
+        """The peak of allocated memory over the planned peak."""
         return self.peak_memory_bytes / planned.peak_memory_bytes
 
     def requested_over_planned(self, planned: Planned) -> float | None:
@@ -94,8 +99,9 @@ class Share:
 
 
 def matmul_rate(device: torch.device, size: int) -> float:
-    """Floating-point operations a second of bfloat16 products of two square matrices of random numbers, sustained: a median
-    of the last third.
+    """Measure the sustained rate of bfloat16 products of two random square matrices, in FLOP/s.
+
+    It is the median of the last third of the batches.
     """
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
 
@@ -110,9 +116,16 @@ def matmul_rate(device: torch.device, size: int) -> float:
 def timed(
     work: Callable[[], Any], device: torch.device, *, least: int, most: int, seconds: float = math.inf
 ) -> list[float]:
-    """Seconds of each of ``most`` calls of ``work``, one after the other, or from ``least`` on of as many as begin within ``seconds``.
+    """Call ``work`` repeatedly and return the seconds of each call.
 
-    On CUDA they are those between events, so that the host runs ahead of the device as far as it does in training.
+    On CUDA the times are those between events. So the host runs ahead of the device as in training.
+
+    Args:
+        work: What is timed.
+        device: Where it runs.
+        least: The least number of calls.
+        most: The largest number of calls.
+        seconds: After ``least`` calls, no call begins later than this.
     """
     ends, stamps = time.perf_counter() + seconds, []
     stamps.append(_stamp(device))
@@ -134,12 +147,13 @@ def _stamp(device: torch.device) -> Any:
 
 
 def measure(job: Job, device: torch.device, *, tiny: bool = False) -> Share:
-    """Of a row's ``job``, in a world of its own.
+    """Measure the share of a row's ``job``, in a fake world of its own.
 
-    Raises :class:`WrongKernelError` where attention is not a flash kernel or the update not fused, :class:`NonFiniteError` where a step
-    was skipped or the loss is no number, and whatever the engine raises.
+    Raises:
+        WrongKernelError: Attention is not a flash kernel, or the update is not fused.
+        NonFiniteError: A step was skipped, or the loss is NaN or infinite.
     """
-    # By default torch runs further blocks uncompiled where one has too many graphs, and says so in its log alone.
+    # By default, torch runs blocks uncompiled once there are too many graphs, and only logs it.
     with fake_world(0, GROUPS), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         return _measured(job, device, tiny=tiny)
 
@@ -151,7 +165,7 @@ def _measured(job: Job, device: torch.device, *, tiny: bool) -> Share:
     step = _stepper(engine, job)
     for _ in range(1 + WARM_UP if not tiny else 1):
         loss = step().item()
-        require_training(engine.skipped_steps, loss)  # before anything else is said of such steps
+        require_training(engine.skipped_steps, loss)  # first, so that a skipped step is not reported as a wrong kernel
     kernels = _operators(step)
     require_kernels(kernels, engine.optimizer.param_groups, device)
     memory.reset()
@@ -179,7 +193,7 @@ def _measured(job: Job, device: torch.device, *, tiny: bool) -> Share:
 
 
 class _Memory:
-    """Peaks on ``device`` since :meth:`reset`, and what was there ``before`` this was made."""
+    """Peaks on ``device`` since :meth:`reset`, and the bytes that were there before this object was made."""
 
     def __init__(self, device: torch.device):
         self._device, self._peak = device, PeakMemory(device)
@@ -199,20 +213,25 @@ class _Memory:
 
 
 def _engine(config: Mapping[str, Any]) -> SDPEngine:
-    """With weights drawn on the device: the engine's own are drawn on the CPU, which takes longer than all that is measured."""
+    """Make an engine whose weights are drawn on the device.
+
+    The engine itself draws on the CPU, which takes longer than the whole measurement.
+    """
     model = build_model(config["model"])
     rule = get_parameter_init(model)
     assert rule is not None  # all models of the registry have it
     model.parameter_init = lambda name: Constant(0.0)  # type: ignore[assignment]
     engine = initialize(model=model, config=dict(config))[0]
-    _draw_weights(engine, rule)
+    draw_weights(engine, rule)
     return engine
 
 
 @torch.no_grad()
-def _draw_weights(engine: SDPEngine, rule: Callable[[str], Init]) -> None:
-    """Of the distribution that the model states; of frozen copies too, whose holders do not exist here. Random numbers, because products
-    of constant ones need less power and run faster than those of training.
+def draw_weights(engine: SDPEngine, rule: Callable[[str], Init]) -> None:
+    """Draw all weights from the distributions that the model declares.
+
+    Frozen copies are drawn too, because their holders do not exist here. Weights must be random:
+    products of constant matrices need less power and run faster than those of training.
     """
     generator = torch.Generator(engine.device).manual_seed(0)
     for name, parameter in (engine.parameters_here | engine.frozen_here).items():
@@ -225,7 +244,7 @@ def _draw_weights(engine: SDPEngine, rule: Callable[[str], Init]) -> None:
 
 
 def _stepper(engine: SDPEngine, job: Job) -> Callable[[], torch.Tensor]:
-    """A step on random tokens; it returns the loss."""
+    """Return a function that makes one training step on random tokens and returns the loss."""
     shape = (engine.train_micro_batch_size_per_gpu(), job.sequence)
     tokens = torch.randint(job.config["model"]["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(
         engine.device
@@ -240,7 +259,7 @@ def _stepper(engine: SDPEngine, job: Job) -> Callable[[], torch.Tensor]:
 
 
 def _operators(step: Callable[[], Any]) -> set[str]:
-    """Names of the operators that ran in a step, those that compiled code calls included."""
+    """Run a step and return the names of its operators, including those that compiled code calls."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
         step()
     return {event.name for event in recorded.events() or ()}
@@ -250,22 +269,31 @@ def _is_attention(name: str) -> bool:
     return name.startswith(ATTENTION) and not name.endswith("_backward")
 
 
-def require_kernels(operators: Collection[str], groups: Collection[Mapping[str, Any]], device: torch.device) -> None:
-    """Of the operators of a step, and the optimizer's parameter groups. Raises :class:`WrongKernelError`: attention that falls back to
-    products of S x S scores is taken apart where it is compiled, and then has no operator at all.
+def require_kernels(
+    operators: Collection[str], param_groups: Collection[Mapping[str, Any]], device: torch.device
+) -> None:
+    """Raise :class:`WrongKernelError` unless attention and the optimizer's update ran as intended.
+
+    Attention that falls back to S x S scores has no operator of its own once it is compiled.
+
+    Args:
+        operators: The names of the operators of a step.
+        param_groups: The optimizer's parameter groups.
+        device: Where the step ran.
     """
     attention = {name for name in operators if _is_attention(name)}
     if not attention or attention - FLASH[device.type]:
-        ran = ", ".join(sorted(attention - FLASH[device.type])) or "no operator of its own"
-        raise WrongKernelError(f"attention ran as {ran}, where {' or '.join(sorted(FLASH[device.type]))} was meant")
-    if UPDATE not in operators or not all(group.get("fused") for group in groups):
+        ran = ", ".join(sorted(attention - FLASH[device.type]))
+        found = f"attention ran as {ran}" if ran else "attention did not run as one operator"
+        raise WrongKernelError(f"{found}; expected {' or '.join(sorted(FLASH[device.type]))}")
+    if UPDATE not in operators or not all(group.get("fused") for group in param_groups):
         raise WrongKernelError(f"the optimizer's update did not run as {UPDATE}")
 
 
 def require_training(skipped: int, loss: float) -> None:
-    """Raises :class:`NonFiniteError` where the update of a step was left out, or there is nothing to learn from."""
+    """Raise :class:`NonFiniteError` if a step was skipped or the loss is NaN or infinite."""
     if skipped or not math.isfinite(loss):
-        raise NonFiniteError(f"{skipped} steps were skipped, and the loss is {loss}: what was timed is no training")
+        raise NonFiniteError(f"{skipped} steps were skipped, and the loss is {loss}: what was timed is not training")
 
 
 def _graphs() -> int:
@@ -277,7 +305,7 @@ def _whole_units(engine: SDPEngine) -> bool:
 
 
 def held_flops_per_token(engine: SDPEngine, sequence: int) -> float:
-    """Of the units that rank 0 holds, and of what all ranks hold."""
+    """Operations per token of the units that rank 0 holds and of the shared part."""
     flops = get_flops_per_token(engine.module)
     assert flops is not None  # the check runs LLaMA
     costs = flops(sequence)
