@@ -3,7 +3,7 @@
 # make test-cluster launchers and SLURM over hosts (root, Linux)    make test-cluster-all   … with the slow ones
 # make lint types   ruff and basedpyright   make bench      the engine against a plain loop
 # make docs         the documentation site, in site/
-# make gpu-packages what sdp gpu-check needs beside torch, in .gpu, to take to a GPU machine without a network (docs/gpu.md)
+# make gpu-packages what sdp gpu-check needs beside torch, in .gpu, to take to a GPU machine without a network (docs/results/gpu.md)
 #
 # Each makes .venv and installs pinned packages first, torch before everything that depends on it. On a machine whose
 # torch is given, use it: make VENV=/path/to/venv TORCH=torch …

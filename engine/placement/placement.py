@@ -1,7 +1,7 @@
 """Which SDP group holds which unit: plain data and its guarantees. ``policies.py`` makes placements.
 
 Semantics: a unit u has holders H_u, k_u = |H_u| ≥ 1; the shared part is held by all (Singh et al., arXiv 2507.09029, and this
-project's own choices, see docs/method.md).
+project's own choices, see docs/specification.md).
 """
 
 from __future__ import annotations

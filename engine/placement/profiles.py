@@ -55,7 +55,7 @@ def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int]
 
 def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> list[int]:
     """Whole numbers of holders of the shape ``section.profile``, whose mean weighted by ``costs`` is ``mean`` as nearly as may be."""
-    # "auto" is the best rule known so far; see docs/method.md.
+    # "auto" is the best rule known so far; see docs/specification.md.
     ideal = [mean] * len(costs) if section.profile == "uniform" else _depth_profile(section.groups, mean, costs)
     return _round_to_mean(ideal, costs, section.groups)
 
