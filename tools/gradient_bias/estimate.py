@@ -81,15 +81,15 @@ class Differences:
         self._squares = dict.fromkeys(self._parts, 0.0)
 
     def add(self, dense: Mapping[str, Tensor], others: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """One more batch: its ``dense`` gradient, and under each name of ``others`` the one that is compared with it.
+        """Add one batch: its ``dense`` gradient, and under each name of ``others`` the one that is compared with it.
 
-        Raises :class:`NonFiniteError` where one is no number.
+        Raises :class:`NonFiniteError` if a gradient is NaN or infinite.
         """
         for name, gradients in {"dense": dense, **others}.items():
             wrong = next((key for key, gradient in gradients.items() if not torch.isfinite(gradient).all()), None)
             if wrong is not None:
                 raise NonFiniteError(
-                    f"{wrong}: its gradient ({name}) is no number on a batch; these weights have diverged, take others"
+                    f"{wrong}: its gradient ({name}) is NaN or infinite on a batch; these weights have diverged, take others"
                 )
         for name, gradients in others.items():
             self._differences.setdefault(name, []).append(

@@ -20,8 +20,8 @@ from sdp.engine.placement.tensor_info import Shard
 from sdp.engine.subnetwork.materialise import give_values
 from sdp.models.registry import build_model
 from sdp.tools.cli import main
-from sdp.tools.gradient_bias.command import BACKWARD, FORWARD, OVERALL, compare, gradient, in_one_process
 from sdp.tools.gradient_bias.estimate import Bias, Differences, Products, apparent_by_batches, estimate
+from sdp.tools.gradient_bias.measure import BACKWARD, FORWARD, OVERALL, compare, gradient, in_one_process
 
 GROUPS, MICRO, TOKENS, VOCABULARY = 4, 2, 12, 31
 MODEL = {
@@ -222,7 +222,7 @@ def test_what_cannot_be_measured_is_one_line(
     assert printed.err.count("\n") == 1
 
 
-def test_gradients_that_are_no_numbers_are_no_verdict() -> None:
+def test_gradients_with_nan_are_an_error() -> None:
     model = {
         "name": "llama",
         "vocab_size": 8,
@@ -233,7 +233,7 @@ def test_gradients_that_are_no_numbers_are_no_verdict() -> None:
     }
     config = load_config({"train_micro_batch_size_per_gpu": 1, "sdp": {"groups": 2, "capacity": 0.5}, "model": model})
     differences = Differences(Layout.of(build_model(config.model), config, mesh_of(config, 2)))
-    with pytest.raises(NonFiniteError, match="is no number on a batch"):
+    with pytest.raises(NonFiniteError, match="is NaN or infinite on a batch"):
         differences.add({"w": torch.ones(2)}, {FORWARD: {"w": torch.tensor([1.0, float("nan")])}})
 
 
@@ -257,7 +257,7 @@ def test_convolutions_are_in_float32_while_gradients_are_made(monkeypatch: pytes
         seen.append(torch.backends.cudnn.allow_tf32)
         return gradient(*args)
 
-    monkeypatch.setattr("sdp.tools.gradient_bias.command.gradient", watched)
+    monkeypatch.setattr("sdp.tools.gradient_bias.measure.gradient", watched)
     before = torch.backends.cudnn.allow_tf32
     biases(2)
     assert seen == [False] * 6
