@@ -21,20 +21,21 @@ from ..shared.files import write_whole
 from .rows import CONFIGS, DENSE, Job, Planned, Row
 from .share import Share
 
-# Of the configuration with 1 B the dense model's; of blocks under forward masking; of the plan against the program it is of.
+# MFU of the 1 B dense model; peak and speed of blocks under forward masking; accuracy of the plan, peak and state.
 LEAST_MFU, MOST_PEAK, LEAST_SPEED, PEAK_WITHIN, STATE_WITHIN = 0.50, 1.03, 0.94, 0.05, 0.01
 
 T = TypeVar("T")
 
 
-class TimeIsUp(BaseException):  # no Exception, so that no library takes it for one of its own
-    """No minute is left."""
+class TimeIsUp(BaseException):  # not an Exception, so that no library catches it
+    """The time limit has passed."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A row that was begun: what was measured, in so many seconds, or the ``error`` that ended it; and what was planned, or, of a row that
-    was measured, the ``plan_error`` that says why that is missing. The wait for the plan is not in ``seconds``.
+    """A row that was begun: its measurement and its plan, or the errors that prevented them.
+
+    ``plan_error`` says why a measured row has no plan. ``seconds`` leave out the wait for the plan.
     """
 
     row: Row
@@ -47,8 +48,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Goal:
-    """What was aimed at, in words with the figure that was measured, and whether it was reached; not, where there is no figure because
-    a plan is missing.
+    """A goal in words, the measured figure, and whether it was reached.
+
+    A goal without a figure, because a plan is missing, counts as not reached.
     """
 
     text: str
@@ -81,7 +83,7 @@ class Check:
         measure: Callable[[Job], Share],
         seconds_left: Callable[[], float],
     ) -> None:
-        """Measure every row for which time is left; one that fails is noted, and the next one begun."""
+        """Measure every row for which time is left. If a row fails, note it and begin the next one."""
         for row, job in jobs.items():
             if expected_seconds(row, self.results) >= seconds_left():
                 self.not_run.append(row)
@@ -100,7 +102,7 @@ class Check:
         gc.collect()  # only here: an exception's frames hold the model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        seconds = time.perf_counter() - started  # the plan is made beside it, and says nothing of how long rows take
+        seconds = time.perf_counter() - started  # without the wait for the plan, which is made in another process
         planned, plan_error = None, ""
         if not error:
             planned, plan_error = _tried(
@@ -174,30 +176,30 @@ class Check:
 
 
 def _tried(work: Callable[[], T], seconds: float, late: str) -> tuple[T | None, str]:
-    """What ``work`` returns, or None and why not: what it raised, or ``late`` where it did not end within so many seconds."""
+    """Return the result of ``work``, or None and the reason: its exception, or ``late`` after ``seconds``."""
     try:
         with cut_off_after(seconds):
             return work(), ""
     except TimeIsUp:
         return None, f"TimeIsUp: {late}"
-    except Exception as raised:  # whatever it is, the rows before it are kept and those after it may do
+    except Exception as raised:  # keep the rows before this one, and try those after it
         traceback.print_exc()
         return None, f"{type(raised).__name__}: {str(raised).strip().partition(chr(10))[0]}"
 
 
 def expected_seconds(row: Row, results: Sequence[Result]) -> float:
-    """How long ``row`` will take: as the longest of those before it that are most like it; 0 before the first."""
-    alike = (
+    """Estimate the seconds of ``row``: those of the slowest earlier row that is most like it, or 0."""
+    similar = (
         [result.seconds for result in results if result.row.family == row.family],
         [result.seconds for result in results if result.row.config == row.config],
         [result.seconds for result in results],
     )
-    return max(next((seconds for seconds in alike if seconds), [0.0]))
+    return max(next((seconds for seconds in similar if seconds), [0.0]))
 
 
 @contextmanager
 def cut_off_after(seconds: float) -> Iterator[None]:
-    """Raises :class:`TimeIsUp` inside, in the main thread, once the time is over: a row may take much longer than those before it."""
+    """Raise :class:`TimeIsUp` inside the block, in the main thread, once the time is over."""
 
     def up(number: int, frame: FrameType | None) -> None:
         raise TimeIsUp
@@ -213,7 +215,10 @@ def cut_off_after(seconds: float) -> Iterator[None]:
 
 
 def speed_over_bound(result: Result, results: Sequence[Result]) -> float | None:
-    """Tokens a second over those of the dense model times the planned ratio of operations; None where that was not measured."""
+    """Return the speedup over the dense model, divided by the speedup that the operations allow.
+
+    None if a figure is missing.
+    """
     dense = _dense(result, results)
     if result.share is None or result.planned is None or not result.row.compiled or dense is None:
         return None
@@ -224,14 +229,16 @@ def speed_over_bound(result: Result, results: Sequence[Result]) -> float | None:
 
 
 def _dense(result: Result, results: Sequence[Result]) -> Result | None:
-    """The measured dense model of the same configuration."""
+    """Return the result of the dense model of the same configuration, if it was measured."""
     same = (found for found in results if (found.row.config, found.row.variant) == (result.row.config, DENSE))
     return next((found for found in same if found.share is not None), None)
 
 
 def goals_of(results: Sequence[Result], rate: float) -> list[Goal]:
-    """What was aimed at, of what was measured. Peaks of compiled programs are judged by allocated bytes, as a user meets them; the plan's
-    accuracy by requested bytes of an uncompiled program, because that is what the plan is of.
+    """Return the goals that apply to the measured rows.
+
+    The peaks of compiled programs count allocated bytes, which is what users see. The accuracy of
+    the plan counts the requested bytes of an uncompiled program, because the plan describes that.
     """
     goals: list[Goal] = []
 

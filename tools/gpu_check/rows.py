@@ -1,5 +1,6 @@
-"""The rows of ``sdp gpu-check``: configurations and ways to train them, in the order in which they are measured, and what each is planned
-to need. Plans are made on CPU cores while the GPU is at work.
+"""The rows of ``sdp gpu-check``, in the order in which they are measured, and their plans.
+
+A row is a configuration and a way to train it. Plans are made on CPU cores while the GPU works.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..shared.variants import Variant, variants
 GROUPS = 8
 DENSE = Variant(1.0)
 VARIANTS = [DENSE, *variants((0.75, 0.5, 0.375), ("block", "neuron"), ("forward", "backward"))]
-# Samples of a step: enough that matrix products, not the launches of kernels and the update, take its time; all fit into 80 GB.
+# Samples of a step: so many that matrix products dominate kernel launches and the update. All fit into 80 GB.
 MICRO_BATCHES = {"llama_1b": 16, "llama_134m": 32, "llama_500m": 16}
 CONFIGS = tuple(MICRO_BATCHES)
 SEQUENCE = 2048
@@ -40,7 +41,7 @@ TINY_SEQUENCE, TINY_MICRO_BATCH = 32, 2
 
 @dataclass(frozen=True)
 class Row:
-    """A ready configuration trained one way. Plans are of programs that are not ``compiled``."""
+    """A ready configuration trained one way. Plans always describe the uncompiled program."""
 
     config: str
     variant: Variant
@@ -52,7 +53,7 @@ class Row:
 
     @property
     def family(self) -> tuple[str, str, str, bool]:
-        """Rows of a family run the same compiled blocks: those of the dense model and those that forward masking leaves whole are equal."""
+        """Rows of a family run the same compiled blocks. Forward masking leaves blocks as the dense model has them."""
         granularity, masking = (
             ("block", "forward") if self.variant == DENSE else (self.variant.granularity, self.variant.masking)
         )
@@ -64,7 +65,7 @@ NAMES = [*(variant.name for variant in VARIANTS), UNCOMPILED.name]
 
 
 def rows(configs: Sequence[str], names: Sequence[str]) -> list[Row]:
-    """Those first that goals are about: the dense model, blocks under forward masking, 0.5 of the others."""
+    """Return the rows: first those with goals (dense, blocks under forward masking), then the other 0.5 rows."""
     chosen = [variant for variant in VARIANTS if variant.name in names]
     goals = [v for v in chosen if v == DENSE or (v.granularity, v.masking) == ("block", "forward")]
     halves = [v for v in chosen if v not in goals and v.capacity == 0.5]
@@ -105,7 +106,7 @@ def job_of(row: Row, *, micro_batch: int | None = None, tiny: bool = False) -> J
 
 @dataclass(frozen=True)
 class Planned:
-    """What ``trace_step`` says of a share: bytes, and operations of a step, as executed, recomputation included."""
+    """What ``trace_step`` says of a share: bytes, and the operations of a step including recomputation."""
 
     state_bytes: int
     peak_memory_bytes: int
@@ -113,7 +114,7 @@ class Planned:
 
 
 def planned(job: Job, device: Device) -> Planned:
-    """Of rank 0, from its step on fake tensors, with ``device``'s operators."""
+    """Plan the share of rank 0 from its step on fake tensors, with the operators of ``device``."""
     config = load_config(dict(job.config))
     with torch.device("meta"):
         layout = Layout.of(build_model(config.model), config, mesh_of(config, GROUPS))
@@ -127,7 +128,10 @@ def planned(job: Job, device: Device) -> Planned:
 
 
 class Plans:
-    """Plans of all ``jobs``, begun at once in so many processes without a GPU, or made in this one when asked for (``workers`` 0)."""
+    """Plans of all ``jobs``, made ahead in ``workers`` processes without a GPU.
+
+    With 0 workers, this process makes each plan when it is asked for.
+    """
 
     def __init__(self, jobs: Mapping[Row, Job], workers: int, device: Device):
         self._jobs, self._workers = jobs, workers
@@ -149,12 +153,12 @@ class Plans:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def of(self, row: Row) -> Planned:
-        """Waits for it. Raises what planning raised."""
+        """Wait for the plan of ``row``. Raises what planning raised."""
         return self._begun[row].result() if row in self._begun else planned(self._jobs[row], self._device)
 
 
 def _begin_worker() -> None:
-    """Planning needs no GPU, on which every process would take memory, and an interrupt is the parent's to answer."""
+    """Hide the GPU, where each process would take memory, and leave interrupts to the parent."""
     export({"CUDA_VISIBLE_DEVICES": ""})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)

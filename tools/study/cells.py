@@ -30,12 +30,16 @@ PROFILES = ("uniform", "linear", "depth")
 
 @dataclass(frozen=True)
 class Task:
-    """A model small enough to be trained to where its size matters, and what is learned.
+    """A model that is small enough to be trained until its size matters, and what it learns.
 
-    ``engine``: "vectorized" where the model allows, else "reference". ``size``: the key of its section that a smaller dense model lowers,
-    from ``full``. ``rows``: sequences or images of a step, over all groups.
-    ``equal_units``: so many that each costs the same, by granularity; placed within every group's memory and with lists of holders; else
-    by the mean of the groups. ``controls``: what the model's section has beside, by the name of a dense model that is a control.
+    Attributes:
+        engine: "vectorized" if the model allows it, else "reference".
+        size: The key of the model's section that a smaller dense model lowers.
+        full: The value of that key in the full model.
+        rows: Sequences or images of a step, over all groups.
+        equal_units: By granularity, the number of units if all cost the same. Such units are placed
+            within every group's memory, with lists of holders. Others are placed by the groups' mean.
+        controls: By the name of a dense control model, the keys that its section has in addition.
     """
 
     config: dict[str, Any]
@@ -85,8 +89,9 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: of the ``dense`` model, a control of it, a ``smaller dense`` one, or SDP by a profile. ``matched``: of as many steps as
-    take the operations that the dense model's run has, else of as many steps.
+    """One run: of the dense model, of a control, of a smaller dense model, or of SDP with a profile.
+
+    A ``matched`` run has as many operations as the dense model's run. Others have as many steps.
     """
 
     task: str
@@ -98,17 +103,17 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """The name of the run's directory."""
         parts = [self.task, self.granularity, f"{self.capacity:g}", self.profile.replace(" ", "_"), f"seed{self.seed}"]
         return "-".join(filter(None, [*parts, "matched" if self.matched else ""]))
 
     @property
     def label(self) -> str:
-        """Of its column, or line."""
+        """The name of the run's column or line."""
         return f"{self.profile}, {MATCHED}" if self.matched else self.profile
 
     def config(self, data: Path | None) -> dict[str, Any]:
-        """As a user would write it."""
+        """Return the run's configuration as a user would write it."""
         task = TASKS[self.task]
         config = json.loads(json.dumps(task.config))
         dense = self.granularity == ""
@@ -148,25 +153,28 @@ def _stretch(config: dict[str, Any], steps: int) -> None:
 
 @functools.cache
 def matched_steps(cell: Cell, data: Path | None) -> int:
-    """Steps in which ``cell`` does, over all groups, as many operations as the dense model in the task's own number of them."""
+    """Return the steps in which all groups of ``cell`` do as many operations as the dense model's run."""
     dense = Cell(cell.task, "", 1.0, DENSE, 0)
     return round(TASKS[cell.task].config["training"]["steps"] * operations(dense, data) / operations(cell, data))
 
 
 @functools.cache
 def operations(cell: Cell, data: Path | None) -> float:
-    """Floating-point operations of one step of all groups together, by the plan: every group's step traced."""
+    """Return the floating-point operations of one step of all groups. Every group's step is traced."""
     config = load_config(cell.config(data), ["sdp.engine=fsdp2"])
     groups = config.sdp.groups
     plan = forecast(cell.name, config, Machine((groups,), 1.0, 1.0, 1.0, 1.0), groups)
-    traced = sum(len(alike.groups) for alike in plan.groups)
+    traced = sum(len(group_kind.groups) for group_kind in plan.groups)
     assert traced == groups, f"{traced} of {groups} groups are traced"
-    return sum(len(alike.groups) * alike.trace.flops for alike in plan.groups)
+    return sum(len(group_kind.groups) * group_kind.trace.flops for group_kind in plan.groups)
 
 
 @functools.cache
 def smaller_size(task: str, capacity: float) -> int:
-    """Layers or width of the largest dense model that has no more parameters than a group of this capacity."""
+    """Return the layers or width of the largest dense model that is no larger than a group.
+
+    The group has this capacity, and size means the number of parameters.
+    """
     chosen, ids = TASKS[task], {"vocab_size": 257} if task == "llama" else {"num_classes": 10, "image_size": 8}
 
     def built(size: int) -> nn.Module:
@@ -180,7 +188,10 @@ def smaller_size(task: str, capacity: float) -> int:
 
 
 def linear(units: int, capacity: float) -> list[int]:
-    """Holders that fall along a straight line to one, or from all, with the mean that ``capacity`` asks for."""
+    """Return numbers of holders that fall along a straight line, with the mean of ``capacity``.
+
+    The line ends at one holder, or it begins at all groups.
+    """
     mean = capacity * GROUPS
     first = min(float(GROUPS), 2 * mean - 1)
     last = 2 * mean - first
@@ -191,8 +202,10 @@ def linear(units: int, capacity: float) -> list[int]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is compared. ``controls``: the dense model with dropout and with stochastic depth too; ``matched``: runs of a part of the model,
-    and of a smaller one, also for as many operations as the dense model's. Raises :class:`ConfigError` for controls that are not there.
+    """What is compared. Raises :class:`ConfigError` for controls or profiles that the task lacks.
+
+    With ``controls``, the dense model also runs with dropout and with stochastic depth. With
+    ``matched``, SDP and the smaller model also run with as many operations as the dense model.
     """
 
     task: str
@@ -223,17 +236,20 @@ class Sweep:
 
     @property
     def lengths(self) -> list[bool]:
-        """Of runs: of as many steps, and, where it is asked for, matched."""
+        """The values of ``matched`` that runs have: False, and True if the user asked for it."""
         return [False, True] if self.matched else [False]
 
     def cell(self, granularity: str, capacity: float, profile: str, seed: int, *, matched: bool = False) -> Cell:
-        """The run of one column; a dense model's is that of every granularity, and one of full size of every capacity and length."""
+        """Return the run of one column.
+
+        All granularities share a dense model's run. A full-size one also serves all capacities and lengths.
+        """
         if profile in self.whole:
             return Cell(self.task, "", 1.0, profile, seed)
         return Cell(self.task, "" if profile == SMALLER else granularity, capacity, profile, seed, matched)
 
     def cells(self) -> list[Cell]:
-        """Every run once, seeds outermost, so that an unfinished sweep has whole tables of fewer seeds."""
+        """Return every run once, seeds outermost, so that an unfinished sweep has whole tables of fewer seeds."""
         keys = itertools.product(
             range(self.seeds), self.lengths, [*self.whole, *self.parts], self.granularities, self.capacities
         )
