@@ -1,6 +1,6 @@
 """SLURM: the batch script of a run, and what its own files and ``sacct`` tell about it.
 
-Beside the run's files stand ``slurm/job.sh``, ``slurm/events`` (a line for each event: seconds since the epoch, job id, word) and
+Next to the run's files are ``slurm/job.sh``, ``slurm/events`` (a line for each event: seconds since the epoch, job id, word) and
 ``slurm/job-ID-rank-R.log``, what each task printed, ``job-ID-srun.log``, what srun said of them, and ``job-ID.log``.
 """
 

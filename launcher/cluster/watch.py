@@ -58,7 +58,7 @@ def tell_by_mpirun(process: subprocess.Popen[bytes], number: int, hurry: bool) -
 
 
 def tell_by(stop: Callable[[int], Sequence[str]], environ: Mapping[str, str]) -> Tell:
-    """By a command of its own, ``stop(number)``, run beside the launcher, which needs not know of the signal."""
+    """Pass the signal on with the command ``stop(number)``. The launcher need not know of the signal."""
 
     def tell(process: subprocess.Popen[bytes], number: int, hurry: bool) -> None:
         command = stop(signal.SIGKILL if hurry else number)

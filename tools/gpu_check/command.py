@@ -183,8 +183,8 @@ def _begin(options: CheckOptions, device: torch.device) -> Check:
         "operations": COUNTED,
         "collectives": "return at once: tokens/s are an upper bound",
     }
-    beside = f" of {nominal:g} in its data sheet" if nominal else ""
-    print(f"{name}, torch {torch.__version__}; bf16 matrix products, sustained: {rate / 1e12:.1f} TFLOP/s{beside}")
+    data_sheet = f" of {nominal:g} in its data sheet" if nominal else ""
+    print(f"{name}, torch {torch.__version__}; bf16 matrix products, sustained: {rate / 1e12:.1f} TFLOP/s{data_sheet}")
     print(
         f"One rank of {GROUPS}; the others exist in name only: collectives return at once, so tokens/s are an upper bound."
     )

@@ -28,7 +28,9 @@ _ELEMENTS = 1 << 20  # of a parameter that are in memory in float64, times the n
 
 @dataclass(frozen=True)
 class Bias:
-    """Of the mean gradient over N batches, relative to the norm of the dense one's, but for ``z`` and ``cosine``; None where that is zero.
+    """The bias of the mean gradient over N batches, relative to the norm of the dense mean gradient.
+
+    ``z`` and ``cosine`` are not relative. Relative figures are None if that norm is zero.
 
     ``apparent``: ‖mean g − mean d‖. ``floor``: what sampling noise alone is expected to make of it. ``bias``: the square root of the
     unbiased estimate of the square, 0 where that is negative; ``z``: this estimate in its standard errors. ``error``: the standard error

@@ -19,7 +19,7 @@ _DEVICES = {
 
 
 def print_plan(plan: Forecast, others: Sequence[Forecast], notes: Sequence[str], world: str) -> None:
-    """Print a plan beside its alternatives.
+    """Print a plan next to its alternatives.
 
     Args:
         plan: The plan of the run.

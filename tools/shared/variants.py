@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variant:
-    """Of a model: what a row is of. At capacity 1 granularity and masking are "" : all are the dense model."""
+    """How a row trains its model. At capacity 1, the dense model, granularity and masking are ""."""
 
     capacity: float
     granularity: str = ""
