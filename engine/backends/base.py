@@ -1,4 +1,4 @@
-"""How every backend steps a torch optimizer and accounts for its state. DeepSpeed replaces most of it."""
+"""How a backend steps a torch optimizer and accounts for its state. DeepSpeed replaces most of it."""
 
 from __future__ import annotations
 
@@ -48,16 +48,17 @@ class TorchOptimizerBackend:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def clip(self, gradients: list[torch.Tensor], norm: float) -> None:
-        """Scale ``gradients`` in place, so that the full model's norm is at most ``gradient_clipping``."""
+        """Scale ``gradients`` in place so that the full model's norm is at most ``gradient_clipping``."""
         if self._config.gradient_clipping > 0:
             clip_(gradients, norm, self._config.gradient_clipping)
 
     def update(self, gradients: list[torch.Tensor], norm: float, scheduler: Any) -> Update:
         self.clip(gradients, norm)
-        self.shard_parameters()  # a forward pass since backward may have left gathered copies of the old weights
+        # A forward pass after backward may have left gathered copies of the old weights.
+        self.shard_parameters()
         self.optimizer.step()
         gradients.clear()
-        self.zero_grad()  # frees their memory before weights are cast to be sent
+        self.zero_grad()  # frees the gradients' memory before the weights are cast and sent
         self.refresh(after_step=True)
         if scheduler is not None:
             scheduler.step()
@@ -67,7 +68,7 @@ class TorchOptimizerBackend:
         return Update(norm, skipped=True)
 
     def count_micro_batch(self) -> None:
-        """The engine counts."""
+        """A no-op: the engine counts."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -95,7 +96,7 @@ class TorchOptimizerBackend:
         return None
 
     def load_loss_scale(self, state: Mapping[str, float] | None) -> None:
-        """There is no loss scale."""
+        """A no-op: there is no loss scale."""
 
     # -- parameter groups --------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class TorchOptimizerBackend:
         return SavedState(self, self.optimizer, self._rank)  # type: ignore[arg-type]
 
     def continue_at(self, *, steps: int, micro_steps: int, skipped: int) -> None:
-        """Only the engine counts steps."""
+        """A no-op: only the engine counts steps."""
 
     # -- bytes -------------------------------------------------------------------------------------
 

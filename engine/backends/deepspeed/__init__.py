@@ -1,1 +1,1 @@
-"""DeepSpeed shards a group's state; everything that touches DeepSpeed is here."""
+"""The DeepSpeed backend: DeepSpeed shards a group's state. Only this package uses DeepSpeed."""

@@ -1,7 +1,8 @@
-"""The DeepSpeed backend: the real DeepSpeed engine shards a group's state by ZeRO 0–3, shards are averaged between groups.
+"""The DeepSpeed backend: a DeepSpeed engine per group with ZeRO 0 to 3, and averages between groups.
 
-In-group reductions, the optimizer step and its gathers are DeepSpeed's. Between the two, at the accumulation boundary, comes the
-average among holders, the global norm and clipping. With one group nothing is installed: it is DeepSpeed as it comes.
+DeepSpeed does the reductions inside a group, the optimizer step and its gathers. Between reductions
+and step, at the accumulation boundary, this backend averages among holders, computes the global norm
+and clips. With one group nothing is installed: DeepSpeed runs unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from .traffic_plan import plan_traffic
 
 
 class DeepSpeedBackend(SteppedByDeepSpeed):
-    """One rank's subnetwork inside DeepSpeed's ``engine``. ``bundles``: the full model's, of which DeepSpeed has those that are held."""
+    """One rank's subnetwork inside a DeepSpeed ``engine``.
+
+    ``bundles`` are those of the full model. DeepSpeed has the ones that this rank's group holds.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,8 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         self.options = [bundle.options for bundle in self.bundles]
         self.options_count = 1 + max(bundle.options for bundle in bundles)
         self._install(bundles)
-        # What a refresh sends is what is in memory: under ZeRO 3 partitions, which align where groups are of one size.
+        # A refresh sends what is in memory. Under ZeRO 3 these are partitions, which align between groups
+        # of equal size.
         local: Mapping[str, torch.Tensor] = (
             {name: local_part(p) for name, p in everything.items()} if stage == 3 else everything
         )
@@ -95,15 +100,13 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         self._early: EarlyLaunch | None = None
         if not self.installed:
             return
-        if (
-            self.zero is None
-        ):  # gradients of whole parameters: reduced as they become ready, inside and between groups at once
+        if self.zero is None:
+            # Gradients are whole. They are reduced as they become ready, inside and between groups at once.
             self.deepspeed.enable_backward_allreduce = False
             for parameter in self.parameters.values():
                 if parameter.requires_grad:
-                    parameter.grad_dtype = (
-                        torch.float32
-                    )  # sums over micro-batches and ranks, and clipping, round to no less
+                    # Sums over micro-batches and ranks, and clipping, need float32 precision.
+                    parameter.grad_dtype = torch.float32
             buckets = self.layout.buckets(lambda _: False)
             self._hooked = GradientSync(
                 buckets,
@@ -126,9 +129,8 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
             self.traffic,
             logged_all_reduce,
         )
-        if (
-            self.stage == 3 and not self.zero.offloaded
-        ):  # partitions are final as they are reduced; on the host, at the end of backward
+        # A partition is final once it is reduced. With offload it is final at the end of backward.
+        if self.stage == 3 and not self.zero.offloaded:
             self._early = EarlyLaunch(
                 self._sync, self.zero.members, [master.numel() for master in self.zero.masters], self.device
             )
@@ -143,7 +145,7 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
 
     def refresh(self, *, after_step: bool) -> None:
         self._refresh.start({name for name, info in self.layout.parameters.items() if info.trainable or not after_step})
-        if not after_step or self.stage == 3:  # ZeRO 3 gathers ahead of a unit's forward
+        if not after_step or self.stage == 3:  # ZeRO 3 gathers a unit's weights before its forward begins
             self._refresh.finish()
         if self.stage == 3 and self.zero is not None and self.layout.keeps_frozen:
             self.zero.gather_persistent()
@@ -167,10 +169,13 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
             self._hooked.finish()
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """DeepSpeed's step divides by the loss scale at every stage, but its backward multiplies by it under ZeRO alone."""
+        """The loss, multiplied by the loss scale where DeepSpeed does not do it.
+
+        DeepSpeed's step divides by the scale at every stage, but its backward multiplies only under ZeRO.
+        """
         if self.compute_dtype != torch.float16:
             return loss
-        loss = loss.float()  # a scaled one may be more than float16 has
+        loss = loss.float()  # a scaled loss may exceed the range of float16
         return loss if self.zero is not None else loss * self.scale.value
 
     def _abandon(self) -> None:
@@ -181,10 +186,10 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
             self._sync.abandon()
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients by which DeepSpeed is going to step, g_u times the loss scale once this returns."""
+        """The gradients with which DeepSpeed will step: g_u times the loss scale."""
         if self.zero is None:
             return [p.grad for p in self.parameters.values() if p.grad is not None]
-        if self._sync is None:  # one group: they stay as DeepSpeed has them
+        if self._sync is None:  # one group: gradients stay as DeepSpeed keeps them
             self._averaged = self.zero.gradients()
             return self._averaged
         found = self._early.take() if self._early is not None else {}
@@ -228,7 +233,10 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
             self._early.drop()
 
     def planned_traffic(self, accumulation: int) -> Traffic:
-        """What this rank sends in a step, without DeepSpeed's own messages inside its group (see ``comms_logger``)."""
+        """The bytes that this rank sends in a step.
+
+        DeepSpeed's own messages inside the group are not counted (see ``comms_logger``).
+        """
         return plan_traffic(
             self.layout,
             self._groups,
@@ -239,7 +247,7 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
             reduces_whole_gradients=self._hooked is not None,
         )
 
-    # -- the full model --------------------------------------------------------------------------------------------------------
+    # -- the full model ----------------------------------------------------------------------------
 
     def _view(self) -> Any:
         return Gathered(self)
@@ -249,7 +257,7 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         with self._evaluating():
             if self.layout.keeps_frozen or not self.installed:
                 return mean_loss(self._view(), batches)
-            # ZeRO 3 follows the order of modules of one pass at a time.
+            # ZeRO 3 tracks the order of modules of one pass at a time, so batches cannot take turns.
             return StreamedEvaluation(self._view(), chunk=1 if self.stage == 3 else None).run(batches)
 
     @contextmanager
@@ -263,7 +271,7 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
 
 
 class _Called(nn.Module):
-    """DeepSpeed's engine under the signature of the module's ``forward``."""
+    """DeepSpeed's engine with the signature of the module's ``forward``."""
 
     def __init__(self, engine: Any):
         super().__init__()

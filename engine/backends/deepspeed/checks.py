@@ -1,4 +1,4 @@
-"""Checks that DeepSpeed partitions parameters as the averages between groups expect it."""
+"""Checks that DeepSpeed's partitions are those that the averages between groups expect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refuse_small_sub_groups(config: Config, bundles: Sequence[Bundle], layout: L
             raise ConfigError(
                 f"zero_optimization.sub_group_size: {limit} is less than the {numel} elements that a rank steps at once"
                 + (f" of {bundle.unit!r}" if layout.mesh.sdp > 1 else "")
-                + ": DeepSpeed would cut them into parts, which no other group, and no checkpoint, knows; raise it, or remove it"
+                + ": DeepSpeed would cut them into parts that other groups and checkpoints do not know; raise it, or remove it"
             )
 
 
@@ -38,7 +38,7 @@ def check_partitions(backend: HeldByDeepSpeed, parameters: Mapping[str, nn.Param
     sizes = [partition_numel(bundle, backend.stage, backend.ranks_inside) for bundle in backend.bundles]
     if members != expected or [master.numel() for master in backend.zero.masters] != sizes:
         raise ModelError(
-            "DeepSpeed has partitioned the parameters in another way than is known of it, so that shards of holders would not align; "
+            "DeepSpeed partitioned the parameters in an unexpected way, so the shards of different holders would not align; "
             'remove settings of zero_optimization that change partitions, or use sdp.engine "fsdp2"'
         )
 
@@ -49,5 +49,5 @@ def _check_copies(backend: HeldByDeepSpeed) -> None:
         name for bundle in backend.bundles for name in bundle.names
     }:
         raise ModelError(
-            "DeepSpeed has float32 copies of other parameters than are trained; use zero_optimization.stage 1"
+            "DeepSpeed's float32 copies are not exactly those of the trained parameters; use zero_optimization.stage 1"
         )

@@ -1,4 +1,7 @@
-"""The process groups of one rank under DeepSpeed: the SDP group, which is DeepSpeed's world, and those between groups."""
+"""The process groups of one rank under DeepSpeed.
+
+There is one for the SDP group, which DeepSpeed sees as its world, and there are those between groups.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .partitions import Bundle, Route, rank_sets, routes_of
 
 
 class GroupsOfRanks:
-    """The process groups of one rank. Every rank must make them, with the same arguments."""
+    """The process groups of one rank. Every rank must create them, with the same arguments."""
 
     def __init__(self, layout: Layout, bundles: Sequence[Bundle], stage: int):
         mesh, rank = layout.mesh, dist.get_rank()
@@ -25,9 +28,8 @@ class GroupsOfRanks:
         self.mpu: GroupAsWorld | None = None
         self.between: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.inside: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-        self.routes: dict[
-            tuple[str, int], list[Route]
-        ] = {}  # of frozen copies by source, between groups of unequal size
+        # How frozen copies are sent between groups of unequal size, by parameter name and source group.
+        self.routes: dict[tuple[str, int], list[Route]] = {}
         if mesh.sdp == 1:
             return
         for group in range(mesh.sdp):
@@ -47,7 +49,11 @@ class GroupsOfRanks:
 
 
 class GroupAsWorld:
-    """DeepSpeed's ``mpu``: data parallelism is one SDP group. Model parallelism is this rank alone wherever something is summed."""
+    """The ``mpu`` object for DeepSpeed.
+
+    Data parallelism covers one SDP group. Model parallelism covers this rank only, so that sums over
+    it change nothing.
+    """
 
     def __init__(self, data: dist.ProcessGroup, alone: dist.ProcessGroup):
         self._data, self._alone = data, alone

@@ -32,12 +32,12 @@ class HeldByDeepSpeed(ShardedBackend):
 
     @property
     def stepped(self) -> dict[str, torch.Tensor]:
-        """The whole tensors of stage 0: float32 copies if the model computes in half precision, else its parameters."""
+        """The tensors that stage 0 steps on: float32 copies in half precision, else the parameters."""
         return {**self.parameters, **(self.copies.masters if self.copies is not None else {})}
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """The float32 weights besides the model's own: this rank's partitions, or copies of whole parameters."""
+        """Float32 weights other than the model's own: this rank's partitions, or copies of parameters."""
         if self.zero is not None:
             return self.zero.masters
         return list(self.copies.masters.values()) if self.copies is not None else []

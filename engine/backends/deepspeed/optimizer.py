@@ -1,4 +1,4 @@
-"""DeepSpeed's live optimizers: loss scale, float32 copies, and ZeRO's partitions."""
+"""DeepSpeed's optimizers: their loss scale, their float32 copies, and ZeRO's partitions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from torch.optim import Optimizer
 
 
 class LossScale:
-    """What one rank's optimizer of DeepSpeed's has losses multiplied by in float16, else 1. Ranks that skip alike have the same."""
+    """The loss scale of this rank's DeepSpeed optimizer; 1 outside float16.
+
+    It is equal on all ranks as long as they skip the same steps.
+    """
 
     _SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
     def __init__(self, optimizer: Any):
         self._optimizer = optimizer
-        self._record: Any = getattr(optimizer, "loss_scaler", None) or getattr(
-            optimizer, "loss_scale_config", None
-        )  # ZeRO's; stage 0's
+        # ZeRO has a ``loss_scaler``, stage 0 has a ``loss_scale_config``.
+        self._record: Any = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
         self._minimum = getattr(self._record, "min_scale", None) or getattr(self._record, "min_loss_scale", None)
         if hasattr(self._record, "raise_error_at_min_scale"):
-            self._record.raise_error_at_min_scale = False  # training.max_skips says when a run ends
+            self._record.raise_error_at_min_scale = False  # training.max_skips decides when a run ends
 
     @property
     def value(self) -> float:
@@ -31,13 +33,15 @@ class LossScale:
 
     @property
     def can_be_lowered(self) -> bool:
-        """Whether an overflow may say no more than that the scale is too high."""
+        """Whether a lower scale might avoid an overflow."""
         return self._minimum is not None and self.value > self._minimum
 
     @contextmanager
     def raised_afterwards(self) -> Iterator[None]:
-        """While inside, a step of DeepSpeed's divides by the scale that its losses were multiplied by. It would raise a scale that is
-        due before it divides, and halve that step.
+        """Delay the increase of the loss scale until after a DeepSpeed step inside the context.
+
+        DeepSpeed would raise the scale before it divides by it. The gradients were multiplied by the
+        lower scale, so that step would be half as long.
         """
         optimizer, outcomes = self._optimizer, []
         if self._minimum is None:
@@ -52,13 +56,13 @@ class LossScale:
             optimizer._update_scale(overflow)
 
     def state(self) -> dict[str, float] | None:
-        """Scale and counts, as JSON; None where the scale does not change."""
+        """Scale and counts, as JSON; None if the scale never changes."""
         if self._minimum is None:
             return None
         return {key: getattr(self._record, key) for key in self._SAVED if hasattr(self._record, key)}
 
     def load(self, state: Mapping[str, float] | None) -> None:
-        """Go on from :meth:`state`, that of another stage too."""
+        """Continue from a result of :meth:`state`, which may come from another ZeRO stage."""
         for key in self.state() or ():
             if state is not None and key in state:
                 setattr(self._record, key, state[key])
@@ -66,10 +70,12 @@ class LossScale:
 
 @contextmanager
 def unstepped(optimizer: Optimizer) -> Iterator[None]:
-    """While inside, a step of ``optimizer`` does nothing. DeepSpeed takes one at stage 0 in half precision as it builds, which would decay
-    the weights and count as the first.
+    """Make ``optimizer.step`` a no-op inside the context.
+
+    At stage 0 in half precision, DeepSpeed takes a step while it is built. The step would decay the
+    weights and count as the first one.
     """
-    kept = vars(optimizer).get("step")  # torch's schedules put one there
+    kept = vars(optimizer).get("step")  # torch's schedules set this attribute
     optimizer.step = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         yield
@@ -81,10 +87,10 @@ def unstepped(optimizer: Optimizer) -> Iterator[None]:
 
 
 class MasterCopies:
-    """Float32 copies of one rank's whole trained parameters, by which DeepSpeed steps at stage 0 in half precision."""
+    """Float32 copies of this rank's trained parameters, on which DeepSpeed steps at stage 0 in half precision."""
 
     def __init__(self, engine: Any, parameters: Mapping[str, nn.Parameter]):
-        """``parameters``: the model's, by canonical name."""
+        """``parameters`` are those of the model, by canonical name."""
         self._optimizer, self._parameters = engine.optimizer, parameters
         names = {id(parameter): name for name, parameter in parameters.items()}
         groups = zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True)
@@ -95,13 +101,13 @@ class MasterCopies:
         }
 
     def spread_masters(self) -> None:
-        """The copies were changed from outside: bring the model's parameters up to date."""
+        """Copy the float32 weights to the model's parameters, after something else changed them."""
         for name, master in self.masters.items():
             self._parameters[name].detach().copy_(master.detach())
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """While inside, a step of DeepSpeed's takes the gradient for an overflow: it cleans up and leaves the weights."""
+        """Make a DeepSpeed step inside the context act as after an overflow: clean up, keep the weights."""
         checker = self._optimizer.overflow_checker
         checker.check = lambda *_, **__: True
         try:
@@ -111,7 +117,7 @@ class MasterCopies:
 
 
 class ZeroState:
-    """The flat tensors of one rank under ZeRO 1–3, by the index of DeepSpeed's parameter group."""
+    """This rank's flat tensors under ZeRO 1 to 3, by the index of DeepSpeed's parameter group."""
 
     def __init__(self, engine: Any, stage: int):
         self._engine, self._optimizer, self._stage = engine, engine.optimizer, stage
@@ -122,7 +128,7 @@ class ZeroState:
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """Float32 weights: this rank's partition of every group, padding included."""
+        """This rank's float32 partition of every group's weights, including padding."""
         optimizer = self._optimizer
         return optimizer.fp32_partitioned_groups_flat if self._stage == 3 else optimizer.single_partition_of_fp32_groups
 
@@ -132,8 +138,9 @@ class ZeroState:
         return self._optimizer.fp16_groups if self._stage == 3 else self._optimizer.bit16_groups
 
     def take_gradient(self, index: int) -> torch.Tensor:
-        """The reduced gradient of this rank's partition of a group, flat float32. It is the optimizer's from now on: it steps by what
-        becomes of it.
+        """Return the reduced gradient of this rank's partition of a group, flat and in float32.
+
+        The optimizer uses the same tensor, so changes to it affect the step.
         """
         master = self.masters[index]
         if self._stage < 3:
@@ -153,9 +160,10 @@ class ZeroState:
         self._optimizer.averaged_gradients[index] = [flat]
 
     def on_reduced(self, call: Callable[[torch.Tensor, torch.Tensor | None], None]) -> None:
-        """ZeRO 3: from now on ``call`` gets each parameter whose gradient was reduced, with what this rank keeps of it.
+        """Under ZeRO 3, call ``call`` for each parameter whose gradient was reduced.
 
-        None where that is padding alone. On CUDA it is called on DeepSpeed's stream of reductions.
+        ``call`` also gets this rank's part of the gradient, or None if the part is only padding. On CUDA
+        it runs on DeepSpeed's reduction stream.
         """
         optimizer = self._optimizer
         partition_grads = optimizer.partition_grads
@@ -172,7 +180,7 @@ class ZeroState:
         optimizer.partition_grads = and_tell
 
     def gradients(self) -> list[torch.Tensor]:
-        """Reduced gradients of this rank's partitions, each in as many pieces as DeepSpeed has it in."""
+        """The reduced gradients of this rank's partitions, in the pieces in which DeepSpeed keeps them."""
         if self._stage < 3:
             self._optimizer._wait_for_offload_copies()
         if self.offloaded:
@@ -182,7 +190,10 @@ class ZeroState:
         ]
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of all micro-batches; DeepSpeed's ``zero_grad`` leaves what ZeRO 1 and 2 have reduced already."""
+        """Drop the gradients of all micro-batches.
+
+        DeepSpeed's ``zero_grad`` keeps those that ZeRO 1 and 2 have reduced already.
+        """
         optimizer = self._optimizer
         optimizer.zero_grad()
         if self._stage == 3:
@@ -192,11 +203,11 @@ class ZeroState:
                 reduced[index] = None
         if self.offloaded:
             optimizer.reset_cpu_buffers()
-        optimizer.micro_step_id = -1  # what is accumulated in host memory is overwritten by the next micro-batch
+        optimizer.micro_step_id = -1  # the next micro-batch overwrites the sums in host memory
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """While inside, a step of DeepSpeed's takes the gradient for an overflow: it cleans up and leaves the weights."""
+        """Make a DeepSpeed step inside the context act as after an overflow: clean up, keep the weights."""
         optimizer = self._optimizer
 
         def overflow(*_: Any, **__: Any) -> None:
@@ -213,7 +224,10 @@ class ZeroState:
             optimizer.check_grad_overflow = checks
 
     def spread_masters(self) -> None:
-        """The float32 weights were changed from outside: bring the model's up to date. Collective inside the group."""
+        """Copy the float32 weights to the model, after something else changed them.
+
+        Collective inside the group.
+        """
         optimizer = self._optimizer
         if self._stage < 3:
             optimizer.update_lp_params()
@@ -223,7 +237,10 @@ class ZeroState:
         self.gather_persistent()
 
     def gather_persistent(self) -> None:
-        """ZeRO 3 keeps small parameters whole beside their partitions: make them from these anew. Collective inside the group."""
+        """Gather again the small parameters that ZeRO 3 keeps whole in addition to their partitions.
+
+        Collective inside the group.
+        """
         persistent = self._optimizer.persistent_parameters
         for parameter in persistent:
             parameter.partition()
@@ -231,12 +248,12 @@ class ZeroState:
             persistent[0].all_gather(persistent)
 
     def basic_groups(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
-        """Every parameter group of torch's optimizer with its partition."""
+        """Pairs of a parameter group of torch's optimizer and its partition."""
         groups = self._engine.basic_optimizer.param_groups
         indices = self._optimizer.sub_group_to_group_id if self._stage == 3 else range(len(groups))
         return [(groups[indices[index]], master) for index, master in enumerate(self.masters)]
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:
-    """What this rank has in memory of a model's parameter: under ZeRO 3 its partition, else all of it."""
+    """This rank's part of a model's parameter: its partition under ZeRO 3, else the whole parameter."""
     return parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.detach()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The full model's float32 parameters from what a rank under DeepSpeed has of them: partitions, or float32 copies."""
+"""The full model's float32 parameters, from a rank's partitions or float32 copies under DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .partitions import Bundle, pieces_of
 
 
 def untrained_part(backend: HeldByDeepSpeed, name: str) -> list[tuple[int, torch.Tensor]]:
-    """What this rank has of a parameter that no group of the optimizer has, flat, and where that begins: ZeRO 3 cuts these too."""
+    """This rank's flat pieces of a parameter that the optimizer does not have, each with its start.
+
+    ZeRO 3 partitions such parameters too.
+    """
     info, local = backend.layout.parameters[name], local_part(backend.parameters[name]).detach().view(-1)
     alone = Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
     ranks, rank = (backend.ranks_inside, backend.rank_inside) if backend.stage == 3 else (1, 0)
@@ -24,7 +27,7 @@ def untrained_part(backend: HeldByDeepSpeed, name: str) -> list[tuple[int, torch
 
 
 class _WholeParameters(Mapping[str, nn.Parameter]):
-    """Whole float32 parameters, gathered inside the group when one is asked for; all of its ranks must ask."""
+    """Whole float32 parameters, by name. A lookup gathers inside the group, so all its ranks must do it."""
 
     def __init__(self, backend: HeldByDeepSpeed):
         self._backend = backend
@@ -46,12 +49,12 @@ class _WholeParameters(Mapping[str, nn.Parameter]):
         return len(self._backend.parameters)
 
     def _partitions(self, name: str, flats: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-        """What this rank has of a parameter that lies in partitions, flat, and where that begins."""
+        """This rank's flat pieces of a partitioned parameter, each with its start."""
         pieces = [(index, piece) for index, piece in self._backend.pieces() if piece.name == name]
         return [(piece.start, flats[index].detach()[piece.at : piece.at + piece.length]) for index, piece in pieces]
 
     def _joined(self, name: str, parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """A sum of pieces, each of which one rank has: exact, whatever the cuts."""
+        """Join the pieces of all ranks by a sum. It is exact, because one rank has each element."""
         backend, info = self._backend, self._backend.layout.parameters[name]
         whole = torch.zeros(info.numel, dtype=torch.float32, device=backend.device)
         for start, part in parts:
@@ -61,7 +64,7 @@ class _WholeParameters(Mapping[str, nn.Parameter]):
 
 
 class Gathered:
-    """The backend as one without shards: what evaluation and the whole state need to know of it."""
+    """A view of the backend without shards, for evaluation and the full state."""
 
     shards = 1
     tensor_ranks = None
@@ -77,4 +80,4 @@ class Gathered:
         return getattr(self._backend, name)
 
     def gather_root(self) -> None:
-        """DeepSpeed gathers by hooks of its own."""
+        """A no-op: DeepSpeed gathers with hooks of its own."""

@@ -1,8 +1,9 @@
-"""Where ZeRO puts a unit's elements, and the average of shards among holders whose groups may have different numbers of ranks.
+"""Where ZeRO puts a unit's elements, and how holders average their shards.
 
-A parameter group of DeepSpeed's is a *bundle*: the parameters of one unit. ZeRO 1 and 2 lay a bundle's parameters end to end and cut
-that; ZeRO 3 cuts every parameter by itself. Either way a rank has intervals of the bundle, and where groups of different sizes hold
-one, these are cut further, so that each piece is on one rank of every holder.
+Each of DeepSpeed's parameter groups is a *bundle*: the parameters of one unit. ZeRO 1 and 2 join a
+bundle's parameters end to end and partition the result. ZeRO 3 partitions every parameter by itself.
+Either way, a rank has intervals of the bundle. If groups of different sizes hold a unit, the intervals
+are cut further, until each piece is on exactly one rank of every holder.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ ALIGNMENT = 2  # ZeRO 1 and 2 pad a group to this many times the ranks
 
 @dataclass(frozen=True)
 class Bundle:
-    """Parameters of one unit that DeepSpeed partitions together: canonical names and numbers of elements, and who holds the unit.
+    """Parameters of one unit that DeepSpeed partitions together, by canonical name.
 
-    ``options``: index of the parameter group of the user's that they are of.
+    ``options`` is the index of the user's parameter group to which they belong.
     """
 
     unit: str
@@ -39,7 +40,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Piece:
-    """``length`` elements: of the parameter ``name`` from ``start``, in this rank's flat partition from ``at``."""
+    """``length`` elements, from ``start`` in the parameter ``name`` and from ``at`` in the flat partition."""
 
     name: str
     start: int
@@ -48,7 +49,7 @@ class Piece:
 
 
 def pieces_of(bundle: Bundle, stage: int, ranks: int, rank: int) -> list[Piece]:
-    """What rank ``rank`` of ``ranks`` has of the bundle, padding left out."""
+    """The pieces of the bundle on rank ``rank`` of the ``ranks`` of a group, without padding."""
     pieces, base = [], 0
     size = partition_numel(bundle, stage, ranks)
     for name, numel in zip(bundle.names, bundle.numels, strict=True):
@@ -56,7 +57,7 @@ def pieces_of(bundle: Bundle, stage: int, ranks: int, rank: int) -> list[Piece]:
             each = -(-numel // ranks)
             first, last, at = rank * each, min((rank + 1) * each, numel), base
             base += each
-        else:  # the parameter is [base, base + numel) of the whole, the partition [rank·size, (rank + 1)·size)
+        else:  # the parameter is [base, base + numel), the partition is [rank·size, (rank + 1)·size)
             first, last = max(rank * size - base, 0), min((rank + 1) * size - base, numel)
             at = base + first - rank * size
             base += numel
@@ -66,7 +67,7 @@ def pieces_of(bundle: Bundle, stage: int, ranks: int, rank: int) -> list[Piece]:
 
 
 def partition_numel(bundle: Bundle, stage: int, ranks: int) -> int:
-    """Elements of a rank's flat partition, padding included; all at stage 0, which cuts nothing."""
+    """Elements of a rank's flat partition, including padding. Stage 0 partitions nothing."""
     if stage == 0:
         return sum(bundle.numels)
     if stage == 3:
@@ -76,7 +77,7 @@ def partition_numel(bundle: Bundle, stage: int, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Shared:
-    """A stretch of a bundle that one rank of every holder has; ``at``: where it begins in each rank's flat partition."""
+    """A stretch that one rank of every holder has. It begins at ``at`` in each rank's flat partition."""
 
     ranks: tuple[int, ...]
     at: tuple[int, ...]
@@ -84,7 +85,7 @@ class Shared:
 
 
 def stretches(bundle: Bundle, stage: int, mesh: Mesh) -> list[Shared]:
-    """The bundle cut so that each stretch is on exactly one rank of every holder."""
+    """Cut the bundle so that each stretch is on exactly one rank of every holder."""
     owners: dict[tuple[str, int], dict[int, tuple[int, int, int]]] = {}  # (name, start) → group → (rank, at, length)
     cuts: dict[str, set[int]] = {name: {0, numel} for name, numel in zip(bundle.names, bundle.numels, strict=True)}
     held: list[tuple[int, int, Piece]] = []
@@ -109,7 +110,7 @@ def stretches(bundle: Bundle, stage: int, mesh: Mesh) -> list[Shared]:
             and last.ranks == new.ranks
             and all(at + last.length == then for at, then in zip(last.at, new.at, strict=True))
         ):
-            result[-1] = Shared(last.ranks, last.at, last.length + new.length)  # neighbours everywhere
+            result[-1] = Shared(last.ranks, last.at, last.length + new.length)  # neighbours on every rank
         else:
             result.append(new)
     return result
@@ -117,20 +118,20 @@ def stretches(bundle: Bundle, stage: int, mesh: Mesh) -> list[Shared]:
 
 @dataclass(frozen=True)
 class Route:
-    """A stretch of a parameter that the rank ``source`` sends to the others of ``ranks``, which keep frozen copies of it."""
+    """A stretch of a parameter that the rank ``source`` sends to the other ranks, for their frozen copies."""
 
     source: int
     shared: Shared
 
     def sent_by(self, rank: int) -> bool:
-        """Whether ``rank`` is the source or passes on what it receives."""
+        """Whether ``rank`` is the source or forwards what it receives."""
         ranks = self.shared.ranks
         return rank in ranks and passes_on(ranks.index(rank), ranks.index(self.source), len(ranks))
 
 
 def routes_of(name: str, numel: int, refresh: Refresh, stage: int, mesh: Mesh) -> list[Route]:
-    """How a parameter comes from its source group to the others, which may have other numbers of ranks."""
-    if stage < 3:  # every rank has the whole
+    """The routes of a parameter from its source group to groups with other numbers of ranks."""
+    if stage < 3:  # every rank has the whole parameter
         source = mesh.rank(refresh.source)
         ranks = sorted(
             [source, *(rank for group in refresh.members if group != refresh.source for rank in mesh.ranks_of(group))]
@@ -141,7 +142,7 @@ def routes_of(name: str, numel: int, refresh: Refresh, stage: int, mesh: Mesh) -
 
 
 class RoutedRefresh(WeightRefresh):
-    """:class:`WeightRefresh` between groups of unequal size: ``routes`` by name and source, ``between[ranks]``: a communicator."""
+    """Refreshes between groups of unequal size. ``between`` holds communicators by their ranks."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class RoutedRefresh(WeightRefresh):
             for r in refreshes
             if any(rank in route.shared.ranks for name in r.names for route in routes[name, r.source])
         ]
-        communicators: Any = {(refresh.source, refresh.members): None for refresh in here}  # routes name their own
+        communicators: Any = {(refresh.source, refresh.members): None for refresh in here}  # routes have their own
         super().__init__(here, parameters, communicators, traffic, dtype, broadcast)
         self._routes, self._between, self._rank = routes, between, rank
 
@@ -172,11 +173,13 @@ class RoutedRefresh(WeightRefresh):
 
 
 class ShardSync:
-    """Averages the reduced gradients of one rank's partitions with the other holders, and counts each element once in the norm.
+    """Averages the reduced gradients of one rank's partitions with the other holders.
 
-    All-reduces are asynchronous: those of a unit run while the next one's gradient is prepared, and while its are on their way.
+    It counts each element once in the gradient norm. All-reduces are asynchronous: those of a unit
+    overlap with the preparation and the all-reduces of the next ones.
 
-    ``here``: for every bundle of the full model its index on this rank, or None; ``groups[ranks]``: a communicator.
+    ``here`` gives the index on this rank of every bundle of the full model, or None. ``groups`` are
+    communicators by their ranks.
     """
 
     def __init__(
@@ -192,11 +195,10 @@ class ShardSync:
     ):
         self._traffic, self._all_reduce = traffic, all_reduce
         self._groups, self._rank = groups, rank
-        self._plan: dict[
-            int, tuple[float, list[tuple[int, Shared]]]
-        ] = {}  # by index, in the order of launch, one on all ranks
+        # By index, in the order of launch, which is the same on all ranks.
+        self._plan: dict[int, tuple[float, list[tuple[int, Shared]]]] = {}
         self._works: list[Any] = []
-        for bundle, index in reversed(list(zip(bundles, here, strict=True))):  # as backward makes gradients
+        for bundle, index in reversed(list(zip(bundles, here, strict=True))):  # in the order of backward
             if index is None:
                 continue
             weight = mesh.size(mesh.coordinates(rank).sdp) / mesh.data_ranks_of(bundle.holders)
@@ -209,7 +211,7 @@ class ShardSync:
         return list(self._plan)
 
     def launch(self, index: int, gradient: torch.Tensor) -> None:
-        """Begin to make a bundle's reduced gradient the mean over all data ranks of the holders, in place."""
+        """Start to average a bundle's reduced gradient over all data ranks of the holders, in place."""
         weight, mine = self._plan[index]
         if weight != 1.0:
             gradient.mul_(weight)
@@ -220,17 +222,17 @@ class ShardSync:
                 self._works.append(self._all_reduce(part, self._groups[stretch.ranks]))
 
     def finish(self) -> None:
-        """Wait for all that was launched."""
+        """Wait for all launched all-reduces."""
         for work in self._works:
             work.wait()
         self._works.clear()
 
     def abandon(self) -> None:
-        """Wait for nothing: another rank may have failed."""
+        """Forget launched all-reduces without waiting, because another rank may have failed."""
         self._works.clear()
 
     def counted(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts of the averaged gradients that this rank counts in the global norm: one rank counts each element."""
+        """The parts of the averaged gradients that this rank, and no other, counts in the global norm."""
         return [
             gradients[index].narrow(0, at, stretch.length)
             for index, (_, mine) in self._plan.items()
@@ -239,22 +241,23 @@ class ShardSync:
         ]
 
     def plan(self, planned: Traffic) -> None:
-        """Add what :meth:`launch` sends."""
+        """Add the bytes that :meth:`launch` sends to ``planned``."""
         for _, mine in self._plan.values():
             for _, stretch in mine:
                 planned.record("between groups", "all_reduce", 4 * stretch.length, len(stretch.ranks))
 
 
 class EarlyLaunch:
-    """Launches averages while backward still runs, as the last partition of a bundle is reduced inside the group (ZeRO 3).
+    """Launches averages while backward still runs (ZeRO 3).
 
-    Launches keep the one order of all ranks: a bundle that is ready waits for those before it.
+    A bundle is ready once its last partition is reduced inside the group. All ranks launch in the same
+    order, so a ready bundle waits for those before it.
     """
 
     def __init__(
         self, sync: ShardSync, members: Sequence[Sequence[torch.Tensor]], numels: Sequence[int], device: torch.device
     ):
-        """``members``: the parameters of every bundle here, in the order of their partitions; ``numels``: of its flat partition."""
+        """``members`` and ``numels``: parameters and partition size of each bundle, in partition order."""
         self._sync, self._numels, self._device = sync, numels, device
         self._place = {
             id(parameter): (index, place)
@@ -270,12 +273,12 @@ class EarlyLaunch:
         self._next = 0
 
     def arm(self) -> None:
-        """The backward pass that comes is the last one before the step."""
-        self._sync.finish()  # of an earlier pass, whose gradients this one adds to
+        """Launch averages during the next backward pass, which is the last one before the step."""
+        self._sync.finish()  # an earlier pass may have launched averages; this pass adds to its gradients
         self._missing, self._flats, self._next = [set(range(len(starts))) for starts in self._starts], {}, 0
 
     def ready(self, parameter: torch.Tensor, partition: torch.Tensor | None) -> None:
-        """A parameter's gradient was reduced; ``partition``: this rank's part of it, None where that is padding alone."""
+        """Take this rank's part of a reduced gradient (None if only padding); launch what is ready."""
         if self._missing is None:
             return
         index, place = self._place[id(parameter)]
@@ -295,20 +298,20 @@ class EarlyLaunch:
             self._next += 1
 
     def take(self) -> dict[int, torch.Tensor]:
-        """The gradients of the bundles that were launched, by index."""
+        """Return the gradients of the launched bundles, by index, and reset."""
         launched = {index: self._flats[index] for index in self._sync.order[: self._next]}
         for flat in launched.values() if self._device.type == "cuda" else ():
-            flat.record_stream(torch.cuda.current_stream())  # it was made on DeepSpeed's stream of reductions
+            flat.record_stream(torch.cuda.current_stream())  # it was made on DeepSpeed's reduction stream
         self.drop()
         return launched
 
     def drop(self) -> None:
-        """Backward failed, or the gradients were dropped."""
+        """Reset after a failed backward pass, or after gradients were dropped."""
         self._missing, self._flats, self._next = None, {}, 0
 
 
 def rank_sets(bundles: Sequence[Bundle], stage: int, mesh: Mesh) -> list[tuple[int, ...]]:
-    """The communicators that all bundles need, in one order on all ranks."""
+    """The ranks of each communicator that the bundles need, in the same order on all ranks."""
     return sorted(
         {stretch.ranks for bundle in bundles for stretch in stretches(bundle, stage, mesh) if len(stretch.ranks) > 1}
     )

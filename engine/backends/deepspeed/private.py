@@ -1,7 +1,7 @@
-"""Everything that touches DeepSpeed's private names: the versions it was tested with, a check that the names are there, and their use.
+"""The only file that imports ``deepspeed``.
 
-Nothing else in the package imports ``deepspeed``. What its optimizers have on a rank: ZeRO's flat partitions, float32 copies of whole
-parameters, the scale of the loss.
+It lists the tested versions and the private names that this package uses, and checks that the
+installed version has these names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ...errors import ConfigError
 log = logging.getLogger("sdp")
 
 TESTED = ("0.19.8",)
-_BETWEEN_GROUPS = "sdp_between_groups"  # in the tables of DeepSpeed's communication logger
+_BETWEEN_GROUPS = "sdp_between_groups"  # the name in the tables of DeepSpeed's communication logger
 
-# Module → names in it that are used, or replaced, here.
+# By module: the names that this package uses or replaces.
 _NAMES = {
     "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.accelerator": ("get_accelerator",),
@@ -45,7 +45,8 @@ _NAMES = {
     "deepspeed.runtime.zero.stage3": ("assert_ints_same_as_other_ranks",),
     "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
 }
-# Attributes of the optimizer that DeepSpeed makes, by ZeRO stage. At stage 0 it is torch's, but for what computes in half precision.
+# Attributes of DeepSpeed's optimizer, by ZeRO stage. At stage 0 the optimizer is torch's own, except
+# in half precision.
 _COPIES = "fp16_groups fp32_groups overflow_checker loss_scale_config _update_scale"
 _FLAT = """
     averaged_gradients all_grad_tensors micro_step_id reset_cpu_buffers single_partition_of_fp32_groups bit16_groups partition_size
@@ -63,7 +64,10 @@ _OF_ENGINE = (
 
 
 def load() -> Any:
-    """The package ``deepspeed``, set up for this machine and checked. Raises :class:`ConfigError` where it cannot be used."""
+    """Import ``deepspeed``, set it up for this machine, and check it.
+
+    Raises ConfigError if it cannot be used.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError('sdp.engine: "deepspeed" needs the package deepspeed; pip install "sdp-engine[deepspeed]"')
     if not torch.cuda.is_available():
@@ -77,35 +81,35 @@ def load() -> Any:
         _require(deepspeed, found, names, module)
     if deepspeed.__version__ not in TESTED:
         log.warning(
-            "DeepSpeed %s has all names that are needed, but was not tested (tested: %s)",
+            "DeepSpeed %s was not tested (tested: %s), but it has all names that sdp needs",
             deepspeed.__version__,
             ", ".join(TESTED),
         )
-    # Or C++ is compiled at start, for minutes, for a collective in shared memory that gloo replaces.
+    # Otherwise DeepSpeed compiles C++ at start, for minutes. It is a collective in shared memory, which
+    # gloo replaces.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def set_verbosity(file: Mapping[str, Any]) -> None:
-    """DeepSpeed's own lines are printed where the file asks for some."""
+    """Show DeepSpeed's own log lines if the configuration ``file`` asks for any."""
     asked = any((file.get(section) or {}).get("enabled") for section in ("comms_logger", "flops_profiler"))
     asked = asked or bool(file.get("wall_clock_breakdown")) or "steps_per_print" in file
     logging.getLogger("DeepSpeed").setLevel(logging.INFO if asked else logging.WARNING)
 
 
 def check_engine(deepspeed: Any, engine: Any, stage: int, precision: str) -> None:
-    """Raise :class:`ConfigError` where an object that DeepSpeed made lacks a name that is needed."""
+    """Raise ConfigError if DeepSpeed's engine or optimizer lacks a name or cannot be supported."""
     _require(deepspeed, engine, _OF_ENGINE.split(), type(engine).__name__)
     if hasattr(engine.optimizer, "fp32_groups_flat"):
         raise ConfigError(
-            f"{precision} at zero_optimization.stage 0: DeepSpeed lays the weights of its FusedAdam side by side, so that they are not "
+            f"{precision} at zero_optimization.stage 0: DeepSpeed flattens the weights of its FusedAdam into one tensor, so they cannot be "
             "found again; set optimizer.params.torch_adam to true, or use stage 1"
         )
-    if (
-        stage and engine.optimizer.optimizer is not engine.basic_optimizer
-    ):  # its Adagrad, which it then has in one group for all
+    # DeepSpeed replaces its Adagrad by one that has all parameters in one group.
+    if stage and engine.optimizer.optimizer is not engine.basic_optimizer:
         raise ConfigError(
-            f"optimizer: under ZeRO DeepSpeed makes another {type(engine.basic_optimizer).__name__} than the one that it was given, whose "
+            f"optimizer: under ZeRO DeepSpeed replaces the {type(engine.basic_optimizer).__name__} that it was given by another one, whose "
             "state a checkpoint would lack; use another optimizer, or zero_optimization.stage 0"
         )
     names = _COPIES if stage == 0 and precision != "float32" else _OF_OPTIMIZER[stage]
@@ -113,11 +117,11 @@ def check_engine(deepspeed: Any, engine: Any, stage: int, precision: str) -> Non
 
 
 def require_float16() -> None:
-    """Raise :class:`ConfigError` where DeepSpeed does not compute in float16 on this device."""
+    """Raise ConfigError if DeepSpeed does not compute in float16 on this device."""
     accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
     if not accelerator.is_fp16_supported():
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
-        raise ConfigError(f"fp16.enabled: true is not supported on {name}, as DeepSpeed finds; use bf16")
+        raise ConfigError(f"fp16.enabled: true is not supported on {name}, according to DeepSpeed; use bf16")
 
 
 def _require(deepspeed: Any, owner: Any, names: Sequence[str], where: str) -> None:
@@ -134,10 +138,11 @@ def _unsupported(deepspeed: Any, name: str) -> ConfigError:
 
 
 def forget_process_groups() -> None:
-    """Drop what an engine before has left in this process: its process groups may be gone, or another layout's.
+    """Drop what an earlier DeepSpeed engine left in this process.
 
-    ZeRO 3 puts a ``linear`` of its own into torch, under which gradients become ready in another order: ranks of a group of which only
-    some had such an engine would reduce different parameters together.
+    Its process groups may be destroyed or belong to another layout. ZeRO 3 also replaces torch's
+    ``linear``, which changes the order in which gradients become ready. If only some ranks of a group
+    had such an engine before, the ranks would reduce different parameters together.
     """
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     comm.cdb = None
@@ -145,25 +150,31 @@ def forget_process_groups() -> None:
     for name in _NAMES["deepspeed.utils.groups"]:
         setattr(groups, name, None)
     patches: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-    if torch.nn.functional.linear is patches.zero3_linear_wrap:  # and not what somebody else has put there since
+    if torch.nn.functional.linear is patches.zero3_linear_wrap:  # not a later patch by somebody else
         torch.nn.functional.linear = patches.InsertPostInitMethodToModuleSubClasses.linear_bk
 
 
 def let_groups_differ() -> None:
-    """ZeRO 3 compares its parameters with rank 0's of the *world*, whose modules are others; inside a group they are equal."""
+    """Switch off ZeRO 3's comparison of parameters with those of rank 0 of the world.
+
+    Rank 0 may be in another group, which has other modules. Inside a group, all ranks have the same.
+    """
     for module in ("partitioned_param_coordinator", "partition_parameters", "stage3"):
         found: Any = importlib.import_module(f"deepspeed.runtime.zero.{module}")
         found.assert_ints_same_as_other_ranks = lambda ints: None
 
 
 def logged_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """An asynchronous all-reduce that DeepSpeed's communication logger sees."""
+    """Start an all-reduce that DeepSpeed's communication logger counts; return its handle."""
     comm = importlib.import_module("deepspeed.comm")
     return comm.all_reduce(tensor, group=group, async_op=True, log_name=_BETWEEN_GROUPS)
 
 
 def logged_broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
-    """An asynchronous broadcast from the member ``source`` of the group that DeepSpeed's communication logger sees."""
+    """Start a broadcast that DeepSpeed's communication logger counts; return its handle.
+
+    ``source`` is the sender's rank in ``group``.
+    """
     comm = importlib.import_module("deepspeed.comm")
     return comm.broadcast(
         tensor, dist.get_global_rank(group, source), group=group, async_op=True, log_name=_BETWEEN_GROUPS
@@ -171,5 +182,5 @@ def logged_broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup
 
 
 def set_gradient_norm(engine: Any, norm: float) -> None:
-    """What the engine's ``get_global_grad_norm()`` says from now on."""
+    """Set the value that the engine's ``get_global_grad_norm()`` returns."""
     engine._global_grad_norm = norm

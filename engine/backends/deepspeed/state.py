@@ -1,4 +1,4 @@
-"""Checkpoints, checksums and bytes of ZeRO's flat partitions, under the canonical names of the full model."""
+"""Checkpoints, checksums and sizes of ZeRO's flat partitions, by the full model's canonical names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
-    """Elements ``start`` … ``start + length`` of a tensor of ``shape``, in memory's order, as boxes: (offsets, sizes, elements)."""
+    """Split a range of a tensor's elements, in memory order, into boxes.
+
+    The range is [start, start + length) of a tensor of ``shape``. A box is (offsets, sizes, elements).
+    """
     if len(shape) <= 1:
         yield ((start,) if shape else ()), ((length,) if shape else ()), length
         return
@@ -42,7 +45,10 @@ def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
 
 
 def part_of(info: TensorInfo, start: int, flat: torch.Tensor) -> Part:
-    """``flat``, elements from ``start`` of a parameter or slice, as a part of the full model's parameter; views, no copy."""
+    """Describe ``flat`` as a part of the full model's parameter, by views and without a copy.
+
+    ``flat`` holds the elements from ``start`` of the parameter or slice ``info``.
+    """
     locals_, offsets, at = [], [], 0
     for place, sizes, numel in boxes(start, flat.numel(), info.shape):
         shift = [info.cut.start if info.cut is not None and dim == info.cut.dim else 0 for dim in range(len(place))]
@@ -53,7 +59,7 @@ def part_of(info: TensorInfo, start: int, flat: torch.Tensor) -> Part:
 
 
 class DeepSpeedState(SavedState):
-    """What a rank under ZeRO 1–3 gives to a checkpoint and takes from one; at stage 0 parameters are whole."""
+    """The tensors that a rank saves and loads under ZeRO 1 to 3. At stage 0, parameters are whole."""
 
     _backend: HeldByDeepSpeed
 
@@ -93,11 +99,15 @@ class DeepSpeedState(SavedState):
         return tensors | self._untrained(to_load=to_load)
 
     def _saves(self, info: TensorInfo) -> bool:
-        """Whether this group's part is written: pieces of holders that cut alike are written once, others would overlap."""
+        """Whether this group writes its part.
+
+        Holders of equal size have the same pieces, which are written once. Pieces of holders of unequal
+        size would overlap, so only the first holder writes.
+        """
         return not self._backend.layout.mesh.sizes or self._backend.at.sdp == info.holders[0]
 
     def _untrained(self, *, to_load: bool) -> dict[str, Any]:
-        """Held parameters that no group of the optimizer has."""
+        """The parameters that this rank holds but the optimizer does not have."""
         backend = self._backend
         trained = {name for bundle in backend.bundles for name in bundle.names}
         tensors: dict[str, Any] = {}
@@ -119,7 +129,10 @@ class DeepSpeedState(SavedState):
         self._backend.zero.spread_masters()
 
     def _spread_counts(self) -> None:
-        """What the first slice of a parameter has for all (a step count) the others get; each is in a bundle of its own."""
+        """Copy the state that all slices of a parameter share (a step count) from the first slice.
+
+        Each slice is in a bundle of its own.
+        """
         backend, first = self._backend, {}
         assert backend.zero is not None
         for index, piece in backend.pieces():
@@ -144,9 +157,10 @@ def materialise_state(backend: HeldByDeepSpeed) -> None:
 
 
 def check_holders(backend: HeldByDeepSpeed) -> None:
-    """Compare float32 weights and optimizer state across holders, however each group cut them; raises HolderMismatchError. Collective.
+    """Compare float32 weights and optimizer state across holders. Collective.
 
-    A checksum is a sum over elements of their bits times their places, so that shares of any cut add up to the same.
+    Groups may partition differently. A checksum is the sum over elements of their bits times their
+    positions, so the sums over any partitions are equal. Raises HolderMismatchError.
     """
     assert backend.zero is not None
     names = [SHARED, *(unit.name for unit in backend.layout.units)]
@@ -183,7 +197,10 @@ def check_holders(backend: HeldByDeepSpeed) -> None:
 
 
 def measured_bytes(backend: HeldByDeepSpeed, gradient_bytes: int) -> StateBytes:
-    """Bytes of the local tensors that exist: the model's and, where they are others, float32 masters; gradients as at the last step."""
+    """Bytes of the tensors that exist on this rank; gradients as at the last step.
+
+    Parameters include float32 master weights if these are separate tensors.
+    """
     held = sum(local_part(p).nbytes for p in backend.parameters.values())
     copies = sum(local_part(p).nbytes for p in backend.frozen.values())
     masters = sum(master.nbytes for master in backend.masters)
@@ -193,7 +210,7 @@ def measured_bytes(backend: HeldByDeepSpeed, gradient_bytes: int) -> StateBytes:
 
 
 def predicted_bytes(backend: HeldByDeepSpeed) -> StateBytes:
-    """The same by the placement and DeepSpeed's padding."""
+    """The bytes of :func:`measured_bytes`, predicted from the placement and DeepSpeed's padding."""
     ranks, compute = backend.ranks_inside, backend.compute_dtype.itemsize
     infos = backend.layout.parameters
 
@@ -204,7 +221,7 @@ def predicted_bytes(backend: HeldByDeepSpeed) -> StateBytes:
     copies = compute * sum(numel(name) for name in backend.frozen)
     stepped = sum(partition_numel(bundle, backend.stage, ranks) for bundle in backend.bundles)
     masters = 4 * stepped if backend.stage or compute == 2 else 0
-    # Averages of groups are float32; with one group they stay as DeepSpeed has them.
+    # Averages between groups are float32. With one group, gradients keep DeepSpeed's own dtype.
     averaged = 4 if backend.installed or (backend.zero is not None and backend.zero.offloaded) else compute
     return StateBytes(
         held + masters, averaged * stepped, 4 * stepped * state_tensors(backend.deepspeed.basic_optimizer), copies

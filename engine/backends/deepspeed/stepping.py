@@ -42,7 +42,8 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
         skipped = self.deepspeed.skipped_steps
         self.deepspeed.step()
         own = self.deepspeed.get_global_grad_norm()
-        # In float16 DeepSpeed's norm is that of scaled gradients at stage 0, and uses the next step's scale at stage 3.
+        # In float16, DeepSpeed's norm at stage 0 is that of scaled gradients. At stage 3 it uses the
+        # scale of the next step.
         if own is not None and self.compute_dtype != torch.float16:
             norm = float(own)
         return Update(norm, self.deepspeed.skipped_steps > skipped)
@@ -69,7 +70,7 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
     def no_sync(self) -> Iterator[None]:
         if self.stage >= 2:
             raise RuntimeError(
-                f"no_sync() is not for ZeRO stage {self.stage}, which reduces the gradients of every micro-batch"
+                f"no_sync() has no effect at ZeRO stage {self.stage}, which reduces the gradients of every micro-batch"
             )
         with self.deepspeed.no_sync():
             yield
@@ -103,7 +104,10 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
     # -- parameter groups: DeepSpeed has one per unit ----------------------------------------------
 
     def learning_rates(self) -> list[float]:
-        """One rate per group of the user's. A group without parameters on this rank gets the first group's rate."""
+        """One rate per parameter group of the user.
+
+        A group without parameters on this rank gets the first group's rate.
+        """
         groups = self.optimizer.param_groups
         first = {options: groups[index]["lr"] for index, options in reversed(list(enumerate(self.options)))}
         return [first.get(options, groups[0]["lr"]) for options in range(self.options_count)]
@@ -113,7 +117,7 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
         return [[infos[name].canonical for name in bundle.names] for bundle in self.bundles]
 
     def shared_schedule(self, state: dict[str, Any]) -> dict[str, Any]:
-        return shared(state)  # its groups depend on the units that this rank holds
+        return shared(state)  # the schedule's groups depend on the units that this rank holds
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -142,4 +146,4 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
     def traffic_formula(self) -> str:
         planned = self.planned_traffic(1).by_kind()
         between = sum(nbytes for kind, nbytes in planned.items() if kind.startswith("between groups"))
-        return f"the shards that holders average = {between:,} (inside groups DeepSpeed's own are not counted)"
+        return f"the shards that holders average = {between:,} (DeepSpeed's own messages inside groups are not counted)"

@@ -1,4 +1,4 @@
-"""The bytes that a rank under DeepSpeed sends in a step, by the placement."""
+"""The bytes that a rank under DeepSpeed sends in a step, computed from the placement."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from .private import load
 
 T = TypeVar("T")
 
-# What the optimizer part of a checkpoint holds beside tensors: DeepSpeed's own, and data alone.
+# DeepSpeed's own classes in the optimizer part of a checkpoint. They hold only data.
 _IN_CHECKPOINTS = {
     "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
     "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
@@ -36,12 +36,15 @@ _IN_CHECKPOINTS = {
 }
 
 
-# What a conversion may fail with that finds other things in a file than it looks for.
+# The errors of a conversion that finds unexpected content in a file.
 _DAMAGED = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError)
 
 
 class _SafeTorch:
-    """``torch`` whose ``load`` takes weights alone: DeepSpeed's conversion would run any code that a file holds."""
+    """``torch`` with a ``load`` that reads only weights.
+
+    Without it, DeepSpeed's conversion would run any code that a file holds.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -82,9 +85,10 @@ def _latest(directory: Path) -> str | None:
 
 
 def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
-    """Float32 weights and buffers of a dense model by name, by DeepSpeed's own ``zero_to_fp32``, which prints to nowhere.
+    """Read float32 weights and buffers of a dense model, by name, with DeepSpeed's ``zero_to_fp32``.
 
-    Raises :class:`CheckpointError` for a checkpoint that is damaged, or holds anything but tensors and DeepSpeed's own records.
+    What DeepSpeed prints is dropped. Raises CheckpointError if the checkpoint is damaged, or if it holds
+    anything but tensors and DeepSpeed's own records.
     """
     for file in (directory / (_latest(directory) or "")).glob("*"):
         if not (file.is_file() or file.is_dir()):  # opening a FIFO would hang
@@ -115,19 +119,21 @@ _FILE_BYTES = 2**30
 
 
 def converted(directory: Path, ranks: Ranks) -> WeightFiles:
-    """The weights in a checkpoint of DeepSpeed's of a dense model: one rank of each host converts them. Collective.
+    """Convert a DeepSpeed checkpoint of a dense model and open the result. Collective.
 
-    What it writes to the host's folder for temporary files (4 bytes per parameter) leaves the disk's listing once all ranks have it
-    open. Raises :class:`CheckpointError` on every rank.
+    One rank of each host writes the weights to a temporary folder (4 bytes per parameter). The files are
+    removed when all ranks have opened them, and their space is freed when they are closed.
+
+    Raises:
+        CheckpointError: The conversion failed on any rank. It is raised on every rank.
     """
     with contextlib.ExitStack() as undo:
-        scratch = (
-            tempfile.TemporaryDirectory
-        )  # of every rank, by which it is seen who is on one host: names of hosts may be equal
+        # Every rank makes a folder. Ranks on one host see each other's, while names of hosts may be equal.
+        scratch = tempfile.TemporaryDirectory
         own = _together(
             directory, ranks, lambda: undo.enter_context(scratch(prefix="sdp-weights-", ignore_cleanup_errors=True))
         )
-        # Hosts may share such a folder too, where one of them removing its files would take them from the others.
+        # Hosts may share a temporary folder. If one of them removed the files, the others would lose them.
         places: list[tuple[str, str]] = ranks.gather((own, machine := machine_id()))
         first = next(rank for rank, (folder, other) in enumerate(places) if other == machine and os.path.isdir(folder))  # noqa: PTH112
         converts = ranks.rank in ranks.gather(first)
@@ -138,7 +144,7 @@ def converted(directory: Path, ranks: Ranks) -> WeightFiles:
 
 
 def _together(directory: Path, ranks: Ranks, action: Callable[[], T]) -> T:
-    """What ``action`` returns; a :class:`CheckpointError` on every rank where it fails on one."""
+    """Return the result of ``action``, or raise CheckpointError on every rank if it fails on any."""
     try:
         result, problem = action(), None
     except (CheckpointError, ModelError) as error:
@@ -151,15 +157,14 @@ def _together(directory: Path, ranks: Ranks, action: Callable[[], T]) -> T:
 
 
 def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Several safetensors files with an index, each of which is in memory twice while it is written."""
+    """Write safetensors files and an index. Each file's tensors are in memory twice for a moment."""
     where: dict[str, str] = {}
     while tensors:
         part: dict[str, torch.Tensor] = {}
         while tensors and sum(tensor.nbytes for tensor in part.values()) < _FILE_BYTES:
             name = next(iter(tensors))
-            part[name] = tensors.pop(name).clone(
-                memory_format=torch.contiguous_format
-            )  # those of a group share one storage
+            # Tensors of a parameter group share one storage, which safetensors refuses.
+            part[name] = tensors.pop(name).clone(memory_format=torch.contiguous_format)
         file = f"model-{len(set(where.values()))}.safetensors"
         save_file(part, folder / file)
         where |= dict.fromkeys(part, file)

@@ -1,4 +1,4 @@
-"""The native backend: FSDP2 shards a group's state inside the group, ``sync.py`` averages shards between groups."""
+"""The native backend: FSDP2 shards a group's state, and ``engine/sync`` averages the shards between groups."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ from .collectives import CountingAllGather, CountingReduceScatter, drop_unreduce
 
 
 class FSDP2Backend(ShardedBackend):
-    """One rank's subnetwork. The model is cut and carved, or frozen, already and may be on the meta device; call :meth:`ready` once it has
-    values; frozen copies get theirs there.
+    """One rank's subnetwork.
+
+    The model must already be cut to this rank's part. It may be on the meta device. Call :meth:`ready`
+    after the parameters got their values; frozen copies get theirs in that call.
     """
 
     def __init__(
@@ -55,10 +57,10 @@ class FSDP2Backend(ShardedBackend):
         self.stage, self.compute_dtype = stage, compute_dtype
         self.traffic, self.tensor_ranks, self._scale = traffic, tensor_ranks, scale
         self.clock: Callable[[], float] = time.perf_counter
-        # One shard and float32 compute need nothing of FSDP2: plain parameters, so that no second copy of the weights exists.
+        # One shard in float32 does not need FSDP2. Plain parameters avoid a second copy of the weights.
         self.shards = layout.mesh.shards(stage)
-        # Stages 1 and 2 keep parameters whole between forward and backward. With one shard, resharding after forward is what
-        # keeps the compute-precision copy from living through the step.
+        # Stages 1 and 2 keep parameters whole between forward and backward. With one shard, resharding
+        # after forward frees the copy in compute precision, which would otherwise live until the step.
         self._reshards = stage == 3 or self.shards == 1
         self.uses_fsdp = self.shards > 1 or compute_dtype != torch.float32
         self.communicators = Communicators.build(
@@ -81,10 +83,11 @@ class FSDP2Backend(ShardedBackend):
         return self._sync.exposed_seconds
 
     def _refuse_scalars(self) -> None:
-        for name, info in self.layout.parameters.items():  # the full model's, so that all ranks stop
+        # Look at the full model's parameters, so that all ranks raise.
+        for name, info in self.layout.parameters.items():
             if not info.shape:
                 raise ModelError(
-                    f"parameter {name!r} has no dimension that could be sharded; make it shape (1,), or set zero_optimization.stage to 0 "
+                    f"parameter {name!r} has no dimension that could be sharded; give it shape (1,), or set zero_optimization.stage to 0 "
                     "and bf16.enabled to false"
                 )
 
@@ -94,7 +97,7 @@ class FSDP2Backend(ShardedBackend):
         )
         names = [name for name in self.layout.blocks if name not in self.stand_ins]
         names += self._own_groups()
-        for parameter in self.module.parameters():  # FSDP2 refuses others
+        for parameter in self.module.parameters():  # FSDP2 refuses parameters that are not contiguous
             parameter.data = parameter.data.contiguous()
         for module in [self.module.get_submodule(name) for name in names] + [self.module]:
             fully_shard(module, mesh=mesh, reshard_after_forward=self._reshards, mp_policy=policy)
@@ -103,17 +106,20 @@ class FSDP2Backend(ShardedBackend):
             module.set_custom_reduce_scatter(CountingReduceScatter(self.traffic))
 
     def _own_groups(self) -> list[str]:
-        """Modules of the shared part that the model wants sharded on their own."""
+        """Paths of the modules in the shared part that the model asks to shard on their own."""
         return get_sharding_groups(self.module)
 
     def _in_root_group(self, name: str) -> bool:
-        """Whether FSDP2 reduces the parameter with the root's own, at the end of backward."""
+        """Whether FSDP2 reduces the parameter with the root module's own ones, at the end of backward."""
         info = self.layout.parameters[name]
         wrapped = (*self._own_groups(), *self.layout.blocks)
         return self.uses_fsdp and info.unit == SHARED and not any(name.startswith(f"{module}.") for module in wrapped)
 
     def ready(self) -> None:
-        """To be called once parameters have their values: hooks the cross-group layer to them, and fills frozen copies."""
+        """Connect the layer between groups to the parameters and fill frozen copies.
+
+        Call this once, after the parameters got their values.
+        """
         everything = dict(self.module.named_parameters())
         self.parameters = {
             name: p for name, p in everything.items() if self.at.sdp in self.layout.parameters[name].holders
@@ -138,7 +144,7 @@ class FSDP2Backend(ShardedBackend):
             self.layout.refreshes, everything, self.communicators.refresh, self.traffic, self.compute_dtype
         )
         for name in self._refresh.blocks:
-            # Before FSDP2's own hook, which gathers the shards.
+            # This hook must run before FSDP2's own hook, which gathers the shards.
             self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
         self.refresh(after_step=False)
 
@@ -155,8 +161,8 @@ class FSDP2Backend(ShardedBackend):
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
         if isinstance(self.module, FSDPModule):
-            # Stage 1 reduces gradients inside the group once, at the boundary; 2 and 3 every micro-batch. Stages 1 and 2 gather
-            # parameters once a step.
+            # Inside the group, stage 1 reduces gradients once, at the boundary. Stages 2 and 3 reduce
+            # them in every micro-batch. Stages 1 and 2 gather parameters once per step.
             self.module.set_requires_gradient_sync(boundary or self.stage >= 2)
             self.module.set_reshard_after_backward(boundary or self._reshards)
             self.module.set_is_last_backward(boundary)
@@ -193,16 +199,20 @@ class FSDP2Backend(ShardedBackend):
             return mean_loss(self, batches) if self.layout.keeps_frozen else StreamedEvaluation(self).run(batches)
 
     def gather_root(self) -> None:
-        """Make the root's own parameters whole; nothing happens where they are.
+        """Make the root module's own parameters whole; a no-op if they are whole.
 
-        FSDP2 takes the end of one pass for the end of forward and shards them again while others are still inside.
+        FSDP2 takes the end of one pass for the end of forward and shards these parameters again, while
+        other passes still need them.
         """
         if isinstance(self.module, FSDPModule):
             self.module.unshard()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """No gradients; the root's parameters stay gathered until the end, because batches take turns inside its forward."""
+        """A context without gradients in which the root's own parameters stay gathered.
+
+        They must stay, because batches take turns inside the root's forward.
+        """
         root = self.module if isinstance(self.module, FSDPModule) else None
         with torch.no_grad():
             if root is not None:
@@ -215,7 +225,10 @@ class FSDP2Backend(ShardedBackend):
                     self.shard_parameters()
 
     def shard_parameters(self) -> None:
-        """Bring every parameter into its sharded form and free gathered copies; none is on its way any more."""
+        """Bring every parameter into its sharded form and free gathered copies.
+
+        Waits for refreshes that are under way.
+        """
         self._refresh.finish()
         for module in self.module.modules():
             if isinstance(module, FSDPModule):

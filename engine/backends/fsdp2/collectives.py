@@ -1,4 +1,4 @@
-"""What needs FSDP2's inside: its own collectives, counted where they are sent, and gradients that it has not reduced yet."""
+"""Access to FSDP2's internals: its collectives, which are counted, and its unreduced gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...distributed.traffic import Traffic
 
 
 class CountingAllGather(DefaultAllGather):
-    """FSDP2's default all-gather; its whole output is the buffer."""
+    """FSDP2's default all-gather, counted by the size of its output."""
 
     def __init__(self, traffic: Traffic):
         self._traffic = traffic
@@ -27,7 +27,7 @@ class CountingAllGather(DefaultAllGather):
 
 
 class CountingReduceScatter(DefaultReduceScatter):
-    """FSDP2's default reduce-scatter; its whole input is the buffer."""
+    """FSDP2's default reduce-scatter, counted by the size of its input."""
 
     def __init__(self, traffic: Traffic):
         self._traffic = traffic
@@ -45,16 +45,22 @@ class CountingReduceScatter(DefaultReduceScatter):
 
 
 def gather_stream(module: nn.Module) -> torch.Stream | None:
-    """The CUDA stream on which FSDP2 reads the module's shards in forward: it does not wait for the current one, to be ahead of it."""
+    """The CUDA stream on which FSDP2 reads the module's shards in forward.
+
+    The stream runs ahead of the current stream and does not wait for it. None without CUDA, and before
+    the first forward pass.
+    """
     if not isinstance(module, FSDPModule) or not torch.cuda.is_available():
         return None
-    return getattr(
-        module._get_fsdp_state()._comm_ctx, "all_gather_copy_in_stream", None
-    )  # made by the first forward pass
+    # The first forward pass creates the stream.
+    return getattr(module._get_fsdp_state()._comm_ctx, "all_gather_copy_in_stream", None)
 
 
 def drop_unreduced_gradients(module: FSDPModule) -> None:
-    """Forget the whole gradients that FSDP2 keeps for the module's parameters between micro-batches when they are reduced once a step."""
+    """Drop the unreduced gradients of the module's parameters.
+
+    FSDP2 keeps them between micro-batches if gradients are reduced once per step.
+    """
     for parameter in _parameters(module):
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
@@ -62,12 +68,13 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
 
 
 def unreduced_gradients(module: FSDPModule) -> list[torch.Tensor]:
-    """Those gradients."""
+    """The gradients of the module's parameters that FSDP2 has not reduced yet."""
     kept = [parameter.unsharded_accumulated_grad for parameter in _parameters(module)]
     return [gradient for gradient in kept if gradient is not None]
 
 
 def _parameters(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # several since torch 2.13
+    # Since torch 2.13, a module may have several parameter groups.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [parameter for group in groups if group is not None for parameter in group.fsdp_params]

@@ -1,7 +1,8 @@
-"""The executable specification: N × F virtual workers in one process, on one device; groups may have unequal numbers of them.
+"""The executable specification: N groups of F virtual workers in one process, on one device.
 
-Nothing here is clever on purpose: the full model is in memory, each worker runs its own subnetwork of it on its own rows of the
-batch, and the gradient of a unit is the mean over its holders' ranks. Also usable for real runs on one device.
+Groups may have different numbers of workers. The code is deliberately simple. The full model is in
+memory, each worker runs its own subnetwork on its own rows of the batch, and the gradient of a unit
+is the mean over its holders' ranks. Real runs on one device can use it too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..base import TorchOptimizerBackend
 
 
 class ReferenceBackend(TorchOptimizerBackend):
-    """All workers of the layout, one after the other. A batch holds the rows of all data ranks, in rank order."""
+    """Runs all workers of the layout in turn. A batch holds the rows of all data ranks, in rank order."""
 
     def __init__(
         self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32
@@ -43,7 +44,8 @@ class ReferenceBackend(TorchOptimizerBackend):
         self._averaged = False  # whether ``.grad`` holds means, not sums
         self._stand_ins = [self._make_stand_ins(group) for group in range(layout.mesh.sdp)]
         self._scale = BranchScale(layout)
-        self._scale.install(model)  # stand-ins are copies that were made before: what is skipped is not scaled
+        # Stand-ins are copies that were made before, so skipped blocks are not scaled.
+        self._scale.install(model)
         self._held = [self._held_indices(group) for group in range(layout.mesh.sdp)]
         with self._scale.of_full_model():
             self._all = self._held_indices(None)
@@ -64,7 +66,7 @@ class ReferenceBackend(TorchOptimizerBackend):
 
     @contextmanager
     def _as_group(self, group: int) -> Iterator[None]:
-        """While inside, the model is the group's: what it does not hold is skipped, or not trained."""
+        """Make the model that of ``group`` inside the context: other units are skipped or not trained."""
         stand_ins = self._stand_ins[group]
         for name, stand_in in stand_ins.items():
             if self.layout.keeps_frozen:
@@ -74,8 +76,10 @@ class ReferenceBackend(TorchOptimizerBackend):
             yield
 
     def _held_indices(self, group: int | None) -> dict[str, torch.Tensor]:
-        """Of every parameter that is cut into slices, by what ``group`` (None: the full model) multiplies it: 0 where it does not hold it,
-        else 1, or where hidden neurons go into a branch's sum the factor of the unit; broadcasts to its shape.
+        """Per sliced parameter, the multipliers that ``group`` applies, broadcastable to the parameter.
+
+        A multiplier is 0 for slices that the group does not hold. It is the unit's branch-scale factor
+        for slices that feed a branch's sum, and 1 for all others. ``group=None`` means the full model.
         """
         held: dict[str, torch.Tensor] = {}
         for unit, holders in zip(self.layout.units, self.layout.placement.holders, strict=True):
@@ -88,7 +92,11 @@ class ReferenceBackend(TorchOptimizerBackend):
         return held
 
     def _count_workers(self) -> dict[str, Any]:
-        """How many workers hold each parameter: a number, or where slices have holders of their own a tensor that broadcasts."""
+        """The number of workers that hold each parameter.
+
+        For a sliced parameter, this is a tensor that broadcasts to the parameter, because each slice has
+        holders of its own.
+        """
         ranks_of = self.layout.mesh.data_ranks_of
         workers: dict[str, Any] = {name: ranks_of(info.holders) for name, info in self.layout.parameters.items()}
         for part, holders in self.layout.slices():
@@ -102,7 +110,7 @@ class ReferenceBackend(TorchOptimizerBackend):
         return torch.ones([size if axis == dim else 1 for axis, size in enumerate(shape)], device=self.device)
 
     def _cast_inputs(self) -> None:
-        """Floating inputs of the model and of the modules that FSDP2 shards on their own are cast, as FSDP2 casts them."""
+        """Cast floating-point inputs where FSDP2 does: of the model and of modules that are sharded on their own."""
         names = [*self.layout.blocks, *get_sharding_groups(self.module)]
 
         def cast(leaf: Any) -> Any:
@@ -113,11 +121,11 @@ class ReferenceBackend(TorchOptimizerBackend):
             module.register_forward_pre_hook(lambda _, args, kwargs: tree_map(cast, (args, kwargs)), with_kwargs=True)
 
     def refresh(self, *, after_step: bool) -> None:
-        """There is one model, and no copies."""
+        """A no-op: there is one model, and no copies."""
 
     @property
     def frozen(self) -> dict[str, nn.Parameter]:
-        return {}  # stand-ins see the memory of the one model
+        return {}  # stand-ins share the memory of the one model
 
     @property
     def data_ranks_here(self) -> int:
@@ -134,7 +142,7 @@ class ReferenceBackend(TorchOptimizerBackend):
     def _run(
         self, call: Callable[[nn.Module, Any], Any], batch: Any, held: Mapping[str, torch.Tensor] | None = None
     ) -> Any:
-        """``call`` with the module as it computes: in the compute precision, and slices that are not ``held`` zero, or not trained."""
+        """``call`` with the module in compute precision. Slices that are not ``held`` are zero or not trained."""
         values = {}
         if self._compute_dtype != torch.float32:
             values = _cast_parameters(self.module, self._compute_dtype)
@@ -145,7 +153,10 @@ class ReferenceBackend(TorchOptimizerBackend):
         return call(_Valued(self.module, values) if values else self.module, batch)
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        """Every worker begins with the same buffers (running statistics); they become the mean of those of the holders' workers."""
+        """Run all workers. Each starts with the same buffers (running statistics).
+
+        Afterwards, each buffer is the mean over the workers of its holders.
+        """
         mesh, buffers = self.layout.mesh, persistent_buffers(self.module, self.layout)
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         mean, firsts = BufferMean(self.layout, self.device), {}
@@ -168,9 +179,9 @@ class ReferenceBackend(TorchOptimizerBackend):
         return merge_outputs(outputs)
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
-        # ``loss`` is the mean over the workers; a unit's gradient is the sum over its holders' workers divided by their number.
+        # ``loss`` is the mean over the workers. A unit's gradient is the mean over its holders' workers.
         scaled = loss * self.layout.mesh.data_ranks
-        if self._averaged:  # a second pass before the step adds to what is there
+        if self._averaged:  # a second pass before the step adds to these gradients, so make them sums again
             self._scale_gradients(lambda workers: workers)
             self._averaged = False
         if self._compute_dtype == torch.float32:
@@ -185,7 +196,10 @@ class ReferenceBackend(TorchOptimizerBackend):
         self._averaged = True
 
     def _scale_gradients(self, factor: Callable[[Any], Any]) -> None:
-        """Multiply every unit's gradient by a function of the number of workers that hold it; none counts as zero."""
+        """Multiply every unit's gradient by a function of the number of workers that hold it.
+
+        A parameter without a gradient gets zeros.
+        """
         for name, info in self.layout.parameters.items():
             parameter = self.parameters[name]
             if info.trainable:
@@ -229,7 +243,7 @@ class ReferenceBackend(TorchOptimizerBackend):
         total = weight = 0.0
         for batch in batches:
             count = target_count(self.module, batch)
-            if count:  # the mean over no targets is no number
+            if count:  # the mean over no targets is NaN
                 total += loss_of(self._run(call_model, to_device(batch, self.device), held)).item() * count
                 weight += count
         return total / weight
@@ -240,13 +254,13 @@ class ReferenceBackend(TorchOptimizerBackend):
             yield name, state[name].detach()
 
     def all_reduce_control(self, values: torch.Tensor) -> None:
-        """One process has nobody to ask."""
+        """A no-op: there is one process."""
 
     def agree_on_buffers(self) -> None:
-        """There is one model."""
+        """A no-op: there is one model."""
 
     def shard_parameters(self) -> None:
-        """Nothing is sharded here."""
+        """A no-op: nothing is sharded."""
 
 
 def _indices(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
@@ -261,7 +275,7 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype, prefix: str = "") ->
 
 
 class _Backward(nn.Module):
-    """A backward pass as a module, so that ``functional_call`` can put other parameters in place while it runs."""
+    """A backward pass as a module, so that ``functional_call`` can replace parameters while it runs."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -272,7 +286,7 @@ class _Backward(nn.Module):
 
 
 class _Valued(nn.Module):
-    """The module computing with ``values`` in place of its parameters of these names."""
+    """The module, called with ``values`` in place of its parameters of these names."""
 
     def __init__(self, module: nn.Module, values: Mapping[str, torch.Tensor]):
         super().__init__()

@@ -1,8 +1,12 @@
-"""All workers in one process and in one pass: what a group does not hold is multiplied by zero in its rows of the batch.
+"""Runs all workers in one process and in one pass, to study placements.
 
-It computes what ``reference.py`` computes, one worker after the other, in about the time of the dense model however many groups there are:
-to study placements. For models in which rows never meet and whose blocks add nothing but sums over hidden neurons: before the first pass it
-is tried out whether units that a group lacks, and the whole, return what they return in the reference.
+In the rows of a group, the neurons that the group does not hold are multiplied by zero. The results
+equal those of the reference backend, but a step takes about as long as one of the dense model, for
+any number of groups.
+
+This works only if rows of a batch never interact and if blocks add nothing but sums over hidden
+neurons. The first pass therefore compares the model, and every unit that a group lacks, with the
+reference.
 """
 
 from __future__ import annotations
@@ -23,14 +27,15 @@ from ...placement.units import SHARED, Slice, find_neuron_units, goes_into_sum
 from .backend import ReferenceBackend
 
 _HERE, _INSTEAD = 'sdp.engine "vectorized"', 'use "reference"'
-_RELATIVE = {
-    torch.float32: 1e-4,
-    torch.bfloat16: 1e-2,
-}  # by which outputs may differ from the reference's, of the largest element
+# How far outputs may differ from the reference's, relative to the largest element.
+_RELATIVE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
 class VectorizedBackend(ReferenceBackend):
-    """The reference under forward masking, all workers' rows at once. Raises :class:`ModelError` for a model that it cannot run."""
+    """The reference under forward masking, with all workers' rows in one pass.
+
+    Raises ModelError for a model that cannot run this way.
+    """
 
     def __init__(
         self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32
@@ -41,30 +46,32 @@ class VectorizedBackend(ReferenceBackend):
             raise ModelError(f"{_HERE}: {mixing} mixes the rows of all groups; {_INSTEAD}")
         if get_neuron_branches(model) is None:
             raise ModelError(
-                f"{_HERE}: {type(model).__name__} does not state its residual branches (neuron_branches()); {_INSTEAD}"
+                f"{_HERE}: {type(model).__name__} does not declare its residual branches (neuron_branches()); {_INSTEAD}"
             )
         self._tried = False
-        self._group_of_row: torch.Tensor | None = (
-            None  # None: the full model runs, or one group by the reference's means
-        )
+        # None while the full model runs, or one group in the way of the reference.
+        self._group_of_row: torch.Tensor | None = None
         for name, gates in self._gates().items():
             model.get_submodule(name).register_forward_pre_hook(self._gate(name, gates))
 
     def _gates(self) -> dict[str, torch.Tensor]:
-        """Of every layer that takes hidden neurons into a branch's sum: 1 where a group holds the neuron, else 0 (groups × neurons)."""
+        """Per layer that sums hidden neurons: 1 if a group holds the neuron, else 0, shape (groups, neurons)."""
         gates: dict[str, torch.Tensor] = {}
         for part, holders in self._sums():
             name, ((first, last),) = part.parameter.removesuffix(".weight"), part.ranges
             bias = self.layout.parameters.get(f"{name}.bias")
             if bias is not None and bias.unit != SHARED:
-                raise ModelError(f"{_HERE}: {bias.name} is added whether its unit is held or not; {_INSTEAD}")
+                raise ModelError(f"{_HERE}: {bias.name} is added even if its unit is not held; {_INSTEAD}")
             shape = (self.layout.mesh.sdp, self.parameters[part.parameter].shape[1])
             held = gates.setdefault(name, torch.ones(shape, device=self.device))
             held[[group for group in range(len(held)) if group not in holders], first:last] = 0
         return gates
 
     def _sums(self) -> Iterator[tuple[Slice, Sequence[int]]]:
-        """The slices along which neurons go into the sum of a branch, with the holders of their unit, which may be all of a block."""
+        """The slices along which neurons enter the sum of a branch, each with the holders of its unit.
+
+        The unit may be a group of neurons or a block.
+        """
         of_unit = dict(zip((unit.name for unit in self.layout.units), self.layout.placement.holders, strict=True))
         blocks = [f"{unit.name}." for unit in self.layout.units if unit.is_block]
         for unit in find_neuron_units(self.module, 1) if blocks else self.layout.units:
@@ -87,11 +94,11 @@ class VectorizedBackend(ReferenceBackend):
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         mesh = self.layout.mesh
         workers = split_rows(batch, mesh.data_ranks)
-        # The mean over the workers is to be the mean over all targets.
+        # The mean over the workers must equal the mean over all targets.
         if len({target_count(self.module, rows) for rows in workers}) > 1:
             raise ModelError(f"{_HERE}: the ranks' shares of a batch have different numbers of targets; {_INSTEAD}")
         rows = len(tensors_in(workers[0])[0])
-        # Kept after it: backward runs those blocks again whose activations are not stored.
+        # This stays set after forward, because backward runs checkpointed blocks again.
         sizes = torch.tensor([rows * mesh.size(group) for group in range(mesh.sdp)], device=self.device)
         self._group_of_row = torch.arange(mesh.sdp, device=self.device).repeat_interleave(sizes)
         if not self._tried:
@@ -100,7 +107,7 @@ class VectorizedBackend(ReferenceBackend):
         return self._run(call, batch)
 
     def _try_out(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> None:
-        """Raises :class:`ModelError` unless the model, and every unit that a group lacks, return what they return in the reference."""
+        """Raise ModelError unless the model, and every unit that a group lacks, return the reference's outputs."""
         lacking = self._lacking()
         modes = [(module, module.training) for module in self.module.modules()]
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
@@ -109,7 +116,7 @@ class VectorizedBackend(ReferenceBackend):
             module.register_forward_pre_hook(self._trial(name, lacking), with_kwargs=True)
             for name, module in modules.items()
         ]
-        self.module.eval()  # draws of dropout would differ
+        self.module.eval()  # dropout would draw different numbers
         try:
             with torch.no_grad(), torch.random.fork_rng():
                 ours = self._run(call, batch)
@@ -129,7 +136,7 @@ class VectorizedBackend(ReferenceBackend):
             )
         if not self._alike(ours, theirs):
             raise ModelError(
-                f"{_HERE}: the model returns something else than in the reference: rows of groups meet in it; {_INSTEAD}"
+                f"{_HERE}: the model's outputs differ from the reference's, so rows of different groups interact; {_INSTEAD}"
             )
 
     def _lacking(self) -> dict[str, int]:
@@ -144,7 +151,10 @@ class VectorizedBackend(ReferenceBackend):
     def _trial(
         self, name: str, lacking: dict[str, int]
     ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        """A hook that runs the module as the group that lacks it, with random values: what is zero at first (a bias) need not stay so."""
+        """A hook that compares the module with the reference, as run by the group that lacks the module.
+
+        It uses random values, because values that are zero at first (a bias) may not stay zero.
+        """
 
         def trial(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name not in lacking or (rows := self._group_of_row) is None:  # a later call, or a run below
@@ -166,14 +176,14 @@ class VectorizedBackend(ReferenceBackend):
             self._group_of_row = rows
             if not self._alike(ours, theirs):
                 raise ModelError(
-                    f"{_HERE}: {name} does more than add sums over the hidden neurons that the model states, so without these it does not "
-                    f"return what the reference does; {_INSTEAD}"
+                    f"{_HERE}: {name} adds more than sums over the hidden neurons that the model declares, so its output without them "
+                    f"differs from the reference's; {_INSTEAD}"
                 )
 
         return trial
 
     def _alike(self, ours: Any, theirs: Any) -> bool:
-        """Whether the tensors of two outputs are the same but for rounding."""
+        """Whether the tensors of two outputs are equal up to rounding."""
         pairs = zip(tensors_in(ours), tensors_in(theirs), strict=True)
         return all(_close(mine, other, _RELATIVE[self._compute_dtype]) for mine, other in pairs)
 
@@ -181,12 +191,15 @@ class VectorizedBackend(ReferenceBackend):
         before, self._group_of_row = self._group_of_row, None
         try:
             return super()._mean_loss(batches, held)
-        finally:  # a backward pass that runs blocks again may still be to come
+        finally:  # a backward pass that runs blocks again may still follow
             self._group_of_row = before
 
 
 def _close(mine: torch.Tensor, other: torch.Tensor, relative: float) -> bool:
-    """Whether two tensors are the same but for ``relative`` of the largest finite element; what is no finite number must be the same."""
+    """Whether two tensors differ by at most ``relative`` times the largest finite element.
+
+    NaN and infinite elements must be equal.
+    """
     if mine.shape != other.shape or not mine.is_floating_point():
         return torch.equal(mine, other)
     finite = mine.isfinite() & other.isfinite()

@@ -99,17 +99,17 @@ REFUSED = {
     "a branch is no block": (
         lambda _: None,
         {"units": ["model.layers.*.mlp"]},
-        r"model\.layers\.0\.mlp does more than add",
+        r"model\.layers\.0\.mlp adds more than sums",
     ),
     "a norm is no block": (
         lambda _: None,
         {"units": ["model.layers.*.input_layernorm"]},
-        "0.input_layernorm does more than add",
+        "0.input_layernorm adds more than sums",
     ),
-    "more than branches": (_adds_a_bias, {}, r"model\.layers\.0 does more than add"),
-    "neurons that meet": (_compares_neurons, {"granularity": "neuron"}, r"model\.layers\.0\.mlp does more than add"),
+    "more than branches": (_adds_a_bias, {}, r"model\.layers\.0 adds more than sums"),
+    "neurons that meet": (_compares_neurons, {"granularity": "neuron"}, r"model\.layers\.0\.mlp adds more than sums"),
     "not a call": (_goes_past_a_branch, {"granularity": "neuron"}, "mlp is not called as a module"),
-    "rows that meet": (_mixes_rows, {}, "rows of groups meet in it"),
+    "rows that meet": (_mixes_rows, {}, "rows of different groups interact"),
 }
 
 
@@ -126,7 +126,7 @@ def test_what_is_not_the_reference_in_one_pass_is_refused(why: str) -> None:
 
 def test_a_model_that_states_no_branches_is_refused() -> None:
     with pytest.raises(
-        ModelError, match=r"Mlp does not state its residual branches \(neuron_branches\(\)\); use \"reference\""
+        ModelError, match=r"Mlp does not declare its residual branches \(neuron_branches\(\)\); use \"reference\""
     ):
         sdp.initialize(model=models.build("mlp"), config=_config())
 
