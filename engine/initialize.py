@@ -52,14 +52,27 @@ def initialize(
 ) -> tuple[SDPEngine, Optimizer, EpochLoader | None, Any]:
     """Cut ``model`` for this rank's SDP group and return ``(engine, optimizer, loader, scheduler)``.
 
-    ``model``: any module whose units can be found (see the configuration's ``sdp.units``), with weights (rank 0's are taken) or
-    on the meta device (initialised from ``training.seed``); it is cut in place. ``config``: a path, a mapping or a Config.
-    ``model_parameters``: parameters or parameter groups to train; ``optimizer``: an optimizer over the uncut model's parameters,
-    or a function to one from this rank's parameters: a list, or the groups where ``model_parameters`` are groups;
-    ``lr_scheduler``: a scheduler, or a function from the optimizer to one. All three default to the configuration.
-    ``training_data``: a map-style data set; the loader ends with every epoch.
+    Args:
+        args: Parsed arguments that may hold ``deepspeed_config``; see :func:`add_config_arguments`.
+        model: Any module whose units can be found (see ``sdp.units`` of the configuration). It has
+            weights, of which rank 0's are used, or is on the meta device and is initialised from
+            ``training.seed``. It is cut in place.
+        optimizer: An optimizer over the uncut model's parameters, or a function that makes one. The
+            function gets a list of this rank's parameters, or groups if ``model_parameters`` are
+            groups. By default the configuration decides.
+        model_parameters: The parameters or parameter groups to train; by default all.
+        training_data: A map-style data set. The loader ends with every epoch.
+        lr_scheduler: A scheduler, or a function that makes one from the optimizer. By default the
+            configuration decides.
+        distributed_port: Must equal the launcher's port.
+        mpu: Must be None.
+        dist_init_required: False requires that torch.distributed is initialised already.
+        collate_fn: Makes a batch from a list of samples.
+        config: A path, a mapping or a Config.
+        config_params: Another name for ``config``.
 
-    Raises an :class:`~sdp.engine.errors.SDPError` in one line for what cannot be honoured.
+    Raises:
+        SDPError: An argument or a setting cannot be honoured. The message has one line.
     """
     if model is None:
         raise ConfigError("sdp.initialize: model is missing")
@@ -103,7 +116,7 @@ def initialize(
 def _finish(
     engine: SDPEngine, note: str, training_data: Any, collate_fn: Any, device: torch.device
 ) -> tuple[SDPEngine, Optimizer, EpochLoader | None, Any]:
-    """The four-tuple."""
+    """Make the data loader, check that ranks agree, and return the four-tuple."""
     samples = None
     if training_data is not None:
         engine.loader = _loader(engine, training_data, collate_fn)
@@ -143,16 +156,15 @@ def _settings(args: Any, config: Any) -> Config:
 
 
 def _settings_of_all(config: Config) -> dict[str, Any]:
-    """What ranks must agree on, by key; where a rank reads and writes is its own affair."""
+    """The settings that all ranks must agree on. Each rank may have its own paths and outputs."""
     own = {"data", "tensorboard", "csv_monitor", "wandb", "env", "steps_per_print", "wall_clock_breakdown"}
     settings = config.model_dump(mode="json", exclude=own)
     for key in ("init_from", "keep", "start_timeout", "step_timeout", "save_timeout"):
         del settings["training"][key]
     ours = settings["zero_optimization"]
     theirs = config.deepspeed.get("zero_optimization", {})
-    offload = (theirs.get("offload_optimizer") or {}).get(
-        "device"
-    ) or "none"  # of which averages go out when; its buffers do not
+    # The device of offload decides when averages are sent. The other offload settings may differ.
+    offload = (theirs.get("offload_optimizer") or {}).get("device") or "none"
     of_theirs = {key: value for key, value in theirs.items() if not key.startswith("offload_")}
     settings["zero_optimization"] = of_theirs | ours | {"offload_optimizer": {"device": offload}}
     return settings
@@ -187,9 +199,6 @@ def _loader(engine: SDPEngine, dataset: Any, collate_fn: Callable[[list[Any]], A
     )
 
 
-# -- optimizer and schedule ------------------------------------------------------------------------------------------------------
-
-
 def _announce(engine: SDPEngine, optimizer_note: str) -> None:
     """Print each decision that was made for the user, and its reason."""
     config, layout = engine.config, engine.layout
@@ -202,7 +211,7 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
             config.tensor_parallel.autotp_size,
         )
     if isinstance(config.sdp.placement, dict) and config.sdp.model_fields_set & {"capacity", "profile"}:
-        log.warning("sdp.capacity and sdp.profile have no effect beside an explicit sdp.placement; remove them")
+        log.warning("sdp.capacity and sdp.profile have no effect with an explicit sdp.placement; remove them")
     if config.sdp.seed and config.sdp.placement != "random":
         log.warning(
             'sdp.seed %d has no effect without sdp.placement "random"; training.seed seeds the run', config.sdp.seed
@@ -222,7 +231,7 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         ways = {(refresh.source, refresh.members) for refresh in layout.refreshes}
         most = max(sum(group in members for _, members in ways) for group in layout.everyone)
         log.info("masking: units that a group does not hold run from frozen copies, which holders refresh after each step "
-                 "(at most %d communicators a rank more)", most)  # fmt: skip
+                 "(at most %d more communicators per rank)", most)  # fmt: skip
     if layout.branch_scale != "none" and all(len(holders) == mesh.sdp for holders in layout.placement.holders):
         log.warning('sdp.branch_scale "%s" has no effect: every group holds every unit', layout.branch_scale)
     elif layout.keeps_frozen and all(len(holders) == mesh.sdp for holders in layout.placement.holders):
@@ -232,7 +241,7 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), mesh.data_ranks,
     )  # fmt: skip
     if config.training.init_from is not None:
-        log.info("weights: start from those in %s", config.training.init_from)
+        log.info("weights: training starts from those in %s", config.training.init_from)
     log.info("%s", optimizer_note)
     if config.fp16.enabled and config.zero_optimization.stage == 0:
         for key in ("hysteresis", "consecutive_hysteresis"):
@@ -246,12 +255,15 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config FILE``, which :func:`sdp.initialize` reads from ``args``; returns the parser."""
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE``; return the parser.
+
+    :func:`sdp.initialize` reads them from ``args``.
+    """
     group = parser.add_argument_group("DeepSpeed", "configuration, as DeepSpeed names it")
     group.add_argument(
-        "--deepspeed", action="store_true", help="accepted as DeepSpeed's scripts have it; sdp is used either way"
+        "--deepspeed", action="store_true", help="accepted for DeepSpeed's scripts; sdp is used in any case"
     )
     group.add_argument(
-        "--deepspeed_config", metavar="FILE", default=None, help="JSON file of DeepSpeed's keys, and a section sdp"
+        "--deepspeed_config", metavar="FILE", default=None, help="JSON file with DeepSpeed's keys and a section sdp"
     )
     return parser

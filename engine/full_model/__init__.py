@@ -1,1 +1,1 @@
-"""The full model from its parts: gathered, evaluated, and its batch-norm statistics."""
+"""The full model from its parts: gathering, evaluation, buffers and batch-norm statistics."""

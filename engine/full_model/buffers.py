@@ -1,10 +1,16 @@
-"""Persistent buffers agree by the rule of gradients: those of a unit are means over the ranks of its holders, of the shared part over all.
+"""Makes persistent buffers agree between ranks, by the same rule as gradients.
 
-Every rank tracks its own (batch norm's running statistics) while it trains; they become means where they are read or kept: evaluation,
-full state, checkpoint. That is what averaging after every step would give: no step reads them, and an update,
-(1 − m) · old + m · the batch's, is linear in them. Ranks that run a unit without holding it (frozen copies), and entries of neurons that
-a group lacks, get the holders' mean and count for nothing in it. Buffers that are not floating (counts of batches) are the first
-holder's first rank's.
+A unit's buffers become the mean over the ranks of its holders. Buffers of the shared part become the
+mean over all ranks.
+
+Every rank tracks its own buffers (batch norm's running statistics) while it trains. They are averaged
+only when they are read or saved: in evaluation, the full state and checkpoints. The result equals that
+of averaging after every step, because no step reads them and an update,
+(1 - m) · old + m · batch, is linear in them.
+
+Two kinds of entries do not count in the mean but receive it: those of ranks that run a unit as a
+frozen copy, and those of neurons that a group lacks. Buffers that are not floating-point (counts of
+batches) are taken from the first rank of the first holder.
 """
 
 from __future__ import annotations
@@ -19,12 +25,18 @@ from .backend_view import SubnetworkBackend
 
 
 def persistent_buffers(module: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
-    """Those that are here, by canonical name, not seen by autograd: a backward pass may still be to come."""
+    """This rank's persistent buffers, by canonical name.
+
+    They are detached from autograd, because a backward pass may still follow.
+    """
     return {name: buffer.data for name, buffer in module.named_buffers() if name in layout.buffers}
 
 
 def held_entries(layout: Layout, group: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Of every floating buffer of the full model which entries are of units that ``group`` holds, or shared; of its shape."""
+    """Per floating-point buffer of the full model, a mask of the entries that ``group`` holds.
+
+    Entries of the shared part count as held. A mask has the shape of the buffer.
+    """
     floating = ((name, info) for name, info in layout.buffers.items() if info.dtype.is_floating_point)
     held = {name: torch.full(info.shape, group in info.holders, device=device) for name, info in floating}
     for unit, holders in zip(layout.units, layout.placement.holders, strict=True):
@@ -35,30 +47,35 @@ def held_entries(layout: Layout, group: int, device: torch.device) -> dict[str, 
 
 
 class BufferMean:
-    """Means of floating buffers over the ranks that hold an entry, summed in float64: equal values stay as they are."""
+    """Means of floating-point buffers over the ranks that hold an entry.
+
+    Sums are in float64, so the mean of equal values is that value.
+    """
 
     def __init__(self, layout: Layout, device: torch.device):
         shapes = {name: info.shape for name, info in layout.buffers.items() if info.dtype.is_floating_point}
         self._shapes = shapes
         total = sum(shape.numel() for shape in shapes.values())
-        self._sums = torch.zeros((2, total), dtype=torch.float64, device=device)  # of the values, and how many
+        # The first row sums the values, the second one counts them.
+        self._sums = torch.zeros((2, total), dtype=torch.float64, device=device)
 
     def add(self, buffers: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> None:
-        """Count a rank's, where its group holds them (:func:`held_entries`)."""
+        """Add a rank's buffers, where its group holds them (see :func:`held_entries`)."""
         for name, sums in zip(self._shapes, self._split(), strict=True):
             if name in buffers:
                 counts = held[name].view(-1)
-                sums[0] += buffers[name].reshape(-1).double().masked_fill(~counts, 0)  # not times 0: it may be infinite
+                # Multiplying by 0 would turn an infinite entry into NaN.
+                sums[0] += buffers[name].reshape(-1).double().masked_fill(~counts, 0)
                 sums[1] += counts
 
     def over(self, all_reduce: Callable[[torch.Tensor], None]) -> BufferMean:
-        """Of all ranks, by a sum of float64 in place."""
+        """Sum over all ranks; ``all_reduce`` sums float64 values in place."""
         if self._sums.numel():
             all_reduce(self._sums)
         return self
 
     def give(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Write the means into those that are here."""
+        """Write the means into ``buffers``."""
         for (name, shape), sums in zip(self._shapes.items(), self._split(), strict=True):
             if name in buffers:
                 buffers[name].copy_((sums[0] / sums[1]).view(shape))
@@ -68,7 +85,7 @@ class BufferMean:
 
 
 def agree_on_buffers(backend: SubnetworkBackend) -> None:
-    """Make persistent buffers of all ranks those of the full model, bit for bit the same wherever they are. Collective."""
+    """Set persistent buffers to the full model's values, bit-identical on all ranks. Collective."""
     layout = backend.layout
     if layout.mesh.world_size == 1 or not layout.buffers:
         return
@@ -80,7 +97,10 @@ def agree_on_buffers(backend: SubnetworkBackend) -> None:
 
 
 def _take_first_holders(backend: SubnetworkBackend, here: Mapping[str, torch.Tensor]) -> None:
-    """Buffers that are not floating, as bytes, of which all ranks but one add zeros."""
+    """Take buffers that are not floating-point from their first holder.
+
+    They are summed as bytes, where all ranks but one contribute zeros.
+    """
     others = {name: info for name, info in backend.layout.buffers.items() if not info.dtype.is_floating_point}
     if not others:
         return

@@ -1,7 +1,8 @@
-"""Evaluate the full model: units are streamed from their holders to the ranks that lack them, where there are any.
+"""Evaluates the full model: holders stream units to the ranks that lack them.
 
-Unit-major over a chunk of batches: every batch of the chunk is computed up to a unit, the unit is broadcast once for all of them,
-they go on. One guest unit, or the missing slices of one block, is in memory at a time, beside hidden states of the chunk.
+A chunk of batches goes through the units together. Every batch of the chunk is computed up to a unit,
+the unit is broadcast once for all of them, and they continue. Memory holds one guest unit (or the
+missing slices of one block) at a time, and the hidden states of the chunk.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class StreamedEvaluation:
     """One evaluation of the full model. Collective: every rank of the world takes part."""
 
     def __init__(self, backend: SubnetworkBackend, chunk: int | None = None):
-        """``chunk``: batches that go through the units together (default: ``CHUNK``)."""
+        """``chunk`` is the number of batches that go through the units together; default ``CHUNK``."""
         self._backend, self._chunk = backend, chunk or CHUNK
         self._lockstep: Lockstep[tuple[float, int]] = Lockstep(backend.device, backend.gather_root)
         self._units = _streamed_units(backend.layout)
         self._guest: dict[str, torch.Tensor] = {}
-        self._hosts: list[Slices] = []  # that have guests
+        self._hosts: list[Slices] = []  # slices that have guests now
 
     def run(self, batches: Sequence[Any]) -> float:
         """Token-weighted mean loss over the batches of all ranks."""
@@ -80,7 +81,10 @@ class StreamedEvaluation:
         return _mean_over_ranks(self._backend, sums)[0]
 
     def _uncompiled_slices(self) -> AbstractContextManager[Any]:
-        """Slices come as guests and go: compiled blocks would have a graph for every set of them."""
+        """A context that runs sliced blocks uncompiled.
+
+        Guest slices come and go, and compiled blocks would need a graph for every set of slices.
+        """
         sliced = any(not unit.is_block for units in self._units.values() for unit in units)
         return torch.compiler.set_stance("force_eager") if sliced else nullcontext()
 
@@ -92,14 +96,15 @@ class StreamedEvaluation:
         return work
 
     def _install(self) -> Callable[[], None]:
-        """Make held units stop the passes and absent ones run as guests; returns how to undo it."""
+        """Make held units stop the passes and absent ones run as guests; return a function to undo it."""
         handles = []
         for name in self._units:
             module = self._backend.module.get_submodule(name)
             if isinstance(module, PassThrough):
                 module.forward = self._run_guest(module)  # type: ignore[method-assign]
             else:
-                # Before FSDP2's own hook, which gathers the parameters and must see one pass at a time.
+                # This hook must run before FSDP2's own hook, which gathers the parameters and must
+                # see one pass at a time.
                 hook = lambda *_, name=name: self._lockstep.stop(name)  # noqa: E731
                 handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
@@ -122,9 +127,12 @@ class StreamedEvaluation:
         return forward
 
     def _stream(self, name: str) -> None:
-        """Broadcast a block's units from their first holders: shards between groups, then a gather inside each group that lacks one."""
+        """Broadcast a block's units from their first holders.
+
+        Shards are broadcast between groups. Each group that lacks a unit then gathers its shards.
+        """
         backend = self._backend
-        self._dismiss()  # the ones before are no longer needed
+        self._dismiss()  # earlier guests are no longer needed
         for unit in self._units[name]:
             holders = backend.layout.placement.holders[unit.index]
             shard = self._broadcast(self._unit_shard(unit, holders[0]), holders[0])
@@ -138,7 +146,7 @@ class StreamedEvaluation:
                 self._lend(tensors)
 
     def _lend(self, slices: dict[str, torch.Tensor]) -> None:
-        """Give guest slices of neurons to the layers that they are slices of."""
+        """Give guest slices of neurons to their layers."""
         for name, tensor in slices.items():
             parameter, _, index = name.rpartition(":")
             path, _, key = parameter.rpartition(".")
@@ -152,7 +160,7 @@ class StreamedEvaluation:
             self._hosts.pop().guests.clear()
 
     def _unit_shard(self, unit: Unit, source: int) -> torch.Tensor:
-        """The unit's padded shards side by side, in compute precision: filled at the source, empty elsewhere."""
+        """The unit's padded shards, joined, in compute precision; uninitialised except at the source."""
         backend = self._backend
         infos = backend.layout.members.get(unit.name, [])
         if backend.at.sdp == source:
@@ -190,7 +198,7 @@ class StreamedEvaluation:
 
 
 def _streamed_units(layout: Layout) -> dict[str, list[Unit]]:
-    """By block, in the order of the model: the units in it that some groups lack."""
+    """The units that some groups lack, by block, in the order of the model."""
     streamed: dict[str, list[Unit]] = {}
     for unit in layout.units:
         if len(layout.placement.holders[unit.index]) < layout.mesh.sdp:
@@ -208,7 +216,7 @@ def subnetwork_losses(backend: SubnetworkBackend, batches: Sequence[Any]) -> lis
 
 
 def mean_loss(backend: SubnetworkBackend, batches: Sequence[Any]) -> float:
-    """Token-weighted mean loss over the batches of all ranks, of which each has the full model. Collective."""
+    """Token-weighted mean loss over the batches of all ranks, which each run the full model. Collective."""
     return _mean_over_ranks(backend, _own_sums(backend, batches).sum(0, keepdim=True))[0]
 
 
@@ -216,7 +224,7 @@ def _own_sums(backend: SubnetworkBackend, batches: Sequence[Any]) -> torch.Tenso
     """This rank's Σ loss·weight and Σ weight in the row of its group, shape (groups, 2)."""
     steps = _common_count(backend, batches)
     sums = torch.zeros((backend.layout.mesh.sdp, 2), dtype=torch.float64, device=backend.device)
-    for step in range(steps):  # collectives inside the group: ranks must take the same number of steps
+    for step in range(steps):  # forward has collectives inside the group, so all ranks take equally many steps
         batch = batches[min(step, len(batches) - 1)]
         loss = loss_of(call_model(backend.module, to_device(batch, backend.device))).item()
         count = target_count(backend.module, batch) if step < len(batches) else 0
@@ -234,5 +242,5 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.train(modes[0][1])
-        for part, training in modes:  # a user may have put single modules into evaluation mode
+        for part, training in modes:  # the user may have put single modules into evaluation mode
             part.training = training

@@ -1,4 +1,4 @@
-"""Bring tensors of the full model together from the groups that hold them."""
+"""Gathers tensors of the full model from the groups that hold them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .backend_view import SubnetworkBackend
 
 
 def padded_shard(backend: SubnetworkBackend, info: TensorInfo) -> torch.Tensor:
-    """This rank's shard of a parameter that its group holds, flat, padded to the size of the first shard."""
+    """This rank's shard of a held parameter, flat and padded to the size of the first shard."""
     local = local_tensor(backend.parameters[info.name].detach()).reshape(-1)
     missing = info.padded_shard_numel(backend.shards) - local.numel()
     return torch.cat([local, local.new_zeros(missing)]) if missing else local
 
 
 def gather_inside(backend: SubnetworkBackend, shard: torch.Tensor) -> torch.Tensor:
-    """All shards of the group, shape (shards, numel of one)."""
+    """All shards of the group, shape (shards, elements of one shard)."""
     if backend.shards == 1:
         return shard[None]
     whole = shard.new_empty((backend.shards, shard.numel()))
@@ -42,10 +42,10 @@ def join_parts(backend: SubnetworkBackend, part: torch.Tensor, info: TensorInfo)
 
 
 def stream_full_state(backend: SubnetworkBackend) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Every parameter and persistent buffer of the full model in turn, whole, on rank 0; None elsewhere. Collective.
+    """Yield every whole parameter and persistent buffer on rank 0, and None elsewhere. Collective.
 
-    The first holder's ranks gather a parameter inside their group, and its first rank sends it to rank 0: one parameter is in
-    memory at a time.
+    The ranks of the first holder gather a parameter inside their group, and the first of them sends it
+    to rank 0. Only one parameter is in memory at a time.
     """
     buffers = dict(backend.module.named_buffers())
     for name, infos in (

@@ -1,7 +1,8 @@
-"""Run several forward passes in lockstep: each stops before a unit, all go on together once every one has arrived.
+"""Runs several forward passes in lockstep.
 
-Any model's forward can be cut between units this way without knowing how it is written. One pass runs at a time (each in a thread
-of its own, handing over a baton), so results do not depend on scheduling.
+Each pass stops before a unit, and all continue once every pass has arrived there. This works for any
+model, however its forward is written. Each pass has a thread of its own, but only one thread runs at a
+time, so results do not depend on scheduling.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 class _Aborted(BaseException):
-    """Ends the passes that wait when another one failed."""
+    """Ends the waiting passes after another pass failed."""
 
 
 class _Pass(Generic[T]):
@@ -29,16 +30,16 @@ class _Pass(Generic[T]):
 
 
 class Lockstep(Generic[T]):
-    """``run`` the passes; a pass calls :meth:`stop` with a unit's name before that unit."""
+    """Runs passes. A pass calls :meth:`stop` with a unit's name before it runs the unit."""
 
     def __init__(self, device: torch.device, before_turn: Callable[[], None]):
-        """``before_turn`` is called in the main thread whenever a pass is about to go on."""
+        """``before_turn`` is called in the main thread each time before a pass continues."""
         self._device, self._before_turn = device, before_turn
         self._current: _Pass[T] | None = None
         self._aborted = False
 
     def stop(self, unit: str) -> None:
-        """Called inside a pass: wait until all passes have come to ``unit``. Outside of ``run`` it does nothing."""
+        """Wait, inside a pass, until all passes have reached ``unit``. A no-op outside of :meth:`run`."""
         current = self._current
         if current is None:
             return
@@ -49,7 +50,10 @@ class Lockstep(Generic[T]):
             raise _Aborted
 
     def run(self, passes: Sequence[Callable[[], T]], at_unit: Callable[[str], None]) -> list[T]:
-        """Results of the passes, in order. ``at_unit`` is called in this thread once all have stopped before a unit."""
+        """Run the passes and return their results, in order.
+
+        ``at_unit`` is called in this thread each time all passes have stopped before a unit.
+        """
         states = [self._start(work) for work in passes]
         try:
             while True:
@@ -60,7 +64,7 @@ class Lockstep(Generic[T]):
                     return [state.result for state in states]  # type: ignore[misc]
                 if len(stops) > 1:
                     raise RuntimeError(
-                        f"batches took different ways through the model (stopped before {sorted(map(str, stops))})"
+                        f"batches took different paths through the model (stopped before {sorted(map(str, stops))})"
                     )
                 at_unit(stops.pop())  # type: ignore[arg-type]
         finally:
@@ -68,7 +72,7 @@ class Lockstep(Generic[T]):
 
     def _start(self, work: Callable[[], T]) -> _Pass[T]:
         state: _Pass[T] = _Pass()
-        # Grad mode, device and stream are a thread's own.
+        # Each thread has its own grad mode, device and stream.
         grad_enabled, on_cuda = torch.is_grad_enabled(), self._device.type == "cuda"
         stream = torch.cuda.current_stream(self._device) if on_cuda else None
 
@@ -76,10 +80,8 @@ class Lockstep(Generic[T]):
             state.go.acquire()
             try:
                 if not self._aborted:
-                    with (
-                        torch.set_grad_enabled(grad_enabled),
-                        torch.cuda.stream(stream),
-                    ):  # nothing where stream is None
+                    # torch.cuda.stream(None) is a no-op.
+                    with torch.set_grad_enabled(grad_enabled), torch.cuda.stream(stream):
                         state.result = work()
             except BaseException as error:
                 state.error = error

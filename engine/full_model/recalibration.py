@@ -1,8 +1,9 @@
-"""Batch norm's running statistics of the full model.
+"""Measures batch norm's running statistics of the full model.
 
-Under forward masking a rank tracks those of its own subnetwork, whose activations lack what other groups' blocks add to them: for the full
-model they are wrong. So they are measured anew, by a pass of the full model over some training batches with batch statistics (Wu and
-Johnson, arXiv 2105.07576, section 3): mean and variance of each channel over all of these batches and all ranks.
+Under forward masking, a rank tracks the statistics of its own subnetwork. Its activations lack what the
+blocks of other groups add, so these statistics are wrong for the full model. They are measured again by
+a pass of the full model over some training batches (Wu and Johnson, arXiv 2105.07576, section 3). The
+result is the mean and variance of each channel over all of these batches and all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Statistics = dict[str, torch.Tensor]  # canonical name of a buffer → its value
 
 
 def tracks_statistics(buffers: Iterable[str]) -> bool:
-    """Whether buffers of these names are a batch norm's."""
+    """Whether these names of buffers include batch-norm statistics."""
     return any(name.endswith("running_mean") for name in buffers)
 
 
@@ -31,10 +32,18 @@ def batch_statistics(
     reduce: Callable[[torch.Tensor], None],
     device: torch.device,
 ) -> Statistics:
-    """Running means and variances of the batch norms among ``modules`` (canonical name and module) while ``run`` makes its passes.
+    """Measure means and variances of the inputs of all batch norms.
 
-    ``reduce`` sums float64 values over all ranks in place. Every rank must run every one of them, equally often. Raises
-    :class:`ModelError` for one that did not run.
+    Every rank must run every batch norm equally often.
+
+    Args:
+        modules: Pairs of canonical name and module. Only batch norms are measured.
+        run: Runs the passes.
+        reduce: Sums float64 values over all ranks in place.
+        device: The device of the sums.
+
+    Raises:
+        ModelError: A batch norm did not run.
     """
     norms = {name: module for name, module in modules if isinstance(module, _BatchNorm) and module.track_running_stats}
     moments = {
@@ -70,8 +79,10 @@ def _record_into(total: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor
 
 @contextmanager
 def _recording(norms: Mapping[str, _BatchNorm], moments: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """While inside, the norms use the batch's statistics, which are added to ``moments``, and leave their own as they are."""
+    """Make the norms use batch statistics inside the context, and add these to ``moments``.
 
+    The norms' own running statistics do not change.
+    """
     handles = [norm.register_forward_pre_hook(_record_into(moments[name])) for name, norm in norms.items()]
     before = {name: norm.training for name, norm in norms.items()}
     for norm in norms.values():
@@ -87,7 +98,7 @@ def _recording(norms: Mapping[str, _BatchNorm], moments: Mapping[str, torch.Tens
 
 @contextmanager
 def with_statistics(module: nn.Module, statistics: Statistics) -> Iterator[None]:
-    """While inside, the buffers of ``module`` have these values, as far as it has them."""
+    """Give those buffers of ``module`` that ``statistics`` names their values inside the context."""
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in statistics}
     own = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     try:
@@ -96,4 +107,4 @@ def with_statistics(module: nn.Module, statistics: Statistics) -> Iterator[None]
         yield
     finally:
         for name, buffer in buffers.items():
-            buffer.data.copy_(own[name])  # not seen by autograd: a backward pass may still be to come
+            buffer.data.copy_(own[name])  # ``data`` hides this from autograd: a backward pass may still follow

@@ -352,7 +352,7 @@ def test_lockstep_ends_all_passes_when_one_fails() -> None:
 
     with pytest.raises(ValueError, match="broken"):
         lockstep.run([fine, broken, fine], lambda _: None)
-    with pytest.raises(RuntimeError, match="different ways"):
+    with pytest.raises(RuntimeError, match="different paths"):
         lockstep.run([fine, lambda: 2], lambda _: None)
     stops: list[str] = []
     assert lockstep.run([fine, fine], stops.append) == [1, 1]
