@@ -1,4 +1,4 @@
-"""The hosts that all tests here share, and what undisturbed runs on one of them come to."""
+"""The hosts that all tests here share, and the losses of undisturbed runs on one of them."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +18,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="session")
 def local(hosts: Hosts) -> Iterator[dict[str, Future[list[float]]]]:
-    """The losses of the small run on two ranks and of the quickstart on four, of local starts, once they are there."""
+    """Futures of the losses of two local runs: the small run on two ranks, the quickstart on four."""
     with ThreadPoolExecutor(1) as pool:
         small = [*LAUNCH, "--launcher", "local", "--gpus-per-node", "2", "small.json", "--dump-dir", "local"]
         yield {
@@ -28,7 +28,7 @@ def local(hosts: Hosts) -> Iterator[dict[str, Future[list[float]]]]:
 
 
 def asked_for(request: pytest.FixtureRequest, parameter: str) -> set[object]:
-    """The values that tests of this session have for a parameter."""
+    """Return the values that this session's tests have for a parameter."""
     calls = (
         item.callspec
         for item in request.session.items
@@ -41,7 +41,10 @@ def asked_for(request: pytest.FixtureRequest, parameter: str) -> set[object]:
 def lives(
     hosts: Hosts, local: dict[str, Future[list[float]]], request: pytest.FixtureRequest
 ) -> Iterator[dict[str, Future[str]]]:
-    """Of the launchers asked for, two at a time beside other tests: they wait for time-outs. Each rank 1 has its own host."""
+    """Disturbed runs under the launchers that the session tests, two at a time.
+
+    They run during other tests, because they mostly wait for timeouts. Each has its own host for rank 1.
+    """
     wanted = asked_for(request, "torn")
     with ThreadPoolExecutor(2) as pool:
         begun = {}
@@ -57,7 +60,10 @@ def lives(
 def stories(
     hosts: Hosts, local: dict[str, Future[list[float]]], request: pytest.FixtureRequest
 ) -> Iterator[dict[str, Future[None]]]:
-    """SLURM's that are asked for, some at a time: they wait for it more than for the cores. None where it is not installed."""
+    """The scenarios for SLURM that the session tests, two at a time, because they mostly wait.
+
+    There are none if SLURM is not installed.
+    """
     wanted = [story for story in STORIES if story.__name__ in asked_for(request, "story")]
     if not wanted or what_is_missing():
         yield {}

@@ -1,7 +1,11 @@
 #!/bin/bash
-# Twelve hosts on one machine: network namespaces on a virtual switch (eth0 in each), with host names of their own and an sshd each.
-# hosts_up.sh DIR makes them, with keys and settings in DIR; on.sh DIR a|…|l COMMAND… runs a command there; hosts_down.sh DIR removes them.
-# Names of namespaces begin with DIR's last part, so that several sets can stand side by side. Needs root, iproute2, openssh.
+# Makes twelve hosts on one machine. They are network namespaces on a virtual switch (eth0 in each).
+# Each has a host name and an sshd of its own.
+# - hosts_up.sh DIR makes them, with keys and settings in DIR.
+# - on.sh DIR a|…|l COMMAND… runs a command on one of them.
+# - hosts_down.sh DIR removes them.
+# Names of namespaces begin with the last part of DIR, so several sets can exist at the same time.
+# Needs root, iproute2 and openssh.
 set -eu
 folder=$1 name=$(basename "$1")
 mkdir -p "$folder/bin" /run/sshd
@@ -9,7 +13,7 @@ ssh-keygen -q -t ed25519 -N '' -f "$folder/key"
 ssh-keygen -q -t ed25519 -N '' -f "$folder/hostkey"
 echo '127.0.0.1 localhost' > "$folder/hosts"
 
-# pdsh and mpirun find this ssh on the PATH that on.sh sets; it needs nothing of the user's own settings.
+# pdsh and mpirun find this ssh on the PATH that on.sh sets. It ignores the user's own settings.
 cat > "$folder/ssh_config" <<CONFIG
 Host *
   User root
@@ -35,7 +39,7 @@ for host in a b c d e f g h i j k l; do
     ip -n "$name-$host" link set eth0 up
     ip -n "$name-$host" link set lo up
     case $host in
-    # Where runs are disturbed a step takes time, but little of the processor, which all hosts share.
+    # Slow links on the hosts of disturbed runs: steps take long but need little of the shared processor.
     b | e | f | g | h | i) tc -n "$name-$host" qdisc add dev eth0 root tbf rate 3mbit burst 64kb latency 5s ;;
     esac
     cat > "$folder/sshd-$host" <<CONFIG

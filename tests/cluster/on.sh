@@ -4,6 +4,6 @@ set -eu
 folder=$1 host=$2
 shift 2
 export PATH="$folder/bin:$PATH"
-# A name and a mount table of its own: /etc/hosts there names all hosts, and outside nothing changes.
+# The command gets its own host name and mount table. Its /etc/hosts names all hosts; outside nothing changes.
 exec nsenter --net="/run/netns/$(basename "$folder")-$host" unshare --uts --mount \
     sh -c 'mount --bind "$1/hosts" /etc/hosts; hostname "host-$2"; shift 2; exec "$@"' sh "$folder" "$host" "$@"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# slurm_down.sh DIR: end the jobs and daemons of slurm_up.sh, by their ids.
+# slurm_down.sh DIR: end the jobs and daemons that slurm_up.sh started, by their ids.
 folder=$1/slurm
 export SLURM_CONF="$folder/slurm.conf"
 "$(dirname "$0")/on.sh" "$1" a scancel --user root 2> /dev/null

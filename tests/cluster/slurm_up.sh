@@ -1,8 +1,11 @@
 #!/bin/bash
-# A SLURM of its own on the hosts that hosts_up.sh DIR made: munge, a controller on host-a and slurmd on host-a to host-d, all in
-# DIR/slurm; slurm_down.sh DIR ends it. Partition main on host-a and b, urgent, whose jobs put those of main back into the queue, and
-# side on host-c and d. With slurmdbd and mariadb an accounting, where sacct asks; with cgroups (version 1) the memory of a job is limited
-# by the kernel, else sampled. SLURM_CONF=DIR/slurm/slurm.conf is all that its commands need. Needs root, slurm-wlm, munge.
+# Starts SLURM on the hosts that hosts_up.sh DIR made: munge, a controller on host-a, and slurmd on host-a
+# to host-d. All files are in DIR/slurm. slurm_down.sh DIR ends it.
+# - Partition main has host-a and host-b. Partition urgent has the same hosts; its jobs put those of main
+#   back into the queue. Partition side has host-c and host-d.
+# - If slurmdbd and mariadb are installed, there is accounting, which sacct reads.
+# - With cgroups (version 1), the kernel limits the memory of a job. Otherwise SLURM samples it.
+# Commands need only SLURM_CONF=DIR/slurm/slurm.conf. Needs root, slurm-wlm and munge.
 set -eu
 folder=$1/slurm
 on() { "$(dirname "$0")/on.sh" "$@"; }
@@ -52,7 +55,7 @@ SlurmctldHost=host-a(10.77.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# What a requeued job waits for is that its old credentials expire; 120 seconds unless told.
+# A requeued job waits until its old credentials expire; by default 120 seconds.
 AuthInfo=socket=$folder/munge/socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation=$folder/state
@@ -69,7 +72,7 @@ SelectTypeParameters=CR_Core_Memory
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
-# How long a silent node is waited for; 300 seconds unless told.
+# How long SLURM waits for a silent node; by default 300 seconds.
 SlurmdTimeout=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

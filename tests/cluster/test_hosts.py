@@ -11,7 +11,8 @@ import pytest
 from sdp.tests.support.faults import MPICH, OPEN_MPI, TORCHRUN
 from sdp.tests.support.hosts import LAUNCH, QUICKSTART, SDP, Hosts, finish, needs
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("lives", "stories")]  # which begin now, beside these
+# The fixtures start long runs, which continue during these tests.
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("lives", "stories")]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_mpich_has_the_losses_of_a_local_start(hosts: Hosts, local: dict[str, Fu
 
 
 def test_the_users_own_mpirun_names_no_master(hosts: Hosts, local: dict[str, Future[list[float]]]) -> None:
-    """The ranks agree on one through mpi4py."""
+    """The ranks agree on a master through mpi4py."""
     needs("Open MPI")
     pytest.importorskip("mpi4py", reason="NOT TESTED, no mpi4py: pip install mpi4py")
     mpirun = ["mpirun.openmpi", "--allow-run-as-root", "-np", "2", "--host", "host-a:1,host-j:1", "-x", "PYTHONPATH"]

@@ -1,4 +1,4 @@
-"""``sdp bench CONFIG --network``: hosts whose links have the rate that was asked for, and that are gone afterwards."""
+"""``sdp bench CONFIG --network``: links have the requested rates, and no host is left afterwards."""
 
 import json
 import os
@@ -32,7 +32,7 @@ CONFIG = {
 
 
 def namespaces() -> set[str]:
-    """Of benchmarks: named after a process."""
+    """Return the network namespaces of benchmarks, which are named after a process."""
     return {path.name for path in Path("/run/netns").glob("sdp[0-9]*-*") if re.fullmatch(r"sdp\d+-\w+", path.name)}
 
 
@@ -98,8 +98,8 @@ def test_links_are_as_slow_as_asked(tmp_path: Path) -> None:
     assert [slow["bytes_per_second"], fast["bytes_per_second"]] == [6.25e6, 25e6]
     for race in (slow, fast):
         for row in race["methods"].values():
-            # Nobody is faster than the wire, but for what the bucket lets through at once.
+            # No method is faster than the link, except for the burst that the token bucket lets through.
             assert row["seconds"]["median"] > 0.8 * (row["sent_bytes"] - 200_000) / race["bytes_per_second"]
-    # How fast is no matter of a test: the machine may be busy.
+    # The test does not check speed, because the machine may be busy.
     assert slow["methods"]["sdp-block-forward-0.5"]["sent_bytes"] < 0.6 * slow["methods"]["ddp"]["sent_bytes"]
     assert (tmp_path / "network.png").exists()

@@ -1,4 +1,7 @@
-"""Runs that are stopped, lose a rank and a host, under every launcher, end as if undisturbed; see tests/support/faults.py."""
+"""Runs that are stopped and lose a rank and a host end as if undisturbed, under every launcher.
+
+See tests/support/faults.py.
+"""
 
 from concurrent.futures import Future
 

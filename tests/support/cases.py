@@ -1,4 +1,4 @@
-"""One training run as plain data, run by the reference in this process or by the native backend on ranks."""
+"""Training runs as plain data. The reference runs one in this process, other backends on ranks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Case:
     steps: int = STEPS
     tp: int = 1
     masking: Literal["forward", "backward"] = "forward"
-    neurons: int = 0  # groups into which a branch is cut; 0: blocks
+    neurons: int = 0  # the number of groups into which a branch is cut; 0 means that units are blocks
     branch_scale: Literal["none", "train", "eval"] = "none"
-    sizes: tuple[int, ...] = ()  # ranks of groups that are unequal
+    sizes: tuple[int, ...] = ()  # the number of ranks of each group, if groups are unequal
 
     @property
     def data_ranks(self) -> int:
@@ -57,18 +57,18 @@ class Case:
         return "-".join(parts)
 
     def config(self, engine: str = "fsdp2", **sections: Any) -> dict[str, Any]:
-        """The configuration as a user writes it."""
-        # At larger rates (and with a smaller eps) a run amplifies round-off: one unit in the last place of the weights becomes 1e-4.
+        """Return the configuration as a user writes it."""
+        # Larger rates, or a smaller eps, amplify round-off: one unit in the last place of the weights
+        # becomes 1e-4.
         peak = {"sgd": 0.3 if self.model.startswith("mlp") else 0.15, "momentum": 0.1, "adamw": 0.03}[self.optimizer]
         optimizers = {
             "sgd": {"type": "SGD", "params": {"lr": 0.1}},
             "momentum": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-            # A large eps: where a gradient is all but zero, Adam would blow round-off up to whole steps.
+            # The eps is large, because Adam would turn round-off of a near-zero gradient into full steps.
             "adamw": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-2}},
         }
-        if (
-            engine == "deepspeed" and self.groups == 1
-        ):  # DeepSpeed makes its own, of which it compiles AdamW unless it is told
+        # With one group DeepSpeed makes the optimizer, and without this setting it compiles AdamW.
+        if engine == "deepspeed" and self.groups == 1:
             optimizers["adamw"]["params"]["torch_adam"] = True
         return {
             "train_batch_size": ROWS * self.accumulation * self.data_ranks,
@@ -109,7 +109,7 @@ class Case:
             section |= {"profile": "depth", "capacity": 0.75}
         if self.placement == "random":
             section |= {"profile": "depth", "capacity": 0.5}
-        if self.placement == "mixed" and self.groups > 1:  # the first branch has nothing of the last group's
+        if self.placement == "mixed" and self.groups > 1:  # the last group holds nothing of the first branch
             units = [unit.name for unit in find_neuron_units(models.build(self.model), self.neurons)]
             holders = {2: [[0], [0], [0, 1], [1], [0, 1]], 4: [[0, 1, 2], [0, 2], [3, 1, 0], [3], [1, 2, 3, 0]]}[
                 self.groups
@@ -133,7 +133,7 @@ class Case:
 
 
 def zero_of(stage: int) -> dict[str, Any]:
-    """DeepSpeed's section. By default ZeRO 3 would leave every parameter of a small model whole."""
+    """Return DeepSpeed's section. By default, ZeRO 3 would keep all parameters of a small model whole."""
     return {"stage": 3, "stage3_param_persistence_threshold": 0} if stage == 3 else {"stage": stage}
 
 
@@ -144,7 +144,7 @@ CLIP = 0.25  # below every norm in the table
 
 @dataclass
 class Result:
-    """What one process saw: a value per step, and the full model at the start and at the end (rank 0)."""
+    """The results of one process: values per step, and on rank 0 the full model before and after."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -156,11 +156,14 @@ class Result:
     before: dict[str, torch.Tensor] | None = None
     after: dict[str, torch.Tensor] | None = None
     gradients: dict[str, torch.Tensor] | None = None
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # this process's, at the end
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of this process, at the end
 
 
 def engine_of(case: Case, engine: str = "fsdp2", **sections: Any) -> Any:
-    """The engine of a case, made without compiling an extension: it takes minutes, and if killed leaves its lock to all others."""
+    """Make the engine of a case, and fail if an extension would be compiled.
+
+    Compilation takes minutes. If it is killed, its lock blocks all other processes.
+    """
 
     def compiled(*_: Any, **__: Any) -> Any:
         raise AssertionError("an extension is compiled")
@@ -172,12 +175,21 @@ def engine_of(case: Case, engine: str = "fsdp2", **sections: Any) -> Any:
 
 
 def data_rank_of(case: Case) -> int:
-    """Whose rows this process reads: tensor-parallel ranks are neighbours and read the same."""
+    """Return this process's data rank. Tensor-parallel ranks are neighbours and read the same rows."""
     return dist.get_rank() // case.tp
 
 
 def one_step(engine: Any, case: Case, step: int, *, data_rank: int | None) -> float:
-    """Forward, backward and step of all micro-batches of an optimizer step; ``data_rank`` None: the rows of all. The mean loss."""
+    """Run forward and backward of all micro-batches of a step; return the mean loss.
+
+    It calls ``engine.step()`` after every micro-batch but the last.
+
+    Args:
+        engine: The engine.
+        case: The case that the engine runs.
+        step: The number of the optimizer step.
+        data_rank: Whose rows to read; None for those of all data ranks.
+    """
     total = 0.0
     for micro in range(case.accumulation):
         if data_rank is None:
@@ -193,27 +205,29 @@ def one_step(engine: Any, case: Case, step: int, *, data_rank: int | None) -> fl
 
 
 def full_gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """This process's gradients, whole, by canonical name; of sharded parameters the ranks of the group must all ask."""
+    """Return this process's gradients as full tensors, by name. Collective inside the group."""
     return {
         name: whole(engine, name, p.grad).clone() for name, p in engine.parameters_here.items() if p.grad is not None
     }
 
 
 def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor of which this rank has a shard as it has of the parameter ``name``; the ranks of the group must all ask."""
+    """Gather the full tensor of a shard that is cut like the parameter ``name``. Collective inside the group."""
     part = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
     info = engine.layout.parameters[name]
     if info.tp_dim is None:
         return part
     parts = [torch.empty_like(part) for _ in range(info.tp)]
-    dist.all_gather(
-        parts, part.contiguous(), group=engine._backend.tensor_ranks.group
-    )  # not counted as the engine's own
+    # This bypasses the engine's counting of traffic.
+    dist.all_gather(parts, part.contiguous(), group=engine._backend.tensor_ranks.group)
     return torch.cat(parts, info.tp_dim)
 
 
 def train(case: Case, engine_name: str = "fsdp2", **sections: Any) -> Result:
-    """The whole run, in this process, on one thread: as ranks compute, who would round bfloat16 otherwise than several threads do."""
+    """Run the case in this process, on one thread.
+
+    Ranks use one thread too. Several threads round bfloat16 differently.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -253,7 +267,7 @@ def _reference(case: Case) -> Result:
 
 
 def reference(case: Case) -> Result:
-    """The reference's run; the ZeRO stage and tensor parallelism mean nothing to it."""
+    """Return the reference's run, which does not depend on ZeRO stage and tensor parallelism."""
     return _reference(replace(case, stage=0, tp=1))
 
 
@@ -261,14 +275,14 @@ _native: dict[Case, list[Result]] = {}
 
 
 def native(ranks: Any, case: Case) -> list[Result]:
-    """The native run by rank; a case is run once a session."""
+    """Return the native run by rank. A case runs once per session."""
     if case not in _native:
         _native[case] = ranks.run(train, case, world=case.world)
     return _native[case]
 
 
 def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
-    """Weights, what the optimizer did to them, loss, gradient norm and learning rate of every step."""
+    """Compare weights and their updates, and the loss, gradient norm and learning rate of every step."""
     assert (
         ours[0].before is not None
         and ours[0].after is not None
@@ -277,14 +291,14 @@ def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
     )
     assert list(ours[0].after) == list(theirs.after)
     for name, after in theirs.after.items():
-        assert torch.equal(ours[0].before[name], theirs.before[name]), f"{name}: not initialised alike"
+        assert torch.equal(ours[0].before[name], theirs.before[name]), f"{name}: not initialised equally"
         largest = after.abs().max().item()
         torch.testing.assert_close(
             ours[0].after[name], after, rtol=0, atol=RELATIVE * largest, msg=lambda text, name=name: f"{name}: {text}"
         )
         update, our_update = after - theirs.before[name], ours[0].after[name] - ours[0].before[name]
         step = update.abs().max().item()
-        # Each step rounds the weight to float32 once in either run, half a unit in the last place each.
+        # In either run, each step rounds the weight to float32 once, by half a unit in the last place.
         tolerance = RELATIVE * step + case.steps * EPSILON * largest
         assert tolerance < 1e-2 * step, f"{name}: the update is too small to show a wrong scale"
         deviation = (our_update - update).abs().max().item()
@@ -302,7 +316,10 @@ def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
 
 
 def assert_bytes_as_planned(ours: Sequence[Result]) -> None:
-    """Parameters, gradients and optimizer state of every rank, and what it sent in each step but of activations."""
+    """Compare predicted and measured state of every rank, and what it sent in each step.
+
+    Traffic of activations is not planned.
+    """
     for rank, result in enumerate(ours):
         assert result.measured == result.predicted, f"rank {rank}"
         for traffic in result.traffic:

@@ -1,4 +1,7 @@
-"""The life of a run over two hosts, for the tests in ``cluster/``: stopped, out of memory, robbed of a rank and of a host, resumed."""
+"""A run over two hosts that is disturbed and resumed, for the tests in ``cluster/``.
+
+It is stopped by signals, runs out of memory, and loses a rank and a host.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import pytest
 from sdp.tests.support.hosts import INTEL_MPIRUN, LAUNCH, PAUSE, Hosts, finish, is_rank
 from sdp.tests.support.processes import until
 
-SECONDS = 240.0  # for what takes some seconds on idle cores
+SECONDS = 240.0  # the limit for something that takes a few seconds on idle cores
 STEPS = 40
 OPEN_MPI = ["mpirun", "--mpirun", "mpirun.openmpi", "--launcher-args=--allow-run-as-root"]
 MPICH = ["mpirun", "--mpirun", "mpiexec.mpich"]
@@ -27,14 +30,14 @@ LAUNCHERS = {
     "torchrun": ["torchrun"],
     "Intel MPI": INTEL_MPI,
 }
-SLOW = ("MPICH", "Intel MPI")  # other flavours of mpirun than the one whose life is always tested
-_FIRST_SIGNAL = {"deepspeed": signal.SIGINT}  # the others': SIGTERM
+SLOW = ("MPICH", "Intel MPI")  # further flavours of mpirun, which are not tested every time
+_FIRST_SIGNAL = {"deepspeed": signal.SIGINT}  # other launchers get SIGTERM
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static", "--master-addr", "host-a"]
 
 
 @dataclass
 class Life:
-    """A run with rank 0 on host-a and rank 1 on a host of its own, which is started again and again."""
+    """A run that is started repeatedly, with rank 0 on host-a and rank 1 on another host."""
 
     hosts: Hosts
     name: str
@@ -43,7 +46,10 @@ class Life:
     port: int
 
     def start(self, phase: str, *words: str) -> list[subprocess.Popen[str]]:
-        """``sdp train small.json`` with ``words``, under the launcher; the processes that it takes, that on host-a first."""
+        """Start ``sdp train small.json`` with ``words`` under the launcher.
+
+        Returns the processes that it takes, beginning with the one on host-a.
+        """
         train = ["small.json", "--set", f"training.steps={STEPS}", *words, "--dump-dir", self.name]
         if self.launcher != ["torchrun"]:
             hosts = ["--hostfile", f"with-{self.host}", "--master-port", str(self.port)]
@@ -79,10 +85,10 @@ class Life:
             assert started[0].poll() is None, f"{self.name}, {phase}: ended too early: {self.said(phase)}"
             return reached()
 
-        until(look, SECONDS, 0.005 if reached == self.is_saving else PAUSE)  # a save is over in a moment
+        until(look, SECONDS, 0.005 if reached == self.is_saving else PAUSE)  # a save takes only a moment
 
     def check_end(self, started: list[subprocess.Popen[str]], phase: str, seconds: float = 120) -> int:
-        """The exit code on host-a, once nothing is left of the run anywhere."""
+        """Return the exit code on host-a after no process of the run is left anywhere."""
         code = finish(started[0], seconds)
         for other in started[1:]:
             assert finish(other, 120) != 0, self.said(phase)
@@ -90,7 +96,7 @@ class Life:
         return code
 
     def has_no_room(self) -> None:
-        """More weights than any machine has memory for: every rank says so, and the job fails."""
+        """Start a model that fits no machine: every rank reports it, and the job fails."""
         phase = "full"
         code = self.check_end(self.start(phase, "--set", f"model.intermediate_size={10**10}"), phase, SECONDS)
         assert code not in (0, 2), self.said(phase)
@@ -99,7 +105,7 @@ class Life:
         )
 
     def is_stopped_by(self, number: signal.Signals, resume: list[str]) -> None:
-        """A signal to the launcher: a checkpoint of the last step, and an exit code that tells."""
+        """Send a signal to the launcher: the run saves its last step and exits with the right code."""
         phase, before = number.name, self.steps
         started = self.start(phase, *resume)
         self.reach(started, phase, lambda: self.steps > before + 1)
@@ -109,7 +115,10 @@ class Life:
         assert before < self.hosts.checkpoints(self.name)[-1] == self.steps, self.said(phase)
 
     def loses_a_rank(self) -> None:
-        """As the kernel ends one where memory is short: its host says so, the launcher ends the other, and no process is left."""
+        """Kill a rank as the kernel does when memory is short.
+
+        The rank's host reports it, the launcher ends the other rank, and no process is left.
+        """
         before = self.steps
         started = self.start("killed", "--resume")
         self.reach(started, "killed", lambda: self.steps > before + 1)
@@ -117,7 +126,7 @@ class Life:
         os.kill(rank, signal.SIGKILL)
         assert self.check_end(started, "killed") not in (0, 2), self.said("killed")
         said = self.said("killed")
-        if self.launcher == ["torchrun"]:  # which has no process of ours beside the rank: the other one tells
+        if self.launcher == ["torchrun"]:  # no process of ours watches the rank, so the other rank reports it
             assert re.search(
                 r"sdp: error: rank 0 on host-a, step \d+, \w+: another rank is gone \(.*10\.77\.0", said
             ), said
@@ -126,7 +135,7 @@ class Life:
             assert cause in said, said
 
     def hangs(self) -> None:
-        """A rank that is stopped cannot end itself: the other one tells, and nothing is left on either host."""
+        """Stop a rank, so that it cannot end itself: the other rank reports it, and no process is left."""
         before = self.steps
         started = self.start("hung", "--resume")
         self.reach(started, "hung", lambda: self.steps > before + 1)
@@ -136,13 +145,13 @@ class Life:
         assert "no progress for 8 s" in self.said("hung")
 
     def loses_a_host(self, *settings: str, reached: Callable[[], bool] | None = None) -> str:
-        """The cable of rank 1's host; returns what was said."""
+        """Unplug the host of rank 1; return the output."""
         before = self.steps
         started = self.start("lost", *["--resume"][: self.steps], *settings)
         self.reach(started, "lost", reached or (lambda: self.steps > before + 1))
         self.hosts.plug(self.host, "down")
         try:
-            # 8 seconds to notice, 30 silent ones of ssh or of mpirun; those on the lost host end themselves.
+            # A rank notices after 8 seconds, ssh or mpirun after 30. Processes on the lost host end themselves.
             assert self.check_end(started, "lost", SECONDS) not in (0, 2), self.said("lost")
         finally:
             self.hosts.plug(self.host, "up")
@@ -152,7 +161,7 @@ class Life:
         return said
 
     def has_gone_on(self) -> bool:
-        """Beyond its newest checkpoint."""
+        """Whether the run has taken steps after its newest checkpoint."""
         saved = self.hosts.checkpoints(self.name)
         return bool(saved) and self.steps > saved[-1] + 1
 
@@ -167,9 +176,11 @@ class Life:
 
 
 def live(life: Life, expected: Future[list[float]]) -> str:
-    """Stopped by a signal, robbed of its host, of a rank under Open MPI, and resumed after each; returns what was said of the lost host.
+    """Disturb a run, resume it after each disturbance, and return the output about the lost host.
 
-    torchrun leaves signals to its ranks. What is left out here is in :func:`meet_the_rest`: a start takes seconds of all cores.
+    The run is stopped by a signal and loses a host; under Open MPI it also loses a rank. torchrun leaves
+    signals to its ranks. :func:`meet_the_rest` has the other disturbances, because every start keeps all
+    cores busy for seconds.
     """
     if life.launcher != ["torchrun"]:
         life.is_stopped_by(_FIRST_SIGNAL.get(life.launcher[0], signal.SIGTERM), [])
@@ -184,7 +195,7 @@ def live(life: Life, expected: Future[list[float]]) -> str:
 
 
 def meet_the_rest(life: Life) -> None:
-    """What else ends a run: no room for it, both signals, a rank that is gone, or does nothing any more."""
+    """Try everything else that ends a run: no memory, both signals, a lost rank and a hanging rank."""
     life.has_no_room()
     life.is_stopped_by(signal.SIGTERM, [])
     life.is_stopped_by(signal.SIGINT, ["--resume"])

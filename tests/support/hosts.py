@@ -1,4 +1,4 @@
-"""Hosts of network namespaces for the tests in ``cluster/``: running commands on them, and the small run that all of them start."""
+"""Hosts made of network namespaces, for the tests in ``cluster/``, and the small run on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPTS = Path(__file__).parents[1] / "cluster"
 SDP = [sys.executable, "-P", "-m", "sdp"]
 ON_ETH0 = ["--env", "GLOO_SOCKET_IFNAME=eth0"]
 LAUNCH = [*SDP, "launch", *ON_ETH0]
-# Three short steps of it on the hosts' own shards, and nothing that a step does not need; --dump-dir's value stands last.
+# Three short steps of the quickstart on the hosts' own shards. The value of --dump-dir comes last.
 QUICKSTART = [str(Path(sdp.__path__[0]) / "configs/quickstart.json"), "--set"]
 QUICKSTART += [
     "data.path=shards",
@@ -30,7 +30,7 @@ QUICKSTART += [
     "training.steps=3",
 ]
 QUICKSTART += ["training.evaluate_batches=1", "training.evaluate_every=0", "training.save_every=0", "--dump-dir"]
-STEPS = 60  # of the undisturbed run that others are compared with: long enough to be disturbed again and again
+STEPS = 60  # of the undisturbed run; other runs are disturbed several times within these steps
 _PROGRAMS = ("ip", "tc", "ss", "nsenter", "unshare", "ssh-keygen", "/usr/sbin/sshd")
 INTEL_MPIRUN = str(Path(sys.prefix) / "intel-mpi/bin/mpiexec.hydra")
 _NEEDED = {
@@ -39,12 +39,12 @@ _NEEDED = {
     "MPICH": ("mpiexec.mpich", "apt-get install mpich"),
     "Intel MPI": (INTEL_MPIRUN, f"pip install --no-deps --target {Path(sys.prefix) / 'intel-mpi'} impi-rt"),
 }
-_NAMES = "abcdefghijkl"  # SLURM has a to d, lives e to i, and what stands in test_hosts.py a and j to l
-PAUSE = 0.25  # between two looks at what takes seconds: the cores have more to do
+_NAMES = "abcdefghijkl"  # SLURM uses a to d, disturbed runs e to i, and test_hosts.py a and j to l
+PAUSE = 0.25  # seconds between two checks of something that takes seconds; the cores have other work
 
 
 class Hosts:
-    """host-a to host-l; ``folder`` holds their keys and is the working directory of what runs on them."""
+    """host-a to host-l. ``folder`` holds their keys and is the working directory of all commands."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -53,7 +53,7 @@ class Hosts:
         )
 
     def start(self, *command: str, log: str, host: str = "a") -> subprocess.Popen[str]:
-        """Start a command on a host in the folder of the runs, its output in the file ``log`` there."""
+        """Start a command on a host in the runs' folder. Its output goes to the file ``log`` there."""
         with (self.folder / log).open("w") as output:
             words = [SCRIPTS / "on.sh", self.folder, host, *command]
             return subprocess.Popen(
@@ -61,34 +61,34 @@ class Hosts:
             )
 
     def said(self, *command: str) -> str:
-        """What a command on host-a prints; it must succeed."""
+        """Return what a command on host-a prints; it must succeed."""
         words = [SCRIPTS / "on.sh", self.folder, "a", *command]
         ended = subprocess.run(words, cwd=self.folder, env=self.variables, capture_output=True, text=True, timeout=60)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.strip()
 
     def run(self, *command: str, seconds: float = 240) -> list[float]:
-        """Run on host-a to the end; the losses of the dump directory that stands last."""
+        """Run a command on host-a to its end; return the losses in the dump directory, its last word."""
         log = f"{Path(command[-1]).name}.log"
         code = finish(self.start(*command, log=log), seconds)
         assert code == 0, (self.folder / log).read_text()
         return self.losses(command[-1])
 
     def losses(self, run: str) -> list[float]:
-        """Those that the run has noted so far, by step."""
+        """Return the losses that the run has written so far, by step."""
         metrics = self.folder / run / "metrics.jsonl"
         lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
         return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
 
     def checkpoints(self, run: str) -> list[int]:
-        """The steps of the run's finished checkpoints, in their order."""
+        """Return the steps of the run's finished checkpoints, in order."""
         return sorted(
             int(path.parent.name.removeprefix("step-"))
             for path in self.folder.glob(f"{run}/checkpoints/step-*/state.json")
         )
 
     def processes(self, word: str, hosts: str) -> list[int]:
-        """What runs on the hosts with ``word`` in its command line."""
+        """Return the processes on the hosts that have ``word`` in their command line."""
         found = []
         for host in hosts:
             pids = subprocess.run(
@@ -100,18 +100,21 @@ class Hosts:
         return found
 
     def nothing_left(self, run: str, hosts: str, port: int, seconds: float) -> None:
-        """Return when no process of the run is left on its hosts, and nothing listens on its port any more."""
+        """Wait until no process of the run is left on its hosts; check that nothing listens on its port."""
         until(lambda: not self.processes(run, hosts), seconds, PAUSE)
         assert not self.said("ss", "--no-header", "--listening", "--tcp", f"sport = :{port}")
 
     def plug(self, host: str, state: str) -> None:
-        """The cable of a host ``up`` or ``down``: packets vanish without a word."""
+        """Set the link of a host ``up`` or ``down``. A link that is down drops packets silently."""
         subprocess.run(["ip", "-n", f"{self.folder.name}-{host}", "link", "set", "eth0", state], check=True)
 
 
 @contextlib.contextmanager
 def made_hosts() -> Iterator[Hosts]:
-    """Twelve hosts that see each other at 10.77.0.1 to 10.77.0.12, and a small run's corpus and configuration; gone afterwards."""
+    """Make twelve hosts with addresses 10.77.0.1 to 10.77.0.12, and a small run's data and configuration.
+
+    All are removed afterwards.
+    """
     if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
         pytest.skip(
             f"NOT TESTED, no {', '.join(missing)}: apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin"
@@ -129,19 +132,19 @@ def made_hosts() -> Iterator[Hosts]:
 
 
 def needs(launcher: str) -> None:
-    """Skip where the launcher's program is missing."""
+    """Skip the test if the launcher's program is missing."""
     if (remedy := what_installs(launcher)) is not None:
         pytest.skip(f"NOT TESTED, no {launcher}: {remedy}")
 
 
 def what_installs(launcher: str) -> str | None:
-    """The command that installs the launcher, where its program is not there."""
+    """Return the command that installs the launcher, or None if its program is there."""
     program, command = _NEEDED.get(launcher, (sys.executable, ""))
     return command if shutil.which(program) is None else None
 
 
 def finish(process: subprocess.Popen[str], seconds: float) -> int:
-    """The exit code; the process is killed where it does not end in time, which raises."""
+    """Return the exit code. If the process does not end in time, kill it and raise TimeoutExpired."""
     try:
         return process.wait(seconds)
     finally:
@@ -149,7 +152,7 @@ def finish(process: subprocess.Popen[str], seconds: float) -> int:
 
 
 def is_rank(pid: int) -> bool:
-    """Whether the process is ``sdp train``, and not what started it."""
+    """Whether the process is ``sdp train`` itself, not one that started it."""
     return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2:5] == [b"-m", b"sdp", b"train"]
 
 

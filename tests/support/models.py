@@ -1,4 +1,4 @@
-"""Models and batches of the engine's tests, small and of awkward sizes: shards of a group are uneven or empty."""
+"""Models and batches for the engine's tests. Sizes are small and awkward: shards are uneven or empty."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class Block(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Residual blocks between two projections; returns the mean squared error. 13 rows cut in four are 4, 4, 4, 1; 3 rows 1, 1, 1, 0."""
+    """Residual blocks between two projections. The output is the mean squared error.
+
+    Four shards of 13 rows have 4, 4, 4 and 1 rows. Four shards of 3 rows have 1, 1, 1 and 0 rows.
+    """
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
@@ -43,14 +46,14 @@ class Mlp(nn.Module):
 
 
 def mlp(blocks: int = 4, seed: int = 0, device: str = "cpu") -> Mlp:
-    """With weights of its own, or on the meta device."""
+    """Build an MLP with weights, or on the meta device."""
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         return Mlp(blocks)
 
 
 def llama(*, tied: bool, device: str = "meta", layers: int = 4) -> nn.Module:
-    """The project's own LLaMA; hidden size 10, so that four shards of a row dimension are 3, 3, 3, 1."""
+    """Build a LLaMA with hidden size 10. Four shards of 10 rows have 3, 3, 3 and 1 rows."""
     from sdp.models.llama import Llama, LlamaConfig
 
     config = LlamaConfig(
@@ -63,7 +66,10 @@ def llama(*, tied: bool, device: str = "meta", layers: int = 4) -> nn.Module:
 
 
 def even_llama(*, tied: bool, device: str = "meta", **fields: Any) -> nn.Module:
-    """A LLaMA that two tensor-parallel ranks can share; shards of their parts are uneven: 19 rows of the vocabulary, 7 features."""
+    """Build a LLaMA that two tensor-parallel ranks can share.
+
+    Shards of their parts are uneven: 19 rows of the vocabulary, 7 features.
+    """
     from sdp.models.llama import Llama, LlamaConfig
 
     shape = {
@@ -76,7 +82,10 @@ def even_llama(*, tied: bool, device: str = "meta", **fields: Any) -> nn.Module:
 
 
 def wide_llama(*, tied: bool, device: str = "meta") -> nn.Module:
-    """One of whose branches two tensor-parallel ranks can share each half: 2 of 4 key/value heads, 14 of 28 features."""
+    """Build a LLaMA in which two tensor-parallel ranks can share each half of a branch.
+
+    The halves are 2 of 4 key/value heads, and 14 of 28 features.
+    """
     shape = {
         "hidden_size": 16,
         "num_attention_heads": 8,
@@ -88,7 +97,7 @@ def wide_llama(*, tied: bool, device: str = "meta") -> nn.Module:
 
 
 def resnet(device: str = "meta") -> nn.Module:
-    """The project's own ResNet-18, thin; the last stage sees 3 × 3 pixels. 5 classes cut in two are 3, 2."""
+    """Build a thin ResNet-18. Its last stage sees 3 × 3 pixels. Two shards of 5 classes have 3 and 2."""
     from sdp.models.resnet import ResNet, ResNetConfig
 
     with torch.device(device):
@@ -96,7 +105,10 @@ def resnet(device: str = "meta") -> nn.Module:
 
 
 def swin(device: str = "meta") -> nn.Module:
-    """The project's own Swin, of two stages: 12 × 12 and 6 × 6 patches do not fill their windows. 6 rows cut in four are 2, 2, 2, 0."""
+    """Build a Swin of two stages.
+
+    Its 12 × 12 and 6 × 6 patches do not fill their windows. Four shards of 6 rows have 2, 2, 2 and 0 rows.
+    """
     from sdp.models.swin import Swin, SwinConfig
 
     with torch.device(device):
@@ -108,7 +120,7 @@ def swin(device: str = "meta") -> nn.Module:
 
 
 def unit_names(kind: str) -> list[str]:
-    """The units of a model in order."""
+    """Return the units of a model, in order."""
     if kind.startswith("resnet"):
         return ["layer1.0", "layer1.1", "layer2.1", "layer3.1", "layer4.1"]
     if kind.startswith("swin"):
@@ -117,7 +129,7 @@ def unit_names(kind: str) -> list[str]:
 
 
 def build(kind: str) -> nn.Module:
-    """By name: ``mlp`` and ``llama`` have weights of their own, ``…-meta`` have not."""
+    """Build a model by name. Names that end in ``-meta`` stand for models without weights."""
     makers = {
         "mlp": lambda: mlp(),
         "mlp-meta": lambda: mlp(device="meta"),
@@ -149,7 +161,10 @@ def build(kind: str) -> nn.Module:
 
 
 def micro_batch(kind: str, step: int, micro: int, data_rank: int, rows: int = 2) -> dict[str, torch.Tensor]:
-    """The rows that a data rank reads in one forward pass; of token batches an unequal number of labels is ignored."""
+    """Make the rows that a data rank reads in one forward pass.
+
+    In batches of tokens, each data rank ignores a different number of labels.
+    """
     generator = torch.Generator().manual_seed(100_000 + step * 10_000 + micro * 100 + data_rank)
     if kind.startswith("mlp"):
         x = torch.randn(rows, IN, generator=generator)
@@ -164,11 +179,11 @@ def micro_batch(kind: str, step: int, micro: int, data_rank: int, rows: int = 2)
 
 
 def rows_of_all(kind: str, step: int, micro: int, data_ranks: int) -> dict[str, torch.Tensor]:
-    """What all data ranks read in one forward pass, in rank order: the reference's batch."""
+    """Join the rows that all data ranks read in one forward pass, in rank order, for the reference."""
     parts = [micro_batch(kind, step, micro, rank) for rank in range(data_ranks)]
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
 def cpu_state(model: Any) -> dict[str, torch.Tensor]:
-    """A copy of the state dict."""
+    """Return a copy of the state dict."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""What tests that start processes share: waiting for something to come true, and whether a process still runs."""
+"""Helpers for tests that start processes: wait for a condition, and see if a process still runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], T | None], seconds: float = 20.0, pause: float = 0.005) -> T:
-    """What ``condition`` returns once that is neither None nor False; a ``pause`` between two looks."""
+    """Wait until ``condition`` returns neither None nor False; return its value.
+
+    ``pause`` is the number of seconds between two calls.
+    """
     deadline = time.monotonic() + seconds
     while (value := condition()) is None or value is False:
         assert time.monotonic() < deadline, "waited in vain"
@@ -20,7 +23,7 @@ def until(condition: Callable[[], T | None], seconds: float = 20.0, pause: float
 
 
 def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""A real SLURM over four hosts, for the tests in ``cluster/``: losses, preemption, the time limit, lost ranks and hosts, scancel.
+"""Scenarios for a real SLURM over four hosts, for the tests in ``cluster/``.
 
-Each story asks ``sdp launch --status`` what it says of every end.
+They cover losses, preemption, the time limit, lost ranks and hosts, and scancel. Each scenario checks
+what ``sdp launch --status`` reports.
 """
 
 from __future__ import annotations
@@ -19,17 +20,15 @@ from sdp.tests.support.hosts import LAUNCH, PAUSE, SCRIPTS, SDP, Hosts, is_rank
 from sdp.tests.support.processes import until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
-SECONDS = 240.0  # for what takes some seconds on idle cores
+SECONDS = 240.0  # the limit for something that takes a few seconds on idle cores
 ENDLESS = "training.steps=1000000"
-PATIENT = (
-    "training.step_timeout=600",
-    "training.save_timeout=600",
-)  # for ranks that are stopped for a while, at a step or in a save
-ALONE = ("sdp.groups=1", "sdp.capacity=1.0")  # where it does not matter how many ranks there are
+# For ranks that are stopped for a while, in a step or in a save.
+PATIENT = ("training.step_timeout=600", "training.save_timeout=600")
+ALONE = ("sdp.groups=1", "sdp.capacity=1.0")  # one rank, for scenarios in which the number does not matter
 
 
 class Slurm:
-    """The commands of a user on host-a."""
+    """The commands that a user runs on host-a."""
 
     def __init__(self, hosts: Hosts):
         self.hosts = hosts
@@ -40,7 +39,15 @@ class Slurm:
     def submit(
         self, run: str, *options: str, settings: tuple[str, ...] = (), nodes: int = 1, partition: str = "side"
     ) -> str:
-        """``sdp launch`` for two ranks, or one if ``ALONE``, with dump directory ``run``; the job's id."""
+        """Submit two ranks, or one if ``ALONE``, with ``sdp launch``; return the job's id.
+
+        Args:
+            run: The dump directory.
+            *options: Further options of ``sdp launch``.
+            settings: Values for ``--set``.
+            nodes: The number of nodes.
+            partition: SLURM's partition.
+        """
         ranks = 1 if ALONE[0] in settings else 2
         launch = [
             *LAUNCH,
@@ -63,39 +70,45 @@ class Slurm:
         return self(*SDP, "launch", "--launcher", "slurm", "--status", run).partition(": ")[2]
 
     def status_without_slurm(self, run: str) -> str:
-        """By the run's own files."""
+        """Return the status that the run's own files give, without SLURM's commands."""
         return self(
             "sh", "-c", 'PATH= exec "$@"', "sh", *SDP, "launch", "--launcher", "slurm", "--status", run
         ).partition(": ")[2]
 
     def wait(self, run: str, *states: str) -> str:
-        """The status once it begins with one of ``states``, which last; each look is a process."""
+        """Wait until the status begins with one of ``states``; return the status.
+
+        The states must be lasting ones, because checks are rare: each one starts a process.
+        """
         return until(lambda: now if (now := self.status(run)).startswith(states) else None, SECONDS, 3.0)
 
     def steps(self, run: str, count: int) -> None:
-        """Return when the run has noted that many steps."""
+        """Wait until the run has written that many steps."""
         until(lambda: len(self.hosts.losses(run)) >= count, SECONDS, PAUSE)
 
     def rest(self, run: str, number: signal.Signals = signal.SIGSTOP) -> None:
-        """Stop the run's ranks: it is SLURM that is waited for, and others need the cores. SLURM sends SIGCONT before it ends a job."""
+        """Stop the run's ranks while the test waits for SLURM, because other tests need the cores.
+
+        SLURM sends SIGCONT before it ends a job.
+        """
         for pid in filter(is_rank, self.hosts.processes(run, "abcd")):
             os.kill(pid, number)
 
     def said(self, run: str) -> str:
-        """All that the run's jobs and tasks printed."""
+        """Return everything that the run's jobs and tasks printed."""
         return "\n".join(
             log.read_text(errors="replace") for log in sorted((self.hosts.folder / run / "slurm").glob("*.log"))
         )
 
 
 def what_is_missing() -> list[str]:
-    """Programs of SLURM that are not installed."""
+    """Return the programs of SLURM that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
 @contextlib.contextmanager
 def slurm_over(hosts: Hosts) -> Iterator[Slurm]:
-    """One controller and four nodes, host-a to host-d; gone afterwards."""
+    """Run one controller and four nodes, host-a to host-d, inside the context."""
     hosts.variables["SLURM_CONF"] = str(hosts.folder / "slurm/slurm.conf")
     try:
         made = subprocess.run([SCRIPTS / "slurm_up.sh", hosts.folder], capture_output=True, text=True, timeout=120)
@@ -130,7 +143,7 @@ def a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that
     slurm.steps(run, 2)
     assert slurm.status(run) == slurm.status_without_slurm(run) == "running"
     slurm("sbatch", "--partition", "urgent", "--nodes", "2", "--exclusive", "--output", "/dev/null", "--wrap", "true")
-    # It is back in the queue for some seconds only, which a look may miss.
+    # The job is in the queue for only a few seconds, so its status may never show that.
     resumed = until(lambda: re.search(rf"resumed from {run}/checkpoints/step-(\d+)\n", slurm.said(run)), SECONDS, PAUSE)
     preempted = int(resumed[1])
     assert preempted >= 2
@@ -181,7 +194,7 @@ def a_job_that_is_preempted_and_loses_a_rank_ends_as_if_undisturbed_and_one_that
 
 
 def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, expected: Future[list[float]]) -> None:
-    """SLURM sends the signal by itself; it looks twice a minute."""
+    """SLURM sends the signal itself. It checks the limit twice a minute."""
     job = slurm.submit("limited", "--time", "2", "--signal-seconds", "50", settings=(*ALONE, ENDLESS, *PATIENT))
     slurm.steps("limited", 2)
     slurm.rest("limited")
@@ -189,7 +202,7 @@ def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, e
     until(lambda: f"{job} time-limit-near" in events.read_text(), SECONDS, PAUSE)
     slurm.rest("limited", signal.SIGCONT)
     until(lambda: f"{job} requeued" in events.read_text(), SECONDS, PAUSE)
-    # On a busy machine the limit may be near before the first step: then it is the next life that leaves a checkpoint.
+    # On a busy machine, the limit may be near before the first step. Then the next start saves the checkpoint.
     resumed = until(
         lambda: re.search(r"resumed from limited/checkpoints/step-(\d+)\n", slurm.said("limited")), 2 * SECONDS, PAUSE
     )
@@ -199,8 +212,8 @@ def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, e
 
 
 def jobs_that_do_not_end_well(slurm: Slurm, expected: Future[list[float]]) -> None:
-    """At once, for the limit of time is looked at twice a minute."""
-    # A step that outlasts what SLURM waits for a job that is told to end.
+    """All jobs run at the same time, because SLURM checks the time limit only twice a minute."""
+    # A step that takes longer than SLURM waits for a job to end.
     late = slurm.submit(
         "late",
         "--time",

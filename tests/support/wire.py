@@ -1,4 +1,7 @@
-"""Four ranks in a network namespace of their own: what they count against what the kernel counts. Prints one line of JSON."""
+"""Compares the bytes that four ranks count with those that the kernel counts.
+
+The ranks run in a network namespace of their own. Prints one line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import socket
 import struct
 from pathlib import Path
 
-TRIES = 2  # on a loaded machine TCP sends some segments twice: the lesser count is taken
+TRIES = 2  # on a loaded machine TCP sends some segments twice, so the lower count is used
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 
 
@@ -39,7 +42,10 @@ def settled() -> int:
 
 
 def train(groups: int, stage: int, masking: str, steps: int) -> tuple[int, dict[str, int], int]:
-    """Bytes on the wire of all ranks (as rank 0 sees them), bytes that this rank counted, and the wire's bytes while nothing was sent."""
+    """Train, and return bytes on the wire, bytes that this rank counted, and bytes of a quiet wire.
+
+    The wire's bytes are those of all ranks, as rank 0 sees them.
+    """
     import sdp
     import torch
     from torch import nn
@@ -87,7 +93,10 @@ def train(groups: int, stage: int, masking: str, steps: int) -> tuple[int, dict[
 
 
 def collectives() -> dict[str, float]:
-    """Bytes on the wire of all ranks over those of the formula, for each kind of collective on 4 MiB of float32."""
+    """Measure each kind of collective on 4 MiB of float32.
+
+    Returns the bytes on the wire of all ranks, divided by those of the formula.
+    """
     import torch
     import torch.distributed as dist
     from sdp.engine.distributed.traffic import passes_on, sent_bytes
@@ -114,7 +123,7 @@ def collectives() -> dict[str, float]:
 
 def main() -> None:
     raise_loopback()
-    from sdp.tests.support import wire  # under its own name, by which the ranks know it
+    from sdp.tests.support import wire  # the ranks know this module by its own name, not as __main__
     from sdp.tests.support.ranks import RankPool
 
     pool = RankPool()
