@@ -37,7 +37,6 @@ PRIVATE_NAMES_IN_TESTS = frozenset(
         "engine.backends.deepspeed.private._OF_ENGINE",
         "engine.backends.reference.vectorized._close",
         "engine.tracing.repetition._settings",
-        "tools.gpu_check.check._write",
     }
 )
 
@@ -49,7 +48,7 @@ def sources() -> list[Path]:
     return [path for folder in LEVELS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def tests() -> list[Path]:
+def files_of_tests() -> list[Path]:
     """Return all Python files of the tests."""
     return sorted((ROOT / "tests").rglob("*.py"))
 
@@ -245,7 +244,7 @@ def private_names(path: Path) -> Iterator[str]:
 
 
 def test_tests_use_public_names() -> None:
-    used = {name: path.relative_to(ROOT) for path in tests() for name in private_names(path)}
+    used = {name: path.relative_to(ROOT) for path in files_of_tests() for name in private_names(path)}
     new = [f"{path}: {name}" for name, path in sorted(used.items()) if name not in PRIVATE_NAMES_IN_TESTS]
     assert not new, "test through the public interface, or make these names public:\n" + "\n".join(new)
     gone = sorted(PRIVATE_NAMES_IN_TESTS - set(used))
