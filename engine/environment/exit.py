@@ -1,8 +1,12 @@
-"""The end of a process that used gloo, whose threads may still let go of tensors.
+"""Avoids a crash at interpreter exit in a process that used gloo.
 
-That takes the interpreter's lock, and a thread that asks for it while the interpreter ends aborts the process ("terminate called without
-an active exception"), the work done and written (github.com/pytorch/pytorch/issues/190489, /pull/179291). The command line knows its exit
-code and leaves without ending the interpreter; a script's is not known before the end, so that its threads are given time instead.
+gloo's worker threads may still be releasing tensors. Releasing a tensor needs the GIL. A thread
+that asks for the GIL during finalisation aborts the process ("terminate called without an active
+exception"), although the work is done and written
+(github.com/pytorch/pytorch/issues/190489, /pull/179291).
+
+The command line knows its exit code and leaves without finalising the interpreter. The exit code
+of a user's script is not known before its end, so its threads get time to finish instead.
 """
 
 from __future__ import annotations
@@ -11,13 +15,14 @@ import atexit
 import gc
 import time
 
-_SECONDS = 0.25  # they need microseconds, once they have a core
+# The threads need microseconds once they have a core.
+_SECONDS = 0.25
 
 _watched = False
 
 
 def watch() -> None:
-    """Have this process wait for its threads before its interpreter ends; once, whoever asks."""
+    """Make this process wait for its threads before its interpreter ends. A second call is a no-op."""
     global _watched
     if not _watched:
         _watched = True
@@ -25,11 +30,11 @@ def watch() -> None:
 
 
 def leaves_at_once() -> None:
-    """Of a process that does not end its interpreter: nothing is waited for."""
+    """Declare that this process does not finalise its interpreter, so that it waits for nothing."""
     global _watched
     _watched = True
 
 
 def _let_go() -> None:
-    gc.collect()  # what cycles keep would be let go of later
-    time.sleep(_SECONDS)  # without the interpreter's lock
+    gc.collect()  # otherwise tensors in reference cycles would be released later
+    time.sleep(_SECONDS)  # sleeping releases the GIL
