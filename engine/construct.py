@@ -71,7 +71,8 @@ def _build_reference(
     give_values(model, layout, plan, device, Shard())
     kind = VectorizedBackend if config.sdp.engine == "vectorized" else ReferenceBackend
     backend = kind(model, layout, device, compute_dtype=getattr(torch, config.precision))
-    # The backend copies the blocks, so this comes after it: the copies must not checkpoint their activations.
+    # The backend copies the blocks, so this comes after it: the copies must not checkpoint their
+    # activations.
     checkpoint_activations(model, layout.blocks, config.activation_checkpointing.mode)
     return backend
 
@@ -86,7 +87,8 @@ def build_native(
 ) -> FSDP2Backend:
     """Cut ``model`` in place to this rank's part and shard it with FSDP2.
 
-    A model on the meta device has no values yet. Give it values, then call ``ready()`` on the backend.
+    A model on the meta device has no values yet. Give it values, then call ``ready()`` on the
+    backend.
 
     Args:
         model: the full model, with weights or on the meta device.

@@ -1,4 +1,7 @@
-"""How a backend steps a torch optimizer and accounts for its state. DeepSpeed replaces most of it."""
+"""How a backend steps a torch optimizer and accounts for its state.
+
+DeepSpeed replaces most of it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ from ..sync.consistency import check_holders
 
 
 class TorchOptimizerBackend:
-    """Base of all backends. The optimizer steps on ``parameters``, whose ``.grad`` holds the averages."""
+    """Base of all backends.
+
+    The optimizer steps on ``parameters``, whose ``.grad`` holds the averages.
+    """
 
     layout: Layout
     parameters: dict[str, nn.Parameter]

@@ -24,7 +24,10 @@ from .base import TorchOptimizerBackend
 
 
 class ShardedBackend(TorchOptimizerBackend):
-    """Base of the FSDP2 and DeepSpeed backends. Each rank holds a shard of its group's subnetwork."""
+    """Base of the FSDP2 and DeepSpeed backends.
+
+    Each rank holds a shard of its group's subnetwork.
+    """
 
     layout: Layout
     module: nn.Module
@@ -59,7 +62,8 @@ class ShardedBackend(TorchOptimizerBackend):
     def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """All-reduce a few numbers over all ranks in place. Collective."""
         if self.layout.mesh.world_size == 1:
-            # gloo wakes a thread even for one rank: 0.1 ms if idle, milliseconds on a loaded machine.
+            # gloo wakes a thread even for one rank: 0.1 ms if idle, milliseconds on a loaded
+            # machine.
             return
         self.traffic.record("control", "all_reduce", values.nbytes, self.layout.mesh.world_size)
         dist.all_reduce(values, op=op)

@@ -1,12 +1,12 @@
 """Makes persistent buffers agree between ranks, by the same rule as gradients.
 
-A unit's buffers become the mean over the ranks of its holders. Buffers of the shared part become the
-mean over all ranks.
+A unit's buffers become the mean over the ranks of its holders. Buffers of the shared part become
+the mean over all ranks.
 
-Every rank tracks its own buffers (batch norm's running statistics) while it trains. They are averaged
-only when they are read or saved: in evaluation, the full state and checkpoints. The result equals that
-of averaging after every step, because no step reads them and an update,
-(1 - m) · old + m · batch, is linear in them.
+Every rank tracks its own buffers (batch norm's running statistics) while it trains. They are
+averaged only when they are read or saved: in evaluation, the full state and checkpoints. The result
+equals that of averaging after every step, because no step reads them and an update, (1 - m) · old +
+m · batch, is linear in them.
 
 Two kinds of entries do not count in the mean but receive it: those of ranks that run a unit as a
 frozen copy, and those of neurons that a group lacks. Buffers that are not floating-point (counts of

@@ -1,8 +1,8 @@
 """Evaluates the full model: holders stream units to the ranks that lack them.
 
-A chunk of batches goes through the units together. Every batch of the chunk is computed up to a unit,
-the unit is broadcast once for all of them, and they continue. Memory holds one guest unit (or the
-missing slices of one block) at a time, and the hidden states of the chunk.
+A chunk of batches goes through the units together. Every batch of the chunk is computed up to a
+unit, the unit is broadcast once for all of them, and they continue. Memory holds one guest unit (or
+the missing slices of one block) at a time, and the hidden states of the chunk.
 """
 
 from __future__ import annotations
@@ -211,12 +211,18 @@ def _is_float(value: Any) -> bool:
 
 
 def subnetwork_losses(backend: SubnetworkBackend, batches: Sequence[Any]) -> list[float]:
-    """Token-weighted mean loss of every group's own subnetwork over the batches of its ranks. Collective."""
+    """Token-weighted mean loss of every group's own subnetwork over the batches of its ranks.
+
+    Collective.
+    """
     return _mean_over_ranks(backend, _own_sums(backend, batches))
 
 
 def mean_loss(backend: SubnetworkBackend, batches: Sequence[Any]) -> float:
-    """Token-weighted mean loss over the batches of all ranks, which each run the full model. Collective."""
+    """Token-weighted mean loss over the batches of all ranks, which each run the full model.
+
+    Collective.
+    """
     return _mean_over_ranks(backend, _own_sums(backend, batches).sum(0, keepdim=True))[0]
 
 
@@ -235,7 +241,10 @@ def _own_sums(backend: SubnetworkBackend, batches: Sequence[Any]) -> torch.Tenso
 
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """A context in which ``module`` is in evaluation mode. Afterwards each submodule has its own mode again."""
+    """A context in which ``module`` is in evaluation mode.
+
+    Afterwards each submodule has its own mode again.
+    """
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -44,8 +44,8 @@ def join_parts(backend: SubnetworkBackend, part: torch.Tensor, info: TensorInfo)
 def stream_full_state(backend: SubnetworkBackend) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield every whole parameter and persistent buffer on rank 0, and None elsewhere. Collective.
 
-    The ranks of the first holder gather a parameter inside their group, and the first of them sends it
-    to rank 0. Only one parameter is in memory at a time.
+    The ranks of the first holder gather a parameter inside their group, and the first of them sends
+    it to rank 0. Only one parameter is in memory at a time.
     """
     buffers = dict(backend.module.named_buffers())
     for name, infos in (

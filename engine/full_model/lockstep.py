@@ -1,8 +1,8 @@
 """Runs several forward passes in lockstep.
 
-Each pass stops before a unit, and all continue once every pass has arrived there. This works for any
-model, however its forward is written. Each pass has a thread of its own, but only one thread runs at a
-time, so results do not depend on scheduling.
+Each pass stops before a unit, and all continue once every pass has arrived there. This works for
+any model, however its forward is written. Each pass has a thread of its own, but only one thread
+runs at a time, so results do not depend on scheduling.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class Lockstep(Generic[T]):
         self._aborted = False
 
     def stop(self, unit: str) -> None:
-        """Wait, inside a pass, until all passes have reached ``unit``. A no-op outside of :meth:`run`."""
+        """Wait, inside a pass, until all passes have reached ``unit``.
+
+        A no-op outside of :meth:`run`.
+        """
         current = self._current
         if current is None:
             return

@@ -1,7 +1,7 @@
 """``sdp.branch_scale``: scales what a unit adds to its input.
 
-If k of N groups hold a unit, the unit adds on average k / N of what it adds in the full model. There
-are two ways to make both equal on average:
+If k of N groups hold a unit, the unit adds on average k / N of what it adds in the full model.
+There are two ways to make both equal on average:
 
 - "train" multiplies by N / k wherever a part of the model runs: in training, and when a group's own
   subnetwork is evaluated.

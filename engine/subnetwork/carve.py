@@ -54,11 +54,11 @@ class PassThrough(nn.Module):
     """Replaces a block that is not held: only its skip connection is left.
 
     It returns its input in the structure that the block would return. For that it keeps the block's
-    skeleton on the meta device, which takes no memory and is not part of the module tree. The skeleton
-    also runs the block as a guest when the full model is evaluated.
+    skeleton on the meta device, which takes no memory and is not part of the module tree. The
+    skeleton also runs the block as a guest when the full model is evaluated.
 
-    Attributes are those of the block, including children and parameters. They have shapes and dtypes
-    but no values.
+    Attributes are those of the block, including children and parameters. They have shapes and
+    dtypes but no values.
     """
 
     def __init__(self, name: str, block: nn.Module):
@@ -98,8 +98,8 @@ class PassThrough(nn.Module):
         try:
             output = self._run(self.skeleton, "meta", args, kwargs)
         except Exception as on_meta:
-            # The block reads values, or an operator does not support the meta device. Run it once on
-            # zeros in the host's memory.
+            # The block reads values, or an operator does not support the meta device. Run it once
+            # on zeros in the host's memory.
             block = copy.deepcopy(self.skeleton).to_empty(device="cpu")
             for tensor in (*block.parameters(), *block.buffers()):
                 tensor.detach().zero_()
@@ -174,7 +174,10 @@ def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group:
 
 
 def frozen_view(block: nn.Module) -> nn.Module:
-    """A copy of ``block`` whose frozen parameters share the block's memory. Buffers are the block's own."""
+    """A copy of ``block`` whose frozen parameters share the block's memory.
+
+    Buffers are the block's own.
+    """
     views: dict[int, Any] = {
         id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in block.parameters()
     }

@@ -1,4 +1,7 @@
-"""``training.compile``: compiles the units that a rank holds. Identical units share a compilation."""
+"""``training.compile``: compiles the units that a rank holds.
+
+Identical units share a compilation.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ def compile_units(model: nn.Module, blocks: Collection[str], device: torch.devic
     """
     _require_compiler(device)
     if sliced:
-        # By default, torch stops after 8 graphs and runs further blocks uncompiled. A block needs up
-        # to 3: for training, evaluation and a batch of another size.
+        # By default, torch stops after 8 graphs and runs further blocks uncompiled. A block needs
+        # up to 3: for training, evaluation and a batch of another size.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 3 * len(blocks))
     for name in blocks:
         block = model.get_submodule(name)

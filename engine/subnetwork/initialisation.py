@@ -1,8 +1,8 @@
 """Initialises parameters. The same seed gives the same full model under any layout.
 
-If a model has the hook ``parameter_init``, each parameter is filled in blocks of rows on the CPU. The
-generator of a block is seeded by sha256(seed, canonical name, block). A shard generates only the
-blocks that it overlaps, and holders agree without a broadcast.
+If a model has the hook ``parameter_init``, each parameter is filled in blocks of rows on the CPU.
+The generator of a block is seeded by sha256(seed, canonical name, block). A shard generates only
+the blocks that it overlaps, and holders agree without a broadcast.
 
 Other models run their ``_init_weights`` (Hugging Face) or ``reset_parameters`` (torch), module by
 module, with a generator of the module's own. ``_init_weights`` of the enclosing modules runs too,
@@ -84,9 +84,9 @@ class ModuleInit:
 def plan_initialisation(model: nn.Module, seed: int) -> list[ModuleInit]:
     """One :class:`ModuleInit` for every module of ``model`` with parameters or buffers of its own.
 
-    Call it before the model is sharded, and make the fillers after that. ``model`` may be on the meta
-    device. Full parameters are in memory only as long as a module's fillers. Tied parameters appear
-    once. Raises ModelError if nothing says how a parameter is initialised.
+    Call it before the model is sharded, and make the fillers after that. ``model`` may be on the
+    meta device. Full parameters are in memory only as long as a module's fillers. Tied parameters
+    appear once. Raises ModelError if nothing says how a parameter is initialised.
     """
     rule = get_parameter_init(model)
     skeleton = None if rule is not None else _skeleton(model, {})

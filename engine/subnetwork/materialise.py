@@ -114,7 +114,8 @@ def give_values(
 def _fill(local: torch.Tensor, fill: Filler, info: TensorInfo | None, shard: Shard) -> None:
     """Give ``local`` its elements of the full tensor.
 
-    If it is cut along another dimension than the rows, its rows exist with all columns for a moment.
+    If it is cut along another dimension than the rows, its rows exist with all columns for a
+    moment.
     """
     if info is None:  # a buffer
         fill(local, 0)

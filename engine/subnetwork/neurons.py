@@ -1,12 +1,12 @@
 """Groups of hidden neurons on a rank: layers that have some slices of their parameters.
 
-:func:`slice_layers` replaces the layers of a branch (:class:`~.model_interface.Branch`), which names
-its parameters and the dimension of each along which its neurons lie.
+:func:`slice_layers` replaces the layers of a branch (:class:`~.model_interface.Branch`), which
+names its parameters and the dimension of each along which its neurons lie.
 
 The slices of every layer are in one order: first those that the group holds, then those of which it
-has frozen copies, then guests. All layers of a branch have slices of the same units, so the output of
-one is in the order in which the next expects it. Tensor-parallel ranks each have an equal part of
-every slice.
+has frozen copies, then guests. All layers of a branch have slices of the same units, so the output
+of one is in the order in which the next expects it. Tensor-parallel ranks each have an equal part
+of every slice.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class SlicedConv2d(_Sliced):
 class SlicedBatchNorm(_BatchNorm):
     """A batch norm with some of the channels.
 
-    Running statistics are those of all channels of the full model. Statistics of absent channels do not
-    change.
+    Running statistics are those of all channels of the full model. Statistics of absent channels do
+    not change.
     """
 
     def __init__(self, norm: _BatchNorm, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
@@ -133,8 +133,8 @@ class SlicedBatchNorm(_BatchNorm):
 def slice_layers(model: nn.Module, layout: Layout, group: int, dtype: torch.dtype = torch.float32) -> None:
     """Reduce every sliced layer, in place, to the slices that ``group`` has.
 
-    The group has the slices that it holds and, under backward masking, frozen copies of the others in
-    ``dtype``. Raises ModelError for a layer that cannot be sliced.
+    The group has the slices that it holds and, under backward masking, frozen copies of the others
+    in ``dtype``. Raises ModelError for a layer that cannot be sliced.
     """
     copies = {info.name for info in layout.frozen(group)}
     modules: dict[str, dict[str, Slices]] = {}

@@ -108,9 +108,9 @@ def multiply_slices(x: Tensor, convolution: Settings | None, slices: Slices, wei
 class _Product(torch.autograd.Function):
     """A product with several slices, of which the first ``held`` are trained.
 
-    Forward and backward each join the slices for a moment, so no joined copy is kept in between. One
-    product gives the output and one gives the gradient of ``x``. The weights' gradient is a product
-    over the trained columns only, and only those are saved for backward.
+    Forward and backward each join the slices for a moment, so no joined copy is kept in between.
+    One product gives the output and one gives the gradient of ``x``. The weights' gradient is a
+    product over the trained columns only, and only those are saved for backward.
     """
 
     @staticmethod

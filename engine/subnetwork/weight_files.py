@@ -26,8 +26,8 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 class WeightFiles:
     """The tensors in ``directory``: one safetensors file, or several with an index.
 
-    Nothing is read before :meth:`fill` needs it. Raises ModelError if there are no files or they cannot
-    be read.
+    Nothing is read before :meth:`fill` needs it. Raises ModelError if there are no files or they
+    cannot be read.
     """
 
     def __init__(self, directory: Path):
@@ -61,7 +61,8 @@ class WeightFiles:
         )
 
     def _open(self, file: Path) -> Any:
-        # Opening a FIFO would hang. Symbolic links are allowed: Hugging Face's cache consists of them.
+        # Opening a FIFO would hang. Symbolic links are allowed: Hugging Face's cache consists of
+        # them.
         if file.exists() and not file.is_file():
             raise ModelError(f"{file}: is not a regular file; download or export the model again")
         try:

@@ -43,7 +43,8 @@ def lives(
 ) -> Iterator[dict[str, Future[str]]]:
     """Disturbed runs under the launchers that the session tests, two at a time.
 
-    They run during other tests, because they mostly wait for timeouts. Each has its own host for rank 1.
+    They run during other tests, because they mostly wait for timeouts. Each has its own host for
+    rank 1.
     """
     wanted = asked_for(request, "torn")
     with ThreadPoolExecutor(2) as pool:

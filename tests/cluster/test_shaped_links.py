@@ -98,7 +98,8 @@ def test_links_are_as_slow_as_asked(tmp_path: Path) -> None:
     assert [slow["bytes_per_second"], fast["bytes_per_second"]] == [6.25e6, 25e6]
     for race in (slow, fast):
         for row in race["methods"].values():
-            # No method is faster than the link, except for the burst that the token bucket lets through.
+            # No method is faster than the link, except for the burst that the token bucket lets
+            # through.
             assert row["seconds"]["median"] > 0.8 * (row["sent_bytes"] - 200_000) / race["bytes_per_second"]
     # The test does not check speed, because the machine may be busy.
     assert slow["methods"]["sdp-block-forward-0.5"]["sent_bytes"] < 0.6 * slow["methods"]["ddp"]["sent_bytes"]

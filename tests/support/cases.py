@@ -58,13 +58,14 @@ class Case:
 
     def config(self, engine: str = "fsdp2", **sections: Any) -> dict[str, Any]:
         """Return the configuration as a user writes it."""
-        # Larger rates, or a smaller eps, amplify round-off: one unit in the last place of the weights
-        # becomes 1e-4.
+        # Larger rates, or a smaller eps, amplify round-off: one unit in the last place of the
+        # weights becomes 1e-4.
         peak = {"sgd": 0.3 if self.model.startswith("mlp") else 0.15, "momentum": 0.1, "adamw": 0.03}[self.optimizer]
         optimizers = {
             "sgd": {"type": "SGD", "params": {"lr": 0.1}},
             "momentum": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-            # The eps is large, because Adam would turn round-off of a near-zero gradient into full steps.
+            # The eps is large, because Adam would turn round-off of a near-zero gradient into full
+            # steps.
             "adamw": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-2}},
         }
         # With one group DeepSpeed makes the optimizer, and without this setting it compiles AdamW.
@@ -133,7 +134,10 @@ class Case:
 
 
 def zero_of(stage: int) -> dict[str, Any]:
-    """Return DeepSpeed's section. By default, ZeRO 3 would keep all parameters of a small model whole."""
+    """Return DeepSpeed's section.
+
+    By default, ZeRO 3 would keep all parameters of a small model whole.
+    """
     return {"stage": 3, "stage3_param_persistence_threshold": 0} if stage == 3 else {"stage": stage}
 
 
@@ -175,7 +179,10 @@ def engine_of(case: Case, engine: str = "fsdp2", **sections: Any) -> Any:
 
 
 def data_rank_of(case: Case) -> int:
-    """Return this process's data rank. Tensor-parallel ranks are neighbours and read the same rows."""
+    """Return this process's data rank.
+
+    Tensor-parallel ranks are neighbours and read the same rows.
+    """
     return dist.get_rank() // case.tp
 
 
@@ -212,7 +219,10 @@ def full_gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def whole(engine: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the full tensor of a shard that is cut like the parameter ``name``. Collective inside the group."""
+    """Gather the full tensor of a shard that is cut like the parameter ``name``.
+
+    Collective inside the group.
+    """
     part = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
     info = engine.layout.parameters[name]
     if info.tp_dim is None:
@@ -298,7 +308,8 @@ def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
         )
         update, our_update = after - theirs.before[name], ours[0].after[name] - ours[0].before[name]
         step = update.abs().max().item()
-        # In either run, each step rounds the weight to float32 once, by half a unit in the last place.
+        # In either run, each step rounds the weight to float32 once, by half a unit in the last
+        # place.
         tolerance = RELATIVE * step + case.steps * EPSILON * largest
         assert tolerance < 1e-2 * step, f"{name}: the update is too small to show a wrong scale"
         deviation = (our_update - update).abs().max().item()

@@ -151,7 +151,8 @@ class Life:
         self.reach(started, "lost", reached or (lambda: self.steps > before + 1))
         self.hosts.plug(self.host, "down")
         try:
-            # A rank notices after 8 seconds, ssh or mpirun after 30. Processes on the lost host end themselves.
+            # A rank notices after 8 seconds, ssh or mpirun after 30. Processes on the lost host end
+            # themselves.
             assert self.check_end(started, "lost", SECONDS) not in (0, 2), self.said("lost")
         finally:
             self.hosts.plug(self.host, "up")
@@ -178,9 +179,9 @@ class Life:
 def live(life: Life, expected: Future[list[float]]) -> str:
     """Disturb a run, resume it after each disturbance, and return the output about the lost host.
 
-    The run is stopped by a signal and loses a host; under Open MPI it also loses a rank. torchrun leaves
-    signals to its ranks. :func:`meet_the_rest` has the other disturbances, because every start keeps all
-    cores busy for seconds.
+    The run is stopped by a signal and loses a host; under Open MPI it also loses a rank. torchrun
+    leaves signals to its ranks. :func:`meet_the_rest` has the other disturbances, because every
+    start keeps all cores busy for seconds.
     """
     if life.launcher != ["torchrun"]:
         life.is_stopped_by(_FIRST_SIGNAL.get(life.launcher[0], signal.SIGTERM), [])

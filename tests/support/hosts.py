@@ -44,7 +44,10 @@ PAUSE = 0.25  # seconds between two checks of something that takes seconds; the 
 
 
 class Hosts:
-    """host-a to host-l. ``folder`` holds their keys and is the working directory of all commands."""
+    """host-a to host-l.
+
+    ``folder`` holds their keys and is the working directory of all commands.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -53,7 +56,10 @@ class Hosts:
         )
 
     def start(self, *command: str, log: str, host: str = "a") -> subprocess.Popen[str]:
-        """Start a command on a host in the runs' folder. Its output goes to the file ``log`` there."""
+        """Start a command on a host in the runs' folder.
+
+        Its output goes to the file ``log`` there.
+        """
         with (self.folder / log).open("w") as output:
             words = [SCRIPTS / "on.sh", self.folder, host, *command]
             return subprocess.Popen(
@@ -144,7 +150,10 @@ def what_installs(launcher: str) -> str | None:
 
 
 def finish(process: subprocess.Popen[str], seconds: float) -> int:
-    """Return the exit code. If the process does not end in time, kill it and raise TimeoutExpired."""
+    """Return the exit code.
+
+    If the process does not end in time, kill it and raise TimeoutExpired.
+    """
     try:
         return process.wait(seconds)
     finally:

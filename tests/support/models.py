@@ -1,4 +1,7 @@
-"""Models and batches for the engine's tests. Sizes are small and awkward: shards are uneven or empty."""
+"""Models and batches for the engine's tests.
+
+Sizes are small and awkward: shards are uneven or empty.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,10 @@ def wide_llama(*, tied: bool, device: str = "meta") -> nn.Module:
 
 
 def resnet(device: str = "meta") -> nn.Module:
-    """Build a thin ResNet-18. Its last stage sees 3 × 3 pixels. Two shards of 5 classes have 3 and 2."""
+    """Build a thin ResNet-18.
+
+    Its last stage sees 3 × 3 pixels. Two shards of 5 classes have 3 and 2.
+    """
     from sdp.models.resnet import ResNet, ResNetConfig
 
     with torch.device(device):
@@ -107,7 +113,8 @@ def resnet(device: str = "meta") -> nn.Module:
 def swin(device: str = "meta") -> nn.Module:
     """Build a Swin of two stages.
 
-    Its 12 × 12 and 6 × 6 patches do not fill their windows. Four shards of 6 rows have 2, 2, 2 and 0 rows.
+    Its 12 × 12 and 6 × 6 patches do not fill their windows. Four shards of 6 rows have 2, 2, 2 and
+    0 rows.
     """
     from sdp.models.swin import Swin, SwinConfig
 

@@ -1,7 +1,7 @@
 """Scenarios for a real SLURM over four hosts, for the tests in ``cluster/``.
 
-They cover losses, preemption, the time limit, lost ranks and hosts, and scancel. Each scenario checks
-what ``sdp launch --status`` reports.
+They cover losses, preemption, the time limit, lost ranks and hosts, and scancel. Each scenario
+checks what ``sdp launch --status`` reports.
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ def a_job_near_its_time_limit_goes_back_to_the_queue_and_resumes(slurm: Slurm, e
     until(lambda: f"{job} time-limit-near" in events.read_text(), SECONDS, PAUSE)
     slurm.rest("limited", signal.SIGCONT)
     until(lambda: f"{job} requeued" in events.read_text(), SECONDS, PAUSE)
-    # On a busy machine, the limit may be near before the first step. Then the next start saves the checkpoint.
+    # On a busy machine, the limit may be near before the first step. Then the next start saves the
+    # checkpoint.
     resumed = until(
         lambda: re.search(r"resumed from limited/checkpoints/step-(\d+)\n", slurm.said("limited")), 2 * SECONDS, PAUSE
     )

@@ -1,8 +1,8 @@
 """The DeepSpeed backend: a DeepSpeed engine per group with ZeRO 0 to 3, and averages between groups.
 
 DeepSpeed does the reductions inside a group, the optimizer step and its gathers. Between reductions
-and step, at the accumulation boundary, this backend averages among holders, computes the global norm
-and clips. With one group nothing is installed: DeepSpeed runs unchanged.
+and step, at the accumulation boundary, this backend averages among holders, computes the global
+norm and clips. With one group nothing is installed: DeepSpeed runs unchanged.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         self.options = [bundle.options for bundle in self.bundles]
         self.options_count = 1 + max(bundle.options for bundle in bundles)
         self._install(bundles)
-        # A refresh sends what is in memory. Under ZeRO 3 these are partitions, which align between groups
-        # of equal size.
+        # A refresh sends what is in memory. Under ZeRO 3 these are partitions, which align between
+        # groups of equal size.
         local: Mapping[str, torch.Tensor] = (
             {name: local_part(p) for name, p in everything.items()} if stage == 3 else everything
         )
@@ -101,7 +101,8 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         if not self.installed:
             return
         if self.zero is None:
-            # Gradients are whole. They are reduced as they become ready, inside and between groups at once.
+            # Gradients are whole. They are reduced as they become ready, inside and between groups
+            # at once.
             self.deepspeed.enable_backward_allreduce = False
             for parameter in self.parameters.values():
                 if parameter.requires_grad:
@@ -171,7 +172,8 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, multiplied by the loss scale where DeepSpeed does not do it.
 
-        DeepSpeed's step divides by the scale at every stage, but its backward multiplies only under ZeRO.
+        DeepSpeed's step divides by the scale at every stage, but its backward multiplies only under
+        ZeRO.
         """
         if self.compute_dtype != torch.float16:
             return loss
@@ -257,7 +259,8 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         with self._evaluating():
             if self.layout.keeps_frozen or not self.installed:
                 return mean_loss(self._view(), batches)
-            # ZeRO 3 tracks the order of modules of one pass at a time, so batches cannot take turns.
+            # ZeRO 3 tracks the order of modules of one pass at a time, so batches cannot take
+            # turns.
             return StreamedEvaluation(self._view(), chunk=1 if self.stage == 3 else None).run(batches)
 
     @contextmanager

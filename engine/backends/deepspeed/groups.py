@@ -1,6 +1,7 @@
 """The process groups of one rank under DeepSpeed.
 
-There is one for the SDP group, which DeepSpeed sees as its world, and there are those between groups.
+There is one for the SDP group, which DeepSpeed sees as its world, and there are those between
+groups.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class GroupsOfRanks:
         self.mpu: GroupAsWorld | None = None
         self.between: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.inside: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-        # How frozen copies are sent between groups of unequal size, by parameter name and source group.
+        # How frozen copies are sent between groups of unequal size, by parameter name and source
+        # group.
         self.routes: dict[tuple[str, int], list[Route]] = {}
         if mesh.sdp == 1:
             return
@@ -51,8 +53,8 @@ class GroupsOfRanks:
 class GroupAsWorld:
     """The ``mpu`` object for DeepSpeed.
 
-    Data parallelism covers one SDP group. Model parallelism covers this rank only, so that sums over
-    it change nothing.
+    Data parallelism covers one SDP group. Model parallelism covers this rank only, so that sums
+    over it change nothing.
     """
 
     def __init__(self, data: dist.ProcessGroup, alone: dist.ProcessGroup):

@@ -40,8 +40,8 @@ class LossScale:
     def raised_afterwards(self) -> Iterator[None]:
         """Delay the increase of the loss scale until after a DeepSpeed step inside the context.
 
-        DeepSpeed would raise the scale before it divides by it. The gradients were multiplied by the
-        lower scale, so that step would be half as long.
+        DeepSpeed would raise the scale before it divides by it. The gradients were multiplied by
+        the lower scale, so that step would be half as long.
         """
         optimizer, outcomes = self._optimizer, []
         if self._minimum is None:
@@ -162,8 +162,8 @@ class ZeroState:
     def on_reduced(self, call: Callable[[torch.Tensor, torch.Tensor | None], None]) -> None:
         """Under ZeRO 3, call ``call`` for each parameter whose gradient was reduced.
 
-        ``call`` also gets this rank's part of the gradient, or None if the part is only padding. On CUDA
-        it runs on DeepSpeed's reduction stream.
+        ``call`` also gets this rank's part of the gradient, or None if the part is only padding. On
+        CUDA it runs on DeepSpeed's reduction stream.
         """
         optimizer = self._optimizer
         partition_grads = optimizer.partition_grads

@@ -27,7 +27,10 @@ def untrained_part(backend: HeldByDeepSpeed, name: str) -> list[tuple[int, torch
 
 
 class _WholeParameters(Mapping[str, nn.Parameter]):
-    """Whole float32 parameters, by name. A lookup gathers inside the group, so all its ranks must do it."""
+    """Whole float32 parameters, by name.
+
+    A lookup gathers inside the group, so all its ranks must do it.
+    """
 
     def __init__(self, backend: HeldByDeepSpeed):
         self._backend = backend

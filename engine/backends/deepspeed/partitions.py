@@ -1,9 +1,9 @@
 """Where ZeRO puts a unit's elements, and how holders average their shards.
 
 Each of DeepSpeed's parameter groups is a *bundle*: the parameters of one unit. ZeRO 1 and 2 join a
-bundle's parameters end to end and partition the result. ZeRO 3 partitions every parameter by itself.
-Either way, a rank has intervals of the bundle. If groups of different sizes hold a unit, the intervals
-are cut further, until each piece is on exactly one rank of every holder.
+bundle's parameters end to end and partition the result. ZeRO 3 partitions every parameter by
+itself. Either way, a rank has intervals of the bundle. If groups of different sizes hold a unit,
+the intervals are cut further, until each piece is on exactly one rank of every holder.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ def partition_numel(bundle: Bundle, stage: int, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Shared:
-    """A stretch that one rank of every holder has. It begins at ``at`` in each rank's flat partition."""
+    """A stretch that one rank of every holder has.
+
+    It begins at ``at`` in each rank's flat partition.
+    """
 
     ranks: tuple[int, ...]
     at: tuple[int, ...]
@@ -250,8 +253,8 @@ class ShardSync:
 class EarlyLaunch:
     """Launches averages while backward still runs (ZeRO 3).
 
-    A bundle is ready once its last partition is reduced inside the group. All ranks launch in the same
-    order, so a ready bundle waits for those before it.
+    A bundle is ready once its last partition is reduced inside the group. All ranks launch in the
+    same order, so a ready bundle waits for those before it.
     """
 
     def __init__(

@@ -45,8 +45,8 @@ _NAMES = {
     "deepspeed.runtime.zero.stage3": ("assert_ints_same_as_other_ranks",),
     "deepspeed.utils.zero_to_fp32": ("get_fp32_state_dict_from_zero_checkpoint",),
 }
-# Attributes of DeepSpeed's optimizer, by ZeRO stage. At stage 0 the optimizer is torch's own, except
-# in half precision.
+# Attributes of DeepSpeed's optimizer, by ZeRO stage. At stage 0 the optimizer is torch's own,
+# except in half precision.
 _COPIES = "fp16_groups fp32_groups overflow_checker loss_scale_config _update_scale"
 _FLAT = """
     averaged_gradients all_grad_tensors micro_step_id reset_cpu_buffers single_partition_of_fp32_groups bit16_groups partition_size
@@ -85,8 +85,8 @@ def load() -> Any:
             deepspeed.__version__,
             ", ".join(TESTED),
         )
-    # Otherwise DeepSpeed compiles C++ at start, for minutes. It is a collective in shared memory, which
-    # gloo replaces.
+    # Otherwise DeepSpeed compiles C++ at start, for minutes. It is a collective in shared memory,
+    # which gloo replaces.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -141,8 +141,8 @@ def forget_process_groups() -> None:
     """Drop what an earlier DeepSpeed engine left in this process.
 
     Its process groups may be destroyed or belong to another layout. ZeRO 3 also replaces torch's
-    ``linear``, which changes the order in which gradients become ready. If only some ranks of a group
-    had such an engine before, the ranks would reduce different parameters together.
+    ``linear``, which changes the order in which gradients become ready. If only some ranks of a
+    group had such an engine before, the ranks would reduce different parameters together.
     """
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     comm.cdb = None
@@ -157,7 +157,8 @@ def forget_process_groups() -> None:
 def let_groups_differ() -> None:
     """Switch off ZeRO 3's comparison of parameters with those of rank 0 of the world.
 
-    Rank 0 may be in another group, which has other modules. Inside a group, all ranks have the same.
+    Rank 0 may be in another group, which has other modules. Inside a group, all ranks have the
+    same.
     """
     for module in ("partitioned_param_coordinator", "partition_parameters", "stage3"):
         found: Any = importlib.import_module(f"deepspeed.runtime.zero.{module}")

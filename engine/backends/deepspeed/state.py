@@ -26,7 +26,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...], int]
 def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
     """Split a range of a tensor's elements, in memory order, into boxes.
 
-    The range is [start, start + length) of a tensor of ``shape``. A box is (offsets, sizes, elements).
+    The range is [start, start + length) of a tensor of ``shape``. A box is (offsets, sizes,
+    elements).
     """
     if len(shape) <= 1:
         yield ((start,) if shape else ()), ((length,) if shape else ()), length
@@ -59,7 +60,10 @@ def part_of(info: TensorInfo, start: int, flat: torch.Tensor) -> Part:
 
 
 class DeepSpeedState(SavedState):
-    """The tensors that a rank saves and loads under ZeRO 1 to 3. At stage 0, parameters are whole."""
+    """The tensors that a rank saves and loads under ZeRO 1 to 3.
+
+    At stage 0, parameters are whole.
+    """
 
     _backend: HeldByDeepSpeed
 
@@ -101,8 +105,8 @@ class DeepSpeedState(SavedState):
     def _saves(self, info: TensorInfo) -> bool:
         """Whether this group writes its part.
 
-        Holders of equal size have the same pieces, which are written once. Pieces of holders of unequal
-        size would overlap, so only the first holder writes.
+        Holders of equal size have the same pieces, which are written once. Pieces of holders of
+        unequal size would overlap, so only the first holder writes.
         """
         return not self._backend.layout.mesh.sizes or self._backend.at.sdp == info.holders[0]
 

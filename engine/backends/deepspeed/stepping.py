@@ -19,7 +19,10 @@ from .state import DeepSpeedState, check_holders, materialise_state, measured_by
 
 
 class SteppedByDeepSpeed(HeldByDeepSpeed):
-    """Clips between groups, then lets DeepSpeed step. With one group the whole step is DeepSpeed's."""
+    """Clips between groups, then lets DeepSpeed step.
+
+    With one group the whole step is DeepSpeed's.
+    """
 
     @property
     def basic_optimizer(self) -> Optimizer:
@@ -42,8 +45,8 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
         skipped = self.deepspeed.skipped_steps
         self.deepspeed.step()
         own = self.deepspeed.get_global_grad_norm()
-        # In float16, DeepSpeed's norm at stage 0 is that of scaled gradients. At stage 3 it uses the
-        # scale of the next step.
+        # In float16, DeepSpeed's norm at stage 0 is that of scaled gradients. At stage 3 it uses
+        # the scale of the next step.
         if own is not None and self.compute_dtype != torch.float16:
             norm = float(own)
         return Update(norm, self.deepspeed.skipped_steps > skipped)

@@ -87,8 +87,8 @@ def _latest(directory: Path) -> str | None:
 def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
     """Read float32 weights and buffers of a dense model, by name, with DeepSpeed's ``zero_to_fp32``.
 
-    What DeepSpeed prints is dropped. Raises CheckpointError if the checkpoint is damaged, or if it holds
-    anything but tensors and DeepSpeed's own records.
+    What DeepSpeed prints is dropped. Raises CheckpointError if the checkpoint is damaged, or if it
+    holds anything but tensors and DeepSpeed's own records.
     """
     for file in (directory / (_latest(directory) or "")).glob("*"):
         if not (file.is_file() or file.is_dir()):  # opening a FIFO would hang
@@ -121,19 +121,22 @@ _FILE_BYTES = 2**30
 def converted(directory: Path, ranks: Ranks) -> WeightFiles:
     """Convert a DeepSpeed checkpoint of a dense model and open the result. Collective.
 
-    One rank of each host writes the weights to a temporary folder (4 bytes per parameter). The files are
-    removed when all ranks have opened them, and their space is freed when they are closed.
+    One rank of each host writes the weights to a temporary folder (4 bytes per parameter). The
+    files are removed when all ranks have opened them, and their space is freed when they are
+    closed.
 
     Raises:
         CheckpointError: The conversion failed on any rank. It is raised on every rank.
     """
     with contextlib.ExitStack() as undo:
-        # Every rank makes a folder. Ranks on one host see each other's, while names of hosts may be equal.
+        # Every rank makes a folder. Ranks on one host see each other's, while names of hosts may be
+        # equal.
         scratch = tempfile.TemporaryDirectory
         own = _together(
             directory, ranks, lambda: undo.enter_context(scratch(prefix="sdp-weights-", ignore_cleanup_errors=True))
         )
-        # Hosts may share a temporary folder. If one of them removed the files, the others would lose them.
+        # Hosts may share a temporary folder. If one of them removed the files, the others would
+        # lose them.
         places: list[tuple[str, str]] = ranks.gather((own, machine := machine_id()))
         first = next(rank for rank, (folder, other) in enumerate(places) if other == machine and os.path.isdir(folder))  # noqa: PTH112
         converts = ranks.rank in ranks.gather(first)
@@ -157,7 +160,10 @@ def _together(directory: Path, ranks: Ranks, action: Callable[[], T]) -> T:
 
 
 def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write safetensors files and an index. Each file's tensors are in memory twice for a moment."""
+    """Write safetensors files and an index.
+
+    Each file's tensors are in memory twice for a moment.
+    """
     where: dict[str, str] = {}
     while tensors:
         part: dict[str, torch.Tensor] = {}

@@ -34,8 +34,8 @@ from .collectives import CountingAllGather, CountingReduceScatter, drop_unreduce
 class FSDP2Backend(ShardedBackend):
     """One rank's subnetwork.
 
-    The model must already be cut to this rank's part. It may be on the meta device. Call :meth:`ready`
-    after the parameters got their values; frozen copies get theirs in that call.
+    The model must already be cut to this rank's part. It may be on the meta device. Call
+    :meth:`ready` after the parameters got their values; frozen copies get theirs in that call.
     """
 
     def __init__(
@@ -57,10 +57,12 @@ class FSDP2Backend(ShardedBackend):
         self.stage, self.compute_dtype = stage, compute_dtype
         self.traffic, self.tensor_ranks, self._scale = traffic, tensor_ranks, scale
         self.clock: Callable[[], float] = time.perf_counter
-        # One shard in float32 does not need FSDP2. Plain parameters avoid a second copy of the weights.
+        # One shard in float32 does not need FSDP2. Plain parameters avoid a second copy of the
+        # weights.
         self.shards = layout.mesh.shards(stage)
-        # Stages 1 and 2 keep parameters whole between forward and backward. With one shard, resharding
-        # after forward frees the copy in compute precision, which would otherwise live until the step.
+        # Stages 1 and 2 keep parameters whole between forward and backward. With one shard,
+        # resharding after forward frees the copy in compute precision, which would otherwise live
+        # until the step.
         self._reshards = stage == 3 or self.shards == 1
         self.uses_fsdp = self.shards > 1 or compute_dtype != torch.float32
         self.communicators = Communicators.build(
@@ -161,8 +163,8 @@ class FSDP2Backend(ShardedBackend):
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
         if isinstance(self.module, FSDPModule):
-            # Inside the group, stage 1 reduces gradients once, at the boundary. Stages 2 and 3 reduce
-            # them in every micro-batch. Stages 1 and 2 gather parameters once per step.
+            # Inside the group, stage 1 reduces gradients once, at the boundary. Stages 2 and 3
+            # reduce them in every micro-batch. Stages 1 and 2 gather parameters once per step.
             self.module.set_requires_gradient_sync(boundary or self.stage >= 2)
             self.module.set_reshard_after_backward(boundary or self._reshards)
             self.module.set_is_last_backward(boundary)
@@ -201,8 +203,8 @@ class FSDP2Backend(ShardedBackend):
     def gather_root(self) -> None:
         """Make the root module's own parameters whole; a no-op if they are whole.
 
-        FSDP2 takes the end of one pass for the end of forward and shards these parameters again, while
-        other passes still need them.
+        FSDP2 takes the end of one pass for the end of forward and shards these parameters again,
+        while other passes still need them.
         """
         if isinstance(self.module, FSDPModule):
             self.module.unshard()

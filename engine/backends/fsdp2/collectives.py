@@ -47,8 +47,8 @@ class CountingReduceScatter(DefaultReduceScatter):
 def gather_stream(module: nn.Module) -> torch.Stream | None:
     """The CUDA stream on which FSDP2 reads the module's shards in forward.
 
-    The stream runs ahead of the current stream and does not wait for it. None without CUDA, and before
-    the first forward pass.
+    The stream runs ahead of the current stream and does not wait for it. None without CUDA, and
+    before the first forward pass.
     """
     if not isinstance(module, FSDPModule) or not torch.cuda.is_available():
         return None

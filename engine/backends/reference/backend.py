@@ -32,7 +32,10 @@ from ..base import TorchOptimizerBackend
 
 
 class ReferenceBackend(TorchOptimizerBackend):
-    """Runs all workers of the layout in turn. A batch holds the rows of all data ranks, in rank order."""
+    """Runs all workers of the layout in turn.
+
+    A batch holds the rows of all data ranks, in rank order.
+    """
 
     def __init__(
         self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32
@@ -78,8 +81,9 @@ class ReferenceBackend(TorchOptimizerBackend):
     def _held_indices(self, group: int | None) -> dict[str, torch.Tensor]:
         """Per sliced parameter, the multipliers that ``group`` applies, broadcastable to the parameter.
 
-        A multiplier is 0 for slices that the group does not hold. It is the unit's branch-scale factor
-        for slices that feed a branch's sum, and 1 for all others. ``group=None`` means the full model.
+        A multiplier is 0 for slices that the group does not hold. It is the unit's branch-scale
+        factor for slices that feed a branch's sum, and 1 for all others. ``group=None`` means the
+        full model.
         """
         held: dict[str, torch.Tensor] = {}
         for unit, holders in zip(self.layout.units, self.layout.placement.holders, strict=True):
@@ -94,8 +98,8 @@ class ReferenceBackend(TorchOptimizerBackend):
     def _count_workers(self) -> dict[str, Any]:
         """The number of workers that hold each parameter.
 
-        For a sliced parameter, this is a tensor that broadcasts to the parameter, because each slice has
-        holders of its own.
+        For a sliced parameter, this is a tensor that broadcasts to the parameter, because each
+        slice has holders of its own.
         """
         ranks_of = self.layout.mesh.data_ranks_of
         workers: dict[str, Any] = {name: ranks_of(info.holders) for name, info in self.layout.parameters.items()}
@@ -142,7 +146,10 @@ class ReferenceBackend(TorchOptimizerBackend):
     def _run(
         self, call: Callable[[nn.Module, Any], Any], batch: Any, held: Mapping[str, torch.Tensor] | None = None
     ) -> Any:
-        """``call`` with the module in compute precision. Slices that are not ``held`` are zero or not trained."""
+        """``call`` with the module in compute precision.
+
+        Slices that are not ``held`` are zero or not trained.
+        """
         values = {}
         if self._compute_dtype != torch.float32:
             values = _cast_parameters(self.module, self._compute_dtype)
@@ -179,7 +186,8 @@ class ReferenceBackend(TorchOptimizerBackend):
         return merge_outputs(outputs)
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
-        # ``loss`` is the mean over the workers. A unit's gradient is the mean over its holders' workers.
+        # ``loss`` is the mean over the workers. A unit's gradient is the mean over its holders'
+        # workers.
         scaled = loss * self.layout.mesh.data_ranks
         if self._averaged:  # a second pass before the step adds to these gradients, so make them sums again
             self._scale_gradients(lambda workers: workers)
