@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.environment.launchers import ERROR_FILE, PARENT_PID, PLACE_FILE
+from ..engine.environment.launchers import ERROR_FILE, PARENT_PID, WHEREABOUTS_FILE
 from ..engine.errors import LaunchError
 from .heartbeat import Whereabouts
 from .supervision import FatalError
@@ -28,7 +28,7 @@ class RankProcess:
     log: Path
     log_start: int
     error_file: Path
-    place_file: Path
+    whereabouts_file: Path
 
     @classmethod
     def start(
@@ -47,13 +47,13 @@ class RankProcess:
             LaunchError: the process cannot be started, or its log cannot be written.
         """
         log, error_file = log_dir / f"rank-{rank}.log", log_dir / f"rank-{rank}.{os.getpid()}.error"
-        place_file = error_file.with_suffix(".place")
+        whereabouts_file = error_file.with_suffix(".place")
         environ |= {PARENT_PID: str(os.getpid())}
-        environ |= {ERROR_FILE: str(error_file.absolute()), PLACE_FILE: str(place_file.absolute())}
+        environ |= {ERROR_FILE: str(error_file.absolute()), WHEREABOUTS_FILE: str(whereabouts_file.absolute())}
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
             error_file.unlink(missing_ok=True)
-            place_file.unlink(missing_ok=True)
+            whereabouts_file.unlink(missing_ok=True)
             with log.open("ab") as output:
                 process = subprocess.Popen(
                     command,
@@ -64,7 +64,7 @@ class RankProcess:
                     process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
                     pass_fds=pass_fds,
                 )
-                return cls(rank, process, log, output.tell(), error_file, place_file)
+                return cls(rank, process, log, output.tell(), error_file, whereabouts_file)
         except OSError as error:
             raise LaunchError(f"rank {rank} cannot be started with its log in {log_dir}: {error}") from None
 
@@ -92,7 +92,7 @@ class RankProcess:
     @property
     def whereabouts(self) -> Whereabouts | None:
         """Where in the run it said that it is."""
-        return Whereabouts.read(self.place_file)
+        return Whereabouts.read(self.whereabouts_file)
 
     def is_stopped(self) -> bool:
         """Whether the process exists but does not run (SIGSTOP, a debugger)."""
@@ -109,7 +109,7 @@ class RankProcess:
 
     def forget(self) -> None:
         """Remove the files through which it talked to the launcher."""
-        for path in (self.error_file, self.place_file):
+        for path in (self.error_file, self.whereabouts_file):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..errors import LaunchError
 from .hostlist import expand_counts, expand_hosts
-from .launchers import ERROR_FILE, LAUNCHERS, LISTENING_SOCKET, PARENT_PID, PLACE_FILE, Launcher
+from .launchers import ERROR_FILE, LAUNCHERS, LISTENING_SOCKET, PARENT_PID, WHEREABOUTS_FILE, Launcher
 
 LOOPBACK = "127.0.0.1"
 # torch's own default, for MPI starts on one host that tell nothing a port could be derived from.
@@ -163,9 +163,9 @@ def supervision() -> Supervision | None:
     return Supervision(int(parent), Path(error_file) if error_file else None) if parent.isdigit() else None
 
 
-def place_file() -> Path | None:
-    """Where the launcher above this process looks for what this rank is doing, or None."""
-    path = os.environ.get(PLACE_FILE, "")
+def whereabouts_file() -> Path | None:
+    """The file in which this rank writes its whereabouts for the launcher that started it, or None."""
+    path = os.environ.get(WHEREABOUTS_FILE, "")
     return Path(path) if path else None
 
 

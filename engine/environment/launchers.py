@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 PARENT_PID = "SDP_PARENT_PID"
 ERROR_FILE = "SDP_ERROR_FILE"
-PLACE_FILE = "SDP_PLACE_FILE"
+WHEREABOUTS_FILE = "SDP_PLACE_FILE"
 LISTENING_SOCKET = "SDP_LISTENING_SOCKET"  # a file descriptor that rank 0 inherits
 
 # Step ids from here on are SLURM's own: batch script 0xfffffffb, interactive step 0xfffffffa.

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...engine.environment.child import child_environment
-from ...engine.environment.detect import PARENT_PID, PLACE_FILE
+from ...engine.environment.detect import PARENT_PID, WHEREABOUTS_FILE
 from ...engine.errors import LaunchError
 from ..heartbeat import Whereabouts
 from ..own_command import own_command, search_path
@@ -41,15 +41,15 @@ def run_witnessed(
     """
     with tempfile.TemporaryFile() as file:  # without a name that a process which is killed could leave behind
         os.set_inheritable(file.fileno(), True)
-        place_file = Path(f"/dev/fd/{file.fileno()}")
-        told = {PARENT_PID: str(os.getpid()), PLACE_FILE: str(place_file)}
+        whereabouts_file = Path(f"/dev/fd/{file.fileno()}")
+        told = {PARENT_PID: str(os.getpid()), WHEREABOUTS_FILE: str(whereabouts_file)}
         passed_on: list[int] = []
         code = _run(
             [*(command or own_command()), *argv],
             child_environment({**search_path(), **settings, **told}, {}),
             passed_on,
         )
-        whereabouts = Whereabouts.read(place_file)
+        whereabouts = Whereabouts.read(whereabouts_file)
     if code >= 0:
         return code
     if -code not in passed_on:

@@ -19,7 +19,7 @@ from ...engine.distributed.hosts import machine_id, split_tensor_group, told_apa
 from ...engine.distributed.join import join
 from ...engine.distributed.mesh import mesh_of
 from ...engine.engine import SDPEngine
-from ...engine.environment.detect import detect, place_file
+from ...engine.environment.detect import detect, whereabouts_file
 from ...engine.errors import PeerLostError
 from ...engine.initialize import initialize
 from ...launcher.heartbeat import Heartbeat
@@ -74,7 +74,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
     # Without a launcher of this package nothing else would end a rank that is stopped.
     guarded = options.above is None and world_size > 1
-    beat = Heartbeat(rank, place_file(), dump_dir / "logs" / f"rank-{rank}.log", on_stall, guarded=guarded)
+    beat = Heartbeat(rank, whereabouts_file(), dump_dir / "logs" / f"rank-{rank}.log", on_stall, guarded=guarded)
     beat.at(0, "starting", config.training.start_timeout)
     if not config.sdp.in_one_process:
         training = config.training
