@@ -1,9 +1,9 @@
 """Exceptions whose class says whose fault an error is.
 
-The user can correct most of these errors, and the command line then ends with exit code 2. Four classes
-end with exit code 1, because the program failed: :class:`HolderMismatchError`, :class:`NonFiniteError`,
-:class:`OutOfMemoryError` and :class:`PeerLostError`. A message is one line: what is wrong, where, and
-what to do.
+The user can correct most of these errors, and the command line then ends with exit code 2. Four
+classes end with exit code 1, because the program failed: :class:`HolderMismatchError`,
+:class:`NonFiniteError`, :class:`OutOfMemoryError` and :class:`PeerLostError`. A message is one
+line. It says what is wrong, where, and what to do.
 """
 
 import difflib
@@ -13,7 +13,8 @@ from collections.abc import Iterable
 class SDPError(Exception):
     """Base of all errors that SDP raises on purpose.
 
-    ``exit_code`` is the status with which the command line ends: 2 for the user's mistake, 1 for a failure of the program.
+    ``exit_code`` is the status with which the command line ends: 2 for the user's mistake, 1 for a
+    failure of the program.
     """
 
     exit_code = 2
@@ -73,6 +74,6 @@ DivergenceError = HolderMismatchError
 
 
 def suggestion(key: str, candidates: Iterable[str]) -> str:
-    """``", did you mean X?"`` for the closest candidate, else an empty string."""
+    """Return ``", did you mean X?"`` for the closest candidate, or an empty string."""
     close = difflib.get_close_matches(key, list(candidates), n=1, cutoff=0.6)
     return f", did you mean {close[0]}?" if close else ""

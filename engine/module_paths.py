@@ -11,7 +11,9 @@ from .errors import ModelError, PlacementError, suggestion
 
 
 def resolve_name(name: str, known: Iterable[str]) -> str:
-    """Find the module or unit that ``name`` means: a whole path, or an ending of exactly one path ("layers.0").
+    """Find the module or unit that ``name`` means.
+
+    ``name`` is a whole path, or an ending of exactly one path ("layers.0").
 
     Raises:
         PlacementError: no path matches, or several do.
@@ -28,10 +30,11 @@ def resolve_name(name: str, known: Iterable[str]) -> str:
 
 
 def match_patterns(modules: Mapping[str, nn.Module], patterns: Sequence[str], source: str = "sdp.units") -> set[str]:
-    """The names in ``modules`` that a pattern matches.
+    """Return the names in ``modules`` that at least one pattern matches.
 
     Raises:
-        ModelError: a pattern matches nothing. The text names ``source``, the key that has the pattern.
+        ModelError: a pattern matches nothing. The message names ``source``, the configuration key
+            of the patterns.
     """
     matched: set[str] = set()
     for pattern in patterns:
@@ -50,6 +53,6 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def parents(name: str) -> Iterator[str]:
-    """The paths of the modules that contain ``name``, the nearest first."""
+    """Yield the paths of the modules that contain ``name``, the nearest first."""
     while name := name.rpartition(".")[0]:
         yield name

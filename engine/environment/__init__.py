@@ -1,1 +1,1 @@
-"""Who am I: rank, world size and host. These files are the only readers of environment variables."""
+"""The rank, world size and host of this process. Only these files read environment variables."""

@@ -1,4 +1,7 @@
-"""The environment that a starter gives to the processes it starts: threads, allocator settings and search path."""
+"""The environment variables that a launcher gives to the processes it starts.
+
+They set the number of threads, the allocator and Python's search path.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,40 @@ from pathlib import Path
 
 
 def search_program(name: str) -> str | None:
-    """The path of program ``name`` on the PATH, or None."""
+    """Return the path of program ``name``, or None if it is not on the PATH."""
     return shutil.which(name)
 
 
 def variables_with(prefixes: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables whose names begin with one of ``prefixes``."""
+    """Return the variables whose names begin with one of ``prefixes``."""
     environ = os.environ if environ is None else environ
     return {name: value for name, value in environ.items() if name.startswith(tuple(prefixes))}
 
 
 def child_environment(overlay: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process to start: this one's, ``overlay`` over it, ``defaults`` where nothing is set."""
+    """Return the environment of a process to start.
+
+    It is the environment of this process. ``overlay`` overrides its variables, and ``defaults``
+    apply to variables that are not set.
+    """
     return {**defaults, **os.environ, **overlay}
 
 
 def allocator_settings() -> dict[str, str]:
-    """glibc settings under which resident memory follows live tensors on a CPU.
+    """Return glibc settings that make a process's resident memory follow its live tensors on a CPU.
 
-    With them 32 MiB of weights raise resident memory by 153 instead of 228 MB at 128 MiB of live tensors: freed blocks
-    of 64 KiB and more go back to the system at once, and threads share one arena.
+    Freed blocks of 64 KiB and more go back to the system at once, and threads share one arena. With
+    128 MiB of live tensors, 32 MiB of weights then raise resident memory by 153 MB instead of
+    228 MB.
     """
     return {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 def thread_settings(processes: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """OMP_NUM_THREADS for each of ``processes`` on this host's usable cores; empty where the user set it."""
+    """Return OMP_NUM_THREADS, which divides this host's usable cores among ``processes``.
+
+    The result is empty if the user has set the variable.
+    """
     environ = os.environ if environ is None else environ
     if environ.get("OMP_NUM_THREADS"):
         return {}
@@ -42,7 +53,10 @@ def thread_settings(processes: int, environ: Mapping[str, str] | None = None) ->
 
 
 def search_path_settings(directory: Path, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """PYTHONPATH with ``directory`` on it, in front unless it is there already."""
+    """Return PYTHONPATH with ``directory`` in front.
+
+    The result is empty if the directory is on the path already.
+    """
     current = (os.environ if environ is None else environ).get("PYTHONPATH", "")
     parts = [part for part in current.split(os.pathsep) if part]
     if any(Path(part).absolute() == directory for part in parts):
@@ -51,7 +65,7 @@ def search_path_settings(directory: Path, environ: Mapping[str, str] | None = No
 
 
 def usable_cores() -> int:
-    """The cores that this process may use, which a container or a job may have restricted."""
+    """Return the number of cores that this process may use. A container or job may limit it."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

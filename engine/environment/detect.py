@@ -1,6 +1,7 @@
-"""Who am I: rank, world size, node and master address, from the variables that a launcher set (``launchers.py``).
+"""Detects the rank, world size, node and master address of this process.
 
-Nothing else reads or sets environment variables.
+The values come from the variables that a launcher set (see ``launchers.py``). Nothing outside this
+package reads or sets environment variables.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from .hostlist import expand_counts, expand_hosts
 from .launchers import ERROR_FILE, LAUNCHERS, LISTENING_SOCKET, PARENT_PID, WHEREABOUTS_FILE, Launcher
 
 LOOPBACK = "127.0.0.1"
-# torch's own default, for MPI starts on one host that tell nothing a port could be derived from.
+# torch's own default. It is used on a single host if no job id is known to derive a port from.
 _DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The place of this process among all processes of a run.
+    """This process's ranks, world sizes and master address in a run.
 
-    ``local_world_size`` (processes on this host) and ``node`` (index of this host) are None where the launcher does not
-    say. ``source`` names whose variables were used.
+    ``local_world_size`` is the number of processes on this host, and ``node`` is the index of this
+    host. Both are None if the launcher does not tell them. ``source`` names the launcher whose
+    variables were used.
     """
 
     rank: int
@@ -44,7 +46,7 @@ class Environment:
     source: str
 
     def variables(self) -> dict[str, str]:
-        """The same facts as the variables that torchrun sets and torch's ``env://`` reads."""
+        """Return the variables that torchrun sets and torch's ``env://`` reads."""
         values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -59,18 +61,28 @@ class Environment:
 
 @dataclass(frozen=True)
 class Supervision:
-    """What a launcher of ours tells a process that it starts: its id, and the file for a fatal error that it is to report itself."""
+    """What an SDP launcher tells a process that it starts.
+
+    ``parent_pid`` is the launcher's process id. The process reports its own fatal error in
+    ``error_file``.
+    """
 
     parent_pid: int
     error_file: Path | None
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
-    """The place that a launcher gave this process, or None where no launcher started it.
+    """Read what a launcher told this process. Returns None if no launcher started it.
 
-    ``environ`` defaults to this process's own. Raises :class:`LaunchError` for a set of variables that is incomplete
-    (naming what is missing) or contradicts itself, and where several hosts are used but none is named as the master. Ranks of an MPI
-    start that is told no master agree on one through mpi4py, where it is installed; this makes the first call collective.
+    MPI ranks that are told no master agree on one through mpi4py, if it is installed. The first
+    call is then collective.
+
+    Args:
+        environ: The variables. None: those of this process.
+
+    Raises:
+        LaunchError: The variables are incomplete or contradict each other, or there are several
+            hosts but no master. The message names what is missing.
     """
     if environ is None:
         environ = os.environ
@@ -89,10 +101,14 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
 
 
 def _ask_mpi_for_the_master() -> None:
-    """Set MASTER_ADDR and MASTER_PORT, where MPI started this process among several and neither is set: rank 0's host, a free port there.
+    """Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there.
 
-    MPI that was begun here is ended again at once: it must not wait for its other ranks where one of them fails. Where mpi4py finds no
-    MPI, or another one than the launcher's (each rank is then a world of its own), nothing is set: ranks of one host agree without it.
+    This happens only if MPI started this process and neither variable is set. MPI that is
+    initialised here is finalised at once, so that no rank waits in MPI after another one failed.
+
+    Nothing is set if mpi4py finds no MPI library. The same holds if it finds another MPI than the
+    launcher's, because each rank is then a world of its own. Ranks on a single host agree without
+    these variables.
     """
     launcher = next(
         (launcher for launcher in LAUNCHERS if os.environ.get(launcher.rank) and launcher.started(os.environ)), None
@@ -105,11 +121,11 @@ def _ask_mpi_for_the_master() -> None:
     mpi4py.rc(initialize=False, finalize=False)
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError):  # no library of MPI on this host
+    except (ImportError, RuntimeError):  # this host has no MPI library
         return
-    if MPI.Is_finalized():  # it was asked before, in vain, and cannot begin again
+    if MPI.Is_finalized():  # MPI cannot be initialised a second time
         return
-    begun = MPI.Is_initialized()  # by a script that uses it itself
+    begun = MPI.Is_initialized()  # true if the user's script uses MPI itself
     if not begun:
         MPI.Init()
     told = _integer(os.environ, launcher.world_size)
@@ -123,12 +139,12 @@ def _ask_mpi_for_the_master() -> None:
 
 
 def local_environment(rank: int, world_size: int, port: int) -> Environment:
-    """The place of ``rank`` among ``world_size`` processes that all run on this host."""
+    """Return the environment of ``rank`` if all ``world_size`` processes run on this host."""
     return Environment(rank, world_size, rank, world_size, 0, LOOPBACK, port, "sdp")
 
 
 def set_default(name: str, value: str) -> None:
-    """Set a variable that a library reads as it is imported, unless the user did."""
+    """Set a variable that a library reads when it is imported, unless the user has set it."""
     os.environ.setdefault(name, value)
 
 
@@ -139,7 +155,10 @@ def publish(environment: Environment) -> None:
 
 @contextmanager
 def alone_if_unlaunched() -> Iterator[None]:
-    """While inside, a process that no launcher started has the variables of the only rank of a world."""
+    """Set the variables of a single-rank world inside this context.
+
+    Nothing is set if a launcher started this process.
+    """
     missing = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if detect() is None else {}
     os.environ.update(missing)
     try:
@@ -150,41 +169,43 @@ def alone_if_unlaunched() -> Iterator[None]:
 
 
 def export(settings: Mapping[str, str]) -> None:
-    """Set variables in this process and in what it starts."""
+    """Set variables in this process and in the processes that it starts later."""
     os.environ.update(settings)
 
 
 def supervision() -> Supervision | None:
-    """The launcher of ours right above this process, or None.
+    """Return what the SDP launcher told this process, or None if its parent is not an SDP launcher.
 
-    The id is taken out of the environment: programs that a rank starts have another parent.
+    The launcher's id is removed from the environment, because programs that a rank starts have
+    another parent.
     """
     parent, error_file = os.environ.pop(PARENT_PID, ""), os.environ.get(ERROR_FILE, "")
     return Supervision(int(parent), Path(error_file) if error_file else None) if parent.isdigit() else None
 
 
 def whereabouts_file() -> Path | None:
-    """The file in which this rank writes its whereabouts for the launcher that started it, or None."""
+    """Return the file in which this rank writes its whereabouts for its launcher, or None."""
     path = os.environ.get(WHEREABOUTS_FILE, "")
     return Path(path) if path else None
 
 
 def inherited_socket() -> int | None:
-    """The file descriptor of the socket on which rank 0 serves the store, if the launcher handed one over.
+    """Return the file descriptor of the socket on which rank 0 serves the store.
 
-    The variable is removed: programs that the rank starts do not inherit the socket.
+    Returns None if the launcher handed no socket over. The variable is removed, because programs
+    that the rank starts do not inherit the socket.
     """
     handle = os.environ.pop(LISTENING_SOCKET, "")
     return int(handle) if handle.isdigit() else None
 
 
 def launcher_serves_store() -> bool:
-    """Whether the launcher itself serves the store for the ranks, as torchrun does."""
+    """Return whether the launcher itself serves the store for the ranks, as torchrun does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def free_port() -> int:
-    """A TCP port that is free on this host at this moment."""
+    """Return a TCP port that is free on this host at this moment."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]
@@ -199,7 +220,7 @@ def _resolve(launcher: Launcher, environ: Mapping[str, str]) -> Environment:
     local_rank = _integer(environ, launcher.local_rank)
     local_world_size = _local_world_size(launcher, environ, node)
     if world_size == 1 or _is_loopback(environ.get("MASTER_ADDR", "")):
-        # All ranks are on this host, so what a minimal start leaves out is known.
+        # All ranks are on this host, so these values are known even if the launcher sets none.
         local_rank = rank if local_rank is None else local_rank
         local_world_size = world_size if local_world_size is None else local_world_size
     one_host = world_size == 1 or local_world_size == world_size
@@ -230,7 +251,7 @@ def _local_world_size(launcher: Launcher, environ: Mapping[str, str], node: int 
 
 
 def _master_address(launcher: Launcher, environ: Mapping[str, str], world_size: int, one_host: bool) -> str | None:
-    """The host of rank 0, or None where it is unknown: with several hosts it is never guessed."""
+    """Return rank 0's host, or None if it is unknown. It is never guessed for several hosts."""
     if given := environ.get("MASTER_ADDR"):
         return given
     if world_size == 1 or (one_host and not launcher.names_master):
@@ -251,13 +272,14 @@ def _master_port(launcher: Launcher, environ: Mapping[str, str], world_size: int
         return None
     job = [environ[name] for name in launcher.job if environ.get(name)]
     if job and len(job) == len(launcher.job):
-        # Below the usual ephemeral ports (32768–60999), and different for the jobs and steps that share a host.
+        # The port is below the usual ephemeral ports (32768–60999). It differs between the jobs and
+        # steps that share a host.
         return 10000 + zlib.crc32(".".join(job).encode()) % 20000
     return _DEFAULT_PORT if one_host else None
 
 
 def _first_host(nodes: str, environ: Mapping[str, str]) -> str:
-    """The first host of SLURM's node list, by ``scontrol`` where it is on the PATH."""
+    """Return the first host of SLURM's node list. Uses ``scontrol`` if it is on the PATH."""
     scontrol = shutil.which("scontrol", path=environ.get("PATH", ""))
     if scontrol:
         answer = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True, check=False)

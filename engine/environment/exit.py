@@ -2,7 +2,7 @@
 
 gloo's worker threads may still be releasing tensors. Releasing a tensor needs the GIL. A thread
 that asks for the GIL during finalisation aborts the process ("terminate called without an active
-exception"), although the work is done and written
+exception"). This happens although the work is done and written
 (github.com/pytorch/pytorch/issues/190489, /pull/179291).
 
 The command line knows its exit code and leaves without finalising the interpreter. The exit code
@@ -22,7 +22,7 @@ _watched = False
 
 
 def watch() -> None:
-    """Make this process wait for its threads before its interpreter ends. A second call is a no-op."""
+    """Make this process wait for its threads before its interpreter ends. Idempotent."""
     global _watched
     if not _watched:
         _watched = True

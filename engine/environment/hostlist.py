@@ -1,4 +1,4 @@
-"""SLURM's compressed lists: ``n[01-03,7],login`` → host names, ``2(x3),1`` → counts."""
+"""Expands SLURM's compressed lists: host names (``n[01-03,7],login``) and counts (``2(x3),1``)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The host names of a list with bracketed ranges, in order; leading zeros are kept.
+    """Return the host names of a list with bracketed ranges, in order. Leading zeros are kept.
 
-    Raises :class:`LaunchError` where the brackets or ranges make no sense.
+    Raises:
+        LaunchError: The brackets or ranges make no sense.
     """
     items = _ITEM.findall(text)
     if not items or ",".join(items) != text:
@@ -25,7 +26,11 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The numbers of a list in which ``2(x3)`` stands for 2, 2, 2. Raises :class:`LaunchError` for anything else."""
+    """Return the numbers of a list in which ``2(x3)`` means 2, 2, 2.
+
+    Raises:
+        LaunchError: The list has another form.
+    """
     counts: list[int] = []
     for item in text.split(","):
         match = _COUNT.fullmatch(item)

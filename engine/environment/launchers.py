@@ -1,7 +1,8 @@
-"""Which variables each launcher sets: one row per launcher, a predicate where the rank variable alone says too little.
+"""The variables that each launcher sets, one row per launcher.
 
-Seen in real starts of torchrun (torch 2.13), Open MPI 4.1, MPICH 4.0 and SLURM 22.05, and in DeepSpeed's
-``launcher/cluster/launch.py``.
+A row has a predicate if the rank variable alone does not identify the launcher. The names were
+observed in real starts of torchrun (torch 2.13), Open MPI 4.1, MPICH 4.0 and SLURM 22.05. Those of
+DeepSpeed are in its ``launcher/cluster/launch.py``.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ ERROR_FILE = "SDP_ERROR_FILE"
 WHEREABOUTS_FILE = "SDP_PLACE_FILE"
 LISTENING_SOCKET = "SDP_LISTENING_SOCKET"  # a file descriptor that rank 0 inherits
 
-# Step ids from here on are SLURM's own: batch script 0xfffffffb, interactive step 0xfffffffa.
+# SLURM reserves step ids from here on: 0xfffffffb for the batch script, and 0xfffffffa for an
+# interactive step.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The names under which one launcher tells a process its place; alternatives stand in order of preference."""
+    """The variables in which one launcher tells a process its environment.
+
+    Alternative names are in order of preference.
+    """
 
     source: str
     rank: str
@@ -30,18 +35,19 @@ class Launcher:
     node: Sequence[str] = ()
     tasks_per_node: Sequence[str] = ()
     node_list: Sequence[str] = ()
-    job: Sequence[str] = ()  # all of them together name the job: ranks that share no MASTER_PORT derive it from these
+    job: Sequence[str] = ()  # together they name the job; ranks without a MASTER_PORT derive one from them
     names_master: bool = False  # this launcher always sets MASTER_ADDR and MASTER_PORT
-    is_mpi: bool = False  # its ranks can ask each other through MPI
-    traces: Sequence[str] = ()  # set without ``rank`` they are half of a start
+    is_mpi: bool = False  # its ranks can communicate through MPI
+    traces: Sequence[str] = ()  # if these are set without ``rank``, the start is incomplete
     started: Callable[[Mapping[str, str]], bool] = lambda _: True
 
 
 def _srun_started(environ: Mapping[str, str]) -> bool:
-    """Is this a task of ``srun``, and not a batch script, an ``salloc`` shell or the shell of ``srun --pty``?
+    """Return whether this is a task of ``srun``.
 
-    The batch script has SLURM_PROCID=0 too, but no step. SLURM_PTY_PORT is inherited by every ``srun`` inside an
-    interactive shell, so it tells a shell only where the step has a single task.
+    A batch script, an ``salloc`` shell and the shell of ``srun --pty`` are not. The batch script
+    has SLURM_PROCID=0 too, but no step. Every ``srun`` inside an interactive shell inherits
+    SLURM_PTY_PORT. So the variable indicates a shell only if the step has a single task.
     """
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
@@ -50,7 +56,11 @@ def _srun_started(environ: Mapping[str, str]) -> bool:
 
 
 def _mpiexec_started(environ: Mapping[str, str]) -> bool:
-    """``srun --mpi=pmi2`` sets PMI_RANK too, but no local rank: then SLURM's own variables are the complete ones."""
+    """Return whether ``mpiexec`` started this process.
+
+    ``srun --mpi=pmi2`` sets PMI_RANK too, but no local rank. In that case only SLURM's own
+    variables are complete.
+    """
     has_local_rank = any(environ.get(name) for name in ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"))
     return has_local_rank or not environ.get("SLURM_PROCID")
 
@@ -66,8 +76,9 @@ _TORCHRUN = Launcher(
     traces=("WORLD_SIZE", "LOCAL_RANK"),
 )
 
-# The first row that fits wins, so that torchrun inside mpirun inside a SLURM job is torchrun. MPI runtimes come
-# before SLURM: inside a SLURM job they start one helper per host through srun, whose SLURM variables the ranks inherit.
+# The first row that fits wins, so torchrun inside mpirun inside a SLURM job is torchrun. MPI comes
+# before SLURM: inside a SLURM job, MPI starts one helper per host through srun, and the ranks
+# inherit the SLURM variables of the helper.
 LAUNCHERS = (
     replace(_TORCHRUN, source="sdp", started=lambda environ: ERROR_FILE in environ),
     replace(_TORCHRUN, source="deepspeed", started=lambda environ: "CROSS_RANK" in environ and "LOCAL_SIZE" in environ),
