@@ -1,4 +1,7 @@
-"""The command line that starts all ranks of a run, for each launcher: plain words, put together without a shell."""
+"""Builds the command line with which each launcher starts all ranks of a run.
+
+A command is a list of plain words, which no shell on this host reads.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ from .quoting import encode, is_safe
 
 Flavour = Literal["openmpi", "mpich", "intel"]
 
-# A host that vanishes without a word is noticed after this many silent seconds.
+# After this many seconds without a sign of life, a host counts as gone.
 SILENT_SECONDS = 30
 _SSH_ALIVE = f"-o ServerAliveInterval={SILENT_SECONDS // 3} -o ServerAliveCountMax=3"
-# What DeepSpeed's runner exports to its hosts between double quotes at best, in which a shell still expands $ and `, and pdsh %h, %n, %u.
+# DeepSpeed's runner exports variables with these prefixes to its hosts. It puts the values between
+# double quotes at best. There a shell still expands $ and `, and pdsh expands %h, %n and %u.
 _DEEPSPEED_EXPORTS = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY", "PATH")
 _EXPANDED = re.compile(r"[\"$`\\\n]|%[hnu%]")
 _ENV_LINE = re.compile(r"\s*[A-Za-z_][A-Za-z0-9_]*\s*=.*")
@@ -29,9 +33,14 @@ _ENV_LINE = re.compile(r"\s*[A-Za-z_][A-Za-z0-9_]*\s*=.*")
 
 @dataclass(frozen=True)
 class Start:
-    """What is to be started: ``words`` are those of ``sdp train``, its own name first; ``extra`` go to the launcher.
+    """The program that a launcher starts for every rank.
 
-    ``python`` and ``directory`` are the same paths on every host; ``search_path`` is what Python needs to find this package.
+    Attributes:
+        words: the command-line words, first ``train`` and then its arguments.
+        python: the path of the interpreter, the same on every host.
+        directory: the working directory, the same on every host.
+        search_path: the variables that Python needs to find this package.
+        extra: more options for the launcher itself.
     """
 
     words: Sequence[str]
@@ -42,17 +51,30 @@ class Start:
 
 
 def train_command(start: Start) -> list[str]:
-    """One rank's command, where the launcher's own variables say all about its place."""
+    """Build one rank's command for a launcher that itself sets all variables that a rank needs."""
     return [start.python, "-P", "-m", PACKAGE, *start.words]
 
 
 def deepspeed_command(
     start: Start, hosts: Sequence[Host], hostfile: Path, master: tuple[str, int]
 ) -> tuple[list[str], dict[str, str]]:
-    """DeepSpeed's runner, over pdsh and ssh, and the variables to start it with.
+    """Build the command of DeepSpeed's runner and the variables that it needs. It uses pdsh and
+    ssh.
 
-    It takes the hosts' order from ``hostfile`` and their slots from ``--include``; ``--force_multi``, because it would run a single
-    remote host's ranks here. Raises :class:`LaunchError` where it would pass on what a remote shell reads more into.
+    The runner takes the order of the hosts from ``hostfile`` and their slots from ``--include``. It
+    gets ``--force_multi``, because it would otherwise run the ranks of a single remote host here.
+
+    Args:
+        start: the program for every rank.
+        hosts: the hosts and slots of the run.
+        hostfile: the file that names the hosts.
+        master: address and port of rank 0.
+
+    Returns:
+        The words of the command, and its variables by name.
+
+    Raises:
+        LaunchError: the runner would pass on a value that a remote shell would change.
     """
     for what, path in (("--python", start.python), ("the working directory", str(start.directory))):
         if not is_safe(path):
@@ -67,7 +89,8 @@ def deepspeed_command(
     environ = child_environment(start.search_path, {})
     _check_exports(variables_with(_DEEPSPEED_EXPORTS, environ))
     for folder in (Path.home(), start.directory):
-        _check_env_file(folder / environ.get("DS_ENV_FILE", ".deepspeed_env"))  # a full path stays itself
+        # If DS_ENV_FILE is an absolute path, ``folder /`` does not change it.
+        _check_env_file(folder / environ.get("DS_ENV_FILE", ".deepspeed_env"))
     address, port = master
     runner = [
         start.python,
@@ -79,7 +102,7 @@ def deepspeed_command(
         include_text(hosts),
     ]
     runner += ["--force_multi", "--master_addr", address, "--master_port", str(port), "--no_python", "--no_local_rank"]
-    # The user's own come first: of an option that is given twice ssh takes the first.
+    # The user's own options come first: if an option is given twice, ssh takes the first value.
     ssh = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {_SSH_ALIVE}".strip()
     return [*runner, *start.extra, *_rank_command(start, hosts, master)], {
         **start.search_path,
@@ -88,7 +111,16 @@ def deepspeed_command(
 
 
 def stop_command(start: Start, hosts: Sequence[Host], master: tuple[str, int], number: int) -> list[str]:
-    """What signals every rank of such a run by ``number``, on all hosts at once; with the variables of its runner."""
+    """Build the command that sends a signal to every rank of a run under DeepSpeed's runner.
+
+    It reaches all hosts at the same time. Run it with the variables of the runner.
+
+    Args:
+        start: the program for every rank.
+        hosts: the hosts and slots of the run.
+        master: address and port of rank 0, by which the ranks are found.
+        number: the number of the signal.
+    """
     words = [start.python, "-P", "-m", f"{__package__}.stop", f"{master[0]}:{master[1]}", str(number)]
     settings = [f"{name}={value}" for name, value in start.search_path.items()]
     return [
@@ -106,9 +138,18 @@ def stop_command(start: Start, hosts: Sequence[Host], master: tuple[str, int], n
 def mpirun_command(
     start: Start, hosts: Sequence[Host], flavour: Flavour, program: str, master: tuple[str, int]
 ) -> list[str]:
-    """``mpirun`` of Open MPI, MPICH or Intel: it only starts processes, so nothing is said about its transports.
+    """Build the command of ``mpirun`` of Open MPI, MPICH or Intel MPI.
 
-    Ranks fill the hosts in order. Its own binding is off: each rank binds itself near its device.
+    Here ``mpirun`` only starts processes, so the command does not choose MPI's transports. Ranks
+    fill the hosts in order. MPI's own binding is off, because each rank binds itself near its
+    device.
+
+    Args:
+        start: the program for every rank.
+        hosts: the hosts and slots of the run.
+        flavour: the MPI that ``program`` belongs to.
+        program: the name or path of ``mpirun``.
+        master: address and port of rank 0.
     """
     rank = _rank_command(start, hosts, master)
     counted = ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)
@@ -130,7 +171,7 @@ def mpirun_command(
     settings = dict(start.search_path) | ({"I_MPI_PIN": "0"} if flavour == "intel" else {})
     command += [word for name, value in settings.items() for word in ("-genv", name, value)]
     command += start.extra
-    if flavour == "mpich":  # whose -host is for the whole command
+    if flavour == "mpich":  # its -host applies to the whole command
         return [*command, "-hosts", counted, "-n", str(world_size(hosts)), *rank]
     for index, host in enumerate(hosts):
         command += [*([":"] if index else []), "-host", host.name, "-n", str(len(host.slots)), *rank]
@@ -138,7 +179,10 @@ def mpirun_command(
 
 
 def flavour_of(program: str) -> Flavour:
-    """Which MPI ``program`` belongs to, by what it says of itself. Raises :class:`LaunchError` for others."""
+    """Ask ``program`` with ``--version`` which MPI it belongs to.
+
+    Raises :class:`LaunchError` if it belongs to none of the three.
+    """
     require(program, "--mpirun")
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
     marks: dict[str, Flavour] = {
@@ -177,7 +221,10 @@ def _check_exports(variables: Mapping[str, str]) -> None:
 
 
 def _check_env_file(path: Path) -> None:
-    """DeepSpeed reads the file; here only that it can, and that its values mean themselves in a shell."""
+    """Check a file of variables that DeepSpeed's runner reads.
+
+    Raises :class:`LaunchError` if DeepSpeed cannot read a line, or if a shell would change a value.
+    """
     if not path.is_file():
         return
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -1,6 +1,7 @@
-"""Which hosts and slots a run takes: DeepSpeed's hostfile, ``--include`` and ``--exclude``, and the ranks that follow.
+"""Selects the hosts and slots of a run from DeepSpeed's hostfile, ``--include`` and ``--exclude``.
 
-Ranks count through the hosts in the order of the hostfile and, on a host, through its slots in ascending order, under every launcher.
+Under every launcher, ranks are numbered host after host, in the order of the hostfile. On a host,
+they are numbered by ascending slots.
 """
 
 from __future__ import annotations
@@ -12,23 +13,25 @@ from pathlib import Path
 
 from ...engine.errors import LaunchError, suggestion
 
-# Nothing that a shell, pdsh (n[1-3], %h), ssh (-oProxyCommand) or the syntax of --include could read as more than a name.
+# A shell, pdsh (n[1-3], %h), ssh (-oProxyCommand) and --include must all read a host's name as just
+# a name.
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host and the indices of the devices on it that the run takes: one rank each."""
+    """A host and the indices of its devices that the run uses. Each device gets one rank."""
 
     name: str
     slots: tuple[int, ...]
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file in DeepSpeed's format, in its order: ``NAME slots=N`` a line, ``#`` begins a comment.
+    """Read the hosts of a file in DeepSpeed's format, in the order of the file.
 
-    Raises :class:`LaunchError` with the line's number for what is not of that form, and for a host that stands twice.
+    Each line is ``NAME slots=N``, and ``#`` begins a comment. Raises :class:`LaunchError` with the
+    line's number if a line has another form, or if a host is listed twice.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -52,7 +55,10 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def check_host(name: str, where: str) -> str:
-    """``name`` if it can be a host name or an IPv4 address, else a :class:`LaunchError`."""
+    """Return ``name``.
+
+    Raises :class:`LaunchError` if it cannot be a host name or an IPv4 address.
+    """
     if not _HOST.fullmatch(name):
         raise LaunchError(
             f"{where}: {name!r} is no host name (letters, digits, '.', '_', '-'; users and ports go to ~/.ssh/config)"
@@ -63,9 +69,19 @@ def check_host(name: str, where: str) -> str:
 def select(
     hosts: Sequence[Host], include: str = "", exclude: str = "", nodes: int | None = None, per_node: int | None = None
 ) -> list[Host]:
-    """What is left of ``hosts``: by DeepSpeed's ``NAME[:SLOT,…]@NAME…``, or the first ``nodes`` with ``per_node`` slots each.
+    """Select the hosts and slots that a run uses.
 
-    Raises :class:`LaunchError` for unknown hosts and slots, for both ways at once, and where nothing is left.
+    Either one of the filters or the two numbers may be given, but not both.
+
+    Args:
+        hosts: all hosts of the hostfile.
+        include: the only hosts and slots to use, in DeepSpeed's form ``NAME[:SLOT,…]@NAME…``.
+        exclude: the hosts and slots not to use, in the same form.
+        nodes: how many hosts to use, the first ones. None means all hosts.
+        per_node: how many slots to use on each host, the first ones. None means all slots.
+
+    Raises:
+        LaunchError: a host or slot is unknown, both ways are used at once, or nothing is left.
     """
     if include and exclude:
         raise LaunchError("--include and --exclude exclude each other; give one")
@@ -89,27 +105,30 @@ def select(
 
 
 def include_text(hosts: Sequence[Host]) -> str:
-    """``hosts`` in the syntax of ``--include``, every slot named."""
+    """Write ``hosts`` in the syntax of ``--include``, with every slot named."""
     return "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in hosts)
 
 
 def slots_text(hosts: Sequence[Host]) -> str:
-    """The slots alone, ``0,1/0,2`` for two hosts: what a rank needs to find its place; see :func:`parse_slots`."""
+    """Write the slots without the hosts' names, such as ``0,1/0,2`` for two hosts.
+
+    A rank finds its host and its device with this text; see :func:`parse_slots`.
+    """
     return "/".join(",".join(map(str, host.slots)) for host in hosts)
 
 
 def parse_slots(text: str) -> list[list[int]]:
-    """The inverse of :func:`slots_text`."""
+    """Read what :func:`slots_text` wrote."""
     return [[int(slot) for slot in host.split(",")] for host in text.split("/")]
 
 
 def world_size(hosts: Sequence[Host]) -> int:
-    """How many ranks ``hosts`` make."""
+    """Count the ranks: one for each slot of ``hosts``."""
     return sum(len(host.slots) for host in hosts)
 
 
 def describe(hosts: Sequence[Host]) -> list[str]:
-    """A line for each host: its ranks and its slots."""
+    """Write a line for each host, with its ranks and its slots."""
     lines, first = [], 0
     for host in hosts:
         lines.append(

@@ -1,4 +1,7 @@
-"""Start the same ``sdp train`` with the same ranks on this host, through DeepSpeed's runner, mpirun or SLURM."""
+"""Starts the ranks of ``sdp train`` on this host, or through DeepSpeed's runner, mpirun or SLURM.
+
+The ranks and their arguments are the same under every launcher.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +49,16 @@ class LaunchOptions:
         hostfile: lines of the form ``worker-0 slots=4``.
         include: the only hosts and slots to use.
         exclude: hosts and slots not to use.
-        master_addr: where the hosts reach rank 0, None for the first host.
-        master_port: its port, None for 29500.
-        mpi: whose mpirun it is, None to ask it.
+        master_addr: the address at which the hosts reach rank 0, None for the first host.
+        master_port: the port of rank 0, None for 29500.
+        mpi: the MPI that mpirun belongs to, None to ask mpirun.
         mpirun: mpirun's name or path.
         python: the interpreter on the hosts, None for this one's path.
         launcher_args: more options for the launcher itself, as one word.
         sbatch: options of sbatch, by name.
         cpu: ask SLURM for no GPUs.
         container: run the tasks in this image.
-        container_mounts: mounted in the container, besides the working directory.
+        container_mounts: what is mounted in the container in addition to the working directory.
         signal_seconds: checkpoint and requeue this long before the time limit.
     """
 
@@ -80,12 +83,13 @@ class LaunchOptions:
 
 
 def _shortened(*options: str) -> str:
-    """A pattern for the long ``options``, also shortened to three letters or more."""
+    """Build a pattern for the long ``options``, also if they are cut to three letters or more."""
     return rf"--({'|'.join(dict.fromkeys(name[:end] for name in options for end in range(3, len(name) + 1)))})"
 
 
-# Options of the launchers themselves that change how many ranks there are, or where. They would bypass the checks.
-# sbatch and DeepSpeed accept short options with the value attached, and long options that are shortened.
+# These options of the launchers change how many ranks there are, or on which hosts. They would
+# bypass the checks. sbatch and DeepSpeed accept short options with the value attached, and long
+# options that are shortened.
 _RANKS = {
     "slurm": re.compile(
         rf"-[Nna].*|{_shortened('nodes', 'ntasks', 'ntasks-per-node', 'tasks-per-node', 'array', 'gpus-per-node')}(=.*)?"
@@ -102,7 +106,9 @@ _RANKS = {
 
 
 def launch(options: LaunchOptions, words: Sequence[str], dump_dir: Path, degrees: Degrees) -> int:
-    """Start every rank under a launcher, and watch the launcher. The local launcher replaces this process.
+    """Start every rank under a launcher, and watch the launcher.
+
+    The local launcher replaces this process instead.
 
     Args:
         options: the arguments of ``sdp launch``.
@@ -119,7 +125,7 @@ def launch(options: LaunchOptions, words: Sequence[str], dump_dir: Path, degrees
     """
     if options.launcher == "local":
         return _local(Start(words, sys.executable, Path.cwd(), search_path()), options, degrees)
-    # Another host does not have what this one has in PYTHONPATH.
+    # PYTHONPATH is passed on, because it is not set on other hosts.
     found = variables_with(("PYTHONPATH",)) | search_path()
     start = Start(words, options.python or sys.executable, Path.cwd(), found, _extra(options))
     if options.launcher == "slurm":
@@ -150,7 +156,7 @@ def launch(options: LaunchOptions, words: Sequence[str], dump_dir: Path, degrees
     for name in programs:
         require(name, f"--launcher {options.launcher}")
     environ = child_environment(settings, {})
-    if options.launcher == "deepspeed":  # its own ssh sessions notice a host that is silent
+    if options.launcher == "deepspeed":  # the ssh sessions of pdsh notice a silent host first
         return run_watched(
             command,
             environ,
@@ -209,7 +215,7 @@ def _warn_of_split_groups(hosts: Sequence[str], degrees: Degrees) -> None:
 
 
 def _extra(options: LaunchOptions) -> list[str]:
-    """The words of ``--launcher-args``."""
+    """Return the words of ``--launcher-args``."""
     text = options.launcher_args
     try:
         words = shlex.split(text)

@@ -1,7 +1,9 @@
-"""Bind a rank to the cores of its GPU's NUMA node, which are near its host memory and its network card.
+"""Bind a rank to the cores of its GPU's NUMA node.
 
-MPI's own binding knows cores, not GPUs. ``--bind-to numa`` assigns ranks to NUMA nodes in turns, but many
-hosts have GPUs 0–3 on one NUMA node and 4–7 on the other.
+These cores are near the rank's host memory and its network card.
+
+MPI's own binding knows cores, not GPUs. ``--bind-to numa`` assigns ranks to NUMA nodes in turns,
+but many hosts have GPUs 0–3 on one NUMA node and 4–7 on the other.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from pathlib import Path
 
 
 def bind_near_device(local_rank: int, devices: str, root: Path = Path("/")) -> set[int]:
-    """Bind this process to the usable cores near device number ``local_rank`` in ``devices`` (``0,2``), and return them.
+    """Bind this process to the usable cores near its device, and return these cores.
 
-    Does nothing and returns an empty set without NVIDIA's driver, on a host with one NUMA node, or if this process
-    may not use the cores near the device.
+    The device is number ``local_rank`` in ``devices``, a text such as ``0,2``. The function does
+    nothing and returns an empty set in three cases: there is no NVIDIA driver, the host has one
+    NUMA node, or this process may not use the cores near the device.
     """
     cores = near_cores(int(devices.split(",")[local_rank]), root)
     if not hasattr(os, "sched_setaffinity"):
@@ -26,7 +29,10 @@ def bind_near_device(local_rank: int, devices: str, root: Path = Path("/")) -> s
 
 
 def near_cores(device: int, root: Path = Path("/")) -> set[int]:
-    """The cores of the NUMA node of an NVIDIA device. Devices count by PCI address. Empty if the node is unknown."""
+    """Find the cores of the NUMA node of an NVIDIA device. Empty if the node is unknown.
+
+    Devices are numbered by PCI address.
+    """
     try:
         address = sorted(path.name for path in (root / "proc/driver/nvidia/gpus").iterdir())[device].lower()
         node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
@@ -36,6 +42,6 @@ def near_cores(device: int, root: Path = Path("/")) -> set[int]:
 
 
 def _parse_cores(text: str) -> set[int]:
-    """Parse a list of the kernel, such as ``0-3,8``."""
+    """Parse a list of cores in the kernel's format, such as ``0-3,8``."""
     spans = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}

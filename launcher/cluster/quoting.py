@@ -1,7 +1,8 @@
 """Encode command-line words so that shells, pdsh and ssh pass them on unchanged.
 
-DeepSpeed's runner joins a command with spaces, and the remote shell splits it again. So words consist of
-letters, digits and ``_./:,@-``. Every other byte becomes ``+`` and two hexadecimal digits.
+DeepSpeed's runner joins a command with spaces, and the remote shell splits it again. So encoded
+words consist of letters, digits and ``_./:,@-``. Every other byte becomes ``+`` and two
+hexadecimal digits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The process that DeepSpeed's launcher or mpirun starts for each rank. It completes the environment and runs ``sdp train``.
+"""The process that DeepSpeed's launcher or mpirun starts for each rank.
 
-The command is ``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT WORD…``, encoded by ``quoting.py``.
-DeepSpeed numbers local ranks in another order if hosts differ. mpirun sets neither the master's address nor
-the visible devices. This process sets the same variables under every launcher.
+It completes the environment and runs ``sdp train``.
+
+The command is ``python -m sdp.launcher.cluster.rank SLOTS HOST:PORT WORD…``. ``quoting.py`` encodes
+its words. DeepSpeed numbers local ranks in another order if hosts differ. mpirun sets neither the
+master's address nor the visible devices. This process sets the same variables under every launcher.
 """
 
 from __future__ import annotations
@@ -29,19 +31,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         report_fatal(f"sdp: error: {error}", error.exit_code, None)
         return error.exit_code
-    settings |= thread_settings(
-        int(settings["LOCAL_WORLD_SIZE"])
-    )  # counted before this process is bound to some of the cores
+    # This counts the cores, so it comes before this process is bound to some of them.
+    settings |= thread_settings(int(settings["LOCAL_WORLD_SIZE"]))
     bind_near_device(int(settings["LOCAL_RANK"]), settings["CUDA_VISIBLE_DEVICES"])
     environment = detect()
-    assert environment is not None  # place_settings found it
+    assert environment is not None  # place_settings has checked this
     return run_witnessed(words, settings, environment.rank)
 
 
 def place_settings(slots: Sequence[Sequence[int]], address: str, port: str) -> dict[str, str]:
-    """The variables of this rank in a run over hosts with these ``slots``.
+    """Return the environment variables of this rank.
 
-    Raises :class:`LaunchError` where the launcher placed it on another host than the one that was planned.
+    Args:
+        slots: the device indices of each host of the run.
+        address: the address of rank 0.
+        port: the port of rank 0.
+
+    Raises:
+        LaunchError: no launcher's variables were found, or they differ from the plan. They give the
+            number of processes and the local rank.
     """
     export({"MASTER_ADDR": address, "MASTER_PORT": port})
     place = detect()

@@ -1,7 +1,12 @@
-"""SLURM: the batch script of a run, and what its own files and ``sacct`` tell about it.
+"""SLURM: writes and submits the batch script of a run, and tells the state of its job.
 
-Next to the run's files are ``slurm/job.sh``, ``slurm/events`` (a line for each event: seconds since the epoch, job id, word) and
-``slurm/job-ID-rank-R.log``, what each task printed, ``job-ID-srun.log``, what srun said of them, and ``job-ID.log``.
+The run's directory gets a folder ``slurm`` with these files:
+
+- ``job.sh``: the batch script.
+- ``events``: a line for each event, with seconds since the epoch, the job's id and a word.
+- ``job-ID-rank-R.log``: the output of each task.
+- ``job-ID-srun.log``: the messages of srun about the tasks.
+- ``job-ID.log``: the output of the batch script.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ from .commands import Start, train_command
 
 FOLDER, SCRIPT, EVENTS = "slurm", "job.sh", "events"
 
-# An option's value in a script stands unquoted: what a partition, a constraint (a100&nvlink) or a time (1-12:00:00) is made of.
+# The value of an option is not quoted in a script. These characters are enough for a partition, a
+# constraint (a100&nvlink) or a time (1-12:00:00).
 _VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/\[\]()&|*!-]+")
 _EVENT = re.compile(r"\d+ \d+ (submitted|running|requeued|time-limit-near|told-to-end|ended \d+)")
 _STOPPED = 143  # 128 + SIGTERM: sdp train wrote its checkpoint
@@ -28,9 +34,17 @@ _STOPPED = 143  # 128 + SIGTERM: sdp train wrote its checkpoint
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of SLURM. ``per_node``: ranks, and GPUs unless ``on_cpu``; ``options``: sbatch's, by name.
+    """A job that SLURM is asked for.
 
-    ``signal_seconds``: how long before the time limit the run is told to write a checkpoint.
+    Attributes:
+        name: the job's name.
+        nodes: how many nodes.
+        per_node: ranks on each node, and GPUs too unless ``on_cpu``.
+        on_cpu: ask for no GPUs.
+        options: options of sbatch, by name.
+        signal_seconds: how long before the time limit the run is told to write a checkpoint.
+        container: run the tasks in this image.
+        container_mounts: what is mounted in the container in addition to the working directory.
     """
 
     name: str
@@ -44,7 +58,10 @@ class Job:
 
 
 def script(job: Job, start: Start, dump_dir: Path) -> str:
-    """The batch script. Raises :class:`LaunchError` for values that SLURM could read as anything else than one value."""
+    """Write the batch script.
+
+    Raises :class:`LaunchError` for a value that SLURM could read as anything but a single value.
+    """
     folder = dump_dir / FOLDER
     if re.search(r'[%\\"\n]', str(folder)):
         raise LaunchError(
@@ -99,7 +116,10 @@ def _checked_extra(words: Sequence[str]) -> Sequence[str]:
 
 
 def submit(text: str, dump_dir: Path) -> str:
-    """Write the batch script ``text``, give it to ``sbatch`` and return the job's id. Raises :class:`LaunchError` where it is refused."""
+    """Write the batch script ``text``, give it to ``sbatch`` and return the job's id.
+
+    Raises :class:`LaunchError` if ``sbatch`` refuses the script.
+    """
     folder = dump_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SCRIPT).write_text(text, encoding="utf-8")
@@ -113,20 +133,23 @@ def submit(text: str, dump_dir: Path) -> str:
 
 
 def status(dump_dir: Path) -> str:
-    """How the last job of ``dump_dir`` is: ``job 7: running``; pending, running, done, out of memory, timeout, cancelled or failed.
+    """Return the state of the last job of ``dump_dir``, such as ``job 7: running``.
 
-    SLURM is asked first, where it is there and still knows the job; what it calls failed, and the rest, is told by the run's own files.
-    Raises :class:`LaunchError` where no job was submitted for ``dump_dir``.
+    The states are pending, running, done, out of memory, timeout, cancelled and failed. The state
+    comes from SLURM, if SLURM is installed and still knows the job. Otherwise it comes from the
+    events of the run. The logs of a failed job tell whether it ran out of memory.
+
+    Raises :class:`LaunchError` if no job was submitted for ``dump_dir``.
     """
     try:
         lines = (dump_dir / FOLDER / EVENTS).read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    noted = [line.split() for line in lines if _EVENT.fullmatch(line)]  # the last may be half written
+    noted = [line.split() for line in lines if _EVENT.fullmatch(line)]  # the last may be incomplete
     if not noted:
         raise LaunchError(f"--status {dump_dir}: sdp launch --launcher slurm submitted no job for it")
     job = max((words[1] for words in noted), key=int)
-    # The job may note that it runs before sbatch's caller notes that it was submitted.
+    # The job may write "running" before the process that called sbatch writes "submitted".
     events = [words[2:] for words in noted if words[1] == job and words[2] != "submitted"]
     state = _STATES.get(_asked(job)) or _by_events(events)
     logs = (dump_dir / FOLDER).glob(f"job-{job}[.-]*log")
@@ -137,7 +160,11 @@ def status(dump_dir: Path) -> str:
 
 
 def _asked(job: str) -> str:
-    """The state in SLURM's words, from its accounting or, for some minutes, from its controller; empty where neither knows."""
+    """Ask SLURM for the state of a job, in SLURM's words. Empty if SLURM does not know the job.
+
+    The accounting is asked first, then the controller, which knows a job only for some minutes
+    after its end.
+    """
     for command, pattern in (
         (["sacct", "-j", job, "-n", "-P", "-o", "State"], r"(?m)^([A-Z_]+)"),
         (["scontrol", "show", "job", "-o", job], r"JobState=([A-Z_]+)"),
@@ -146,7 +173,8 @@ def _asked(job: str) -> str:
             continue
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
         if answer.returncode == 0 and (states := re.findall(pattern, answer.stdout)):
-            # The job's own, then those of its steps: a job whose ranks found no memory has FAILED, says sacct.
+            # The job's state comes first, then the states of its steps. For a job whose ranks ran
+            # out of memory, sacct says FAILED.
             return "OUT_OF_MEMORY" if states[0] == "FAILED" and "OUT_OF_MEMORY" in states else states[0]
     return ""
 
@@ -169,7 +197,7 @@ def _says_out_of_memory(log: Path) -> bool:
     return _OUT_OF_MEMORY.search(log.read_text(encoding="utf-8", errors="replace")) is not None
 
 
-# Of torch and of SLURM, with cgroups and where it samples a job's memory.
+# Messages of torch and of SLURM. SLURM has one if it uses cgroups and one if it samples memory.
 _OUT_OF_MEMORY = re.compile(r"out of memory|oom[-_ ]kill|exceeded (job |step )?memory limit", re.IGNORECASE)
 _STATES = {
     **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "CONFIGURING"), "pending"),

@@ -1,7 +1,8 @@
-"""Signal the ranks of one run on this host: ``python -m sdp.launcher.cluster.stop HOST:PORT NUMBER``.
+"""Signal the ranks of one run on this host.
 
-HOST:PORT is the address of the run's rank 0. DeepSpeed's runner answers Ctrl-C with ``pkill -f`` on every host.
-That ends all DeepSpeed runs of the user there, before they can write a checkpoint.
+The command is ``python -m sdp.launcher.cluster.stop HOST:PORT NUMBER``. HOST:PORT is the address of
+the run's rank 0. DeepSpeed's runner answers Ctrl-C with ``pkill -f`` on every host. That ends all
+DeepSpeed runs of the user there, before they can write a checkpoint.
 """
 
 from __future__ import annotations

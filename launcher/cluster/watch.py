@@ -1,9 +1,10 @@
-"""A launcher over several hosts under watch: signals leave its ranks time for a checkpoint, and it ends when its job has ended.
+"""Runs a launcher for several hosts and watches it.
 
-Open MPI's ``mpirun`` kills ranks a second after SIGTERM, and waits without limit for its daemon on every host, also on one that is gone.
-
-Its keep-alive does not help while data is under way to that host, nor do ssh sessions that it keeps and loses, and it has no time-out of
-its own for this.
+A signal leaves the ranks time for a checkpoint, and the launcher ends when its job has ended.
+Without this, Open MPI's ``mpirun`` kills ranks one second after SIGTERM. It also waits without
+limit for its daemon on every host, even if the host is gone. It has no time-out for this. Its
+keep-alive does not help while data is in flight to that host. The ssh sessions that it opens do not
+help either.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from ...engine.errors import LaunchError
 from ..signals import GRACE_SECONDS, caught_signals
 
 _POLL_SECONDS = 0.1
-# A rank says why it ends; what mpirun says (Open MPI 4 and 5) when it ends the others.
-_TAG = rb"(?:[^<\n]{0,60}<std\w+>:?\s*|[\w.-]+: )?"  # of --tag-output and --timestamp-output, and of pdsh
-# Says to the ranks of a started launcher, after a signal to this process, that they are to end; True for a second signal, in a hurry.
+# The start of a line, as mpirun's --tag-output and --timestamp-output or pdsh write it.
+_TAG = rb"(?:[^<\n]{0,60}<std\w+>:?\s*|[\w.-]+: )?"
+# After a signal to this process, tells the ranks of a running launcher to end. The last argument is
+# True from the second signal on, when the ranks must end at once.
 Tell = Callable[[subprocess.Popen[bytes], int, bool], None]
+# A line that says that the job ends: a rank's reason, or what mpirun (Open MPI 4 and 5) says when
+# it ends the other ranks.
 _ENDING = re.compile(_TAG + rb"(?:sdp: error: |Primary job +terminated normally, but|\S+ (?:noticed|detected) that )")
 
 
 class _Ending:
-    """Forwards the standard error of a process, and notes when a line in it says that the job is being ended."""
+    """Forwards the standard error of a process, and notes when a line says that the job ends."""
 
     def __init__(self, stream: IO[bytes]):
         self.since: float | None = None
@@ -40,12 +44,17 @@ class _Ending:
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Wait for what is still to be forwarded; a process that was left behind may hold the stream open."""
+        """Wait at most ``seconds`` for the rest of the stream.
+
+        A process that was left behind may hold the stream open.
+        """
         self._thread.join(seconds)
 
     def _forward(self) -> None:
         for line in self._stream:
-            with contextlib.suppress(OSError):  # nobody reads any more; a full pipe would stop the launcher
+            # If nobody reads the output any more, go on reading: a full pipe would block the
+            # launcher.
+            with contextlib.suppress(OSError):
                 sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()
             if self.since is None and _ENDING.match(line):
@@ -53,12 +62,16 @@ class _Ending:
 
 
 def tell_by_mpirun(process: subprocess.Popen[bytes], number: int, hurry: bool) -> None:
-    """Open MPI, MPICH and Intel MPI pass SIGUSR1 on to the ranks; of SIGINT and SIGTERM they make the end of the job."""
+    """Send the launcher SIGUSR1, or signal ``number`` if ``hurry``.
+
+    Open MPI, MPICH and Intel MPI pass SIGUSR1 on to the ranks. SIGINT and SIGTERM make them end the
+    job.
+    """
     process.send_signal(number if hurry else signal.SIGUSR1)
 
 
 def tell_by(stop: Callable[[int], Sequence[str]], environ: Mapping[str, str]) -> Tell:
-    """Pass the signal on with the command ``stop(number)``. The launcher need not know of the signal."""
+    """Pass a signal on with the command ``stop(number)``, without the help of the launcher."""
 
     def tell(process: subprocess.Popen[bytes], number: int, hurry: bool) -> None:
         command = stop(signal.SIGKILL if hurry else number)
@@ -75,18 +88,27 @@ def run_watched(
     *,
     kills: bool = False,
 ) -> int:
-    """Run ``command`` and return its exit code; it is killed ``seconds`` after it said that the job ends, or after a second signal.
+    """Run the launcher ``command`` and return its exit code.
 
-    ``kills``: the launcher leaves ranks that do not end (one that is stopped, say) to themselves, so they are killed by ``tell``
-    some seconds after the job's end was said.
+    SIGINT, SIGTERM and SIGHUP to this process reach the ranks through ``tell``. After the first
+    signal the ranks may write a checkpoint, however long that takes. The exit code is then 128 +
+    the signal, unless the ranks fail.
 
-    SIGINT, SIGTERM and SIGHUP to this process reach the ranks by ``tell``. A first signal lets them write a checkpoint, however long that
-    takes; the exit code is then 128 + the signal, unless the ranks fail. Raises :class:`LaunchError` where the command cannot be
-    started.
+    Args:
+        command: the command of the launcher.
+        environ: the environment of the launcher.
+        seconds: the launcher is killed this long after it said that the job ends, or after a second
+            signal.
+        tell: passes a signal on to the ranks.
+        kills: kill the ranks through ``tell`` some seconds after the job was said to end. This is
+            for a launcher that does not end ranks which do not end themselves, such as a stopped
+            one.
+
+    Raises:
+        LaunchError: the command cannot be started.
     """
-    signal.signal(
-        signal.SIGTTOU, signal.SIG_IGN
-    )  # in a process group of its own it is in the background of the terminal
+    # The launcher has its own process group, so it is in the background of the terminal.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     with caught_signals() as received:
         try:
             process = subprocess.Popen(
@@ -113,9 +135,11 @@ def run_watched(
                 return 128 + received[0] if received else 1
             time.sleep(_POLL_SECONDS)
         ending.finish(_POLL_SECONDS * 10)
+    # 1 and 2 are the codes of a failed sdp. MPICH may return 0 after a signal, whatever its ranks
+    # return.
     if received and process.returncode not in (
         1,
         2,
-    ):  # not what sdp fails with; MPICH may say 0 after a signal, whatever its ranks say
+    ):
         return 128 + received[0]
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
