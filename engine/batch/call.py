@@ -1,4 +1,4 @@
-"""How a batch is handed to a model, and what its loss and its number of targets are."""
+"""Calls a model with a batch, and finds the loss and the number of targets."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _TREES = "use tensors, tuples, lists, mappings or dataclasses"
 
 
 def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
-    """``function`` over the corresponding leaves of trees of one structure: torch's pytrees, and in them dataclasses and mappings of
-    any class (a Hugging Face BatchEncoding, say), which torch takes for one leaf.
+    """Apply ``function`` to the corresponding leaves of trees that have the same structure.
+
+    A tree is a torch pytree. Dataclasses and mappings of any class, such as Hugging Face's
+    BatchEncoding, are trees here too. torch treats each of them as one leaf.
     """
 
     def leaf(*leaves: Any) -> Any:
@@ -44,14 +46,14 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree in order, as :func:`map_leaves` sees them."""
+    """Return the tensors among the leaves of :func:`map_leaves`, in order."""
     found: list[torch.Tensor] = []
     map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, tree)
     return found
 
 
 def _hides_tensors(leaf: Any) -> bool:
-    """Whether an object that is no tree holds tensors as attributes or members."""
+    """Return whether a leaf has tensors as attributes or members."""
     members = list(leaf) if isinstance(leaf, list | tuple | set | frozenset) else []
     return any(
         isinstance(value, torch.Tensor) for value in tree_leaves([members, *getattr(leaf, "__dict__", {}).values()])
@@ -59,7 +61,7 @@ def _hides_tensors(leaf: Any) -> bool:
 
 
 def _bind(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for ``module.forward``; see :func:`call_model`."""
+    """Return the arguments of ``module.forward``, by the rules of :func:`call_model`."""
     signature = inspect.signature(module.forward)
     parameters = signature.parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -78,7 +80,11 @@ def _bind(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def _surplus(signature: inspect.Signature, batch: Mapping[Any, Any]) -> list[str]:
-    """The keys beside all that ``forward`` requires: the mapping is likely meant to be spread."""
+    """Return the keys of ``batch`` that ``forward`` does not take.
+
+    The result is empty unless the batch has all keys that ``forward`` requires. If it has them, the
+    mapping was probably meant to be spread by name.
+    """
     parameters = signature.parameters.values()
     required = {
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
@@ -87,12 +93,19 @@ def _surplus(signature: inspect.Signature, batch: Mapping[Any, Any]) -> list[str
 
 
 def call_model(module: nn.Module, batch: Any) -> Any:
-    """``module`` on one batch.
+    """Call ``module`` with one batch.
 
-    A mapping is spread by name where ``forward`` takes all of its keys and it has all that ``forward`` requires. A tuple or list is
-    spread by position where one argument would not do: ``forward`` requires two or more, or takes ``*args`` alone. Anything else
-    is the one argument, as with DeepSpeed's engine: a tuple for ``forward(x, targets=None)`` too, which might mean either; give
-    ``{"x": ..., "targets": ...}`` to have it spread. Raises :class:`DataError` for a batch that fits in no way.
+    - A mapping is spread by name if ``forward`` takes all of its keys, and if the mapping has all
+      keys that ``forward`` requires.
+    - A tuple or list is spread by position if one argument is not enough. This is the case if
+      ``forward`` requires two or more arguments, or takes ``*args`` alone.
+    - Anything else is passed as one argument, as with DeepSpeed's engine.
+
+    A tuple for ``forward(x, targets=None)`` is ambiguous and is passed as one argument. To spread
+    it, give ``{"x": ..., "targets": ...}``.
+
+    Raises:
+        DataError: the batch fits in none of these ways.
     """
     args, kwargs = _bind(module, batch)
     signature = inspect.signature(module.forward)
@@ -115,7 +128,11 @@ def call_model(module: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The scalar loss in what a model returned: itself, ``.loss``, ``["loss"]``, or the first scalar of a tuple."""
+    """Return the scalar loss of a model's output.
+
+    The loss is the output itself, its ``.loss``, its ``["loss"]``, or the first scalar of a tuple
+    or list.
+    """
     if isinstance(output, torch.Tensor):
         if output.numel() == 1:
             return output.reshape(())
@@ -135,10 +152,14 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def target_count(module: nn.Module, batch: Any) -> int:
-    """Targets in a batch, the weight of its mean loss: the elements of what ``forward`` gets as ``labels`` that are not ignored.
+    """Return the number of targets in a batch, which is the weight of its mean loss.
 
-    The first position of token labels (2-D, integer) is none, because causal models shift them inside; Hugging Face's other losses
-    (``module.loss_type``) do not. Without labels: the elements of the batch's last tensor that are not ignored.
+    The targets are the elements of ``forward``'s ``labels`` that are not ignored. Without labels,
+    they are the elements of the batch's last tensor that are not ignored.
+
+    The first position of token labels (2-D, integer) is not counted, because causal models shift
+    the labels inside. Hugging Face's other losses (``module.loss_type``) do not shift them, so all
+    positions count.
     """
     args, kwargs = _bind(module, batch)
     labels = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("labels")
@@ -157,14 +178,17 @@ def target_count(module: nn.Module, batch: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor on ``device``."""
+    """Return the batch with every tensor on ``device``."""
     return map_leaves(
         lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch
     )
 
 
 def split_rows(batch: Any, parts: int) -> list[Any]:
-    """Cut every tensor of a batch into ``parts`` equal pieces along dimension 0; scalars and other leaves go to each piece."""
+    """Cut every tensor of a batch into ``parts`` equal pieces along dimension 0.
+
+    Every piece gets the scalars and the other leaves.
+    """
 
     def piece(index: int) -> Any:
         def cut(leaf: Any) -> Any:
@@ -185,9 +209,13 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
 
 
 def merge_outputs(outputs: list[Any]) -> Any:
-    """What the workers returned as one: scalars are averaged, tensors joined along dimension 0, other leaves are the first's.
+    """Merge the outputs of the workers into one.
 
-    Raises :class:`ModelError` for a leaf of unknown class that has tensors.
+    Scalars are averaged, and tensors are joined along dimension 0. Other leaves are those of the
+    first worker.
+
+    Raises:
+        ModelError: a leaf of an unknown class has tensors.
     """
 
     def merge(*leaves: Any) -> Any:
@@ -200,8 +228,7 @@ def merge_outputs(outputs: list[Any]) -> Any:
         if leaves[0].dim():
             return torch.cat(leaves)
         stacked = torch.stack(leaves)
-        return (stacked if stacked.is_floating_point() or stacked.is_complex() else stacked.float()).mean(
-            0
-        )  # a count's mean is no integer
+        # The mean of integers, such as counts, is not an integer.
+        return (stacked if stacked.is_floating_point() or stacked.is_complex() else stacked.float()).mean(0)
 
     return map_leaves(merge, *outputs) if len(outputs) > 1 else outputs[0]

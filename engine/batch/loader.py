@@ -1,4 +1,4 @@
-"""Endless, resumable reading of a map-style data set by many data ranks; the whole state is three integers."""
+"""Reads a map-style data set endlessly on many data ranks. The whole state is three integers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from ..errors import CheckpointError, DataError, SDPError
 
 
 class ResumableBatchSampler:
-    """Yields lists of data-set indices without end; any later layout can go on where this one stopped.
+    """Yields lists of data-set indices without end. Its state is valid for any layout.
 
-    The *sample order* of a run is the permutation of epoch 0, then that of epoch 1, and so on. One global micro-batch
-    is the next ``data_ranks × micro_batch_size`` positions of that order, and data rank ``r`` reads rows
-    ``[r × micro_batch_size, (r + 1) × micro_batch_size)`` of it: one process with ``micro_batch_size = R × m`` reads
-    exactly the rows of R ranks in rank order. A global micro-batch may straddle the end of an epoch, so nothing is left
-    out and nothing is read twice within an epoch.
+    The *sample order* of a run is the permutation of epoch 0, then that of epoch 1, and so on. One
+    global micro-batch is the next ``data_ranks × micro_batch_size`` positions of that order. Data
+    rank ``r`` reads its rows ``[r × micro_batch_size, (r + 1) × micro_batch_size)``. So one process
+    with ``micro_batch_size = R × m`` reads exactly the rows of R ranks in rank order. A global
+    micro-batch may extend into the next epoch. So within an epoch, no sample is left out and no
+    sample is read twice.
 
-    ``consumed`` counts samples of all data ranks since the start of the run. ``positions``: yield epoch × ``num_samples`` + index, for a
-    data set that gives a sample another form in each epoch. Raises DataError for an empty data set.
+    ``consumed`` counts the samples that all data ranks have read since the start of the run. With
+    ``positions``, the sampler yields epoch × ``num_samples`` + index, for a data set that gives a
+    sample another form in each epoch. Raises DataError for an empty data set.
     """
 
     def __init__(
@@ -71,15 +73,18 @@ class ResumableBatchSampler:
             yield rows
 
     def state_dict(self) -> dict[str, int]:
-        """The whole state: ``seed``, ``consumed`` and ``num_samples``, the same on every data rank."""
+        """Return ``seed``, ``consumed`` and ``num_samples``. They are equal on all data ranks."""
         return {"seed": self.seed, "consumed": self.consumed, "num_samples": self.num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after ``state``, whatever its layout was; raises CheckpointError where data or seed differ."""
+        """Continue after ``state``, by the rules of :meth:`checked_position`."""
         self.consumed = self.checked_position(state)
 
     def checked_position(self, state: Mapping[str, Any]) -> int:
-        """``state["consumed"]`` if the state is complete and of this data set and seed, else CheckpointError."""
+        """Return the ``consumed`` of ``state``, which any layout may have written.
+
+        Raises CheckpointError for an incomplete state, and for another data set or seed.
+        """
         for key in ("seed", "consumed", "num_samples"):
             value = state.get(key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -107,7 +112,8 @@ class ResumableBatchSampler:
         return rows
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        # One epoch is kept: a rank's positions only grow. 4 bytes a sample up to 4 billion samples.
+        # One epoch is kept, because a rank's positions only grow. It takes 4 bytes per sample up to
+        # 2³² samples, and 8 bytes above.
         if self._order is None or self._epoch != epoch:
             order = np.arange(self.num_samples, dtype=np.uint32 if self.num_samples < 2**32 else np.int64)
             if self.shuffle:
@@ -117,13 +123,15 @@ class ResumableBatchSampler:
 
 
 class ResumableLoader:
-    """An endless iterable over the micro-batches of one data rank whose state counts what was *handed out*.
+    """Yields one data rank's micro-batches without end. Its state counts what was *handed out*.
 
-    Batches that were fetched ahead, by worker processes or :meth:`fetch_ahead`, are not in the state, so a resumed run reads them
-    again. Each ``iter()`` goes on after the last batch handed out and ends the iterators before it. Raises DataError for an empty data set.
+    Worker processes and :meth:`fetch_ahead` read batches ahead. These batches are not in the state,
+    so a resumed run reads them again. Each ``iter()`` continues after the last batch handed out,
+    and ends all earlier iterators.
 
-    dataset: any map-style data set, the same on every data rank; one whose ``reads_positions`` is true is asked for
-    epoch × length + index. collate_fn, num_workers, pin_memory: as in ``torch.utils.data.DataLoader``.
+    ``dataset`` is any map-style data set, the same on every data rank. If its ``reads_positions``
+    is true, it is asked for epoch × length + index. ``collate_fn``, ``num_workers`` and
+    ``pin_memory`` are as in torch's ``DataLoader``. Raises DataError for an empty data set.
     """
 
     def __init__(
@@ -170,14 +178,15 @@ class ResumableLoader:
         self._source, self._ahead = None, []
 
     def fetch_ahead(self) -> None:
-        """Read the next batch now, while a device computes, unless that has been done; the iterator at hand will return it."""
+        """Read the next batch now, while a device computes, unless one is read ahead already."""
         if self._source is not None and not self._ahead:
             self._ahead.append(next(self._source))
 
     def _batches(self, generation: int) -> Iterator[Any]:
         self._refuse_stale(generation)
         self.sampler.consumed = self._consumed
-        # Its own generator: else to start iterating would draw from torch's global one, and a resumed run would differ.
+        # Without a generator of its own, the loader would draw from torch's global one when an
+        # iteration starts, and a resumed run would differ.
         batches = DataLoader(
             self.dataset,
             batch_sampler=self.sampler,  # pyright: ignore[reportArgumentType]  # any iterable of lists will do
@@ -188,7 +197,7 @@ class ResumableLoader:
         )
         source = self._source = iter(_plain_errors(batches))
         while True:
-            self._refuse_stale(generation)  # before anything is read: all iterators share the sampler
+            self._refuse_stale(generation)  # before it reads: all iterators share the sampler
             batch = self._ahead.pop() if self._ahead else next(source)
             self._consumed += self.sampler.global_batch_size
             yield batch
@@ -198,19 +207,20 @@ class ResumableLoader:
             raise RuntimeError("this iterator ended when its loader was iterated or loaded again; call iter(loader)")
 
     def state_dict(self) -> dict[str, int]:
-        """``seed``, ``consumed`` and ``num_samples``: JSON-able, the same on every data rank."""
+        """Return ``seed``, ``consumed`` and ``num_samples``. They are equal on all data ranks."""
         return {**self.sampler.state_dict(), "consumed": self._consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after ``state``, whatever its layout was; raises CheckpointError where data or seed differ."""
+        """Continue after ``state``. Raises CheckpointError if the data set or the seed differs."""
         self._consumed = self.sampler.checked_position(state)
         self._end_iterators()
 
 
 class EpochLoader:
-    """A view of an endless loader that ends with the epoch, so that ``for batch in loader`` inside a loop over epochs works.
+    """A view of an endless loader that ends with the epoch.
 
-    A global micro-batch that reaches into the next epoch is the last one of its own; nothing is dropped.
+    With it, ``for batch in loader`` works inside a loop over epochs. A global micro-batch that
+    extends into the next epoch is the last one of the epoch in which it starts. Nothing is dropped.
     """
 
     def __init__(self, loader: ResumableLoader) -> None:
@@ -224,16 +234,16 @@ class EpochLoader:
                 return
 
     def __len__(self) -> int:
-        """Batches that are left in this epoch."""
+        """Return the number of batches that are left in this epoch."""
         samples = self.loader.sampler.num_samples
         return -(-(samples - self.loader.consumed % samples) // self.loader.sampler.global_batch_size)
 
     def state_dict(self) -> dict[str, int]:
-        """The loader's position."""
+        """Return the state of the loader."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after ``state``; raises CheckpointError where data or seed differ."""
+        """Continue after ``state``. Raises CheckpointError if the data set or the seed differs."""
         self.loader.load_state_dict(state)
 
 
@@ -247,11 +257,15 @@ def evaluation_batches(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """A finite, unshuffled, re-iterable loader with equally many batches (at most ``limit``) on every data rank.
+    """Return a finite, unshuffled loader. Every iteration starts from the beginning.
 
-    The samples are spread evenly over the data set, so that a ``limit`` does not mean its first documents only; which
-    ones depends on ``data_ranks × micro_batch_size`` alone. Fewer than one global micro-batch of samples is left out.
-    Raises DataError where there is less than one batch per data rank.
+    Every data rank gets the same number of batches. The samples are spread evenly over the data
+    set, so that a ``limit`` does not select only its first documents. Which samples are selected
+    depends on ``data_ranks × micro_batch_size`` and ``limit`` alone. Without a ``limit``, fewer
+    samples than one global micro-batch are left out.
+
+    ``limit`` is the largest number of batches per data rank. Raises DataError if the data set has
+    less than one batch per data rank.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 batch, it is {limit}")
@@ -277,7 +291,7 @@ def evaluation_batches(
 
 
 def _plain_errors(batches: Iterable[Any]) -> Iterator[Any]:
-    """Hand ``batches`` on; an SDPError of a worker process, which torch wraps in a traceback, is one line again."""
+    """Yield ``batches``. Remove the traceback that torch puts into a worker's SDPError."""
     try:
         yield from batches
     except SDPError as error:

@@ -1,4 +1,7 @@
-"""DeepSpeed's batch arithmetic: train_batch_size = micro-batch × accumulation steps × data ranks."""
+"""DeepSpeed's batch arithmetic.
+
+train_batch_size = micro-batch × accumulation steps × data ranks
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,13 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Samples per optimizer step (``train``), per forward pass of a rank (``micro``), and forward passes per step."""
+    """The batch sizes of a run.
+
+    Attributes:
+        train: Samples per optimizer step.
+        micro: Samples per forward pass of a rank.
+        accumulation: Forward passes of a rank per optimizer step.
+    """
 
     train: int
     micro: int
@@ -19,7 +28,11 @@ class BatchSize:
 
     @classmethod
     def resolve(cls, config: Config, mesh: Mesh) -> BatchSize:
-        """Complete what the configuration gives, by DeepSpeed's rules. Raises :class:`ConfigError` with every factor and its source."""
+        """Derive the values that the configuration does not give, by DeepSpeed's rules.
+
+        Raises:
+            ConfigError: The values contradict each other. The message has all factors and sources.
+        """
         train = config.train_batch_size
         micro = config.train_micro_batch_size_per_gpu
         accumulation = config.gradient_accumulation_steps
