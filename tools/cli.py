@@ -1,8 +1,17 @@
-"""The command line ``sdp``: parses arguments, starts processes where none were started, turns errors into exit codes.
+"""The command line ``sdp``: parses arguments, runs the chosen command, and turns errors into exit
+codes.
 
-Exit codes: 0 done, 2 the user's mistake (one line, no traceback), 1 a failure of the program, 130 interrupted, 141 nobody reads the output
-any more. Commands are imported only when they are used: ``sdp --help``, ``sdp config`` and ``sdp launch`` do not import torch, nor does
-``sdp train`` that refuses its arguments, unless it must count devices.
+Exit codes:
+
+- 0: the command is done.
+- 1: the program failed.
+- 2: the user made a mistake. The message is one line, without a traceback.
+- 130: the command was interrupted.
+- 141: nobody reads the output any more.
+
+A command is imported only when it is used. ``sdp --help``, ``sdp config`` and ``sdp launch`` do not
+import torch. ``sdp train`` does not import it either before it has checked its arguments, unless it
+must count devices.
 """
 
 from __future__ import annotations
@@ -30,7 +39,7 @@ from .shared.files import NO_ROOM
 
 @dataclass(frozen=True)
 class _Command:
-    """A sub-command: its own arguments and what runs it."""
+    """A sub-command: its help, its arguments and the function that runs it."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -38,7 +47,7 @@ class _Command:
 
 
 def entry() -> NoReturn:
-    """The process ``sdp``: run its command line, and end it."""
+    """Run the command line of this process, and end the process."""
     code: int | None = None
 
     def leave() -> None:
@@ -49,19 +58,21 @@ def entry() -> NoReturn:
             os._exit(code)
 
     leaves_at_once()
-    atexit.register(leave)  # the first registered, so the last called
+    atexit.register(leave)  # registered first, so called last
     code = main()
     sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: this process's) and return its exit code."""
-    above = supervision()  # the launcher of ours that started this process
+    """Run the command line ``argv``, by default that of this process, and return its exit code."""
+    above = supervision()  # the launcher of this package that started this process
     if above is not None:
         tie_to_parent(above.parent_pid)
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv), above)
-        sys.stdout.flush()  # here, where a reader that left is noticed, not while the interpreter ends
+        # Flush here, where the handler below sees that the reader has left, not at interpreter
+        # exit.
+        sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 130
@@ -75,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         if above is None and _reader_left():
-            return 128 + signal.SIGPIPE  # as a shell reports programs that the signal ends
+            return 128 + signal.SIGPIPE  # the code that a shell reports for SIGPIPE
         report_fatal(traceback.format_exc().rstrip(), 1, above)
         return 1
     except OSError as error:
@@ -90,11 +101,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_left() -> bool:
-    """Whether nobody reads standard output any more (``sdp plan … | head``); what is left of it then goes nowhere."""
+    """Check whether nobody reads standard output any more, as in ``sdp plan … | head``.
+
+    If so, the rest of the output is discarded.
+    """
     output = select.poll()
     try:
         output.register(sys.stdout.fileno(), 0)
-    except (OSError, ValueError):  # it is no file, but an object of whoever called
+    except (OSError, ValueError):  # the caller replaced standard output by something else
         return False
     if not any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0)):
         return False
@@ -103,13 +117,17 @@ def _reader_left() -> bool:
 
 
 def _output_fails() -> bool:
-    """Whether what is still to be written to standard output cannot be (``sdp plan … > plan.txt`` on a full disk); it goes nowhere then."""
+    """Check whether writing to standard output fails, as in ``sdp plan … > plan.txt`` on a full
+    disk.
+
+    If so, the rest of the output is discarded.
+    """
     try:
         sys.stdout.flush()
-        os.write(
-            sys.stdout.fileno(), b"\n"
-        )  # unbuffered, nothing is left to flush; where this works a traceback follows
-    except ValueError:  # it is no file, but an object of whoever called
+        # Unbuffered output leaves nothing to flush, so this write tests it. If the write works, a
+        # traceback follows.
+        os.write(sys.stdout.fileno(), b"\n")
+    except ValueError:  # the caller replaced standard output by something else
         return False
     except OSError:
         _discard_output()
@@ -140,7 +158,7 @@ def _tool(name: str) -> Any:
 
 
 def _tool_command(name: str, help_text: str) -> _Command:
-    """A command whose arguments stand in its own module, imported when it is used."""
+    """Make a command from its module, which declares the arguments and is imported on first use."""
     return _Command(help_text, lambda parser: _tool(name).add_arguments(parser), lambda args: _tool(name).run(args))
 
 
