@@ -1,4 +1,4 @@
-"""Loss curves of runs as a picture."""
+"""Draws plots as PNG files: loss curves of runs, sweeps, bars, lines and the bias of gradients."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class _Colours(NamedTuple):
 def plot_loss(runs: Sequence[Run], path: Path) -> Path:
     """Draw loss against tokens into the PNG ``path`` and return it.
 
-    Of every run: the training loss, raw (light) and smoothed, and on held-out text the loss of the full model and of every
-    group's subnetwork. Losses are in nats per token. Raises ConfigError where matplotlib is missing or ``path`` cannot be written.
+    Each run has the training loss, raw (light) and smoothed. On held-out text it has the losses of
+    the full model and of every group's subnetwork. Losses are in nats per token. Raises ConfigError
+    if matplotlib is missing or ``path`` cannot be written.
     """
     figure_class, canvas = _matplotlib()
     figure = figure_class(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
@@ -55,8 +56,11 @@ def plot_loss(runs: Sequence[Run], path: Path) -> Path:
 
 
 def plot_sweep(figures: Mapping[str, Sequence[Mapping[str, Any]]], measure: str, path: Path) -> Path:
-    """Draw a sweep's figures into the PNG ``path`` and return it: a panel for each key of ``figures``, ``measure`` against capacity, a
-    line for each profile, with the seeds' deviation. Its rows have capacity, profile, mean and spread (None: one seed).
+    """Draw the figures of a sweep into the PNG ``path`` and return it.
+
+    There is a panel for each key of ``figures``. It shows ``measure`` against capacity, with a line
+    for each profile and the standard deviation over the seeds. A row of ``figures`` has capacity,
+    profile, mean and spread. The spread is None if there was one seed.
     """
     figure_class, canvas = _matplotlib()
     figure = figure_class(figsize=(SIZE_INCHES[0], 5.0), dpi=DPI, layout="constrained")
@@ -81,8 +85,10 @@ def plot_sweep(figures: Mapping[str, Sequence[Mapping[str, Any]]], measure: str,
 
 
 def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, path: Path) -> None:
-    """Draw bars into the PNG ``path``: a panel for each key, in it a bar for each name, the same names in all. Raises ConfigError where
-    matplotlib is missing.
+    """Draw bars into the PNG ``path``.
+
+    There is a panel for each key, with a bar for each name. All panels have the same names. Raises
+    ConfigError if matplotlib is missing.
     """
     figure_class, canvas = _matplotlib()
     figure = figure_class(
@@ -99,7 +105,7 @@ def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, path: Path)
         axes.set_xlabel(label, fontsize=12)
         axes.margins(x=0.16)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].invert_yaxis()  # shared: first on top
+    figure.axes[0].invert_yaxis()  # the first name is on top; the panels share this axis
     figure.suptitle(title, fontsize=13, fontweight="bold")
     figure.savefig(path, format="png")
 
@@ -107,7 +113,18 @@ def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, path: Path)
 def plot_lines(
     lines: Mapping[str, Sequence[tuple[float, float]]], title: str, across: str, up: str, path: Path
 ) -> None:
-    """Draw lines through points into the PNG ``path``, both axes logarithmic. Raises ConfigError where matplotlib is missing."""
+    """Draw lines through points into the PNG ``path``, on logarithmic axes.
+
+    Args:
+        lines: the points of each line, by its name.
+        title: the title of the plot.
+        across: the label of the horizontal axis.
+        up: the label of the vertical axis.
+        path: the file to write.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
     figure_class, canvas = _matplotlib()
     figure = figure_class(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
     canvas(figure)
@@ -134,8 +151,20 @@ def plot_bias(
     by_unit: Mapping[str, Sequence[tuple[float, float]]],
     path: Path,
 ) -> Path:
-    """Draw the bias of gradients, by masking, into the PNG ``path`` and return it: apparent bias against the number of batches with the
-    ``overall`` estimate and what noise alone would make of it (at the last point), and estimate and standard error ``by_unit``.
+    """Draw the bias of gradients into the PNG ``path`` and return it.
+
+    The left panel shows the apparent bias against the number of batches, the estimated bias, and
+    the bias that noise alone would cause. The right panel shows the estimate for each unit with its
+    standard error. Each mapping has one entry for each kind of masking.
+
+    Args:
+        by_batches: points of number of batches and apparent bias.
+        overall: the estimated bias, and the bias that noise alone would cause at the last point.
+        by_unit: the estimate and its standard error for each unit.
+        path: the file to write.
+
+    Raises:
+        ConfigError: matplotlib is missing.
     """
     figure_class, canvas = _matplotlib()
     figure = figure_class(figsize=(SIZE_INCHES[0], 4.6), dpi=DPI, layout="constrained")
@@ -172,14 +201,18 @@ def plot_bias(
 
 
 def _palette(runs: int) -> Iterator[_Colours]:
-    """A run alone has a colour for each kind of loss; runs side by side have one colour each."""
+    """Choose the colours: one for each kind of loss if there is one run, else one for each run."""
     if runs == 1:
         return iter([_Colours(*_COLOURS[:3])])
     return (_Colours(colour, colour, colour) for colour in itertools.cycle(_COLOURS))
 
 
 def _matplotlib() -> tuple[Any, Any]:
-    """Imported here: it takes most of a second, and a run without plots does without it. No pyplot: no global state."""
+    """Import the classes for figures and canvases.
+
+    The import is here because it takes most of a second, and a run without plots does not need it.
+    pyplot is not used, because it has global state.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -218,7 +251,11 @@ def _draw(axes: Any, run: Run, colours: _Colours, scale: float) -> None:
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:
-    """Mean over a fortieth of the run around each step; fewer steps where the run starts, since the loss falls steeply there."""
+    """Average the losses over a fortieth of the run around each step.
+
+    At the start and the end of the run the average is over fewer steps. At the start the loss falls
+    steeply.
+    """
     sums = [0.0, *itertools.accumulate(losses)]
     half, last = len(losses) // 80, len(losses) - 1
     windows = ((max(0, index - half), index + min(half, index, last - index) + 1) for index in range(len(losses)))
@@ -238,7 +275,7 @@ def _dress(axes: Any, title: str, unit: str) -> None:
 
 
 def _legend(axes: Any, runs: Sequence[Run]) -> None:
-    """What each kind of line is; with several runs, which colour is whose, and where each ended."""
+    """Explain each kind of line and, for several runs, the colour and the last loss of each run."""
     from matplotlib.lines import Line2D
 
     single = len(runs) == 1
