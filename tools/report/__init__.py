@@ -1,1 +1,1 @@
-"""``sdp report``: runs compared."""
+"""``sdp report``: compares runs."""

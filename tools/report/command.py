@@ -1,4 +1,4 @@
-"""``sdp report DIR…``: print a table of what runs cost and how well they learned, compared with the dense model."""
+"""``sdp report DIR…``: compares the costs and the losses of runs with those of the dense model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReportOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ReportOptions:
-        """The options in what :func:`add_arguments` has put into ``args``."""
+        """Make the options from the parsed arguments that :func:`add_arguments` declares."""
         return cls(tuple(args.runs), "json" if args.json else "markdown" if args.markdown else "text", args.plot)
 
 
@@ -69,7 +69,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Write the report as plain text. With short names it has at most 100 columns. Many runs get several tables."""
+    """Write the report as plain text. Many runs get several tables.
+
+    If names are short, lines have at most 100 columns.
+    """
     return "\n\n".join([*(table.text() for table in _tables(runs, WIDTH)), _notes(runs), _files(runs)])
 
 

@@ -1,4 +1,4 @@
-"""The figures of finished (or killed) runs, and the dense model that they are measured against."""
+"""The figures of finished (or killed) runs, and the dense model that they are compared with."""
 
 from __future__ import annotations
 
@@ -11,17 +11,27 @@ from ...engine.placement.placement import Placement
 from ..runs.run_files import Run
 from ..shared.table import Spread
 
-STATE_PARTS = ("parameters", "gradients", "optimizer", "frozen")  # the last since backward masking
-WARM_UP_STEPS = 3  # allocators and caches settle; left out of medians
+STATE_PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "frozen",
+)  # "frozen" is for backward masking; older runs do not have it
+WARM_UP_STEPS = 3  # left out of medians, because allocators and caches settle in them
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One run in numbers: bytes, seconds, tokens, nats per token. What the run did not record is None or missing.
+    """The figures of one run, in bytes, seconds, tokens and nats per token.
 
-    ``state``: bytes by part and ``"together"``, counted in the tensors; ``peak_tensors``: of live tensors in a probed step;
-    ``peak_process``: above what the process had before the model existed; ``sent`` and ``sent_by_kind``: per step, busiest rank;
-    ``sent_deviation``: how far what the placement decides is from the plan, of the rank where it is farthest.
+    A figure that the run did not record is None or missing.
+
+    - ``state``: the bytes of each part and of all parts ``"together"``, counted in the tensors.
+    - ``peak_tensors``: the peak bytes of live tensors in a probed step.
+    - ``peak_process``: the peak bytes of the process, less its bytes before the model existed.
+    - ``sent`` and ``sent_by_kind``: the bytes that the busiest rank sends per step.
+    - ``sent_deviation``: the largest relative deviation of a rank's sent bytes from the plan. It
+      counts only traffic that the placement decides.
     """
 
     name: str
@@ -59,7 +69,11 @@ class Facts:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The dense model: a run where every group holds every unit, or else what the placement's formulas say of it."""
+    """The dense model that runs are compared with.
+
+    It is a run in which every group holds every unit. Without such a run, the figures are computed
+    with the placement's formulas, and ``run`` is None.
+    """
 
     run: Facts | None
     state: dict[str, float]
@@ -75,7 +89,7 @@ class Baseline:
 
 
 def find_baseline(runs: Sequence[Facts]) -> Baseline:
-    """The first dense run among several; else the prediction that the first run with one has recorded."""
+    """Take the first dense run of several runs, else the first prediction that a run recorded."""
     dense = next((run for run in runs if run.dense), None) if len(runs) > 1 else None
     if dense is not None:
         return Baseline(dense, {part: spread.largest for part, spread in dense.state.items()}, dense.sent)
@@ -86,7 +100,10 @@ def find_baseline(runs: Sequence[Facts]) -> Baseline:
 
 
 def facts_of_all(runs: Sequence[Run]) -> list[Facts]:
-    """The figures of every run, under its path where two directories have the same name."""
+    """Gather the figures of every run.
+
+    If two directories have the same name, the runs are named by their paths.
+    """
     names = [run.name for run in runs]
     return [replace(facts_of(run), name=run.name if names.count(run.name) == 1 else str(run.path)) for run in runs]
 
@@ -164,7 +181,7 @@ def _layout(run: Run) -> str:
 
 
 def _capacity(run: Run) -> float | None:
-    """Mean held part of the units' parameters."""
+    """Average over the groups the fraction of the units' parameters that a group holds."""
     placement = _placement(run)
     if placement is None or not sum(placement.costs):
         return None
@@ -172,7 +189,7 @@ def _capacity(run: Run) -> float | None:
 
 
 def _evaluations(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The evaluation before training and the newest one after it; empty where there is none."""
+    """Return the evaluation before training and the newest one after it. A missing one is empty."""
     before = next((line for line in run.evaluations if line["step"] == 0), {})
     after = next((line for line in reversed(run.evaluations) if line["step"] > 0), {})
     held_out = (run.summary or {}).get("held_out") or {}
@@ -187,7 +204,10 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where a value is missing, as for a loss that was NaN or infinite: JSON has null for those."""
+    """Average the values, or return None if one is missing.
+
+    A loss that was NaN or infinite is missing, because JSON has null for it.
+    """
     known = [value for value in values if value is not None]
     return fmean(known) if known and len(known) == len(values) else None
 
@@ -202,7 +222,11 @@ def _total(rank: Mapping[str, Any], key: str) -> int:
 
 
 def _sent_deviation(ranks: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of what tensor-parallel ranks send of activations there is no plan: it follows from the batch, not from the placement."""
+    """Compare each rank's sent bytes with the plan, and return the largest relative deviation.
+
+    Activations that tensor-parallel ranks send are left out. They follow from the batch, not from
+    the placement, so there is no plan for them.
+    """
     deviations = []
     for rank in ranks:
         counted = {
@@ -228,7 +252,7 @@ def _measured_state(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
 
 
 def _state_deviation(ranks: Sequence[Mapping[str, Any]]) -> float | None:
-    """Largest relative difference between counted and predicted bytes, over ranks and parts."""
+    """Find the largest relative difference of counted and predicted bytes, over ranks and parts."""
     pairs = [
         (rank["state_measured"].get(part, 0), rank["state_predicted"].get(part, 0))
         for rank in ranks
