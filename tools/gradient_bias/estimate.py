@@ -1,10 +1,17 @@
-"""The bias of one gradient against another from paired batches, told from sampling noise.
+"""Estimates the bias of one gradient against another from paired batches, separated from sampling
+noise.
 
-Let δ_b be the difference of the two gradients on batch b of N independent ones, and B its expectation, the bias. The apparent bias, the
-norm of the mean of the δ_b, is never zero: E‖mean δ‖² = ‖B‖² + tr Cov(δ) / N. But products of *different* batches are free of noise,
-E⟨δ_b, δ_c⟩ = ‖B‖² for b ≠ c, so that their mean is an unbiased estimate of ‖B‖² (a U-statistic of degree two; Hoeffding, 1948), and
-what the apparent square has beyond it is the noise floor's. Everything follows from the Gram matrix of the δ_b. The standard error is the
-jackknife's, whose variance is too large rather than too small in expectation (Efron and Stein, 1981).
+There are N independent batches. Let δ_b be the difference of the two gradients on batch b. Its
+expectation B is the bias. The apparent bias is the norm of the mean of all δ_b. It is never zero,
+because E‖mean δ‖² = ‖B‖² + tr Cov(δ) / N.
+
+Products of *different* batches are free of noise: E⟨δ_b, δ_c⟩ = ‖B‖² for b ≠ c. Their mean is
+therefore an unbiased estimate of ‖B‖². It is a U-statistic of degree two (Hoeffding, 1948). The
+difference between the square of the apparent bias and this estimate is the square of the noise
+floor.
+
+Everything follows from the Gram matrix of the δ_b. The standard error is that of the jackknife. Its
+variance is on average too large rather than too small (Efron and Stein, 1981).
 """
 
 from __future__ import annotations
@@ -20,21 +27,27 @@ from ...engine.errors import NonFiniteError
 from ...engine.placement.layout import Layout
 from ...engine.placement.units import SHARED, Slice
 
-FEWEST = 4  # batches: the jackknife takes one out of pairs of the others
-ROUNDING = 1e-6  # relative: what the order of float32's sums may make of equal gradients
-SURE = 3.0  # standard errors above zero from which a bias counts as shown
-_ELEMENTS = 1 << 20  # of a parameter that are in memory in float64, times the number of batches
+FEWEST = 4  # batches; the jackknife leaves one out and then needs pairs of the others
+ROUNDING = 1e-6  # relative; the order of float32 sums may change equal gradients by this much
+SURE = 3.0  # a bias counts as shown if it is more than this many standard errors above zero
+_ELEMENTS = 1 << 20  # elements of a parameter, for each batch, that are in memory in float64
 
 
 @dataclass(frozen=True)
 class Bias:
-    """The bias of the mean gradient over N batches, relative to the norm of the dense mean gradient.
+    """The bias of the mean gradient over N batches, relative to the norm of the dense mean
+    gradient.
 
     ``z`` and ``cosine`` are not relative. Relative figures are None if that norm is zero.
 
-    ``apparent``: ‖mean g − mean d‖. ``floor``: what sampling noise alone is expected to make of it. ``bias``: the square root of the
-    unbiased estimate of the square, 0 where that is negative; ``z``: this estimate in its standard errors. ``error``: the standard error
-    of ``bias``, None where it is 0. ``cosine``: between the two means. ``dense_noise``: how far noise takes the dense mean.
+    Attributes:
+        apparent: the apparent bias ‖mean g − mean d‖ of the gradients g against the dense ones d.
+        floor: the apparent bias that sampling noise alone is expected to cause.
+        bias: the square root of the unbiased estimate of the squared bias, 0 if that is negative.
+        error: the standard error of ``bias``, None if ``bias`` is 0.
+        z: the estimate of the squared bias, divided by its standard error.
+        cosine: the cosine between the two mean gradients.
+        dense_noise: the expected distance by which noise moves the dense mean.
     """
 
     apparent: float | None
@@ -47,19 +60,26 @@ class Bias:
 
     @property
     def shown(self) -> bool:
-        """Whether it is more than noise, and than rounding."""
+        """Whether the bias is larger than noise and rounding explain."""
         return self.z > SURE and not self.rounding
 
     @property
     def rounding(self) -> bool:
-        """Whether the gradients are the same on every batch but for rounding."""
+        """Whether the gradients are the same on every batch, except for rounding."""
         return self.apparent is not None and self.floor is not None and max(self.apparent, self.floor) <= ROUNDING
 
 
 @dataclass(frozen=True)
 class Products:
-    """Inner products of one unit's gradients: the ``gram`` matrix (N, N) of the differences; of the sums over all batches of the dense
-    ones and of the differences, ``dense`` = ‖Σd‖² and ``cross`` = ⟨Σd, Σδ⟩; ``squares`` = Σ‖d‖². All float64; they add up over units.
+    """Inner products of one unit's gradients over N batches, in float64.
+
+    The products of several units can be added.
+
+    Attributes:
+        gram: the Gram matrix (N, N) of the differences δ.
+        dense: ‖Σd‖², where d are the dense gradients.
+        cross: ⟨Σd, Σδ⟩.
+        squares: Σ‖d‖².
     """
 
     gram: Tensor
@@ -74,7 +94,11 @@ class Products:
 
 
 class Differences:
-    """Gradients of N batches by parameter, kept on the CPU: N copies of the model for each name of ``others`` in :meth:`add`, and one."""
+    """Gradients of N batches by parameter, kept on the CPU.
+
+    They take the memory of N copies of the model for each name of ``others`` in :meth:`add`, and of
+    one more copy.
+    """
 
     def __init__(self, layout: Layout):
         self._parts = _parts_by_unit(layout)
@@ -83,7 +107,8 @@ class Differences:
         self._squares = dict.fromkeys(self._parts, 0.0)
 
     def add(self, dense: Mapping[str, Tensor], others: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Add one batch: its ``dense`` gradient, and under each name of ``others`` the one that is compared with it.
+        """Add the ``dense`` gradient of a batch, and the gradients ``others`` to compare with it,
+        by name.
 
         Raises :class:`NonFiniteError` if a gradient is NaN or infinite.
         """
@@ -103,7 +128,7 @@ class Differences:
             self._squares[unit] += sum(float(_gram([_of(part, dense)])) for part in parts)
 
     def products(self, name: str) -> dict[str, Products]:
-        """By unit, the shared part last, of the gradients that were added as ``name``."""
+        """Compute the products of each unit, then of the shared part, for the gradients ``name``."""
         return {unit: self._products(unit, parts, self._differences[name]) for unit, parts in self._parts.items()}
 
     def _products(self, unit: str, parts: Sequence[Slice], differences: Sequence[Mapping[str, Tensor]]) -> Products:
@@ -117,7 +142,7 @@ class Differences:
 
 
 def _parts_by_unit(layout: Layout) -> dict[str, list[Slice]]:
-    """What every unit is made of, and the shared part: what is in none."""
+    """List the slices of every unit, and of the shared part, which belongs to no unit."""
     parts = {
         unit.name: [part for part in unit.slices if layout.parameters[part.parameter].trainable]
         for unit in layout.units
@@ -128,7 +153,7 @@ def _parts_by_unit(layout: Layout) -> dict[str, list[Slice]]:
 
 
 def _of(part: Slice, gradients: Mapping[str, Tensor]) -> Tensor:
-    """The elements of ``part``, flat."""
+    """Take the elements of ``part`` out of ``gradients``, as a flat tensor."""
     gradient = gradients[part.parameter]
     if part.dim is None:
         return gradient.flatten()
@@ -138,7 +163,7 @@ def _of(part: Slice, gradients: Mapping[str, Tensor]) -> Tensor:
 
 
 def _gram(vectors: Sequence[Tensor]) -> Tensor:
-    """Inner products of the flat ``vectors`` with each other, in float64."""
+    """Compute the inner products of the flat ``vectors`` with each other, in float64."""
     gram = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
     for pieces in zip(*(vector.split(_ELEMENTS) for vector in vectors), strict=True):
         rows = torch.stack([piece.double() for piece in pieces])
@@ -147,7 +172,7 @@ def _gram(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def estimate(products: Products) -> Bias:
-    """What N ≥ 4 batches say of the bias."""
+    """Estimate the bias from the products of N ≥ 4 batches."""
     gram, batches = products.gram, len(products.gram)
     apparent = max(float(gram.sum()), 0.0) / batches**2
     square = _mean_of_pairs(gram)
@@ -162,7 +187,7 @@ def estimate(products: Products) -> Bias:
 
     bias, error = relative(max(square, 0.0)), None
     if bias:
-        error = deviation / (2 * math.sqrt(square)) / length  # of a square root, to first order
+        error = deviation / (2 * math.sqrt(square)) / length  # first-order error of a square root
     other = math.sqrt(max(dense + 2 * products.cross / batches**2 + apparent, 0.0))
     cosine = (dense + products.cross / batches**2) / (length * other) if length and other else None
     z = square / deviation if deviation else 0.0
@@ -170,13 +195,13 @@ def estimate(products: Products) -> Bias:
 
 
 def _mean_of_pairs(gram: Tensor) -> float:
-    """The mean of the products of different batches: the unbiased estimate of ‖B‖²."""
+    """Average the products of different batches. This is the unbiased estimate of ‖B‖²."""
     batches = len(gram)
     return float(gram.sum() - gram.trace()) / (batches * (batches - 1))
 
 
 def _jackknife(gram: Tensor) -> float:
-    """Standard error of :func:`_mean_of_pairs`."""
+    """Compute the jackknife's standard error of :func:`_mean_of_pairs`."""
     batches = len(gram)
     pairs = gram.sum() - gram.trace()
     without = (pairs - 2 * (gram.sum(1) - gram.diagonal())) / ((batches - 1) * (batches - 2))
@@ -184,9 +209,11 @@ def _jackknife(gram: Tensor) -> float:
 
 
 def apparent_by_batches(products: Products) -> list[tuple[int, float]]:
-    """The apparent relative bias of means over 1, 2, 4 … batches, and over all: the root of its mean square over disjoint runs of as many.
+    """Compute the apparent bias of means over 1, 2, 4 … batches, and over all batches.
 
-    Relative to the dense mean over all batches, so that the number of batches moves the numerator alone.
+    Each value is the root mean square over disjoint runs of that many consecutive batches. It is
+    relative to the norm of the dense mean over all batches, so only the numerator depends on the
+    number of batches.
     """
     gram, batches = products.gram, len(products.gram)
     sizes = sorted({batches, *(1 << power for power in range(batches.bit_length()) if 1 << power <= batches)})
