@@ -1,1 +1,4 @@
-"""The one layer between groups: it averages gradients among holders, refreshes frozen copies and compares holders."""
+"""The one layer between groups.
+
+It averages gradients among holders, refreshes frozen copies and compares holders.
+"""

@@ -1,4 +1,7 @@
-"""Check that holders never drift: compare checksums of weights and optimizer state across the holders of each unit."""
+"""Checks that holders never drift.
+
+It compares checksums of weights and optimizer state across the holders of each unit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ CHUNK = 1 << 20
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """A 63-bit checksum of the tensors' bits; it changes if any single value changes."""
+    """Return a 63-bit checksum of the tensors' bits. It changes if any single value changes."""
     total = 0
     for tensor in tensors:
         flat = local_tensor(tensor.detach()).contiguous().view(-1)
@@ -36,7 +39,16 @@ def check_holders(
 ) -> None:
     """Compare every unit's weights and optimizer state bitwise across its holders. Collective.
 
-    Raises :class:`HolderMismatchError` on every rank, naming the unit and the groups that disagree.
+    Args:
+        layout: Which group holds which parameters.
+        parameters: This rank's parameters, by name.
+        optimizer: The optimizer, whose state is compared too.
+        rank: This rank.
+        sharded: Whether a group's ranks have shards. If not, its replicas are compared too.
+
+    Raises:
+        HolderMismatchError: Two holders differ. It is raised on every rank and names the unit and
+            the groups that disagree.
     """
     names = [SHARED, *(unit.name for unit in layout.units)]
     device = next(iter(parameters.values())).device
@@ -56,9 +68,13 @@ def check_holders(
 
 
 def check_placement(placement: Placement, device: torch.device) -> None:
-    """Raise :class:`PlacementError` on every rank unless all have computed the same placement. Collective.
+    """Check that all ranks have computed the same placement. Collective.
 
-    Process groups are made from the holder sets. Ranks with different holder sets would wait for each other forever.
+    Process groups are made from the holder sets. Ranks with different holder sets would wait for
+    each other forever.
+
+    Raises:
+        PlacementError: Two ranks differ. It is raised on every rank.
     """
     if any(find_differences([repr((placement.units, placement.holders))], device)):
         raise PlacementError(
@@ -68,7 +84,11 @@ def check_placement(placement: Placement, device: torch.device) -> None:
 
 
 def check_loss_scale(scale: str, device: torch.device) -> None:
-    """Raise :class:`HolderMismatchError` on every rank unless all have the same loss scale and counts of overflows. Collective."""
+    """Check that all ranks have the same loss scale and counts of overflows. Collective.
+
+    Raises:
+        HolderMismatchError: Two ranks differ. It is raised on every rank.
+    """
     if any(find_differences([scale], device)):
         raise HolderMismatchError(
             "fp16: ranks have different loss scales, or counts of steps without an overflow, which are equal "
@@ -87,7 +107,7 @@ def _compare(layout: Layout, unit: str, holders: tuple[int, ...], sums: list[int
     for tp in range(mesh.tp):
         for group in holders:
             for fsdp in range(mesh.size(group)):
-                # Without shards the replicas inside a group must agree too.
+                # Without shards, a group's ranks are replicas, which must agree too.
                 first = mesh.rank(holders[0], fsdp if sharded else 0, tp)
                 other = mesh.rank(group, fsdp, tp)
                 if sums[other] != sums[first]:
@@ -95,14 +115,27 @@ def _compare(layout: Layout, unit: str, holders: tuple[int, ...], sums: list[int
 
 
 def compare_sums(unit: str, holders: tuple[int, ...], sums: list[int], ranks: list[int]) -> None:
-    """Raise :class:`HolderMismatchError` unless the groups ``holders`` have equal ``sums``; ``ranks``: who is named, by group."""
+    """Check that the groups ``holders`` have equal checksums.
+
+    Args:
+        unit: The unit's name.
+        holders: The groups that hold the unit.
+        sums: A checksum per group.
+        ranks: The rank that the error names, per group.
+
+    Raises:
+        HolderMismatchError: Two groups differ.
+    """
     for group in holders[1:]:
         if sums[group] != sums[holders[0]]:
             raise _disagreement(unit, ranks[group], group, ranks[holders[0]], holders[0])
 
 
 def _compare_copies(layout: Layout, unit: str, sums: list[int]) -> None:
-    """Compare what tensor parallelism does not cut. It must be equal on all ranks of one (sdp, fsdp) position."""
+    """Compare the parameters that tensor parallelism does not cut.
+
+    They must be equal on all ranks of one (sdp, fsdp) position.
+    """
     for first in range(0, layout.mesh.world_size, layout.mesh.tp):
         for other in range(first + 1, first + layout.mesh.tp):
             if sums[other] != sums[first]:

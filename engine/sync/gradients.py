@@ -1,8 +1,9 @@
-"""Average gradient shards among the holders of a unit, overlapped with backward.
+"""Averages gradient shards among the holders of a unit, overlapped with backward.
 
-A bucket is a run of parameters with one holder set. At the accumulation boundary, a bucket is reduced
-as soon as the last of its gradients is ready. The gradients are divided by the number of ranks into
-one buffer, which replaces them, so that no second copy remains. Then an asynchronous all-reduce starts.
+A bucket is a sequence of parameters with one holder set. At the accumulation boundary, a bucket is
+reduced as soon as the last of its gradients is ready. The gradients are divided by the number of
+ranks into one buffer, which replaces them, so that no second copy remains. Then an asynchronous
+all-reduce starts.
 
 Buckets are launched in one global order, that of backward, even if autograd computes gradients in
 another order. So every communicator sees the same sequence on all of its ranks.
@@ -35,7 +36,7 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
 
 
 class PendingBucket:
-    """One bucket of this rank during a backward pass: arm, mark each gradient as ready, launch, wait.
+    """One bucket during a backward pass: arm, mark each gradient as ready, launch, wait.
 
     Args:
         parameters: this rank's parameters of the bucket, in the bucket's order.
@@ -65,7 +66,10 @@ class PendingBucket:
         self._missing -= 1
 
     def mark_all_ready(self) -> None:
-        """Expect no more gradients. A parameter without a gradient took no part in the pass, so its gradient is zero."""
+        """Expect no more gradients.
+
+        A parameter without a gradient took no part in the pass, so its gradient is zero.
+        """
         _fill_with_zeros(self.parameters)
         self._missing = 0
 
@@ -93,14 +97,14 @@ class PendingBucket:
 class GradientSync:
     """Averages the gradients of one rank's parameters with the other holders.
 
-    It launches the buckets in one global order. What happens to one bucket is in :class:`PendingBucket`.
+    It launches the buckets in one global order. :class:`PendingBucket` handles one bucket.
 
     Args:
         buckets: the global list, in launch order.
         parameters: this rank's parameters, by canonical name.
-        groups: the communicator for each holder set. Absent if this rank is the only one.
+        groups: the communicator for each holder set. A set without one has this rank alone.
         traffic: counts the bytes sent.
-        partial: names of parameters whose gradient is only this tensor-parallel rank's share of a sum.
+        partial: names of parameters whose gradient is this tensor-parallel rank's share of a sum.
         tensor_ranks: the ranks over which partial gradients are summed.
         clock: measures the time left to wait after backward, in seconds.
         all_reduce: starts a sum over a group.
@@ -126,7 +130,7 @@ class GradientSync:
         self._partial, self._tensor_ranks = [parameters[name] for name in partial], tensor_ranks
         self._summed = False  # whether the partial gradients are sums already
         self._pending: list[PendingBucket] = []
-        self._alone: list[nn.Parameter] = []  # held by this rank only: nothing to send, so no hook either
+        self._alone: list[nn.Parameter] = []  # held by this rank only: nothing to send, so no hook
         self._armed = False
         self._next = 0  # the index of the first bucket that is not launched yet
         for bucket in buckets:
@@ -145,8 +149,8 @@ class GradientSync:
     def begin(self) -> None:
         """Prepare for a backward pass.
 
-        An earlier pass before the same step may have left summed partial gradients. They become shares
-        again, because this pass adds its shares to them.
+        An earlier pass before the same step may have left summed partial gradients. They become
+        shares again, because this pass adds its shares to them.
         """
         if self._summed and self._tensor_ranks is not None:
             for parameter in self._partial:
@@ -159,7 +163,10 @@ class GradientSync:
         self._summed = False
 
     def arm(self) -> None:
-        """Reduce gradients as they become ready: the next backward pass is the last one before the optimizer step."""
+        """Reduce gradients as they become ready in the next backward pass.
+
+        That pass is the last one before the optimizer step.
+        """
         for pending in self._pending:
             pending.arm()
         self._armed, self._next = True, 0
@@ -171,7 +178,10 @@ class GradientSync:
             pending.abandon()
 
     def finish(self) -> None:
-        """Launch the buckets that are left, and wait for all. A parameter that took no part in the pass has a zero gradient."""
+        """Launch the buckets that are left, and wait for all.
+
+        A parameter that took no part in the pass gets a zero gradient.
+        """
         _fill_with_zeros(self._alone)
         for pending in self._pending[self._next :]:
             pending.mark_all_ready()
@@ -184,10 +194,10 @@ class GradientSync:
         self._sum_over_tensor_ranks()
 
     def _make_hook(self, pending: PendingBucket) -> Callable[[torch.Tensor], None]:
-        """The hook that reports a gradient of ``pending``.
+        """Return the hook that reports a gradient of ``pending``.
 
-        It uses weak references. Parameters store hooks where the garbage collector cannot see them, so
-        strong references would keep the engine alive forever.
+        It uses weak references. Parameters store hooks where the garbage collector cannot see them,
+        so strong references would keep the engine alive forever.
         """
         sync_reference, bucket_reference = weakref.ref(self), weakref.ref(pending)
 
@@ -208,8 +218,8 @@ class GradientSync:
     def _sum_over_tensor_ranks(self) -> None:
         """Sum the partial gradients in rank order.
 
-        A collective might sum in another order on another group. Here the copies stay bitwise equal on
-        all holders.
+        A collective may sum in another order on another group. A fixed order keeps the copies
+        bitwise equal on all holders.
         """
         if self._tensor_ranks is None or not self._partial:
             return
@@ -234,10 +244,10 @@ def _fill_with_zeros(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _coalesce(parameters: Sequence[nn.Parameter], ranks: int) -> torch.Tensor:
-    """Divide the local gradients by ``ranks`` into one flat buffer, and make each ``.grad`` a view of it.
+    """Divide the local gradients by ``ranks`` into one buffer, and make each ``.grad`` a view of it.
 
-    Nothing is copied if the gradients already lie next to each other. Gradients are divided before they
-    are summed, as in DDP and FSDP2, so that copy and division are one pass over memory.
+    Nothing is copied if the gradients are already adjacent in memory. Gradients are divided before
+    they are summed, as in DDP and FSDP2, so that copy and division are one pass over memory.
     """
     grads = [local_tensor(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
     if _are_adjacent(grads):
@@ -261,7 +271,10 @@ def _coalesce(parameters: Sequence[nn.Parameter], ranks: int) -> torch.Tensor:
 
 
 def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors fill one stretch of one storage, in order. FSDP2's sharded gradients do if shards are even."""
+    """Return whether the tensors are contiguous in one storage, in order.
+
+    FSDP2's sharded gradients are if the shards are even.
+    """
     storage, end = tensors[0].untyped_storage()._cdata, tensors[0].storage_offset()
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.untyped_storage()._cdata != storage or tensor.storage_offset() != end:

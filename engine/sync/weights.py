@@ -1,4 +1,4 @@
-"""Refresh the frozen copies of weights that other groups train."""
+"""Refreshes the frozen copies of weights that other groups train."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from ..placement.buckets import Refresh
 
 
 class WeightRefresh:
-    """Updates this rank's frozen copies with the holders' weights, and sends this rank's weights to the copies of others.
+    """Updates this rank's frozen copies with the holders' weights.
 
-    FSDP2 cuts the first dimension in the same way in all groups. So the shards align, and each shard is
-    received in its final memory.
+    It also sends this rank's weights to the copies of other ranks. FSDP2 cuts the first dimension
+    in the same way in all groups. So the shards align, and each shard is received in its final
+    memory.
 
     Args:
         refreshes: all refreshes of the layout, in one order on all ranks.
         parameters: this rank's parameters, held and frozen, by canonical name.
-        groups: the communicator by source and members. Absent if this rank is not a member.
+        groups: the communicators by source and members. One is absent if this rank is not a member.
         traffic: counts the bytes sent.
         dtype: the dtype of the frozen copies. Weights are cast to it before they are sent.
         broadcast: starts to send the tensor of the member ``source``.
@@ -47,11 +48,14 @@ class WeightRefresh:
 
     @property
     def blocks(self) -> list[str]:
-        """Names of the blocks that this rank sends or receives, without repetition."""
+        """The names of the blocks that this rank sends or receives, without repetition."""
         return list(dict.fromkeys(refresh.block for refresh in self._refreshes))
 
     def start(self, names: Collection[str]) -> None:
-        """Start to send and receive the parameters ``names`` that concern this rank, in one order on all ranks."""
+        """Start to send and receive those parameters of ``names`` that concern this rank.
+
+        The order is the same on all ranks.
+        """
         self.finish()
         for refresh in self._refreshes:
             pending = self._pending.setdefault(refresh.block, [])
@@ -69,12 +73,18 @@ class WeightRefresh:
                     pending.append((work, tensor))  # the tensor must live until it is sent
 
     def _parts(self, refresh: Refresh, name: str) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
-        """This rank's parts of a parameter, each with its communicator and the position of the sender in it."""
+        """Yield this rank's parts of a parameter.
+
+        Each part comes with its communicator and the sender's position in it.
+        """
         group = self._groups[refresh.source, refresh.members]
         yield local_tensor(self._parameters[name].detach()), group, refresh.members.index(refresh.source)
 
     def wait(self, block: str, stream: torch.Stream | None = None) -> None:
-        """Wait for the weights of one block. On CUDA, the current stream and ``stream``, which gathers them, wait."""
+        """Wait for the weights of one block.
+
+        On CUDA, the current stream waits, and also ``stream``, which gathers the weights.
+        """
         for work, _ in self._pending.pop(block, ()):
             work.wait()
             if stream is not None:
