@@ -48,7 +48,7 @@ class _Corpus(Protocol):
 
 
 @dataclass(frozen=True)
-class _Settings:
+class Settings:
     """The arguments that decide the tokens. Equal settings and equal corpora give equal shards."""
 
     tokenizer: str
@@ -103,7 +103,7 @@ def prepare(
     check_request(tokenizer, vocab_size)
     if tokenizer == "sentencepiece" and vocab_size is None:
         vocab_size = DEFAULT_VOCAB_SIZE
-    settings = _Settings(tokenizer, vocab_size, text_column, held_out, seed, shard_tokens)
+    settings = Settings(tokenizer, vocab_size, text_column, held_out, seed, shard_tokens)
     _check(settings, workers, max_document_bytes)
     directory = Path(output)
     corpus, names = _open_corpus(inputs, text_column, max_document_bytes)
@@ -136,7 +136,7 @@ def _make(
     names: list[str],
     sources: list[Source],
     digest: str,
-    settings: _Settings,
+    settings: Settings,
     ready: Tokenizer | None,
     directory: Path,
     workers: int,
@@ -145,7 +145,7 @@ def _make(
     """Write tokenizer and shards into the empty ``directory`` and return its index."""
     if settings.tokenizer == "sentencepiece":
         _say(f"training a SentencePiece tokenizer of {settings.vocab_size:,} tokens", progress)
-    made = ready or make_tokenizer(settings.tokenizer, settings.vocab_size, _sample_texts(corpus, sources, settings))
+    made = ready or make_tokenizer(settings.tokenizer, settings.vocab_size, sample_texts(corpus, sources, settings))
     with writing(directory):
         made.save(directory)
     total_bytes = sum(source.bytes for source in sources)
@@ -157,7 +157,7 @@ def _make(
         tokenizer=made.spec(),
         vocab_size=made.vocab_size,
         end_of_text=made.end_of_text,
-        dtype=_dtype_name(made.vocab_size),
+        dtype=dtype_name(made.vocab_size),
         splits=written.splits,
         corpus=Corpus(
             sources=names,
@@ -176,7 +176,7 @@ def _say(line: str, progress: bool) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _check(settings: _Settings, workers: int | None, max_document_bytes: int) -> None:
+def _check(settings: Settings, workers: int | None, max_document_bytes: int) -> None:
     if not 0 < settings.held_out < 1:
         raise DataError(f"the held-out fraction must lie between 0 and 1, it is {settings.held_out}")
     if workers is not None and workers < 1:
@@ -193,11 +193,11 @@ def _open_corpus(inputs: Sequence[str] | None, text_column: str, max_document_by
     return FileCorpus(expand_inputs(inputs), text_column, max_document_bytes), list(inputs)
 
 
-def _sample_texts(corpus: _Corpus, sources: list[Source], settings: _Settings) -> Iterator[str]:
+def sample_texts(corpus: _Corpus, sources: list[Source], settings: Settings) -> Iterator[str]:
     """Training documents that the tokenizer learns from: about TOKENIZER_SAMPLE_BYTES, from all files."""
     order = list(range(len(sources)))
     random.Random(settings.seed).shuffle(order)
-    quota = _quota([source.bytes for source in sources], TOKENIZER_SAMPLE_BYTES)
+    limit = quota([source.bytes for source in sources], TOKENIZER_SAMPLE_BYTES)
     left = TOKENIZER_SAMPLE_BYTES
     for piece in order:
         taken = 0
@@ -207,14 +207,14 @@ def _sample_texts(corpus: _Corpus, sources: list[Source], settings: _Settings) -
             # A compressed source has fewer bytes than its text.
             taken += max(document.source_bytes, len(document.text))
             del document  # before the next one is read
-            if taken >= min(quota, left):
+            if taken >= min(limit, left):
                 break
         left -= taken
         if left <= 0:
             return
 
 
-def _quota(sizes: list[int], budget: int) -> float:
+def quota(sizes: list[int], budget: int) -> float:
     """The q for which the sum of min(size, q) equals the budget; infinite if the sizes are too small."""
     for taken, size in enumerate(sorted(sizes)):
         if size * (len(sizes) - taken) >= budget:
@@ -233,9 +233,9 @@ class _Written:
     without_text: int
 
 
-def _write(directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: _Settings) -> _Written:
+def _write(directory: Path, batches: Iterable[EncodedBatch], tokenizer: Tokenizer, settings: Settings) -> _Written:
     """Write all batches. Raises DataError if the disk is full or a split is empty."""
-    dtype = np.dtype(_dtype_name(tokenizer.vocab_size)).newbyteorder("<")
+    dtype = np.dtype(dtype_name(tokenizer.vocab_size)).newbyteorder("<")
     writers = {
         split: ShardWriter(directory, split, dtype, settings.shard_tokens, tokenizer.end_of_text) for split in SPLITS
     }
@@ -289,7 +289,7 @@ def _with_progress(batches: Iterable[EncodedBatch], total_bytes: int, enabled: b
             print(f"encoding: {done / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB", file=sys.stderr, flush=True)
 
 
-def _dtype_name(vocab_size: int) -> Any:
+def dtype_name(vocab_size: int) -> Any:
     return "uint16" if vocab_size <= 65535 else "uint32"
 
 

@@ -1,4 +1,7 @@
-"""Peak bytes of live tensors in one training step: what a CPU's resident size cannot say, because it also counts freed memory."""
+"""Measures the peak bytes of live tensors in one training step.
+
+On a CPU, the resident size cannot show this, because it also counts freed memory.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,26 @@ def peak_tensor_bytes(
     *,
     kept: Iterable[torch.Tensor] = (),
 ) -> int:
-    """Peak bytes on ``device`` of parameters, buffers, gradients, optimizer state, activations and temporaries during ``step()``.
+    """Return the peak bytes of live tensors on ``device`` during ``step()``.
 
-    Bytes as the tensors ask for them, alignment excluded; a storage counts once, whatever views of it exist. On CUDA it is the
-    allocator's own peak (``torch.cuda.max_memory_allocated``), whose statistics this resets. On a CPU every operator's inputs and
-    outputs are watched, which slows the step: probe one step, do not time it. Not seen there: scratch space inside one operator, the
-    communication library's buffers, and what lives through the step unused for a while unless it is in ``kept``. ``step`` runs forward,
-    backward and update once, and really changes the weights.
+    Parameters, buffers, gradients, optimizer state, activations and temporaries count. Bytes are
+    those that the tensors ask for, without alignment. A storage counts once, even if it has several
+    views.
+
+    On CUDA, the result is the allocator's own peak (``torch.cuda.max_memory_allocated``). This
+    function resets the allocator's statistics.
+
+    On a CPU, the inputs and outputs of every operator are watched. That slows the step, so do not
+    time the probed step. Three things are not seen: scratch space inside one operator, the
+    communication library's buffers, and tensors that no operator uses. List such tensors in
+    ``kept``.
+
+    Args:
+        step: Runs forward, backward and update once. It really changes the weights.
+        module: The model.
+        optimizer: The optimizer.
+        device: The device to measure.
+        kept: Tensors that live through the step but are not used for a while.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -39,7 +55,7 @@ def peak_tensor_bytes(
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
-    watch = _LiveStorages(device)
+    watch = LiveStorages(device)
     watch.add((*_state_tensors(module, optimizer), *kept))
     with watch:
         step()
@@ -47,7 +63,7 @@ def peak_tensor_bytes(
 
 
 def _state_tensors(module: nn.Module, optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """What exists before the step; gradients too, if some have been accumulated."""
+    """Yield the tensors that exist before the step, including gradients accumulated so far."""
     yield from module.buffers()
     groups = [module.parameters(), *(group["params"] for group in optimizer.param_groups)]
     for parameter in (parameter for group in groups for parameter in group):
@@ -58,54 +74,57 @@ def _state_tensors(module: nn.Module, optimizer: Optimizer) -> Iterator[torch.Te
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-class _LiveStorages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     """Knows every live storage on ``device`` that an operator has touched.
 
-    ``torch.distributed._tools.MemTracker`` counts the same (its "parameters" include FSDP2's gathered copies), but refuses a
-    module that is called twice in a step, which gradient accumulation does.
+    ``torch.distributed._tools.MemTracker`` counts the same. (Its "parameters" include FSDP2's
+    gathered copies.) But it refuses a module that is called twice in a step, and gradient
+    accumulation does that.
     """
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.peak = 0
         self._device = device.type
-        self._storages: dict[
-            int, weakref.ref[torch.UntypedStorage]
-        ] = {}  # by id(); torch keeps one Python object a storage
+        # The key is id(). torch keeps one Python object per storage.
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper such as DTensor runs first; the operators on its local tensors then come by here
+            # A wrapper such as DTensor runs first. It then calls the operators on its local tensors.
+            return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if _inside_a_collective():
             return result
-        # Inputs are alive while an operator runs, outputs from then on: here both exist.
+        # At this point the operator's inputs and outputs are both alive.
         self.add(leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor))
         return result
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take notice of the tensors' storages; the peak can have moved only if one of them is new or has grown."""
+        """Record the tensors' storages.
+
+        The peak can have changed only if a storage is new or has grown.
+        """
         grown = [self._notice(tensor) for tensor in tensors]  # a list: every tensor must be noticed
         if any(grown):
             self.peak = max(self.peak, self._live_bytes())
 
     def _notice(self, tensor: torch.Tensor) -> bool:
         if is_traceable_wrapper_subclass(tensor):
-            inner = (
-                getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]
-            )  # DTensor names its mesh there too
+            # DTensor lists its mesh there too.
+            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             grown = [self._notice(part) for part in inner if isinstance(part, torch.Tensor)]
             return any(grown)
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:
-            return False  # sparse and opaque tensors have none
+            return False  # sparse and opaque tensors have no storage
         if storage.device.type != self._device:
-            return False  # also the fake tensors of DTensor's shape propagation, which lie on "meta"
+            return False  # for example the fake tensors of DTensor's shape propagation, on "meta"
         key, size = id(storage), storage.nbytes()
         known = self._storages.get(key)
         if known is None or known() is not storage:
@@ -116,7 +135,11 @@ class _LiveStorages(TorchDispatchMode):
         return grown
 
     def _live_bytes(self) -> int:
-        """Sizes are read anew: FSDP2 frees gathered parameters by ``resize_(0)`` on the storage, which no operator shows."""
+        """Return the bytes of all live storages.
+
+        Sizes are read again each time. FSDP2 frees gathered parameters with ``resize_(0)`` on the
+        storage, which no operator shows.
+        """
         live = 0
         for key, reference in list(self._storages.items()):
             storage = reference()
@@ -129,8 +152,11 @@ class _LiveStorages(TorchDispatchMode):
 
 
 def _inside_a_collective() -> bool:
-    """Whether a function of ``torch.distributed`` called the operator that runs. What it is given and returns was seen where it was made;
-    the rest is the communication library's: gloo's reduce-scatter copies its input, which NCCL's does not.
+    """Return whether a function of ``torch.distributed`` called the running operator.
+
+    Such operators need not be watched. The function's inputs and outputs are seen where they are
+    made. All other tensors belong to the communication library: gloo's reduce-scatter copies its
+    input, which NCCL's does not.
     """
     frame = sys._getframe(2)
     while frame is not None:

@@ -63,7 +63,7 @@ def sequence(model: nn.Module, layout: Layout, group: int) -> tuple[Any, ...]:
         if block is not None:  # of slices how many it holds, not which
             held[block][info.canonical.removeprefix(block), info.part, info.trainable, group in info.holders] += 1
     ordered = sorted(held, key=lambda name: position[name])
-    return tuple((frozenset(held[name].items()), _settings(model.get_submodule(name))) for name in ordered)
+    return tuple((frozenset(held[name].items()), settings_of(model.get_submodule(name))) for name in ordered)
 
 
 def _kinds(model: nn.Module, layout: Layout, group: int) -> tuple[list[list[str]], list[list[str]]]:
@@ -79,13 +79,13 @@ def _kinds(model: nn.Module, layout: Layout, group: int) -> tuple[list[list[str]
                 run.add(block)
     kinds: dict[Any, list[str]] = {}
     for name, signature in parts.items():
-        kinds.setdefault((tuple(signature), _settings(model.get_submodule(name))), []).append(name)
+        kinds.setdefault((tuple(signature), settings_of(model.get_submodule(name))), []).append(name)
     return [names for names in kinds.values() if names[0] in run], [
         names for names in kinds.values() if names[0] not in run
     ]
 
 
-def _settings(block: nn.Module) -> str:
+def settings_of(block: nn.Module) -> str:
     """By which blocks of equal parameters may differ: the classes of their modules, and the plain values these keep."""
     facts = []
     for module in block.modules():

@@ -93,33 +93,33 @@ def test_kinds_of_files_give_the_same_tokens(tmp_path):
 
 
 def test_large_vocabulary_uses_uint32(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "_dtype_name", lambda vocab_size: "uint32")
+    monkeypatch.setattr(room, "dtype_name", lambda vocab_size: "uint32")
     index = quiet([write_json_lines(tmp_path / "a.jsonl")], tmp_path / "out")
     assert index["dtype"] == "uint32"
     assert sum(np.fromfile(tmp_path / "out" / "train-00000.bin", "<u4") == 256) == index["splits"]["train"]["documents"]
     monkeypatch.undo()
-    assert [room._dtype_name(size) for size in (65535, 65536)] == ["uint16", "uint32"]
+    assert [room.dtype_name(size) for size in (65535, 65536)] == ["uint16", "uint32"]
 
 
 def test_tokenizer_is_trained_on_training_documents_only(tmp_path):
     path = write_json_lines(tmp_path / "a.jsonl")
     quiet([path], tmp_path / "out")
     corpus = sources.FileCorpus((Path(path),), "text")
-    arguments = room._Settings("sentencepiece", 310, "text", 0.2, 0, 1000)
-    sample = list(room._sample_texts(corpus, corpus.sources(), arguments))
+    arguments = room.Settings("sentencepiece", 310, "text", 0.2, 0, 1000)
+    sample = list(room.sample_texts(corpus, corpus.sources(), arguments))
     assert sample == documents_of(tmp_path / "out", "train")
 
 
 def test_tokenizer_sample_is_spread_over_the_files(tmp_path, monkeypatch):
     paths = tuple(Path(write_json_lines(tmp_path / f"{i}.jsonl", [f"{i} {t}" for t in TEXTS])) for i in range(3))
     corpus = sources.FileCorpus(paths, "text")
-    arguments = room._Settings("sentencepiece", 310, "text", 0.01, 0, 1000)
+    arguments = room.Settings("sentencepiece", 310, "text", 0.01, 0, 1000)
     monkeypatch.setattr(room, "TOKENIZER_SAMPLE_BYTES", 3_000)
-    sample = list(room._sample_texts(corpus, corpus.sources(), arguments))
+    sample = list(room.sample_texts(corpus, corpus.sources(), arguments))
     assert {text[0] for text in sample} == {"0", "1", "2"}
     assert 1_500 < sum(map(len, sample)) < 4_500
-    assert room._quota([5, 1, 100, 100], 40) == 17
-    assert room._quota([5, 5], 40) == float("inf")
+    assert room.quota([5, 1, 100, 100], 40) == 17
+    assert room.quota([5, 5], 40) == float("inf")
 
 
 def test_same_preparation_is_not_repeated_and_another_is_refused(tmp_path, capsys):

@@ -58,7 +58,7 @@ _PARTITIONED = """
     _reassign_or_swap_out_partitioned_parameters partition_grads _get_param_partition_rank
 """
 _OF_OPTIMIZER = {0: "", 1: _FLAT, 2: _FLAT, 3: _PARTITIONED}
-_OF_ENGINE = (
+OF_ENGINE = (
     "enable_backward_allreduce basic_optimizer micro_steps global_steps global_samples skipped_steps _global_grad_norm"
 )
 
@@ -100,7 +100,7 @@ def set_verbosity(file: Mapping[str, Any]) -> None:
 
 def check_engine(deepspeed: Any, engine: Any, stage: int, precision: str) -> None:
     """Raise ConfigError if DeepSpeed's engine or optimizer lacks a name or cannot be supported."""
-    _require(deepspeed, engine, _OF_ENGINE.split(), type(engine).__name__)
+    _require(deepspeed, engine, OF_ENGINE.split(), type(engine).__name__)
     if hasattr(engine.optimizer, "fp32_groups_flat"):
         raise ConfigError(
             f"{precision} at zero_optimization.stage 0: DeepSpeed flattens the weights of its FusedAdam into one tensor, so they cannot be "

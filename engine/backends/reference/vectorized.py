@@ -185,7 +185,7 @@ class VectorizedBackend(ReferenceBackend):
     def _alike(self, ours: Any, theirs: Any) -> bool:
         """Whether the tensors of two outputs are equal up to rounding."""
         pairs = zip(tensors_in(ours), tensors_in(theirs), strict=True)
-        return all(_close(mine, other, _RELATIVE[self._compute_dtype]) for mine, other in pairs)
+        return all(are_close(mine, other, _RELATIVE[self._compute_dtype]) for mine, other in pairs)
 
     def _mean_loss(self, batches: Sequence[Any], held: Mapping[str, torch.Tensor] | None = None) -> float:
         before, self._group_of_row = self._group_of_row, None
@@ -195,7 +195,7 @@ class VectorizedBackend(ReferenceBackend):
             self._group_of_row = before
 
 
-def _close(mine: torch.Tensor, other: torch.Tensor, relative: float) -> bool:
+def are_close(mine: torch.Tensor, other: torch.Tensor, relative: float) -> bool:
     """Whether two tensors differ by at most ``relative`` times the largest finite element.
 
     NaN and infinite elements must be equal.

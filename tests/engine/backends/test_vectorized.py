@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sdp
 import torch
-from sdp.engine.backends.reference.vectorized import _close
+from sdp.engine.backends.reference.vectorized import are_close
 from sdp.engine.errors import ConfigError, ModelError
 from sdp.models.registry import build_model
 from sdp.tests.support import models
@@ -56,6 +56,29 @@ def test_evaluations_are_the_references() -> None:
         losses.append([engine.evaluate([batch]), *engine.evaluate_subnetworks([batch])])
     assert losses[1] == pytest.approx(losses[0], rel=RELATIVE)
     assert len(set(losses[0])) == 5
+
+
+def _gradients_with_a_shared_bias(engine_name: str) -> dict[str, torch.Tensor]:
+    """One step of a LLaMA by neurons, whose projections into a branch's sum have a bias that every group holds."""
+    case = Case(2, 1, model="even-llama", neurons=2)
+    model = models.build(case.model)
+    for index, layer in enumerate(model.model.layers):
+        plain = layer.mlp.down_proj
+        layer.mlp.down_proj = torch.nn.Linear(plain.in_features, plain.out_features)
+        layer.mlp.down_proj.weight = plain.weight
+        torch.nn.init.normal_(layer.mlp.down_proj.bias, generator=torch.Generator().manual_seed(index))
+    engine = sdp.initialize(model=model, config=case.config(engine_name))[0]
+    engine.backward(engine(_rows(case.model, 0, 0, case.data_ranks)))
+    return {name: parameter.grad for name, parameter in engine.parameters_here.items()}
+
+
+def test_a_bias_that_all_groups_share_is_no_obstacle() -> None:
+    ours, theirs = _gradients_with_a_shared_bias("vectorized"), _gradients_with_a_shared_bias("reference")
+    assert ours.keys() == theirs.keys()
+    assert any(name.endswith("down_proj.bias") and gradient.abs().max() > 0 for name, gradient in theirs.items())
+    for name, gradient in theirs.items():
+        atol = RELATIVE * gradient.abs().max().item()
+        torch.testing.assert_close(ours[name], gradient, rtol=0, atol=atol)
 
 
 def _config(**sdp_section: Any) -> dict[str, Any]:
@@ -149,8 +172,10 @@ def test_settings_without_a_meaning_in_one_pass_are_refused(key: str, value: str
 
 def test_outputs_that_are_no_finite_numbers_compare_too() -> None:
     masked = torch.tensor([1.0, -torch.inf, torch.nan])
-    assert _close(masked, masked * 1.00001, 1e-4)
-    assert not _close(masked, torch.tensor([1.0, 2.0, torch.nan]), 1e-4)
-    assert not _close(masked, masked * 1.001, 1e-4)
-    assert _close(torch.empty(0), torch.empty(0), 1e-4) and _close(torch.tensor([True]), torch.tensor([True]), 1e-4)
-    assert not _close(torch.tensor([1]), torch.tensor([2]), 1e-4)
+    assert are_close(masked, masked * 1.00001, 1e-4)
+    assert not are_close(masked, torch.tensor([1.0, 2.0, torch.nan]), 1e-4)
+    assert not are_close(masked, masked * 1.001, 1e-4)
+    assert are_close(torch.empty(0), torch.empty(0), 1e-4) and are_close(
+        torch.tensor([True]), torch.tensor([True]), 1e-4
+    )
+    assert not are_close(torch.tensor([1]), torch.tensor([2]), 1e-4)

@@ -14,7 +14,7 @@ from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import LaunchError
 from sdp.engine.placement.layout import Layout
-from sdp.engine.tracing.repetition import _settings
+from sdp.engine.tracing.repetition import settings_of
 from sdp.engine.tracing.step import StepTrace, trace_step
 from sdp.models.registry import build_model
 from sdp.tests.support.ranks import RankPool
@@ -175,8 +175,8 @@ class _Repeated(nn.Module):
 
 
 def test_blocks_that_differ_in_a_list_are_of_two_kinds() -> None:
-    assert _settings(_Repeated([1, 2])) == _settings(_Repeated([1, 2]))
-    assert _settings(_Repeated([1, 2])) != _settings(_Repeated([1, 12]))
+    assert settings_of(_Repeated([1, 2])) == settings_of(_Repeated([1, 2]))
+    assert settings_of(_Repeated([1, 2])) != settings_of(_Repeated([1, 12]))
 
 
 def test_tensor_parallel_ranks_send_what_was_traced(ranks: RankPool) -> None:

@@ -43,7 +43,7 @@ def test_the_full_state_has_parameters_that_the_user_froze(ranks: RankPool, stag
 def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
     """Bytes of the whole model, at most alive before DeepSpeed cuts this rank's part, and of what it holds; names of units that it has."""
     import sdp
-    from sdp.engine.accounting.memory_probe import _LiveStorages
+    from sdp.engine.accounting.memory_probe import LiveStorages
     from sdp.engine.backends.deepspeed.private import load
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,7 +64,7 @@ def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
         "sdp": {"groups": 4, "capacity": 0.25, "engine": "deepspeed"},
     }
     package, handed_over = load(), []
-    with _LiveStorages(torch.device("cpu")) as live, pytest.MonkeyPatch.context() as patch:
+    with LiveStorages(torch.device("cpu")) as live, pytest.MonkeyPatch.context() as patch:
         own = package.initialize
         patch.setattr(package, "initialize", lambda **given: (handed_over.append(live.peak), own(**given))[1])
         engine = sdp.initialize(model=model, config=file)[0]
