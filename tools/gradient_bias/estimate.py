@@ -128,7 +128,7 @@ class Differences:
             self._squares[unit] += sum(float(_gram([_of(part, dense)])) for part in parts)
 
     def products(self, name: str) -> dict[str, Products]:
-        """Compute the products of each unit, then of the shared part, for the gradients ``name``."""
+        """Compute the products of each unit, then of the shared part, for gradients ``name``."""
         return {unit: self._products(unit, parts, self._differences[name]) for unit, parts in self._parts.items()}
 
     def _products(self, unit: str, parts: Sequence[Slice], differences: Sequence[Mapping[str, Tensor]]) -> Products:

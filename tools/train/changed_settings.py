@@ -1,7 +1,8 @@
-"""What ``sdp train --resume`` does about settings that were changed since the run was started.
+"""Applies settings that were changed since the run was started, for ``sdp train --resume``.
 
-The new value wins for the settings below, and moments stay. A checkpoint holds the learning rates of its
-step, so the new ones are set after it was loaded. The other settings are not part of a checkpoint.
+For the settings below the new value applies, and the optimizer's moments stay. A checkpoint holds
+the learning rates of its step, so the new ones are set after it was loaded. The other settings are
+not part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _UNSET = "unset"
 
 
 def saved_settings(dump_dir: Path) -> dict[str, Any] | None:
-    """The configuration that the run was last started with, or None if its file is missing or damaged."""
+    """Read the configuration that the run was last started with.
+
+    Returns None if its file is missing or damaged.
+    """
     try:
         saved = json.loads((dump_dir / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -39,7 +43,7 @@ def describe_changes(before: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that a resumed run may change, as JSON by key."""
+    """Return the settings that a resumed run may change, as JSON by key."""
     optimizer = (config.get("optimizer") or {}).get("params") or {}
     found = {f"optimizer.params.{key}": optimizer[key] for key in _OPTIMIZER_KEYS if key in optimizer}
     found["gradient_clipping"] = config.get("gradient_clipping", 0.0)
@@ -50,7 +54,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def apply_rates(engine: SDPEngine, configured: Sequence[float], *, told: bool) -> list[str]:
-    """Set the learning rates that the configuration says for the next step, in place of the checkpoint's.
+    """Replace the checkpoint's learning rates by those of the configuration for the next step.
 
     Args:
         engine: the engine, after a checkpoint was loaded.
@@ -63,7 +67,8 @@ def apply_rates(engine: SDPEngine, configured: Sequence[float], *, told: bool) -
     loaded = engine.get_lr()
     schedule = engine.lr_scheduler
     if schedule is not None:
-        schedule.step(schedule.last_batch_iteration)  # sets the rates of the iteration that was loaded
+        # This sets the rates of the iteration that was loaded.
+        schedule.step(schedule.last_batch_iteration)
     else:
         for group, rate in zip(engine.optimizer.param_groups, configured, strict=True):
             if isinstance(group["lr"], torch.Tensor):

@@ -20,8 +20,8 @@ log = logging.getLogger("sdp")
 class Checkpointer:
     """Writes ``dump_dir/checkpoints``. A save that fails leaves the checkpoint before it in place.
 
-    ``client_state`` is stored in every checkpoint. ``recalibrated`` gives the context in which the model
-    is saved.
+    ``client_state`` is stored in every checkpoint. ``recalibrated`` gives the context in which the
+    model is saved.
     """
 
     def __init__(
@@ -44,10 +44,11 @@ class Checkpointer:
         return self._engine.config.training
 
     def resume(self) -> bool:
-        """Load the newest checkpoint, if there is one, and apply the settings that were changed since. Collective."""
+        """Load the newest checkpoint, if there is one, and apply changed settings. Collective."""
         engine = self._engine
         self._beat.at(0, "loading the checkpoint", self._training.start_timeout)
-        before = saved_settings(self._dump_dir)  # rank 0 replaces the file once all ranks have loaded
+        # Read the file first: rank 0 replaces it once all ranks have loaded.
+        before = saved_settings(self._dump_dir)
         configured = [float(rate) for rate in engine.get_lr()]
         path, _ = engine.load_checkpoint(self._directory)
         if path is None:
@@ -60,7 +61,10 @@ class Checkpointer:
         return True
 
     def save(self) -> None:
-        """Write a checkpoint, in the background if the configuration says so. The run goes on if that fails. Collective."""
+        """Write a checkpoint. If that fails, the run goes on. Collective.
+
+        The configuration decides whether the checkpoint is written in the background.
+        """
         self.settle(block=True)
         try:
             self.write(background=self._training.async_save)
@@ -89,12 +93,12 @@ class Checkpointer:
             log.error("WARNING: the last checkpoint was not written: %s; the one before stays, the run goes on", error)
 
     def newest(self) -> str:
-        """Where the newest checkpoint is, in words for a message."""
+        """Say where the newest checkpoint is, for a message."""
         return newest_checkpoint(self._dump_dir)
 
 
 def newest_checkpoint(dump_dir: Path) -> str:
-    """Where the newest checkpoint of a run is, in words for a message."""
+    """Say where the newest checkpoint of a run is, for a message."""
     directory = dump_dir / "checkpoints"
     try:
         tag = latest(directory)

@@ -15,12 +15,16 @@ from .options import add_arguments as add_arguments
 if TYPE_CHECKING:
     from ...engine.config.schema import Config
 
-# From a signal until the ranks are killed. They finish the current step and write a checkpoint.
+# This long after a signal the ranks are killed. Until then they finish the current step and write a
+# checkpoint.
 STOP_SECONDS = 300.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train in this process if a launcher started it, or if one process is enough. Else start the processes."""
+    """Train in this process if a launcher started it, or if one process is enough.
+
+    Otherwise start the processes.
+    """
     from ...engine.config.load import load_config
     from ...launcher.degrees import Degrees, visible_devices
 
@@ -56,7 +60,10 @@ def _run_rank(options: TrainOptions) -> int:
     from .rank import run as run_rank  # imports torch
 
     def end_stalled(text: str) -> None:
-        """End this process from the thread that found no progress, because its main thread may never return."""
+        """End this process from the thread that found no progress.
+
+        The main thread may never return.
+        """
         report_fatal(f"sdp: error: {text}", 1, options.above, stalled=True)
         os._exit(1)
 
@@ -64,9 +71,9 @@ def _run_rank(options: TrainOptions) -> int:
 
 
 def _check_files(config: Config, options: TrainOptions) -> None:
-    """Find mistakes once, here, that every rank would find only after it has imported torch.
+    """Check once that the dump directory has no other run, and that no data is missing.
 
-    These are another run in the dump directory, and missing data.
+    Without this check every rank would find these mistakes, but only after it has imported torch.
     """
     from ..runs.run_files import require_no_other_run
 

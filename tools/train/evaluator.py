@@ -23,7 +23,10 @@ class Evaluator:
         self._calibration = self._calibration_batches()
 
     def evaluate(self) -> dict[str, Any]:
-        """The losses of the full model and of every group's own subnetwork, as evaluations.jsonl has them. Collective."""
+        """Compute the losses of the full model and of every group's own subnetwork. Collective.
+
+        The result has the keys of evaluations.jsonl.
+        """
         engine = self._engine
         self._beat.at(engine.global_steps, "evaluation", engine.config.training.start_timeout)
         started = time.perf_counter()
@@ -39,11 +42,14 @@ class Evaluator:
         return {"loss": loss, **measures, "subnetwork_losses": own, "seconds": time.perf_counter() - started}
 
     def recalibrated(self) -> AbstractContextManager[None]:
-        """While inside, batch norms have the full model's statistics. Collective."""
+        """Give batch norms the full model's statistics while inside. Collective."""
         return self._engine.recalibrated(self._calibration) if self._calibration else nullcontext()
 
     def _calibration_batches(self) -> list[Any]:
-        """Training batches, neither cropped nor mirrored, on which the statistics of batch norms are measured."""
+        """Load the training batches on which the statistics of batch norms are measured.
+
+        Their images are neither cropped nor mirrored.
+        """
         limit = self._engine.config.training.recalibrate_batches
         if not limit or not tracks_statistics(self._engine.layout.buffers):
             return []

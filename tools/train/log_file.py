@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class LogFile(logging.FileHandler):
-    """Appends to ``path``. If that fails, it says so once on standard error, and the run goes on."""
+    """Appends to ``path``. If that fails, it reports it once on stderr, and the run goes on."""
 
     def __init__(self, path: Path):
         super().__init__(path, encoding="utf-8")

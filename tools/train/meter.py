@@ -19,7 +19,10 @@ PARTS = ("data", "forward", "backward", "optimizer")
 
 @dataclass
 class StepFacts:
-    """What one rank observed in one step. ``seconds``: of its parts, by the key of metrics.jsonl."""
+    """The measurements of one rank in one step.
+
+    ``seconds`` has the seconds of each part, by its key in metrics.jsonl.
+    """
 
     loss: float
     learning_rate: float
@@ -29,13 +32,14 @@ class StepFacts:
 
 
 class StepMeter:
-    """Measures the step from :meth:`begin` to :meth:`end`, and tells the heartbeat of its parts."""
+    """Measures a step from :meth:`begin` to :meth:`end`, and reports its parts to the heartbeat."""
 
     def __init__(self, engine: SDPEngine, beat: Heartbeat):
         config = engine.config
         self._engine, self._beat = engine, beat
         self._memory = PeakMemory(engine.device)
-        # On CUDA only a wait for the device tells the seconds of a part. wall_clock_breakdown asks for it.
+        # On CUDA the seconds of a part can only be measured by waiting for the device.
+        # wall_clock_breakdown asks for that.
         self.times_parts = engine.device.type != "cuda" or config.wall_clock_breakdown
         self._clock = clock(engine.device, waits=config.wall_clock_breakdown)
         self._is_first = True
@@ -43,7 +47,7 @@ class StepMeter:
         self._learning_rate = self._exposed = self._started = 0.0
 
     def begin(self) -> None:
-        """The step begins."""
+        """Start to measure a step."""
         engine = self._engine
         self._memory.reset()
         engine.traffic.reset()
@@ -65,7 +69,7 @@ class StepMeter:
         self._seconds[f"{name}_seconds"] += self._clock() - started
 
     def end(self) -> StepFacts:
-        """The step is over."""
+        """Finish the step and return its measurements."""
         engine = self._engine
         self._is_first = False
         exposed = engine.exposed_reduction_seconds - self._exposed
@@ -78,5 +82,5 @@ class StepMeter:
         return StepFacts(loss, self._learning_rate, self._memory.read(), engine.traffic.by_kind(), seconds)
 
     def elapsed(self) -> float:
-        """Seconds since the step began."""
+        """Return the seconds since the step began."""
         return time.perf_counter() - self._started

@@ -40,7 +40,7 @@ class TrainOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TrainOptions:
-        """The options in what :func:`add_arguments` and the command line have put into ``args``."""
+        """Make the options from the parsed arguments ``args``."""
         overrides = [*args.set]
         overrides += [f"sdp.groups={args.groups}"] if args.groups else []
         overrides += [f"tensor_parallel.autotp_size={args.tp}"] if args.tp else []
@@ -59,7 +59,7 @@ class TrainOptions:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> TrainOptions:
-        """The options in ``words``, which follow ``sdp train``. Raises ConfigError."""
+        """Parse the ``words`` that follow ``sdp train``. Raises ConfigError."""
         parser = Parser(prog="sdp train")
         add_arguments(parser)
         return cls.from_args(parser.parse_args(words, argparse.Namespace(argv=["train", *words], above=None)))

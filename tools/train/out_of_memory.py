@@ -1,4 +1,7 @@
-"""What to tell a user whose device has no memory left: what fills it by the placement, and which settings would need less."""
+"""Explains to a user whose device ran out of memory what fills it, and which settings need less.
+
+The figures are those that the placement predicts.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,23 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: torch raises a class of its own for accelerators, a RuntimeError for a CPU."""
+    """Check whether ``error`` is a failed allocation.
+
+    torch raises a class of its own for accelerators, and a RuntimeError for a CPU.
+    """
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
     )
 
 
 def out_of_memory(config: Config, place: str, engine: SDPEngine | None) -> OutOfMemoryError:
-    """The error to raise at ``place`` ("rank 1 on …"); ``engine`` is None where it ran out before there was one."""
+    """Make the error to raise.
+
+    Args:
+        config: the configuration of the run.
+        place: the rank and its device, such as "rank 1 on …".
+        engine: the engine, None if memory ran out before the engine was built.
+    """
     state = ""
     if engine is not None:
         planned = engine.predicted_state_bytes()

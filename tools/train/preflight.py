@@ -1,4 +1,7 @@
-"""Find the user's mistakes before training starts, while no process waits for another and nothing was written."""
+"""Finds the user's mistakes before training starts.
+
+At that time no process waits for another process, and nothing was written.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,16 @@ from ..runs.dataset import open_prepared, path_of
 from ..runs.run_files import CONFIG
 from ..runs.saved_run import check_data
 
-_SOME_VOCABULARY = 256  # for a corpus that is not prepared yet; the units do not depend on it
+_SOME_VOCABULARY = 256  # used if the corpus is not prepared yet; the units do not depend on it
 
 
 def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
-    """Raise the :class:`~sdp.engine.errors.SDPError` that a run under ``config`` would end with at its start.
+    """Raise the :class:`~sdp.engine.errors.SDPError` with which a run under ``config`` would fail
+    at its start.
 
-    Every rank checks the same things, without communication: batch arithmetic, model, units and placement (on the
-    meta device), optimizer and schedule, the index of the data, and the checkpoint to resume from.
+    Every rank checks the same things, without communication: batch arithmetic, model, units and
+    placement (on the meta device), optimizer and schedule, the index of the data, and the
+    checkpoint to resume from.
     """
     _check_length(config)
     batch = BatchSize.resolve(config, mesh)
@@ -44,7 +49,7 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     path = path_of(config, dump_dir)
     corpus = (
         None if path == dump_dir / "corpus" else open_prepared(config, path)
-    )  # what is made for the run is not there yet
+    )  # the files that are made for the run do not exist yet
     model = build_model(config.model, **(corpus.facts if corpus is not None else _facts_to_come(config)))
     if config.data.name is None:
         _check_sequence(config, model)
@@ -72,7 +77,7 @@ def _check_length(config: Config) -> None:
 
 
 def _facts_to_come(config: Config) -> dict[str, int]:
-    """The sizes of data that is prepared after the start, which the model must fit."""
+    """Return the sizes that the model must fit, for data that is prepared after the start."""
     data = config.data
     if data.name is None:
         return {"vocab_size": data.vocab_size or config.model.get("vocab_size") or _SOME_VOCABULARY}
@@ -103,7 +108,7 @@ def _check_optimizer(config: Config) -> None:
 
 
 def _check_checkpoint(config: Config, dump_dir: Path) -> None:
-    """Check that the newest checkpoint can be read, and that it was trained with this model and this data."""
+    """Check that the newest checkpoint can be read, and that it has this model and this data."""
     tag = latest(dump_dir / "checkpoints")
     if tag is None:
         return
@@ -123,7 +128,7 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
         ValueError,
         KeyError,
         TypeError,
-    ) as error:  # the file is damaged, or of another version
+    ) as error:  # the file is damaged or has another version
         raise ConfigError(
             f"{own}: its model cannot be compared with this run's ({error}); move it away to resume without that"
         ) from None

@@ -1,4 +1,4 @@
-"""One rank of ``sdp train``: checks what it can before it computes, builds everything, and starts the trainer."""
+"""One rank of ``sdp train``: checks the run, builds everything, and starts the trainer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ from .trainer import Trainer
 
 log = logging.getLogger("sdp")
 
-# What gloo and NCCL say when the process at the other end is gone. Some messages name its address, before or after.
+# Messages of gloo and NCCL if the process at the other end is gone. Some messages name its address
+# at the start or at the end.
 _ADDRESS = r"\[[0-9a-fA-F.:]+\]:\d+"
 _GONE = re.compile(
     rf"({_ADDRESS}: )?(Connection (reset|closed) by (remote )?peer|Broken pipe)( {_ADDRESS})?|ncclRemoteError"
@@ -72,7 +73,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), dump_dir / "logs")
     if config.env:
         log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
-    # Without a launcher of this package nothing else would end a rank that is stopped.
+    # Without a launcher of this package, nothing else would end a stopped rank.
     guarded = options.above is None and world_size > 1
     beat = Heartbeat(rank, whereabouts_file(), dump_dir / "logs" / f"rank-{rank}.log", on_stall, guarded=guarded)
     beat.at(0, "starting", config.training.start_timeout)
@@ -107,7 +108,8 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         trainer.close()
         if files is not None:
             files.close()
-    # Not after a failure: other ranks may be inside a collective, and the message must get out.
+    # This is skipped after a failure. Other ranks may then be inside a collective, and the message
+    # must get out.
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
@@ -123,7 +125,10 @@ def _warn_of_split_groups(engine: SDPEngine) -> None:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """The configuration with absolute paths, because other commands read config.json from other directories."""
+    """Make the paths of the configuration absolute.
+
+    Other commands may read config.json from other directories.
+    """
     paths = {"data": ("path", config.data.path), "training": ("init_from", config.training.init_from)}
     changed = {
         section: getattr(config, section).model_copy(update={key: str(Path(path).absolute())})
@@ -167,7 +172,10 @@ def _with_newest_checkpoint(error: Exception, dump_dir: Path | None) -> WriteErr
 
 
 def _set_up_logging(rank: int, dump_dir: Path) -> None:
-    """Rank 0 logs to the terminal and to its log file. Other ranks log warnings and errors to theirs."""
+    """Set up the log files. Rank 0 also logs to the terminal.
+
+    The files of the other ranks have only warnings and errors.
+    """
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.propagate = False
     log.handlers.clear()

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# mpirun passes SIGUSR1 on to its ranks without ending them. SLURM users ask for it before a time limit.
+# mpirun passes SIGUSR1 on to its ranks without ending them. SLURM users ask for this signal before
+# a time limit.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -19,7 +20,7 @@ class StopSignals:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Catch the signals while inside. A signal that is ignored (SIGHUP under nohup) stays ignored."""
+        """Catch the signals while inside. An ignored signal (SIGHUP under nohup) stays ignored."""
         numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._remember) for number in numbers}
         try:

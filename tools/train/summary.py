@@ -1,4 +1,4 @@
-"""``summary.json`` of a finished run: what was measured next to what was planned, for every rank."""
+"""``summary.json`` of a finished run: the measured and the planned figures of every rank."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def write_summary(
 
 
 def rank_facts(engine: SDPEngine, last: StepFacts | None, baseline: int, peak_tensors: int | None) -> dict[str, Any]:
-    """State, memory and traffic of one rank.
+    """Collect state, memory and traffic of one rank.
 
     Args:
         engine: the engine after the last step.
-        last: what the rank observed in its last step, None if it made none.
+        last: the measurements of the rank in its last step, None if it made none.
         baseline: bytes of memory that the process had before the model existed.
         peak_tensors: peak bytes of live tensors in the probed step, None if no step was probed.
     """
@@ -65,7 +65,7 @@ def rank_facts(engine: SDPEngine, last: StepFacts | None, baseline: int, peak_te
 def run_summary(
     engine: SDPEngine, corpus: Corpus, dump_dir: Path, ranks: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
-    """The content of summary.json. For the arguments see :func:`write_summary`."""
+    """Collect the content of summary.json. For the arguments see :func:`write_summary`."""
     layout, config = engine.layout, engine.config
     run = read_run(dump_dir)
     parameters = sum(info.numel for info in layout.parameters.values())

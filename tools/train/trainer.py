@@ -1,4 +1,4 @@
-"""The training loop: the engine calls that a user's own script makes, with evaluation and saving around them.
+"""The training loop: the engine calls of a user's own script, with evaluation and saving.
 
 Everything that only watches the loop is an observer, see ``observers/observer.py``.
 """
@@ -37,14 +37,14 @@ class Trainer:
     """One rank of a run.
 
     Args:
-        config: the configuration, as the run's config.json shall have it.
+        config: the configuration, in the form that is written to config.json.
         engine: what ``sdp.initialize`` returned.
         corpus: training and held-out data.
         dump_dir: the directory of the run's files.
         baseline: bytes of memory that this process had before the model existed.
-        beat: told what this rank does next.
+        beat: the heartbeat, which is told what this rank does next.
         files: the run's files on rank 0, None on other ranks.
-        observers: what watches the loop on this rank.
+        observers: the observers of the loop on this rank.
     """
 
     def __init__(
@@ -97,10 +97,11 @@ class Trainer:
     def close(self) -> None:
         """Close what the observers have open. Called once, also when the run fails."""
         for observer in self.observers:
-            with contextlib.suppress(OSError):  # of a write that failed before, which was reported then
+            # A write that failed before fails again here. It was reported then.
+            with contextlib.suppress(OSError):
                 observer.close()
 
-    # -- one step --------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------
 
     def _step(self, batches: Iterator[Any]) -> None:
         self.meter.begin()
@@ -131,7 +132,7 @@ class Trainer:
                 engine.step()
 
     def _gather(self, facts: StepFacts) -> dict[str, Any]:
-        """The step's line of metrics.jsonl, from what all ranks observed.
+        """Make the step's line of metrics.jsonl from the measurements of all ranks.
 
         The ranks also agree here to stop after this step, if any of them received a signal.
         """
@@ -159,18 +160,19 @@ class Trainer:
             line["loss_scale"] = engine.get_loss_scale()
         return line | facts.seconds if self.meter.times_parts else line
 
-    # -- between steps ---------------------------------------------------------------------------------
+    # -- between steps -----------------------------------------------------------------------------
 
     def _evaluate_and_save_if_due(self) -> None:
         training, step = self.config.training, self.engine.global_steps
         self.checkpoints.settle(block=False)
         is_last = step == self.steps
         if self.stop_signal and not is_last:
-            return  # the time until the process is killed is short: save now, and evaluate after the resume
+            return  # the process is killed soon: save now, and evaluate after the resume
         if is_last or (training.evaluate_every and step % training.evaluate_every == 0):
             self._evaluate()
         due = training.save_every and (is_last or step % training.save_every == 0)
-        if due and not self.engine.was_step_skipped:  # a skipped step must not push out a good checkpoint
+        # The checkpoint of a skipped step must not push out a good one.
+        if due and not self.engine.was_step_skipped:
             self.checkpoints.save()
 
     def _evaluate(self) -> None:
@@ -178,10 +180,13 @@ class Trainer:
         for observer in self.observers:
             observer.on_evaluation(line)
 
-    # -- start and end ---------------------------------------------------------------------------------
+    # -- start and end -----------------------------------------------------------------------------
 
     def _write_start(self, truncate_after: int | None) -> None:
-        """Write the files that describe the run. A resume that fails before this leaves the run as it was."""
+        """Write the files that describe the run.
+
+        A resume that fails before this leaves the run unchanged.
+        """
         if self.files is not None:
             if truncate_after is not None:
                 self.files.truncate_after(truncate_after)
@@ -231,7 +236,7 @@ class Trainer:
 
     @property
     def _tokens(self) -> int:
-        """Tokens trained on since the start of the run, whatever the batch sizes were."""
+        """Count the tokens trained on since the start of the run, whatever the batch sizes were."""
         return self.engine.global_samples * self.config.data.tokens_per_sample
 
     @property

@@ -1,1 +1,1 @@
-"""What watches the training loop: the hooks, and one file for each observer."""
+"""Observers of the training loop: their hooks, and one file for each observer."""

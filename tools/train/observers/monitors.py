@@ -1,8 +1,8 @@
 """Curves for TensorBoard, CSV files and Weights & Biases.
 
-The sections of the configuration are DeepSpeed's ``tensorboard``, ``csv_monitor`` and ``wandb``. The
-names of the curves and the layout of the CSV files are DeepSpeed's too (deepspeed/monitor). The x axis
-is the optimizer step.
+The sections of the configuration are DeepSpeed's ``tensorboard``, ``csv_monitor`` and ``wandb``.
+The names of the curves and the layout of the CSV files are DeepSpeed's too (deepspeed/monitor). The
+x axis is the optimizer step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVAL_TAGS = {"loss": "Eval/loss", "accuracy": "Eval/accuracy", "subnetwork_loss_
 
 
 class Monitor(Protocol):
-    """The files of one program."""
+    """Writes the curves in the form that one program reads."""
 
     def write(self, step: int, scalars: dict[str, float]) -> None: ...
 
@@ -65,9 +65,9 @@ class Monitors(Observer):
 def open_monitors(config: Config, dump_dir: Path) -> Monitors:
     """Open the monitors that the configuration enables. Call this on rank 0 only.
 
-    An empty ``output_path`` means ``tensorboard`` and ``csv`` in ``dump_dir``. When a run is resumed,
-    points from the first step that is written on are replaced. Raises ConfigError for a package that
-    is missing or refuses to start.
+    An empty ``output_path`` means ``tensorboard`` and ``csv`` in ``dump_dir``. When a run is
+    resumed, its points replace the older ones from the first step that it writes. Raises
+    ConfigError if a package is missing or refuses to start.
     """
     monitors: list[Monitor] = []
     if config.tensorboard.enabled:
@@ -80,19 +80,22 @@ def open_monitors(config: Config, dump_dir: Path) -> Monitors:
 
 
 def train_scalars(line: Line) -> dict[str, float]:
-    """The curves in a line of metrics.jsonl."""
+    """Return the points of the curves for a line of metrics.jsonl."""
     return {tag: line[key] for key, tag in TRAIN_TAGS.items() if line.get(key) is not None}
 
 
 def evaluation_scalars(line: Line) -> dict[str, float]:
-    """The curves in a line of evaluations.jsonl."""
+    """Return the points of the curves for a line of evaluations.jsonl."""
     losses = line.get("subnetwork_losses") or []
     values = {**line, "subnetwork_loss_mean": sum(losses) / len(losses) if losses else None}
     return {tag: values[key] for key, tag in EVAL_TAGS.items() if values.get(key) is not None}
 
 
 class _TensorBoard:
-    """Opens its file at the first point, which tells from where on points of an earlier process are replaced."""
+    """Opens its file at the first point.
+
+    From this point on, it replaces the points of an earlier process.
+    """
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -111,7 +114,10 @@ class _TensorBoard:
 
 
 class _CSV:
-    """One file per curve, such as ``Train_Samples_lr.csv``. Its header is "step" and the last part of the tag."""
+    """One file per curve, such as ``Train_Samples_lr.csv``.
+
+    The header is "step" and the last part of the tag.
+    """
 
     def __init__(self, directory: Path):
         self._directory = directory

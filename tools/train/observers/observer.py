@@ -1,4 +1,4 @@
-"""What watches a training loop without being part of it: files, curves, a progress bar, a profiler."""
+"""The base class of observers: files, curves, progress bar and profiler watch the training loop."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class Observer:
     """
 
     def on_start(self, start: int, steps: int) -> None:
-        """The run is about to go from step ``start`` to step ``steps``."""
+        """Called before the run goes from step ``start`` to step ``steps``."""
 
     def around_step(self, step: int, compute: Callable[[], None]) -> None:
         """Run ``compute``, which is forward, backward and update of optimizer step ``step``."""
         compute()
 
     def on_step(self, line: Line) -> None:
-        """An optimizer step is done. ``line`` is its line of metrics.jsonl."""
+        """Called after an optimizer step. ``line`` is its line of metrics.jsonl."""
 
     def on_evaluation(self, line: Line) -> None:
-        """The full model was evaluated. ``line`` is the line of evaluations.jsonl."""
+        """Called after the full model was evaluated. ``line`` is a line of evaluations.jsonl."""
 
     def on_end(self) -> None:
-        """The loop is over: the run is done, or a signal stopped it."""
+        """Called after the loop: the run is done, or a signal stopped it."""
 
     def close(self) -> None:
         """Flush and close files. Called once, also when the run fails."""

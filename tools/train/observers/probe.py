@@ -12,7 +12,7 @@ PROBED_STEP = 2  # the first step allocates optimizer state; every step after it
 
 
 class MemoryProbe(Observer):
-    """Runs step ``PROBED_STEP`` under the probe. ``peak`` is its result in bytes, None until then."""
+    """Runs step ``PROBED_STEP`` under the probe. ``peak`` is the result in bytes, first None."""
 
     def __init__(self, engine: SDPEngine):
         self._engine = engine
@@ -20,7 +20,7 @@ class MemoryProbe(Observer):
 
     @staticmethod
     def works_with(engine: SDPEngine) -> bool:
-        """Whether the probe sees all memory. On a CPU it does not see what compiled code allocates."""
+        """Whether the probe sees all memory. On a CPU, it misses allocations of compiled code."""
         return engine.device.type == "cuda" or not engine.config.training.compile
 
     def around_step(self, step: int, compute: Callable[[], None]) -> None:

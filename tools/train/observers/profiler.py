@@ -1,4 +1,4 @@
-"""``sdp train --profile``: a trace of a few steps of rank 0 and, on CUDA, a history of its memory."""
+"""``sdp train --profile``: traces a few steps of rank 0 and, on CUDA, records its memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .observer import Line, Observer
 
 log = logging.getLogger("sdp")
 
-MEMORY_EVENTS = 1_000_000  # the newest ones are kept; each takes about 100 bytes, or 1 KB with its stack
+# The newest events are kept. An event takes about 100 bytes, or 1 KB with its stack.
+MEMORY_EVENTS = 1_000_000
 
 
 def parse_steps(text: str) -> tuple[int, int]:
@@ -31,8 +32,9 @@ def parse_steps(text: str) -> tuple[int, int]:
 class StepProfiler(Observer):
     """Records steps ``first`` to ``last`` of rank 0 and writes them to ``directory``.
 
-    Steps are counted from the first step of this process, also when it resumes a run. On other ranks
-    (``records`` is False) only the number of steps is checked, so that all ranks refuse the same.
+    Steps are counted from the first step of this process, also when it resumes a run. On other
+    ranks (``records`` is False) only the number of steps is checked, so that all ranks refuse the
+    same.
     """
 
     def __init__(self, first: int, last: int, directory: Path, device: torch.device, *, records: bool):

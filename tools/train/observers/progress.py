@@ -1,4 +1,4 @@
-"""What a user sees while training runs: a bar on a terminal, plain lines elsewhere.
+"""Shows the progress of training: a bar on a terminal, plain lines elsewhere.
 
 All of it goes to standard error, because standard output is for results.
 """
