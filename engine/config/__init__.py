@@ -1,4 +1,4 @@
-"""One JSON file becomes a validated ``Config``."""
+"""Reads one JSON file into a validated ``Config``."""
 
 from .load import load_config as load_config
 from .schema import Config as Config

@@ -1,6 +1,7 @@
-"""DeepSpeed's keys that we do not act on: hints that may be ignored, and semantics that must not be; what goes on to DeepSpeed itself.
+"""DeepSpeed's keys that we do not act on, and the settings that are passed on to DeepSpeed.
 
-Keys and defaults: DeepSpeed 0.19, docs/_pages/config-json.md.
+There are two kinds of such keys. Performance hints may be ignored. Settings that change the
+results must not be ignored. Keys and defaults: DeepSpeed 0.19, docs/_pages/config-json.md.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pydantic import BaseModel
 
 from ..errors import ConfigError, suggestion
 
-DEEPSPEED_CLIPS_AT = 1.0  # its gradient_clipping where the file names none
-# Performance hints without effect here: accepted, and listed once at start.
+DEEPSPEED_CLIPS_AT = 1.0  # DeepSpeed's gradient_clipping if the file does not set it
+# Performance hints that have no effect here. They are accepted, and listed once at start.
 HINTS = frozenset(
     """
     dump_state memory_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather
@@ -31,7 +32,8 @@ HINTS = frozenset(
     """.split()
 )
 
-# Semantics that we cannot honour: an error unless at DeepSpeed's neutral value.
+# Settings that change the results and that we cannot honour. Any value but DeepSpeed's neutral
+# one is an error.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "fp16.auto_cast": (False,),
     "fp16.fp16_master_weights_and_grads": (False,),
@@ -71,14 +73,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "checkpoint.parallel_write": ({}, {"pipeline_stage": False}),
 }
 
-# What the DeepSpeed engine acts on beside the hints, and the values that it takes.
+# The settings that the DeepSpeed engine honours in addition to the hints, with the allowed values.
 HONOURED_BY_DEEPSPEED: dict[str, tuple[Any, ...]] = {
     "flops_profiler.enabled": (False, True),
     "comms_logger.enabled": (False, True),
     "zero_optimization.offload_optimizer.device": ("none", None, "cpu"),
 }
 
-# Why the DeepSpeed engine cannot honour a setting that DeepSpeed has; neutral values as in NEUTRAL.
+# Why the DeepSpeed engine cannot honour a setting of DeepSpeed. NEUTRAL has the neutral values.
 _OTHER_SHARDS = "a rank's shards would no longer be those of the other holders' ranks, with which they are averaged"
 _ROUNDED = "the gradients that holders average would be rounded differently in every group"
 _NOT_BUILT = "DeepSpeed would change the model or its schedule inside one group only"
@@ -109,18 +111,25 @@ WHY_NOT_DEEPSPEED: dict[str, str] = {
     "amp.enabled": "DeepSpeed has it no more; use bf16, or fp16",
 }
 
-# Sections with a switch: their other keys do not matter while it is off.
+# Sections with a switch. While the switch is off, the other keys of the section do not matter.
 _SWITCHES = {path.rpartition(".")[0]: path for path in NEUTRAL if path.endswith((".enabled", ".device"))}
 
-# Sections in which nothing is ours.
+# Sections in which we use no key.
 _FOREIGN_SECTIONS = ("checkpoint", "data_types")
 
 
 def split_foreign_keys(raw: dict[str, Any], *, deepspeed: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """``raw`` without the keys that only DeepSpeed acts on, and the hints among them that have no effect.
+    """Remove the keys that only DeepSpeed acts on.
 
-    ``deepspeed``: for the DeepSpeed engine, to which they go on. Raises :class:`ConfigError` for a setting that changes what is
-    computed and cannot be honoured here.
+    Args:
+        raw: The configuration file.
+        deepspeed: Whether the DeepSpeed engine runs. It gets the removed keys.
+
+    Returns:
+        ``raw`` without these keys, and those of the removed hints that have no effect.
+
+    Raises:
+        ConfigError: A setting would change the results, and the engine cannot honour it.
     """
     hints: list[str] = []
     ours = _filter(raw, "", hints, deepspeed)
@@ -128,7 +137,10 @@ def split_foreign_keys(raw: dict[str, Any], *, deepspeed: bool = False) -> tuple
 
 
 def for_deepspeed(raw: dict[str, Any]) -> dict[str, Any]:
-    """The file as DeepSpeed is to read it: without our sections, and what we do ourselves."""
+    """Return the part of the file that DeepSpeed reads.
+
+    Our own sections are left out, and the settings that we act on ourselves.
+    """
     ours = (
         "sdp",
         "model",
@@ -184,7 +196,10 @@ def _require_neutral(path: str, value: Any, deepspeed: bool) -> None:
 
 
 def known_keys(parents: Sequence[str], root: type[BaseModel]) -> list[str]:
-    """All keys that may stand in the section at ``parents``, ours and DeepSpeed's: candidates for a suggestion."""
+    """List all keys that the section at ``parents`` may have, ours and DeepSpeed's.
+
+    They are the candidates for a suggestion.
+    """
     prefix = "".join(f"{parent}." for parent in parents)
     model: Any = root
     for parent in parents:

@@ -1,4 +1,4 @@
-"""Read a configuration file and its overrides, and refuse what this version cannot run."""
+"""Reads a configuration with its overrides, and refuses settings that cannot run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from .section import parse_section
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Read and validate a configuration.
 
-    ``source`` is a path to a JSON file or a mapping; ``overrides`` are ``section.key=value`` strings whose value is JSON, or a
-    bare string. Raises :class:`ConfigError` in one line: unknown key (with a suggestion), wrong type, a value out of range, or
-    a setting that this version cannot honour.
+    Args:
+        source: The path of a JSON file, or a mapping.
+        overrides: Strings of the form ``section.key=value``. The value is JSON or a bare string.
+
+    Raises:
+        ConfigError: A key is unknown (with a suggestion), a type is wrong, a value is out of range,
+            or this version cannot honour a setting. The message has one line.
     """
     raw = _read(source)
     for override in overrides:
@@ -28,7 +32,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     section = raw.get("sdp")
     to_deepspeed = isinstance(section, dict) and section.get("engine") == "deepspeed"
     if to_deepspeed:
-        raw.setdefault("gradient_clipping", DEEPSPEED_CLIPS_AT)  # with one group as with several
+        raw.setdefault("gradient_clipping", DEEPSPEED_CLIPS_AT)  # the same for one group and for several
     ours, hints = split_foreign_keys(raw, deepspeed=to_deepspeed)
     config = parse_section(Config, ours, known_keys=partial(known_keys, root=Config))
     config._hints, config._deepspeed = hints, for_deepspeed(raw) if to_deepspeed else {}
@@ -37,22 +41,22 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of the configuration file."""
+    """Return the JSON schema of the configuration file."""
     return Config.model_json_schema()
 
 
 def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
-        return json.loads(json.dumps(source))  # a deep copy that is sure to be JSON
+        return json.loads(json.dumps(source))  # a deep copy that contains only JSON values
     path = Path(source)
     try:
         raw = read_json_file(path, unique_keys=True)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file") from None
     except JsonError as error:
-        colon = ":" if str(error)[:1].isdigit() else ": "  # line and column come right after the name
+        colon = ":" if str(error)[:1].isdigit() else ": "  # the line and the column follow the name directly
         raise ConfigError(f"{path}{colon}{error}") from None
-    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
+    except (OSError, ValueError) as error:  # a NUL in the name raises ValueError
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a JSON object is expected, not {type(raw).__name__}")
@@ -74,7 +78,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _value_of(text: str, path: str) -> Any:
-    """``text`` as JSON, or the text itself where it is not JSON."""
+    """Parse ``text`` as JSON. Return it unchanged if it is not JSON."""
     try:
         return parse_json(text)
     except JsonError as error:
@@ -89,7 +93,7 @@ def _refuse_beside_neurons(config: Config) -> None:
             'sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its branches'
         )
     mode = config.activation_checkpointing.mode
-    if config.sdp.in_one_process and mode != "none":  # recomputation would read the parameters whole
+    if config.sdp.in_one_process and mode != "none":  # recomputation would read whole parameters, not slices
         raise ConfigError(
             f'activation_checkpointing.mode: {json.dumps(mode)} is not available in this version beside sdp.granularity "neuron"; use '
             '"none", or sdp.engine "fsdp2"'
@@ -143,7 +147,7 @@ def _refuse_group_sizes(config: Config) -> None:
 
 
 def _refuse_unavailable(config: Config) -> None:
-    """A setting that this version cannot honour is an error, never ignored."""
+    """Raise ConfigError for a setting that this version cannot honour. None is ignored."""
     sdp = config.sdp
     _refuse_group_sizes(config)
     _refuse_fp16(config)

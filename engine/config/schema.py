@@ -1,7 +1,8 @@
-"""The JSON file → validated objects.
+"""The schema of the configuration file: one validated class per section.
 
-DeepSpeed's own keys keep DeepSpeed's meaning; the sections ``sdp``, ``model``, ``data`` and ``training`` are ours. Unknown keys
-anywhere are errors with a suggestion. What DeepSpeed knows and we do not act on is sorted out in ``config_deepspeed.py`` first.
+DeepSpeed's own keys keep DeepSpeed's meaning. The sections ``sdp``, ``model``, ``data`` and
+``training`` are ours. An unknown key is an error everywhere, with a suggestion. Before this,
+``deepspeed_keys.py`` removes the keys that only DeepSpeed acts on.
 """
 
 from __future__ import annotations
@@ -18,24 +19,26 @@ from .section import NonNegativeInt, Pixels, PositiveInt, Ranks, Samples, Sectio
 
 
 class NamedParams(Section):
-    """DeepSpeed's ``{"type": name, "params": {…}}`` of optimizer and scheduler; ``params`` is checked by its builder."""
+    """DeepSpeed's ``{"type": name, "params": {…}}``. The builder of ``type`` checks ``params``."""
 
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
 
 
 class Enabled(Section):
-    """A section that is only a switch."""
+    """A section that has only a switch."""
 
     enabled: bool = False
 
 
 class FP16Section(Section):
-    """DeepSpeed's ``fp16``: float16, its gradients kept from underflow by a loss that is multiplied by ``loss_scale``.
+    """DeepSpeed's ``fp16`` section: compute in float16 and scale the loss.
 
-    0: by a scale that starts at 2 to the power ``initial_scale_power``. A step that overflows is skipped, and halves it once ``hysteresis``
-    of them have (a good step forgives them where ``consecutive_hysteresis``), down to ``min_loss_scale``; after ``loss_scale_window``
-    steps without one it is doubled.
+    The loss is multiplied by ``loss_scale``, so that gradients do not underflow. 0 means a dynamic
+    scale, which starts at 2 to the power ``initial_scale_power``. A step that overflows is skipped.
+    After ``hysteresis`` such steps the scale is halved, but not below ``min_loss_scale``. With
+    ``consecutive_hysteresis``, a step without an overflow starts this count again. After
+    ``loss_scale_window`` steps without an overflow the scale is doubled.
     """
 
     enabled: bool = False
@@ -56,25 +59,25 @@ class FP16Section(Section):
 
 
 class ZeroSection(Section):
-    """How state is sharded inside an SDP group (0 replicas, 1 optimizer, 2 + gradients, 3 + parameters)."""
+    """What an SDP group shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also parameters."""
 
     stage: Literal[0, 1, 2, 3] = 0
 
 
 class TensorParallelSection(Section):
-    """Degree of tensor parallelism inside an SDP group."""
+    """The degree of tensor parallelism inside an SDP group."""
 
     autotp_size: Ranks = 1
 
 
 class ActivationCheckpointingSection(Section):
-    """Which activations of a unit are recomputed in backward: none, all of them, or all but matrix products and attention."""
+    """Which activations to recompute. "selective" keeps matrix products and attention."""
 
     mode: Literal["none", "full", "selective"] = "none"
 
 
 class MonitorSection(Section):
-    """DeepSpeed's ``tensorboard`` and ``csv_monitor``: files go to ``output_path/job_name`` (default: the run's dump directory)."""
+    """DeepSpeed's monitors. They write to ``output_path/job_name``, or else to the dump directory."""
 
     enabled: bool = False
     output_path: str = ""
@@ -82,7 +85,7 @@ class MonitorSection(Section):
 
 
 class WandbSection(Section):
-    """DeepSpeed's ``wandb`` section; needs the package wandb."""
+    """DeepSpeed's ``wandb`` section. It needs the package wandb."""
 
     enabled: bool = False
     group: str | None = None
@@ -90,23 +93,24 @@ class WandbSection(Section):
     project: str = "sdp"
 
 
-Seed = Annotated[int, Field(ge=0, lt=2**63)]  # as torch's generators take it
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # the range that torch's generators accept
 
 
 class SDPSection(Section):
     """Subnetwork Data Parallelism: which group of ranks holds which part of the model.
 
-    ``masking``: what a group does with a unit that it does not hold. forward: it is not there, neither in forward nor in backward.
-    backward: it runs, in forward and for the gradients of activations, from a frozen copy in compute precision, which holders
-    refresh after each step; only holders compute its weights' gradients, so these are those of the dense model.
-
-    ``profile``: how many groups hold a unit, at the mean that ``capacity`` says: falling with depth, uniform, or listed by unit.
-
-    ``branch_scale``: what a unit with k of N groups as holders adds to its input is multiplied (forward masking) by N / k in training
-    ("train"), or by k / N in evaluations of the full model ("eval").
-
-    ``group_sizes``: numbers of ranks of the groups, in rank order, where they differ (a big node and a small one): [8, 4]. Ranks weigh
-    alike, so a group of twice the ranks has twice the samples.
+    ``masking``: how a group treats a unit that it does not hold. With "forward" the unit is absent
+    from the forward and the backward pass. With "backward" the group runs a frozen copy of the
+    unit, in the forward pass and for the gradients of activations. The copy has compute precision,
+    and the holders refresh it after each step. Only holders compute the gradients of the unit's
+    weights, so these gradients are those of the dense model.
+    ``profile``: how many groups hold each unit. The number falls with depth, is uniform, or is
+    given for each unit. Its mean follows from ``capacity``.
+    ``branch_scale``: a factor for what a unit adds to its input, under forward masking. If k of N
+    groups hold it, the factor is N / k in training ("train"). For "eval" it is k / N, in
+    evaluations of the full model.
+    ``group_sizes``: the ranks of each group, in rank order, if groups differ. [8, 4] is a big and a
+    small node. Ranks weigh the same, so a group with twice the ranks has twice the samples.
     """
 
     groups: Ranks = 1
@@ -128,18 +132,20 @@ class SDPSection(Section):
 
     @property
     def in_one_process(self) -> bool:
-        """Whether all groups are of one process, on one device."""
+        """Whether one process runs all groups, on one device."""
         return self.engine in ("reference", "vectorized")
 
 
 class DataSection(Section):
-    """Token shards to train on; without ``path`` the sources of Python's standard library are prepared and used. With ``name``: images.
+    """The data to train on: token shards, or images if ``name`` is given.
 
-    ``tokenizer`` (None: sentencepiece) and ``vocab_size`` are what those are prepared with; where ``path`` is given, it must have
-    been prepared with them. ``verify``: hash the shards at the start of a run; auto: unless they are so large that it takes minutes.
-
-    ``name``: "digits" are scikit-learn's; "cifar10" and "cifar100" are read from their binary archive at ``path``; "folder" has a
-    directory of images a class in ``path``, read as squares of ``image_size`` pixels (224). ``augment``: crop and mirror at random.
+    ``path``: the token shards. Without it, the sources of Python's standard library are prepared.
+    ``tokenizer`` (None: sentencepiece) and ``vocab_size`` say how. Shards at ``path`` must have
+    been prepared with the same values. ``verify``: hash the shards at the start of a run. "auto"
+    skips this if the shards are so large that hashing takes minutes.
+    ``name``: "digits" comes with scikit-learn. "cifar10" and "cifar100" are read from their binary
+    archive at ``path``. "folder" has one directory of images per class in ``path``, and reads
+    squares of ``image_size`` pixels (224). ``augment``: crop and mirror the images at random.
     """
 
     name: Literal["digits", "cifar10", "cifar100", "folder"] | None = None
@@ -156,9 +162,8 @@ class DataSection(Section):
     def _fits_together(self) -> Self:
         of_tokens, of_images = ("sequence_length", "tokenizer", "vocab_size", "verify"), ("image_size", "augment")
         for key in of_images if self.name is None else of_tokens:
-            if (
-                getattr(self, key) != type(self).model_fields[key].default
-            ):  # not "was set": a run's own file states every key
+            # Compare with the default, because a run's own configuration file sets every key.
+            if getattr(self, key) != type(self).model_fields[key].default:
                 whose = (
                     "images (data.name)" if self.name is None else f"tokens, and data.name is {json.dumps(self.name)}"
                 )
@@ -177,7 +182,7 @@ class DataSection(Section):
 
     @property
     def tokens_per_sample(self) -> int:
-        """What a sample counts in ``tokens``: an image counts as one."""
+        """The number of tokens in one sample. An image counts as one token."""
         return 1 if self.name is not None else self.sequence_length
 
 
@@ -189,15 +194,18 @@ _WHERE = {
 
 
 class TrainingSection(Section):
-    """Length of the run, and every how many steps to evaluate and to save.
+    """The length of the run, and how often it evaluates and saves.
 
-    0: evaluate only before the first step and after the last, and save only when a signal ends the run. ``max_skips``: steps in a
-    row whose gradient is no number, and which are skipped, before the run stops. ``start_timeout``: seconds that the start with the
-    first step or an evaluation may take; ``save_timeout``: a save; ``step_timeout``: a part of a later step; any collective: the longest.
-    ``init_from``: a directory with the weights to start from, in Hugging Face's format, or a DeepSpeed checkpoint's. ``compile``: units by
-    ``torch.compile``.
-    ``recalibrate_batches``: training batches a rank over which batch norm's statistics of the full model are measured before it is
-    evaluated or saved; 0: the means over the holders' subnetworks are used.
+    ``evaluate_every``, ``save_every``: numbers of steps. 0 evaluates only before the first step and
+    after the last, and saves only when a signal ends the run.
+    ``max_skips``: how many steps in a row may be skipped for a gradient that is NaN or infinite.
+    ``start_timeout``: seconds for the start with the first step, or for an evaluation.
+    ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. Any
+    collective may take the longest of the three.
+    ``init_from``: a directory with the first weights, from Hugging Face or a DeepSpeed checkpoint.
+    ``compile``: compile the units with ``torch.compile``.
+    ``recalibrate_batches``: training batches per rank, which measure batch norm's statistics of the
+    full model before it is evaluated or saved. 0 takes the means over the holders' subnetworks.
     """
 
     steps: PositiveInt | None = None
@@ -217,7 +225,7 @@ class TrainingSection(Section):
     compile: bool = False
 
 
-# What a launcher says about a rank's place, and what a process has read before it reads its configuration.
+# Variables that a launcher sets for a rank, or that a process reads before its configuration.
 _NOT_FOR_ENV = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_\w+|GROUP_RANK|MASTER_(ADDR|PORT)|(SDP|SLURM|OMPI|PMIX?|TORCHELASTIC)_\w+|(CUDA|HIP|ROCR)_VISIBLE_DEVICES"
     r"|LD_\w+|PYTHON\w*|MALLOC_\w+|PATH|HOME"
@@ -239,9 +247,10 @@ VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")] | int
 
 
 class Config(Section):
-    """A whole run. See the README for what each key means; ``sdp config --schema`` prints the JSON schema.
+    """A whole run. The documentation explains each key; ``sdp config --schema`` prints the schema.
 
-    ``env``: variables for NCCL, UCX, gloo … that every rank sets before it loads them, over what its environment has.
+    ``env``: environment variables for NCCL, UCX, gloo and others. Every rank sets them before it
+    loads these libraries. They replace the values of the rank's environment.
     """
 
     train_batch_size: Samples | None = None
@@ -271,25 +280,25 @@ class Config(Section):
 
     @property
     def precision(self) -> Literal["float32", "bfloat16", "float16"]:
-        """torch's name of the type that the model computes in."""
+        """The dtype in which the model computes, by torch's name."""
         return "bfloat16" if self.bf16.enabled else "float16" if self.fp16.enabled else "float32"
 
     @property
     def compute_bytes(self) -> int:
-        """Of one element of it."""
+        """The size in bytes of one element in :attr:`precision`."""
         return 4 if self.precision == "float32" else 2
 
     @property
     def deepspeed(self) -> dict[str, Any]:
-        """The file as DeepSpeed is to read it (``sdp.engine`` "deepspeed"); a copy."""
+        """A copy of the settings that DeepSpeed reads, if ``sdp.engine`` is "deepspeed"."""
         return copy.deepcopy(self._deepspeed)
 
     def resolved(self) -> dict[str, Any]:
-        """Every setting with its value, as JSON: a file that trains the same, keys that DeepSpeed alone acts on included."""
+        """Return every setting, DeepSpeed's own included, as JSON that starts the same run."""
         return _completed(self.model_dump(mode="json"), self._deepspeed)
 
     def without_monitors_of_deepspeed(self) -> Config:
-        """For a run that writes ``tensorboard``, ``csv_monitor`` and ``wandb`` itself."""
+        """Return a copy without DeepSpeed's monitors, for a run that writes them itself."""
         changed = self.model_copy()
         changed._deepspeed = {
             key: value for key, value in self._deepspeed.items() if key not in ("tensorboard", "csv_monitor", "wandb")
@@ -298,12 +307,12 @@ class Config(Section):
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """DeepSpeed's performance hints found in the file that have no effect here."""
+        """The performance hints of DeepSpeed in the file that have no effect here."""
         return self._hints
 
 
 def _completed(settings: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings`` with the keys of ``more`` that they lack, at every level."""
+    """Return ``settings`` plus the keys of ``more`` that are missing in it, at every level."""
     nested = (key for key in settings if isinstance(settings[key], dict) and isinstance(more.get(key), dict))
     both = {key: _completed(settings[key], more[key]) for key in nested}
     return {**settings, **both, **{key: copy.deepcopy(value) for key, value in more.items() if key not in settings}}

@@ -1,4 +1,4 @@
-"""Strict sections of the configuration, and pydantic's problems as one clear line."""
+"""Strict sections of the configuration. Turns pydantic's errors into one clear line."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PositiveInt = Annotated[int, Field(gt=0)]
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
-# Far above every real run. Without bounds, one digit too many overflows torch's 64-bit sizes, or
-# builds lists that fill the memory of the machine.
+# These bounds are far above every real run. Without them, one digit too many overflows torch's
+# 64-bit sizes, or builds lists that fill the memory of the machine.
 Layers = Annotated[int, Field(gt=0, le=2**16)]
 
 Width = Annotated[int, Field(gt=0, le=2**24)]
@@ -51,17 +51,26 @@ def parse_section(
     path: str = "",
     known_keys: Callable[[KeyPath], Sequence[str]] | None = None,
 ) -> SectionType:
-    """``raw`` validated as ``schema``; raises a :class:`ConfigError` of one line that begins with the key's path.
+    """Validate ``raw`` as ``schema``.
 
-    ``path``: where ``raw`` stands in the file. ``known_keys(parents)``: candidates for a misspelt key (default: the schema's).
+    Args:
+        schema: The class of the section.
+        raw: The section as it is in the file.
+        path: The path of the section in the file.
+        known_keys: ``known_keys(parents)`` lists the candidates for a misspelt key. The default
+            is the keys of ``schema``.
+
+    Raises:
+        ConfigError: ``raw`` is not valid. The message is one line that begins with the key's path.
     """
     try:
         return schema.model_validate(dict(raw))
     except ValidationError as error:
-        # Unknown keys first, since a misspelt one often explains what is missing; then the deepest: it says most.
+        # Report an unknown key first, because a misspelt key often explains a missing one.
+        # Otherwise report the deepest problem, which says most.
         problems = [(_path_in(raw, problem["loc"]), problem) for problem in error.errors()]
         location, problem = max(problems, key=lambda pair: (pair[1]["type"] == "extra_forbidden", len(pair[0])))
-        # A union of alternatives reports one problem for each; name them all, they are the ways to mend it.
+        # A union reports one problem per alternative. Name them all, as each suggests a fix.
         ways = [_message(other) for place, other in problems if place == location]
         candidates = known_keys(location[:-1]) if known_keys else list(schema.model_fields)
         where = ".".join(([path] if path else []) + list(location))
@@ -70,7 +79,7 @@ def parse_section(
 
 
 def _homes(schema: type[BaseModel], key: str, prefix: str = "") -> list[str]:
-    """Where below ``schema`` there is such a key."""
+    """Return the paths below ``schema`` that end in ``key``."""
     here = [f"{prefix}{key}"] if key in schema.model_fields else []
     inner = ((name, field.annotation) for name, field in schema.model_fields.items())
     sections = ((name, kind) for name, kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel))
@@ -78,7 +87,7 @@ def _homes(schema: type[BaseModel], key: str, prefix: str = "") -> list[str]:
 
 
 def _path_in(raw: Any, location: tuple[int | str, ...]) -> KeyPath:
-    """``location`` without pydantic's names of union members, which are no keys of the file."""
+    """Return ``location`` without pydantic's names of union members, which are not keys."""
     path: list[str] = []
     for part in location:
         is_key = isinstance(raw, Mapping) and part in raw
@@ -90,14 +99,22 @@ def _path_in(raw: Any, location: tuple[int | str, ...]) -> KeyPath:
 
 
 def _explain(problem: Any, where: str, ways: Sequence[str], known: Sequence[str], homes: Sequence[str]) -> str:
-    """``known``: the keys of the same section; ``homes``: where else there is one of this name."""
+    """Describe a problem of pydantic in one line.
+
+    Args:
+        problem: The problem, as pydantic gives it.
+        where: The path of the key.
+        ways: The messages of all alternatives of a union.
+        known: The keys of the same section.
+        homes: The paths of keys of the same name in other sections.
+    """
     if problem["type"] == "extra_forbidden":
         elsewhere = f", did you mean {' or '.join(homes)}?" if homes else f"; known: {', '.join(known)}"
         hint = suggestion(where.rpartition(".")[2], known) or elsewhere
         return f"{where}: unknown key{hint}"
     if problem["type"] == "missing":
         return f"{where}.{problem['loc'][-1]}: this key is required".removeprefix(".")
-    if problem["type"] == "value_error":  # our own words
+    if problem["type"] == "value_error":  # a message of our own
         return f"{where}: {problem['ctx']['error']}"
     return f"{where}: {' or '.join(dict.fromkeys(ways))} (found {json.dumps(problem['input'], default=str)})"
 
