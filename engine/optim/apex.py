@@ -1,4 +1,4 @@
-"""Apex's fused Adam kernel on plain tensors and on the shards of DTensors."""
+"""NVIDIA Apex's fused Adam kernel, for plain tensors and for the shards of DTensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ class AdamKernel:
         self._overflow = torch.zeros(1, dtype=torch.int, device=device)
 
     def __call__(self, tensors: list[list[Tensor]], group: Mapping[str, Any], step: int, decoupled: bool) -> None:
-        """Update in place; ``tensors`` are gradients, parameters, first and second moments."""
+        """Update parameters and moments in place.
+
+        Args:
+            tensors: Four lists: gradients, parameters, first moments and second moments.
+            group: The parameter group with the settings.
+            step: The number of this step, from 1.
+            decoupled: Whether weight decay is decoupled, as in AdamW.
+        """
         beta1, beta2 = group["betas"]
         mode, bias_correction = int(decoupled), 1
         self._apply(
@@ -35,19 +42,22 @@ class AdamKernel:
 
 
 def apex_kernel(device: torch.device) -> tuple[AdamKernel | None, str]:
-    """Apex's kernel where it can be used on ``device``, and a phrase that names it or the reason against it."""
+    """Return Apex's kernel for ``device``, or None, and a phrase for the log.
+
+    The phrase names the kernel, or says why it cannot be used.
+    """
     if device.type != "cuda":
         return None, f"NVIDIA Apex's kernel needs CUDA and this run is on {device.type}"
     if importlib.util.find_spec("apex") is None:
         return None, "NVIDIA Apex is not installed"
-    # amp_C is asked for first: PyPI's package of the same name should not even be imported.
+    # Look for amp_C first, so that PyPI's unrelated package named apex is never imported.
     if importlib.util.find_spec("amp_C") is None:
         return None, (
             "the installed package apex has no amp_C: it is PyPI's unrelated project of that name, "
             "or NVIDIA Apex without its CUDA extensions (install NVIDIA's from github.com/NVIDIA/apex)"
         )
     try:
-        importlib.import_module("apex.optimizers").FusedAdam  # noqa: B018 - its absence is what is tested
+        importlib.import_module("apex.optimizers").FusedAdam  # noqa: B018 - this tests whether the class exists
         return AdamKernel(device), "the kernel of NVIDIA Apex's apex.optimizers.FusedAdam"
     except (ImportError, AttributeError, RuntimeError) as error:
         return None, f"the installed package apex cannot be used ({error})"
@@ -56,9 +66,10 @@ def apex_kernel(device: torch.device) -> tuple[AdamKernel | None, str]:
 class ApexFusedAdam(Optimizer):
     """Apex's FusedAdam for sharded parameters, with the state of ``torch.optim.AdamW``.
 
-    Apex's own class hands tensors to CUDA as they are, which a DTensor does not survive, and keeps the step in the
-    parameter group. This one hands over local shards, and its state (step, exp_avg, exp_avg_sq per parameter) loads
-    into torch's AdamW and back. ``kernel`` is called as :class:`AdamKernel`.
+    Apex's own class passes tensors to CUDA unchanged, which fails for a DTensor. It also keeps the
+    step count in the parameter group. This class passes local shards. Its state per parameter
+    (step, exp_avg, exp_avg_sq) can be loaded into torch's AdamW and back. ``kernel`` has the
+    signature of :class:`AdamKernel`.
     """
 
     def __init__(
@@ -77,7 +88,10 @@ class ApexFusedAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient; a ``closure`` is evaluated first, and its result returned."""
+        """Update every parameter that has a gradient.
+
+        A ``closure`` is called before the update, and its result is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -88,7 +102,10 @@ class ApexFusedAdam(Optimizer):
         return loss
 
     def _buckets(self, parameters: list[nn.Parameter]) -> dict[tuple[torch.dtype, int], list[tuple[Tensor, ...]]]:
-        """Local (gradient, parameter, first, second moment), by dtype and step: one kernel launch takes one of each."""
+        """Group the local tensors by dtype and step. One kernel launch takes one of each.
+
+        Each tuple has a gradient, a parameter, a first moment and a second moment.
+        """
         buckets: dict[tuple[torch.dtype, int], list[tuple[Tensor, ...]]] = defaultdict(list)
         for parameter in parameters:
             if parameter.grad is None:
@@ -100,7 +117,7 @@ class ApexFusedAdam(Optimizer):
                 state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["step"] += 1
             local = [local_tensor(t) for t in (parameter.grad, parameter, state["exp_avg"], state["exp_avg_sq"])]
-            # An empty shard at the end of the list would keep the kernel from its last launch.
+            # With an empty shard at the end of the list, the kernel would skip its last launch.
             if local[1].numel():
                 buckets[parameter.dtype, int(state["step"])].append(tuple(local))
         return buckets

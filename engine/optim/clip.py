@@ -1,4 +1,7 @@
-"""The global gradient norm, every parameter counted once whatever its holders and shards, and clipping by it."""
+"""A rank's share of the global gradient norm, and clipping by that norm.
+
+The global norm counts every parameter once, however many ranks hold or shard it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ..distributed.tensors import local_tensor
 
 
 def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Σ‖g‖² of the local shards in float64, a scalar tensor on ``device``."""
+    """Return Σ‖g‖² of the local shards, as a float64 scalar tensor on ``device``."""
     locals_ = [local_tensor(gradient) for gradient in gradients]
     if not locals_:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -19,7 +22,10 @@ def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> tor
 
 
 def clip_(gradients: Sequence[torch.Tensor], norm: float, max_norm: float) -> None:
-    """Scale the gradients in place by ``max_norm / norm`` where the norm is larger (the formula of torch's ``clip_grad_norm_``)."""
+    """Scale the gradients in place by ``max_norm / norm`` if the norm is larger than ``max_norm``.
+
+    The formula is that of torch's ``clip_grad_norm_``.
+    """
     scale = max_norm / (norm + 1e-6)
     if scale < 1:
         torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], scale)

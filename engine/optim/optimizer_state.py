@@ -1,7 +1,10 @@
-"""What an optimizer keeps of a parameter, as a checkpoint has it: tensors as they are, and step counts that are plain numbers.
+"""An optimizer's state per parameter, in the form that a checkpoint stores.
 
-torch's optimizers count steps in tensors. DeepSpeed's FusedAdam and DeepSpeedCPUAdam count in an ``int`` of the parameter's state, Apex's
-and FusedLion in one of the parameter group. A checkpoint has each as torch's, ``optimizer/NAME/step``, so that a run goes on under any.
+Tensors are stored unchanged. Step counts that are plain numbers become tensors. torch's optimizers
+count steps in tensors. DeepSpeed's FusedAdam and DeepSpeedCPUAdam count in an ``int`` of the
+parameter's state. Apex's optimizers and FusedLion count in an ``int`` of the parameter group. A
+checkpoint stores every count in torch's form, as ``optimizer/NAME/step``. So a run can continue
+with any of these optimizers.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ COUNT = "step"
 
 
 class OptimizerState:
-    """The state of ``optimizer`` as tensors; what a checkpoint filled into those of numbers is put back by :meth:`write_back`.
+    """The state of ``optimizer`` as tensors.
 
-    Of a parameter group the count alone: most other numbers there are settings, which the configuration gives. What an optimizer counts
-    there under another name is not kept.
+    Loading a checkpoint fills these tensors. :meth:`write_back` then returns the values that stand
+    for plain numbers to the optimizer. From a parameter group only the step count is kept, because
+    most other numbers there are settings from the configuration. A count under another name is
+    lost.
     """
 
     def __init__(self, optimizer: Optimizer):
@@ -33,9 +38,15 @@ class OptimizerState:
     def of(
         self, parameter: torch.Tensor, canonical: str, group: dict[str, Any] | None = None
     ) -> dict[str, torch.Tensor]:
-        """By key. Slices of one parameter, ``canonical``, have one count; ``group``: where the optimizer does not list ``parameter``.
+        """Return the state of ``parameter`` as tensors, by key.
 
-        Raises :class:`CheckpointError` for state that is neither tensor nor number.
+        Args:
+            parameter: A parameter, or a slice of one.
+            canonical: The parameter's canonical name. All slices of one parameter share one count.
+            group: The parameter group, if the optimizer does not list ``parameter``.
+
+        Raises:
+            CheckpointError: A value of the state is neither a tensor nor a number.
         """
         state = self._optimizer.state.get(parameter, {})
         group = group if group is not None else self._groups.get(id(parameter), {})
@@ -55,24 +66,28 @@ class OptimizerState:
         return found
 
     def _of_group(self, key: str, value: float, group: Mapping[str, Any]) -> float:
-        """FusedAdam launches a kernel for a group and raises the count of its last parameter alone, for all."""
+        """Return the step count that holds for the whole ``group``.
+
+        DeepSpeed's FusedAdam launches one kernel per group, and raises only the count of the last
+        parameter. Values under other keys are returned unchanged.
+        """
         others = (self._optimizer.state.get(parameter, {}).get(key, 0) for parameter in group.get("params", ()))
         return max([value, *others]) if key == COUNT else value
 
     def _number(self, holder: dict[str, Any], key: str, canonical: str, value: float) -> torch.Tensor:
-        kind = torch.float32 if key == COUNT else torch.float64  # counts as torch's
+        kind = torch.float32 if key == COUNT else torch.float64  # torch's dtype for step counts
         tensor = self._tensors.setdefault((canonical, key), torch.tensor(float(value), dtype=kind, device="cpu"))
         self._numbers.append((holder, key, tensor))
         return tensor
 
     def write_back(self) -> None:
-        """Give the optimizer what the tensors of its numbers hold."""
+        """Copy the values that stand for plain numbers from their tensors back to the optimizer."""
         for holder, key, tensor in self._numbers:
             holder[key] = type(holder[key])(tensor.item())
 
 
 def clear(optimizer: Optimizer) -> None:
-    """As before the first step."""
+    """Return the optimizer's state to that before the first step."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group.pop(COUNT, None)
@@ -81,7 +96,10 @@ def clear(optimizer: Optimizer) -> None:
 
 
 def materialise_state(optimizer: Optimizer) -> None:
-    """Give every parameter the optimizer state that its first step would make, without changing any weight or gradient."""
+    """Create the optimizer state of every parameter, as the first step would do.
+
+    No weight and no gradient changes.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     gradients = {parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:

@@ -1,4 +1,7 @@
-"""Optimizers by DeepSpeed's names, on torch's fused kernels or NVIDIA Apex's; which one was taken is always said."""
+"""Builds optimizers by DeepSpeed's names, with the fused kernels of torch or NVIDIA Apex.
+
+A line in the log always says which implementation is used.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from .param_groups import Parameters
 class AdamParams(Section):
     """``optimizer.params`` of AdamW, Adam and FusedAdam, with DeepSpeed's names and defaults.
 
-    ``weight_decay`` is 0 where it is not given, as in DeepSpeed's own kernels (torch's AdamW would take 0.01).
-    ``adam_w_mode``: decoupled weight decay (the default, also for "Adam"). ``torch_adam`` is accepted and changes
-    nothing: torch's is what is taken.
+    ``weight_decay`` is 0 by default, as in DeepSpeed's own kernels. (torch's AdamW would use 0.01.)
+    ``adam_w_mode`` means decoupled weight decay. It is the default, also for "Adam".
+    ``torch_adam`` is accepted but has no effect, because torch's Adam is used anyway.
     """
 
     lr: NonNegative = 1e-3
@@ -48,11 +51,19 @@ class SGDParams(Section):
 def build_optimizer(
     type: str, params: Mapping[str, Any], parameters: Parameters, device: torch.device
 ) -> tuple[Optimizer, str]:
-    """The optimizer of the configuration's ``optimizer`` section, and a line: which implementation was taken, and why.
+    """Build the optimizer of the configuration's ``optimizer`` section.
 
-    ``type`` is "AdamW", "Adam", "FusedAdam" or "SGD" (in any case); ``parameters`` are parameters or parameter groups,
-    plain tensors or DTensors on ``device``. Raises :class:`ConfigError` for an unknown type, an unknown key or an
-    ill-typed value.
+    Args:
+        type: "AdamW", "Adam", "FusedAdam" or "SGD". Upper and lower case do not matter.
+        params: The section's ``params``.
+        parameters: Parameters or parameter groups, as plain tensors or DTensors.
+        device: The device of the parameters.
+
+    Returns:
+        The optimizer, and a line that says which implementation is used and why.
+
+    Raises:
+        ConfigError: The type or a key is unknown, or a value has the wrong type.
     """
     builders = {"AdamW": _build_adam, "Adam": _build_adam, "FusedAdam": _build_fused_adam, "SGD": _build_sgd}
     name = next((known for known in builders if known.lower() == type.lower()), None)
@@ -75,11 +86,19 @@ def make_optimizer(
     grouped: bool,
     arrangement: str = "",
 ) -> tuple[Optimizer, str]:
-    """This rank's optimizer over ``groups``, and a line that says which, with their ``arrangement``: what the user ``given``, else what
-    ``section`` says, else AdamW.
+    """Make this rank's optimizer over ``groups``.
 
-    ``given``: an optimizer over the uncut model, whose groups are replaced, or a function to one from the groups; unless ``grouped`` it
-    gets the list of parameters of the only one, as with DeepSpeed.
+    Args:
+        section: The configuration's ``optimizer`` section. None means AdamW.
+        given: What the user gave, or None; it goes before ``section``. Either an optimizer over the
+            uncut model, whose groups are replaced, or a function that makes an optimizer.
+        groups: The parameter groups of this rank. device: The device of the parameters. grouped:
+        Whether a ``given`` function gets the groups. If not, it gets the list of parameters
+            of the only group, as with DeepSpeed.
+        arrangement: How the parameters are arranged, for the end of the line.
+
+    Returns:
+        The optimizer, and a line that says which one it is.
     """
     if isinstance(given, Optimizer):
         given.param_groups.clear()
@@ -143,7 +162,10 @@ def _torch_adam(
 
 
 def _obstacle_to_fusing(implementation: type[torch.optim.Adam], device: torch.device) -> str | None:
-    """Why torch has no fused kernel on ``device``; torch itself says so in the first step only, so one is tried."""
+    """Return why torch has no fused kernel on ``device``, or None if it has one.
+
+    torch reports this only in the first step, so this function tries one step.
+    """
     probe = nn.Parameter(torch.zeros(1, device=device))
     probe.grad = torch.zeros_like(probe)
     try:

@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer, by the canonical names of the full model."""
+"""An optimizer's parameter groups, by the canonical names of the full model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 def named_groups(
     model_parameters: Iterable[Any] | None, optimizer: Any, names: Mapping[int, str]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Parameter groups with canonical names in place of the uncut model's parameters, and whether the user gave groups."""
+    """Return parameter groups that list canonical names, and whether the user gave groups.
+
+    Args:
+        model_parameters: The user's parameters or parameter groups, or None.
+        optimizer: The user's optimizer over the uncut model, a function, or None.
+        names: The canonical name of each parameter of the uncut model, by ``id``.
+
+    Raises:
+        ConfigError: The optimizer has state already, or a parameter is not one of the model's.
+    """
     if isinstance(optimizer, Optimizer):
         if optimizer.state:
             raise ConfigError(
@@ -46,7 +55,10 @@ def named_groups(
 
 
 def freeze_others(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
-    """What no group trains needs no gradient: it would be averaged and kept for nothing, and counted in the norm."""
+    """Freeze the parameters that no group trains.
+
+    Their gradients would be averaged and stored for nothing, and would count in the norm.
+    """
     trained = {name for group in groups for name in group["params"]}
     for name, parameter in model.named_parameters():
         if name not in trained:
@@ -56,7 +68,10 @@ def freeze_others(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None
 def groups_here(
     groups: list[dict[str, Any]], layout: Layout, parameters: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """The groups with this rank's parameters, or slices; a group may become empty, so that all ranks have the same groups."""
+    """Return the groups with the parameters, or slices of them, that this rank holds.
+
+    A group may become empty. It is kept, so that all ranks have the same groups.
+    """
     here = []
     for group in groups:
         held = [
@@ -67,7 +82,7 @@ def groups_here(
 
 
 def named_rates(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, float]:
-    """The learning rate of each parameter that a parameter group of this rank holds.
+    """Return the learning rate of each parameter in this rank's parameter groups.
 
     ``names``: for each parameter group, the canonical names of its parameters.
     """
@@ -76,9 +91,14 @@ def named_rates(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[st
 
 
 def conflicting_rates(names: Sequence[Sequence[str]], rates: Mapping[str, float] | Sequence[float]) -> str | None:
-    """Why ``rates`` cannot be set: parameters of one group had different rates. None if they can.
+    """Return why ``rates`` cannot be set, or None if they can be set.
 
-    ``rates``: by parameter, or by group in checkpoints of earlier versions, which cannot conflict.
+    They cannot be set if parameters of one group had different rates.
+
+    Args:
+        names: For each parameter group, the canonical names of its parameters.
+        rates: The rates by parameter. Checkpoints of earlier versions have them by group, and then
+            they cannot conflict.
     """
     if not isinstance(rates, Mapping):
         return None
@@ -96,12 +116,12 @@ def conflicting_rates(names: Sequence[Sequence[str]], rates: Mapping[str, float]
 def set_rates(
     optimizer: Optimizer, names: Sequence[Sequence[str]], rates: Mapping[str, float] | Sequence[float]
 ) -> None:
-    """Set the learning rate of each parameter group; a group without a known rate keeps its own.
+    """Set the learning rate of each parameter group. A group without a known rate keeps its own.
 
     Args:
         optimizer: The optimizer.
         names: For each parameter group, the canonical names of its parameters.
-        rates: By parameter, or by group in checkpoints of earlier versions.
+        rates: The rates by parameter, or by group in checkpoints of earlier versions.
     """
     for index, (group, members) in enumerate(zip(optimizer.param_groups, names, strict=True)):
         if isinstance(rates, Mapping):

@@ -1,7 +1,8 @@
 """Learning-rate schedules: DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, and WSD.
 
-The first three give DeepSpeed 0.19.8's values at every step, its first ones included: the rate set on construction
-serves the first optimizer step, and iteration 0, which the first ``step()`` sets, serves the second.
+The first three give DeepSpeed 0.19.8's values at every step, also at the first ones. The rate that
+is set on construction is used in the first optimizer step. The first ``step()`` sets the rate of
+iteration 0, which is used in the second optimizer step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..errors import CheckpointError, ConfigError, suggestion
 
 log = logging.getLogger(__name__)
 
-Rates = NonNegative | list[NonNegative]  # one for all parameter groups, or one for each
+Rates = NonNegative | list[NonNegative]  # one rate for all parameter groups, or one for each
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -32,11 +33,11 @@ class WarmupParams(Section):
 
     warmup_num_steps: PositiveInt = 1000
     warmup_type: Literal["log", "linear"] = "log"
-    last_batch_iteration: Literal[-1] = -1  # where a run goes on is the checkpoint's affair
+    last_batch_iteration: Literal[-1] = -1  # the checkpoint says where a run continues
 
 
 class WarmupLRParams(WarmupParams):
-    """``scheduler.params`` of WarmupLR; a maximum of null stands for the optimizer's own rate."""
+    """``scheduler.params`` of WarmupLR. A maximum of null means the optimizer's own rate."""
 
     warmup_min_lr: Rates = 0.0
     warmup_max_lr: Rates | None = None
@@ -50,7 +51,7 @@ class WarmupDecayLRParams(WarmupLRParams):
 
 
 class WarmupCosineLRParams(WarmupParams):
-    """``scheduler.params`` of WarmupCosineLR; ratios are of the optimizer's own rate."""
+    """``scheduler.params`` of WarmupCosineLR. Ratios are relative to the optimizer's own rate."""
 
     total_num_steps: PositiveInt
     warmup_min_ratio: Ratio = 0.0
@@ -58,7 +59,7 @@ class WarmupCosineLRParams(WarmupParams):
 
 
 class WSDParams(Section):
-    """``scheduler.params`` of WSD; ``min_lr_ratio`` is of the optimizer's own rate."""
+    """``scheduler.params`` of WSD. ``min_lr_ratio`` is relative to the optimizer's own rate."""
 
     total_num_steps: PositiveInt
     decay_num_steps: PositiveInt
@@ -77,10 +78,10 @@ class WSDParams(Section):
 
 
 class Schedule(ABC):
-    """Sets the rate of every parameter group of ``optimizer``, once on construction and then with every ``step()``.
+    """Sets the rates of the parameter groups of ``optimizer``, on construction and in ``step()``.
 
-    Its calls are those of DeepSpeed's schedulers. Base rates are the optimizer's at construction, so it must be built
-    before a checkpoint is loaded; its own state is one integer.
+    It has the methods of DeepSpeed's schedulers. It reads the base rates from the optimizer on
+    construction, so build it before a checkpoint is loaded. Its own state is one integer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -90,29 +91,36 @@ class Schedule(ABC):
 
     @abstractmethod
     def rates_at(self, iteration: int) -> list[float]:
-        """The rate of each parameter group after ``step()`` number ``iteration`` (from 0); -1: before the first."""
+        """Return the rate of each parameter group after ``step()`` number ``iteration``.
+
+        The first ``step()`` has number 0. -1 means before the first ``step()``.
+        """
 
     def get_lr(self) -> list[float]:
-        """The rate of each parameter group by the present iteration."""
+        """Return the rate of each parameter group at the current iteration."""
         return self.rates_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """The rates last set."""
+        """Return the rates that were set last."""
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to the one given, and set its rates."""
+        """Go to the next iteration, or to ``last_batch_iteration``, and set its rates."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
         self._set_rates()
 
     def state_dict(self) -> dict[str, int]:
-        """All that a restart needs beside the configuration."""
+        """Return all that a restart needs in addition to the configuration."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state`` and set its rates; raises :class:`CheckpointError` where it is not a schedule's."""
+        """Continue from ``state`` and set its rates.
+
+        Raises:
+            CheckpointError: ``state`` does not have a valid ``last_batch_iteration``.
+        """
         iteration = state.get("last_batch_iteration")
         if type(iteration) is not int or iteration < -1:
             raise CheckpointError(f"scheduler state: last_batch_iteration is {iteration!r}, not an integer from -1")
@@ -122,7 +130,7 @@ class Schedule(ABC):
     def _set_rates(self) -> None:
         self._last_lr = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            if isinstance(group["lr"], torch.Tensor):  # a rate that compiled or captured steps read
+            if isinstance(group["lr"], torch.Tensor):  # compiled or captured steps read this tensor
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
@@ -131,7 +139,7 @@ class Schedule(ABC):
 class _Warmup(Schedule):
     def __init__(self, optimizer: Optimizer, params: WarmupParams) -> None:
         super().__init__(optimizer)
-        self._steps = max(2, params.warmup_num_steps)  # DeepSpeed's least: log(1) = 0 is divided by
+        self._steps = max(2, params.warmup_num_steps)  # DeepSpeed's minimum: with 1 step it would divide by log(1) = 0
         self._type = params.warmup_type
         self._inverse_log = 1.0 / math.log(self._steps)
 
@@ -149,7 +157,7 @@ class _Warmup(Schedule):
 
 
 class WarmupLR(_Warmup):
-    """From a minimum up to a maximum rate, which then stays."""
+    """Raises the rate from a minimum to a maximum, and then keeps it."""
 
     def __init__(self, optimizer: Optimizer, params: WarmupLRParams) -> None:
         super().__init__(optimizer, params)
@@ -179,7 +187,7 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then down along a straight line to the minimum at ``total_num_steps``."""
+    """Like :class:`WarmupLR`, then a linear decay to the minimum at ``total_num_steps``."""
 
     def __init__(self, optimizer: Optimizer, params: WarmupDecayLRParams) -> None:
         self._total = params.total_num_steps
@@ -191,7 +199,10 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """Up to the optimizer's own rate, then down along half a cosine to ``cos_min_ratio`` of it."""
+    """Raises the rate to the optimizer's own, then decays it to ``cos_min_ratio`` of that rate.
+
+    The decay has the shape of half a cosine.
+    """
 
     def __init__(self, optimizer: Optimizer, params: WarmupCosineLRParams) -> None:
         super().__init__(optimizer, params)
@@ -204,7 +215,7 @@ class WarmupCosineLR(_Warmup):
 
     def _ratio(self, iteration: int) -> float:
         if iteration < 0:
-            return 0.0  # whatever warmup_min_ratio is: DeepSpeed's first optimizer step changes nothing
+            return 0.0  # DeepSpeed's first optimizer step has rate 0, whatever warmup_min_ratio is
         if iteration < self._steps:
             low = self._params.warmup_min_ratio
             return low + self._warmup_fraction(iteration) * (1.0 - low)
@@ -217,9 +228,10 @@ class WarmupCosineLR(_Warmup):
 class WSD(Schedule):
     """Warm-up, a stable rate, and a decay over the last ``decay_num_steps`` of ``total_num_steps``.
 
-    Sources: Hu et al. (MiniCPM, arXiv 2404.06395) for the three phases; Hägele et al. (arXiv 2405.18392) for the shapes
-    of the decay, of which 1 - sqrt did best there. Unlike with DeepSpeed's schedules no optimizer step is spent at rate
-    0: step t (from 0) has (t + 1) / warmup_num_steps of the rate in warm-up, and all of it as the decay's first.
+    The three phases are from Hu et al. (MiniCPM, arXiv 2404.06395). The shapes of the decay are
+    from Hägele et al. (arXiv 2405.18392), where 1 - sqrt did best. Unlike DeepSpeed's schedules,
+    this one spends no optimizer step at rate 0. In warm-up, step t (from 0) has (t + 1) /
+    warmup_num_steps of the rate. The first step of the decay has the full rate.
     """
 
     def __init__(self, optimizer: Optimizer, params: WSDParams) -> None:
@@ -253,9 +265,10 @@ SCHEDULES: Mapping[str, tuple[type[Section], type[Schedule]]] = {
 
 
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedule:
-    """The schedule of the configuration's ``scheduler`` section; it sets the optimizer's first rate at once.
+    """Build the schedule of the ``scheduler`` section. It sets the optimizer's first rate at once.
 
-    Raises :class:`ConfigError` for an unknown type, an unknown key or an ill-typed value.
+    Raises:
+        ConfigError: The type or a key is unknown, or a value has the wrong type.
     """
     if type not in SCHEDULES:
         hint = suggestion(type, list(SCHEDULES)) or f"; known: {', '.join(SCHEDULES)}"
@@ -265,7 +278,10 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
 
 
 def shared(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` without what it lists by parameter group (``base_lrs``), where groups are those of one rank; schedulers inside it stay."""
+    """Return a scheduler's ``state`` without its lists per parameter group, such as ``base_lrs``.
+
+    It is for parameter groups that differ between ranks. The states of nested schedulers are kept.
+    """
     kept = {key: value for key, value in state.items() if not isinstance(value, list | tuple) or _of_schedulers(value)}
     return {
         key: [shared(each) for each in value] if isinstance(value, list | tuple) else value
@@ -274,8 +290,11 @@ def shared(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fitting(saved: Any, own: Any) -> Any:
-    """``saved`` for a scheduler whose state is ``own``, from which what is missing comes, and lists of other lengths."""
-    if isinstance(own, Counter):  # milestones: settings, whose numbers JSON made words
+    """Adapt ``saved`` to a scheduler whose state is ``own``.
+
+    ``own`` supplies missing keys. It also replaces lists whose length differs.
+    """
+    if isinstance(own, Counter):  # milestones are settings, and JSON turned their numbers into strings
         return own
     if isinstance(saved, Mapping) and isinstance(own, Mapping):
         return {**own, **{key: fitting(value, own[key]) if key in own else value for key, value in saved.items()}}
@@ -285,7 +304,7 @@ def fitting(saved: Any, own: Any) -> Any:
 
 
 def of_another_kind(saved: Any, own: Any) -> bool:
-    """Whether they count steps in different words, so that a run would begin its schedule anew."""
+    """Whether the states share no key, so that a run would start its schedule again."""
     return isinstance(saved, Mapping) and isinstance(own, Mapping) and bool(saved) and not saved.keys() & own.keys()
 
 

@@ -1,4 +1,4 @@
-"""Counts steps that were skipped in a row, and ends a run that does not recover."""
+"""Counts the steps that were skipped in a row, and ends a run that does not recover."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ log = logging.getLogger("sdp")
 
 
 class SkippedSteps:
-    """Steps skipped in a row because a gradient was NaN or infinite.
+    """The number of steps skipped in a row because a gradient was NaN or infinite.
 
-    Steps at a dynamic loss scale that can still be lowered are excused: they do not count towards the limit.
+    Steps at a dynamic loss scale that can still be lowered are excused: they do not count towards
+    the limit.
     """
 
     def __init__(self, allowed: int):
@@ -21,12 +22,16 @@ class SkippedSteps:
         self._excused = 0
 
     def note(self, skipped: bool, *, excused: bool = False) -> None:
-        """Count one step."""
+        """Count one step. A step that was not skipped resets the count."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self._excused = self._excused + excused if skipped else 0
 
     def report(self, step: int, norm: float | None, loss_scale: float | None) -> None:
-        """Warn that ``step`` was skipped. Raises NonFiniteError if more than the allowed number were skipped in a row."""
+        """Warn that ``step`` was skipped.
+
+        Raises:
+            NonFiniteError: More steps than allowed were skipped in a row.
+        """
         counted = self.in_a_row - self._excused
         if counted > self._allowed:
             at_scale = "" if loss_scale is None else f" and loss scale {loss_scale:g}"
