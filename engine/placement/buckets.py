@@ -1,4 +1,7 @@
-"""The static plan: which gradients are averaged in one message, and which frozen copies are refreshed in one."""
+"""The static plan of messages between groups.
+
+It says which gradients are averaged in one message, and which frozen copies are refreshed in one.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,18 @@ from dataclasses import dataclass
 from ..distributed.mesh import Holders
 from .placement import Delivery
 
-# Buckets per unit. The first is sent while backward is still in the same block, and the network has
-# another bucket to send while one is summed.
+# Buckets per unit. The first is sent while backward is still in the same block. While one bucket is
+# summed, the network has another bucket to send.
 BUCKETS = 4
 
-# Limits of a bucket in float32. Smaller buckets are bound by latency, larger ones cost memory.
+# Limits of a bucket's size in float32. Smaller buckets are bound by latency, and larger ones cost
+# memory.
 LEAST_BYTES, MOST_BYTES = 2**19, 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Canonical parameter names that are reduced together, and the groups that hold them."""
+    """Canonical names of parameters that are reduced together, and the groups that hold them."""
 
     holders: Holders
     names: tuple[str, ...]
@@ -31,11 +35,20 @@ def plan_buckets(
     unit_of: Callable[[str], str],
     comes_last: Callable[[str], bool],
 ) -> list[Bucket]:
-    """Buckets in launch order from the full model's trainable parameters (name → elements, in the model's order).
+    """Plan the buckets of the full model's trainable parameters, in launch order.
 
-    Last parameter first, as backward makes gradients, but those that ``comes_last`` (FSDP2 hands out the root's own at the very
-    end) after all others, which would have to wait for them. Neighbours of one unit share a bucket up to a ``BUCKETS``-th of it, but
-    no less than ``LEAST_BYTES`` and no more than ``MOST_BYTES``; a parameter is never cut. Every rank computes the same list.
+    The last parameter comes first, because backward makes gradients in this order. Parameters that
+    ``comes_last`` selects come after all others. Otherwise the others would have to wait for them.
+    Neighbours of one unit share a bucket up to 1 / ``BUCKETS`` of the unit. This limit is at least
+    ``LEAST_BYTES`` and at most ``MOST_BYTES``. A parameter is never split. Every rank computes the
+    same list.
+
+    Args:
+        numels: parameter name → number of elements, in the model's order.
+        holders_of: returns the groups that hold a parameter.
+        unit_of: returns the unit of a parameter.
+        comes_last: whether a gradient is ready only at the very end. FSDP2 delivers the gradients
+            of the root's own parameters then.
     """
     buckets: list[Bucket] = []
     size, last = 0, None

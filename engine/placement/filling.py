@@ -1,4 +1,4 @@
-"""Fill groups with units for the random and the balanced placement.
+"""Fill groups with units, for the random and the balanced placement.
 
 Every rank computes the placement by itself. So nothing here may depend on the time, on hashes of
 strings or on the order of a set.
@@ -16,20 +16,37 @@ from scipy import sparse
 from ..config.schema import SDPSection
 from ..distributed.mesh import Holders
 from ..errors import PlacementError
-from .packing import Packing, connect, fill, holders_of, in_step, level, shuffle
-from .placement import COMMUNICATORS, spectral_gap
+from .connectivity import spectral_gap
+from .in_step import in_step
+from .packing import Packing, connect, fill, holders_of, level, shuffle
+from .placement import COMMUNICATORS
 from .profiles import capacities, explicit_profile, shaped_counts
 
 _EXACT = 256  # groups × units up to which integer programming takes seconds at most
-_CLOSE = 1.002  # slowest over its lower bound: closer is not worth a search
-_CANDIDATES = 32  # shuffles among which the spectral gap decides, fewer where they are large
+_CLOSE = 1.002  # slowest group / its lower bound: a smaller ratio is not worth a search
+_CANDIDATES = 32  # shuffles among which the spectral gap decides; fewer if they are large
 _CANDIDATE_CELLS = 500_000  # groups × units of all candidates together
 
 
 def pack(
     section: SDPSection, names: Sequence[str], costs: Sequence[int], work: Sequence[int], protected: set[int]
 ) -> tuple[tuple[Holders, ...], int]:
-    """Holders of every unit, and the work below which no slowest group can be (0: unknown)."""
+    """Choose the holders of every unit.
+
+    Args:
+        section: the section ``sdp`` of the configuration.
+        names: the names of the units.
+        costs: the number of parameters of each unit.
+        work: FLOPs, else parameters, of each unit.
+        protected: indices of the units that every group holds.
+
+    Returns:
+        The holders of every unit, and a lower bound on the work of the slowest group (0: unknown).
+
+    Raises:
+        ConfigError: the capacity or the profile is not valid.
+        PlacementError: the groups do not have enough room.
+    """
     room_for = capacities(section)
     free = [unit for unit in range(len(costs)) if unit not in protected]
     holders: list[Holders] = [tuple(range(section.groups))] * len(costs)
@@ -66,9 +83,11 @@ def _bundles(
     listed: Sequence[int] | None,
     largest: float,
 ) -> list[list[int]]:
-    """Units that share their holders: so few bundles that a rank is in about ``COMMUNICATORS`` holder sets, of about equal cost.
+    """Bundle units that share their holders, into bundles of about equal cost.
 
-    A listed profile bundles units of equal k; one that falls with depth bundles neighbours, any other deals the largest units first.
+    There are so few bundles that a rank takes part in about ``COMMUNICATORS`` holder sets. A listed
+    profile bundles units with equal k. A profile that falls with depth bundles neighbours. Any
+    other profile deals the largest units first.
     """
     wanted = min(len(free), max(1, round(COMMUNICATORS / largest)))
     if len(free) == wanted or 2 ** (section.groups - 1) <= COMMUNICATORS:
@@ -93,7 +112,10 @@ def _bundles(
 
 
 def _dealt(units: Sequence[int], weight: dict[int, int], bundles: int) -> list[list[int]]:
-    """The heaviest first, each to the lightest bundle; of equal ones the emptiest, then the first."""
+    """Deal units to bundles: the heaviest unit first, each to the lightest bundle.
+
+    Among equally light bundles, the one with the fewest units gets it, then the first.
+    """
     made: list[list[int]] = [[] for _ in range(bundles)]
     lightest = [(0, 0, index) for index in range(bundles)]
     for unit in sorted(units, key=lambda unit: (-weight[unit], unit)):
@@ -111,11 +133,14 @@ def _packings(
     room_for: Sequence[float],
     listed: Sequence[int] | None,
 ) -> Iterator[Packing]:
-    """The packing that is asked for, then some that want fewer holders of all units: better than fewer of those that come last."""
+    """Yield the packing that is asked for, then packings that want fewer holders for all units.
+
+    Fewer holders for all units are better than too few for the units that are placed last.
+    """
     sizes = [sum(costs[unit] for unit in bundle) for bundle in bundles]
     works = [sum(work[unit] for unit in bundle) for bundle in bundles]
     mean = sum(room_for)
-    if len(set(sizes)) == 1:  # what whole units can fill
+    if len(set(sizes)) == 1:  # the capacity that whole units can fill
         mean = sum(math.floor(capacity * len(sizes) + 1e-9) for capacity in room_for) / len(sizes)
     for percent in (100, 99, 98, 97, 96, 95, 93, 90, 85) if listed is None else (100,):
         counts = (
@@ -133,7 +158,11 @@ def _rooms(room_for: Sequence[float], total: int) -> np.ndarray:
 
 
 def _fill_best(packings: Iterator[Packing], *, balance: bool) -> tuple[Packing, np.ndarray, int]:
-    """Of the packings the first whose every unit finds as many holders as wanted, or else the first; few units are packed at best."""
+    """Return the first packing whose units all find as many holders as wanted.
+
+    If no packing does, return the first one. In small cases the first one is always used, because
+    integer programming finds its best filling.
+    """
     first = None
     for packing in packings:
         held, bound = _filling(packing, balance=balance)
@@ -145,9 +174,11 @@ def _fill_best(packings: Iterator[Packing], *, balance: bool) -> tuple[Packing, 
 
 
 def _filling(packing: Packing, *, balance: bool) -> tuple[np.ndarray, int]:
-    """The filling that covers every unit, lowers the fewest k and, for ``balance``, has the fastest slowest group; and its lower bound.
+    """Return the best filling, and a lower bound on the work of its slowest group.
 
-    Greedy fillings first; where they are not good enough and the case is small, integer programming.
+    The best filling covers every unit, then lacks the fewest of the wanted holders. For ``balance``
+    it then has the fastest slowest group. Greedy fillings are tried first. Integer programming
+    follows if they are not good enough and the case is small.
     """
     bound = 0
 
@@ -174,7 +205,8 @@ def _filling(packing: Packing, *, balance: bool) -> tuple[np.ndarray, int]:
     assert best is not None
     covers = badness(best)[0] == 0
     if best.size <= _EXACT:
-        from .integer_program import optimum  # SciPy's solvers take 0.4 s to import, which most runs need not wait for
+        # SciPy's solvers take 0.4 s to import, and most runs do not need them.
+        from .integer_program import optimum
 
         found = optimum(packing, int(best.sum()) if covers else len(packing.size))
         if found is not None:
@@ -186,7 +218,11 @@ def _filling(packing: Packing, *, balance: bool) -> tuple[np.ndarray, int]:
 def _require_room(
     packing: Packing, held: np.ndarray, section: SDPSection, names: Sequence[str], room_for: Sequence[float]
 ) -> None:
-    """Raise :class:`PlacementError` unless every unit has a holder, and as many as a listed profile says."""
+    """Check that every unit has a holder, and as many as a listed profile says.
+
+    Raises:
+        PlacementError: a unit has too few holders.
+    """
     needed = packing.wanted if isinstance(section.profile, list) else np.ones_like(packing.wanted)
     short = np.flatnonzero(held.sum(axis=0) < needed)
     if not len(short):
@@ -204,7 +240,7 @@ def _require_room(
 
 
 def _capacity_that_fits(packing: Packing, needed: np.ndarray, room_for: Sequence[float]) -> str:
-    """The lowest capacity, by steps of two percent, with which a greedy filling succeeds."""
+    """Return the lowest capacity with which a greedy filling succeeds, in steps of two percent."""
     larger = list(room_for)
     while min(larger) < 1:
         larger = [min(1.0, math.ceil(1020 * capacity) / 1000) for capacity in larger]
@@ -215,9 +251,11 @@ def _capacity_that_fits(packing: Packing, needed: np.ndarray, room_for: Sequence
 
 
 def _best_connected(packing: Packing, held: np.ndarray, copies: Sequence[int]) -> np.ndarray:
-    """Of the filling and its shuffles that keep the slowest group as fast: connected, then fastest, then of the largest spectral gap.
+    """Choose among the filling and its shuffles, none of which has a slower slowest group.
 
-    The gap is compared to six digits, so that rounding on another machine does not choose another one.
+    Connected candidates come first, then those with the fastest slowest group, then those with the
+    largest spectral gap. The gap is compared to six digits, so that rounding on another machine
+    cannot change the choice.
     """
     slowest = int(packing.loads(held).max())
 

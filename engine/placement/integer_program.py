@@ -1,6 +1,7 @@
-"""The best packing of few units, and what is proved of it, by integer programming (HiGHS through SciPy).
+"""Find the best packing of few units, and a proved bound, by integer programming.
 
-Bounded by nodes of the search tree, never by time: each rank solves alone, and a clock would make their placements differ.
+The solver is HiGHS, through SciPy. The number of nodes in the search tree limits the search, and
+time does not. Each rank solves alone, so a time limit would make their placements differ.
 """
 
 from __future__ import annotations
@@ -17,15 +18,22 @@ _NODES = 500
 
 
 def optimum(packing: Packing, least_links: int) -> tuple[np.ndarray, int] | None:
-    """``(held, bound)``: the most holders in all that fit, at least ``least_links``, and with these the least work of the slowest group.
+    """Find the packing with the most holders in total, and among these the fastest slowest group.
 
-    ``bound``: work that the slowest group has in any packing of as many holders in all. None if nothing fits, or nothing was found
-    within the node limit.
+    Args:
+        packing: the room of the groups, and the sizes and work of the units.
+        least_links: the least number of holders in total.
+
+    Returns:
+        ``(held, bound)``, or None if nothing fits or the search found nothing within the node
+            limit.
+        ``bound`` is a lower bound on the work of the slowest group, in any packing with as many
+            holders in total.
     """
     groups, units = len(packing.room), len(packing.size)
     variables = (
         groups * units + 1
-    )  # held[group, unit], row by row; then the work of the slowest, a fraction of all work
+    )  # held[group, unit], row by row; then the share of all work that the slowest group has
     memory_scale, work_scale = max(1, int(packing.size.max())), max(1, int(packing.work.sum()))
     memory = sparse.kron(sparse.eye(groups), packing.size[None, :] / memory_scale)
     work = sparse.kron(sparse.eye(groups), packing.work[None, :] / work_scale)
@@ -35,7 +43,7 @@ def optimum(packing: Packing, least_links: int) -> tuple[np.ndarray, int] | None
             [sparse.csr_array(matrix), sparse.csr_array(np.full((matrix.shape[0], 1), slowest))], format="csr"
         )
 
-    room: Any = packing.room / memory_scale  # SciPy's hints know numbers alone
+    room: Any = packing.room / memory_scale  # SciPy's type hints allow only numbers here
     wanted: Any = packing.wanted
     constraints = [
         LinearConstraint(rows(memory), -np.inf, room),
@@ -57,7 +65,7 @@ def optimum(packing: Packing, least_links: int) -> tuple[np.ndarray, int] | None
     held = result.x[:-1].reshape(groups, units) > 0.5
     step = max(1, int(np.gcd.reduce(packing.work)))
     bound = int(np.ceil((result.mip_dual_bound - 1e-6) * work_scale / step)) * step
-    # HiGHS works to 1e-6; the packing must hold exactly.
+    # HiGHS has a tolerance of 1e-6, but the packing must fit exactly.
     exact = (packing.left(held) >= 0).all() and held.any(axis=0).all() and (held.sum(axis=0) <= packing.wanted).all()
     return (held, bound) if exact else None
 

@@ -1,4 +1,4 @@
-"""What every rank agrees on before anything is cut: mesh, units, placement and the full model's parameter table."""
+"""The layout: mesh, units, placement and parameter table. All ranks agree on it before any cut."""
 
 from __future__ import annotations
 
@@ -12,25 +12,33 @@ from torch import nn
 
 from ..config.schema import Config
 from ..distributed.mesh import Coordinates, Holders, Mesh
-from ..distributed.tensor_parallel import TP, parameter_cuts
+from ..distributed.tensor_parallel import parameter_cuts
 from ..errors import ConfigError, ModelError
-from ..model_interface import check_hooks, get_random_options
+from ..model_interface import check_hooks
 from ..module_paths import parents
 from .buckets import Bucket, Refresh, plan_buckets
 from .placement import Placement
 from .policies import make_placement
+from .requirements import _require_dense_if_random, _require_even, require_inside
 from .tensor_info import Cut, TensorInfo
 from .units import SHARED, Slice, Unit, find_neuron_units, find_units, unit_of_parameters
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh, units, placement and the tables of the full model's parameters and persistent buffers, in the model's order.
+    """Mesh, units, placement and the tables of the full model's parameters and persistent buffers.
 
-    ``aliases``: further names of tied tensors → their canonical (first) name. ``blocks``: paths of the modules that are computed, and
-    sharded, as one; the units themselves, unless these are groups of neurons: then ``parameters`` has the slices of a parameter in its
-    place, but in the reference, which computes with whole ones. ``keeps_frozen``: a group keeps frozen copies of the
-    units that it does not hold (backward masking), instead of skipping them. ``branch_scale``: where units are scaled.
+    The tables are in the model's order. If units are groups of neurons, the slices of a parameter
+    replace it in ``parameters``. The reference backend is an exception: it computes with whole
+    parameters.
+
+    Attributes:
+        aliases: other names of tied tensors → their canonical (first) name.
+        blocks: paths of the modules that are computed and sharded as one. These are the units
+            themselves, unless units are groups of neurons.
+        keeps_frozen: whether a group keeps frozen copies of the units that it does not hold
+            (backward masking), instead of skipping these units.
+        branch_scale: when units are scaled.
     """
 
     mesh: Mesh
@@ -45,14 +53,14 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module, config: Config, mesh: Mesh) -> Layout:
-        """Find the units of the full ``model``, place them, and record its tensors and how tensor parallelism cuts them."""
+        """Find the units of the full ``model``, place them, and record its tensors and cuts."""
         check_hooks(model)
         section = config.sdp
         explicit = list(section.placement) if isinstance(section.placement, dict) else None
         if section.granularity == "neuron":
             units = find_neuron_units(model, section.neuron_groups)
             blocks = tuple(unit.name for unit in _units_if_any(model))
-            _require_inside(units, blocks)
+            require_inside(units, blocks)
         else:
             required = mesh.sdp > 1 or explicit or section.units != "auto"
             units = find_units(model, section.units, explicit) if required else _units_if_any(model)
@@ -91,8 +99,10 @@ class Layout:
         )
 
     def without(self, blocks: Collection[str]) -> Layout:
-        """The layout of the model that does not have these blocks. Where they are units, their parameters stay, without holders: they part
-        the shared ones on either side of them, which are not reduced together.
+        """Return the layout of the model without these blocks.
+
+        If the blocks are units, their parameters stay in the table, without holders. They separate
+        the shared parameters before and after them, which are not reduced together.
         """
 
         def is_left(name: str) -> bool:
@@ -125,11 +135,14 @@ class Layout:
         return tuple(range(self.mesh.sdp))
 
     def held(self, group: int) -> Iterator[TensorInfo]:
-        """The parameters that ``group`` trains."""
+        """Yield the parameters that ``group`` trains."""
         return (info for info in self.parameters.values() if group in info.holders)
 
     def slices(self) -> Iterator[tuple[Slice, Holders]]:
-        """The parts of whole parameters that have holders of their own; what no slice covers is its parameter's holders'."""
+        """Yield the slices that have holders of their own, with these holders.
+
+        The rest of a parameter, which no slice covers, has the holders of the parameter.
+        """
         return (
             (part, self.placement.holders[unit.index])
             for unit in self.units
@@ -139,7 +152,7 @@ class Layout:
 
     @cached_property
     def wholes(self) -> dict[str, list[TensorInfo]]:
-        """Canonical name → the slices into which the parameter is cut, or it alone; in the model's order."""
+        """Canonical name → its slices, or only the parameter itself, in the model's order."""
         wholes: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             wholes.setdefault(info.canonical, []).append(info)
@@ -147,23 +160,23 @@ class Layout:
 
     @cached_property
     def members(self) -> dict[str, list[TensorInfo]]:
-        """The parameters, or slices, of every unit by its name, and of the shared part."""
+        """Unit name, or ``"shared"`` → the parameters or slices of that unit."""
         members: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             members.setdefault(info.unit, []).append(info)
         return members
 
     def frozen(self, group: int) -> Iterator[TensorInfo]:
-        """The parameters of which ``group`` keeps frozen copies in compute precision."""
+        """Yield the parameters of which ``group`` keeps frozen copies in compute precision."""
         return (info for info in self.parameters.values() if self.keeps_frozen and group not in info.holders)
 
     def block_of(self, unit: Unit) -> str:
-        """The block that the unit is, or that its slices lie in."""
+        """Return the block that the unit is, or that contains its slices."""
         return next(name for name in self.blocks if unit.name == name or unit.name.startswith(f"{name}."))
 
     @cached_property
     def refreshes(self) -> tuple[Refresh, ...]:
-        """What brings all frozen copies up to date, in the order of the units."""
+        """The messages that bring all frozen copies up to date, in the order of the units."""
         if not self.keeps_frozen:
             return ()
         refreshes = []
@@ -175,7 +188,10 @@ class Layout:
         return tuple(refreshes)
 
     def buckets(self, comes_last: Callable[[str], bool]) -> list[Bucket]:
-        """The global list of reductions, in launch order; ``comes_last``: whether a parameter's gradient is made after all others'."""
+        """Return the global list of reductions, in launch order.
+
+        ``comes_last`` says whether the gradient of a parameter is made after all others.
+        """
         trainable = {info.name: info.part.numel() for info in self._in_bucket_order() if info.trainable}
         return plan_buckets(
             trainable,
@@ -185,7 +201,7 @@ class Layout:
         )
 
     def _in_bucket_order(self) -> list[TensorInfo]:
-        """The parameters in the model's order, but of a branch the slices with the same holders together."""
+        """Return the parameters in the model's order, with a branch's slices sorted by holders."""
         order = list(self.parameters.values())
         first: dict[str, int] = {}
         for position, info in enumerate(order):
@@ -193,71 +209,30 @@ class Layout:
         return sorted(order, key=lambda info: (first[_branch(info)], info.holders if info.cut else ()))  # stable
 
     def counts_norm(self, info: TensorInfo, at: Coordinates, *, sharded: bool) -> bool:
-        """Whether the rank at ``at`` counts its part of this parameter in the global norm: one holder does, and one copy."""
+        """Return whether the rank at ``at`` counts its part of this parameter in the global norm.
+
+        Only one holder counts it, and only one copy within that holder.
+        """
         return info.holders[:1] == (at.sdp,) and (sharded or at.fsdp == 0) and (info.tp_dim is not None or at.tp == 0)
 
 
-def _require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:
-    for unit in units:
-        if not any(unit.name.startswith(f"{block}.") for block in blocks):
-            raise ModelError(
-                f'{unit.name}: lies in none of the blocks that "auto" finds ({", ".join(blocks) or "there are none"}); branches of neurons '
-                "must lie in the model's blocks (unit_patterns())"
-            )
-
-
-def _require_dense_if_random(model: nn.Module, placement: Placement, mesh: Mesh) -> None:
-    """A model that states options with random draws (``random_options()``) is trained whole in every group, by whole matrices.
-
-    Every rank draws its own numbers. Tensor-parallel ranks need the same ones for what all of them have; and groups that lack units draw
-    fewer, so that what is measured of dropout would depend on the placement.
-    """
-    options = draws_of(model)
-    if not options:
-        return
-    if any(len(holders) < mesh.sdp for holders in placement.holders):
-        raise ConfigError(
-            f"{options[0]}: a control of dense training, where all groups hold all units; set sdp.capacity 1, or remove it"
-        )
-    if mesh.tp > 1:
-        raise ConfigError(f"{options[0]}: tensor-parallel ranks would draw different numbers; set {TP} 1, or remove it")
-
-
-def draws_of(model: nn.Module) -> list[str]:
-    """The options by which ``model`` draws random numbers in training, if it states any."""
-    return get_random_options(model)
-
-
-def _require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: int) -> None:
-    """Every group of neurons can be cut among tensor-parallel ``ranks`` as the branch is: each has an equal number of whole neurons."""
-    for unit in units if ranks > 1 else ():
-        for part in unit.slices:
-            if part.dim is not None and part.dim != cuts[part.parameter]:
-                raise ModelError(
-                    f"{part.parameter}: neurons lie along dimension {part.dim}, and tensor_parallel_plan() does not cut it there; cut "
-                    f'it so, set {TP} to 1, or use sdp.granularity "block"'
-                )
-        if unit.neurons % ranks:
-            raise ModelError(
-                f"{unit.name}: {unit.neurons} neurons (of attention: key/value heads) cannot be cut evenly among {TP} = {ranks} ranks; "
-                f"choose sdp.neuron_groups so that every group has a multiple of {ranks}"
-            )
-
-
 def _branch(info: TensorInfo) -> str:
-    """The branch that a slice is of; of a whole parameter its own name."""
+    """Return the branch of a slice, or the name of a parameter that is not sliced."""
     return info.unit.rpartition(".neurons.")[0] if info.cut else info.name
 
 
 def _together(info: TensorInfo) -> str:
-    """What a parameter's gradient may travel with: its unit; of a slice, those of its branch that have the same holders."""
+    """Return a key that is equal for parameters whose gradients may be sent together.
+
+    Whole parameters of one unit may be, and slices of one branch that have the same holders.
+    """
     return f"{_branch(info)} {info.holders}" if info.cut else info.unit
 
 
 def _with_slices(
     parameters: Mapping[str, TensorInfo], units: Sequence[Unit], placement: Placement
 ) -> dict[str, TensorInfo]:
-    """``parameters`` with slices, ``NAME:0``, ``NAME:1`` …, in the place of each that is cut into them."""
+    """Replace each sliced parameter by its slices, named ``NAME:0``, ``NAME:1`` and so on."""
     slices: dict[str, list[tuple[Unit, Slice]]] = {}
     for unit in units:
         for part in unit.slices:
@@ -280,7 +255,10 @@ def _with_slices(
 
 
 def _units_if_any(model: nn.Module) -> list[Unit]:
-    """Units of a dense run, where they only decide how FSDP2 groups parameters: none is no mistake."""
+    """Find the units of a dense run, or return an empty list.
+
+    In a dense run units only decide how FSDP2 groups parameters, so a model needs none.
+    """
     try:
         return find_units(model, "auto")
     except ModelError:

@@ -1,13 +1,12 @@
-"""Give units to groups that have room for them: a greedy filling, and exchanges that level, connect, shuffle or order it.
+"""Give units to groups that have room: fill greedily, then level, connect, shuffle or order.
 
-Everything is integers and stable sorts, and randomness is the raw output of PCG64, which NumPy keeps for ever: each rank computes
-the placement by itself, and all must come to the same one.
+Each rank computes the placement by itself, and all ranks must get the same result. So all values
+are integers and all sorts are stable. Randomness is the raw output of PCG64, which NumPy guarantees
+never to change.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,16 +16,23 @@ from scipy.sparse import csgraph
 from ..distributed.mesh import Holders
 
 _NEVER = np.iinfo(np.int64).max
-_LOOKED_AT = 1500  # edges on either side of an exchange that connects
-_LIGHTEST = 16  # groups that may take over work from the slowest
-_EXCHANGED_CELLS = 10_000_000  # groups × units × exchanges that level a filling, at most
-_ROUNDS = 10  # of shuffling
+_LOOKED_AT = 1500  # edges on either side that the search for a connecting exchange looks at
+_LIGHTEST = 16  # number of lightest groups that may take over work from the slowest group
+_EXCHANGED_CELLS = 10_000_000  # limit of groups × units × exchanges when a filling is levelled
+_ROUNDS = 10  # rounds of shuffling
 
 
 @dataclass(frozen=True)
 class Packing:
-    """``room`` (groups,): parameters that each group may hold. Of the units: ``size`` parameters, ``work`` FLOPs or parameters, and
-    ``wanted`` holders, at most so many. All int64. A filling is a boolean array ``held`` of shape (groups, units).
+    """The room of the groups and the demands of the units. All arrays are int64.
+
+    A filling is a boolean array ``held`` of shape (groups, units).
+
+    Attributes:
+        room: parameters that each group may hold, shape (groups,).
+        size: parameters of each unit, shape (units,).
+        work: FLOPs or parameters of each unit, shape (units,).
+        wanted: the largest number of holders of each unit, shape (units,).
     """
 
     room: np.ndarray
@@ -35,17 +41,19 @@ class Packing:
     wanted: np.ndarray
 
     def left(self, held: np.ndarray) -> np.ndarray:
-        """Parameters for which each group still has room."""
+        """Return the number of parameters for which each group still has room."""
         return self.room - held @ self.size
 
     def loads(self, held: np.ndarray) -> np.ndarray:
-        """Work of each group."""
+        """Return the work of each group."""
         return held @ self.work
 
     def least_slowest(self, held: np.ndarray) -> int:
-        """Work that the slowest group has at least, whoever holds what, with as many holders per unit as in ``held``.
+        """Return a lower bound on the work of the slowest group.
 
-        The linear relaxation: all groups share alike, but for those that are full before. Rounded up to what whole units can add up to.
+        The bound is valid for every filling with as many holders per unit as ``held``. It is a
+        linear relaxation: all groups do equal work, except those that are full earlier. It is
+        rounded up to a value that whole units can add up to.
         """
         total = int(held.sum(axis=0) @ self.work)
         if np.array_equal(self.size, self.work):
@@ -65,9 +73,15 @@ def holders_of(held: np.ndarray) -> tuple[Holders, ...]:
 
 
 def fill(packing: Packing, *, in_rounds: bool, by_work: bool) -> np.ndarray:
-    """Largest units first, each to the groups with the most room, or with the least work. What finds no room has fewer holders.
+    """Give units to groups, the largest units first.
 
-    ``in_rounds``: every unit's first holder comes before any unit's second.
+    Each unit goes to the groups with the most room, or with the least work if ``by_work``. A unit
+    that finds no room gets fewer holders.
+
+    Args:
+        packing: the room of the groups and the demands of the units.
+        in_rounds: every unit gets its first holder before any unit gets its second.
+        by_work: whether work decides first, and room among groups with equal work.
     """
     groups, units = len(packing.room), len(packing.size)
     largest = np.lexsort((-packing.size, -packing.work) if by_work else (-packing.work, -packing.size)).tolist()
@@ -87,7 +101,11 @@ def fill(packing: Packing, *, in_rounds: bool, by_work: bool) -> np.ndarray:
 
 
 def level(packing: Packing, held: np.ndarray) -> np.ndarray:
-    """Move or exchange units between the slowest group and the lightest ones as long as that makes the pair's slower one faster."""
+    """Exchange units between the slowest group and the lightest groups until that no longer helps.
+
+    A unit may also move without one in return. An exchange helps if it makes the slower group of
+    the pair faster.
+    """
     held, enough = held.copy(), packing.least_slowest(held)
     for _ in range(min(8 * len(packing.room), 1 + _EXCHANGED_CELLS // held.size)):
         load, left = packing.loads(held), packing.left(held)
@@ -110,12 +128,12 @@ def level(packing: Packing, held: np.ndarray) -> np.ndarray:
 
 
 def _differences(held: np.ndarray, one: int, other: int) -> tuple[np.ndarray, np.ndarray]:
-    """Units of ``one`` that ``other`` has not, and the reverse, with −1 for none."""
+    """Return the units that only ``one`` has; and those that only ``other`` has, then −1."""
     return np.flatnonzero(held[one] & ~held[other]), np.append(np.flatnonzero(held[other] & ~held[one]), -1)
 
 
 def _exchanged(values: np.ndarray, gives: np.ndarray, takes: np.ndarray) -> np.ndarray:
-    """Net amount given, shape (gives, takes)."""
+    """Return the net amount that each exchange gives away, shape (gives, takes)."""
     return values[gives][:, None] - np.where(takes >= 0, values[takes], 0)[None, :]
 
 
@@ -126,10 +144,12 @@ def _exchange(held: np.ndarray, one: int, other: int, given: int, taken: int) ->
 
 
 def connect(packing: Packing, held: np.ndarray) -> np.ndarray:
-    """Connect the groups through units by as few exchanges as there are parts to join, keeping every unit's number of holders.
+    """Connect the groups through units, and keep the number of holders of every unit.
 
-    An edge (group, unit) that closes a cycle can be moved to another part of the graph without cutting its own, and what comes back
-    for it stays tied to both. Σk ≥ groups + units − 1 leaves such an edge until there is one part; rooms may forbid every exchange.
+    One exchange joins two parts of the graph. An edge (group, unit) that closes a cycle can move to
+    another part without splitting its own. The edge that comes back in exchange stays connected to
+    both parts. While there are several parts, Σk ≥ groups + units − 1 ensures that such an edge
+    exists. The groups' room may still forbid every exchange.
     """
     held = held.copy()
     if held.sum() < sum(held.shape) - 1:
@@ -145,7 +165,12 @@ def connect(packing: Packing, held: np.ndarray) -> np.ndarray:
 
 
 def _components(held: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-    """Number of parts of the graph, the part of every group, and the edges (n, 2) that a spanning forest does not need."""
+    """Find the connected parts of the group–unit graph.
+
+    Returns:
+        The number of parts, the part of every group, and the edges (n, 2) that a spanning forest
+            does not need.
+    """
     groups, units = held.shape
     edges = sparse.csr_array(held.astype(np.int8))
     graph = sparse.block_array([[None, edges], [edges.T, None]], format="csr")
@@ -160,10 +185,11 @@ def _components(held: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
 def _joining_exchange(
     packing: Packing, held: np.ndarray, part_of: np.ndarray, spare: np.ndarray
 ) -> tuple[int, int, int, int] | None:
-    """Of the exchanges between two parts that fit, the one after which the slower group of the two is fastest."""
+    """Find the exchange between two parts that fits and leaves the slower of its groups fastest."""
     load, left = packing.loads(held), packing.left(held)
     spare = spare[:_LOOKED_AT]
-    # A group's units, and −1: something is given for nothing. Of every part some, so that no part is out of sight.
+    # The units of a group, and −1 if it takes a unit without giving one. Each part contributes some
+    # partners, so that no part is overlooked.
     partners = np.vstack([np.column_stack((np.arange(len(held)), np.full(len(held), -1))), np.argwhere(held)])
     partners = np.vstack(
         [
@@ -191,10 +217,21 @@ def _others(part_of: np.ndarray, spare: np.ndarray) -> list[int]:
 
 
 def shuffle(packing: Packing, held: np.ndarray, seed: int, slowest: int = _NEVER) -> np.ndarray:
-    """Shuffle who holds what; every unit keeps its number of holders and every group its number of units.
+    """Shuffle the holders of the units.
 
-    Pairs of groups shuffle the units that one of them has and split them again as before, unless that overflows a group's room or
-    gives it more than ``slowest`` work. (The "curveball" walk over matrices of given margins: Strona et al. 2014, Nature Comm. 5:4114.)
+    Every unit keeps its number of holders, and every group keeps its number of units. Pairs of
+    groups shuffle the units that only one of them has, and split them again in the same numbers. A
+    pair keeps its units if the new split overflows a group's room or gives a group more than
+    ``slowest`` work.
+
+    This is the "curveball" walk over matrices of given margins (Strona et al. 2014, Nature Comm.
+    5:4114).
+
+    Args:
+        packing: the room of the groups and the demands of the units.
+        held: the filling to shuffle. It is not changed.
+        seed: the seed of PCG64.
+        slowest: the largest work that a group may get.
     """
     held, bits, groups = held.copy(), np.random.PCG64(seed), len(held)
     left, load = packing.left(held), packing.loads(held)
@@ -220,50 +257,3 @@ def shuffle(packing: Packing, held: np.ndarray, seed: int, slowest: int = _NEVER
                 left[one], left[other] = left[one] - size, left[other] + size
                 load[one], load[other] = load[one] + work, load[other] - work
     return held
-
-
-def in_step(packing: Packing, held: np.ndarray, bundles: Sequence[Sequence[int]], work: Sequence[int]) -> np.ndarray:
-    """Exchange holders among equal units so that a unit's holders come to it together in backward, as nearly as is found.
-
-    Under forward masking a group skips what it does not hold: a holder with fewer units behind it has the gradient earlier, and its
-    reduction waits for the others'. So from the last unit on each gets, of the holders of units like it, those with the least work
-    behind them. ``bundles[b]``: the units, in the model's order, whose holders are column ``b`` of ``held``; ``work`` (units,).
-    Nothing else that a placement promises changes: equal units have equal size, work, holders in number and copies.
-    """
-    of_bundle = {unit: bundle for bundle, units in enumerate(bundles) for unit in units}
-    backwards = sorted(of_bundle, reverse=True)
-    scale = max(
-        1, math.gcd(*(work[unit] for unit in backwards))
-    )  # FLOPs of many units and groups would not fit 64 bits
-    work = [value // scale for value in work]
-    counts = held.sum(axis=0)
-    kinds = np.column_stack((packing.size, packing.work, packing.wanted, counts, [len(units) for units in bundles]))
-    kind_of = np.unique(kinds, axis=0, return_inverse=True)[1].reshape(-1)
-    unused: list[tuple[np.ndarray, np.ndarray]] = []  # by kind: members (sets, k), and how many units have them
-    for kind in range(kind_of.max() + 1):
-        sets, copies = np.unique(held[:, kind_of == kind].T, axis=0, return_counts=True)
-        unused.append((np.nonzero(sets)[1].reshape(len(sets), -1), copies))
-    ordered, chosen = np.zeros_like(held), set[int]()
-    behind = np.zeros(len(held), dtype=np.int64)
-    for unit in backwards:
-        bundle = of_bundle[unit]
-        if bundle not in chosen:
-            members, copies = unused[kind_of[bundle]]
-            left = np.flatnonzero(copies)
-            done = behind[members[left]]
-            best = left[np.lexsort((done.max(axis=1), done.sum(axis=1)))[0]]
-            copies[best] -= 1
-            ordered[members[best], bundle] = True
-            chosen.add(bundle)
-        behind[ordered[:, bundle]] += work[unit]
-    return min(held, ordered, key=lambda filling: _waiting(filling, backwards, of_bundle, work))
-
-
-def _waiting(held: np.ndarray, backwards: Sequence[int], of_bundle: Mapping[int, int], work: Sequence[int]) -> int:
-    """Work that the last holder of a unit still has to do when another has its gradient, added up over units and holders."""
-    behind, waiting = np.zeros(len(held), dtype=np.int64), 0
-    for unit in backwards:
-        members = held[:, of_bundle[unit]]
-        behind[members] += work[unit]
-        waiting += int((behind[members].max() - behind[members]).sum())
-    return waiting

@@ -1,7 +1,7 @@
-"""Which SDP group holds which unit: plain data and its guarantees. ``policies.py`` makes placements.
+"""Which SDP group holds which unit: the data and its guarantees. ``policies.py`` makes placements.
 
-Semantics: a unit u has holders H_u, k_u = |H_u| ≥ 1; the shared part is held by all (Singh et al., arXiv 2507.09029, and this
-project's own choices, see docs/specification.md).
+A unit u has the holders H_u, and k_u = |H_u| ≥ 1. All groups hold the shared part (Singh et al.,
+arXiv 2507.09029, and this project's own choices, see docs/specification.md).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from scipy.sparse import csgraph
 from ..distributed.mesh import Holders
 from ..distributed.traffic import passes_on
 from ..errors import PlacementError
+from .connectivity import spectral_gap
 
-COMMUNICATORS = 16  # of a rank, at most, in the placements that draw holder sets: NCCL's buffers cost tens of MB each
-WAYS = 4  # communicators a group up to which holders share out what one of them could send
-_DENSE = 2048  # sides up to which all singular values at once are cheaper than the two largest by iteration
+COMMUNICATORS = 16  # limit per rank if holder sets are drawn; NCCL's buffers cost tens of MB each
+WAYS = 4  # communicators per group up to which holders share the sending that one could do alone
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """The group ``source`` sends something to all other ``members``, which are sorted."""
+    """The group ``source`` sends data to all other ``members``, which are sorted."""
 
     source: int
     members: Holders
 
     def sent_by(self, group: int) -> bool:
-        """Whether ``group`` is the source or passes on what it receives."""
+        """Return whether ``group`` is the source, or forwards the data that it receives."""
         return group in self.members and passes_on(
             self.members.index(group), self.members.index(self.source), len(self.members)
         )
@@ -44,10 +44,17 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Placement:
-    """``holders[u]``: the sorted SDP groups that hold the unit ``units[u]``; ``costs[u]``: its number of parameters.
+    """The holders of every unit.
 
-    ``flops[u]``: floating-point operations of its forward pass, empty where the model does not state them. ``bound``: work (FLOPs,
-    else parameters) below which the slowest group of no placement with as many holders per unit can be, 0 where none is known.
+    Attributes:
+        groups: number of SDP groups.
+        units: the names of the units.
+        holders: ``holders[u]`` are the sorted groups that hold ``units[u]``.
+        costs: number of parameters of each unit.
+        flops: floating-point operations of each unit's forward pass. Empty if the model does not
+            state them.
+        bound: a lower bound on the work (FLOPs, else parameters) of the slowest group. It is valid
+            for every placement with as many holders per unit. 0 if no bound is known.
     """
 
     groups: int
@@ -70,47 +77,47 @@ class Placement:
 
     @cached_property
     def holder_sets(self) -> list[Holders]:
-        """The distinct holder sets, sorted: one communicator each."""
+        """The distinct holder sets, sorted. Each has one communicator."""
         return sorted(set(self.holders))
 
     def holds(self, group: int, unit: int) -> bool:
         return group in self.holders[unit]
 
     def held_fraction(self, group: int) -> float:
-        """Held part of the units' parameters, 0 … 1."""
+        """Return the fraction of the units' parameters that ``group`` holds, 0 … 1."""
         return float(self._held[group]) / max(1, sum(self.costs))
 
     @property
     def work(self) -> tuple[int, ...]:
-        """What a unit costs in time: its FLOPs where the model states them, else its parameters."""
+        """The work of each unit: its FLOPs if the model states them, else its parameters."""
         return self.flops or self.costs
 
     @cached_property
     def loads(self) -> np.ndarray:
-        """Work of every group's units, shape (groups,); the shared part, which all have alike, is not in it."""
+        """Work of every group's units, shape (groups,). The shared part is not included."""
         return self._sums(self.work)
 
     @property
     def imbalance(self) -> float:
-        """Work of the slowest group over the mean; 1 is perfect balance."""
+        """Work of the slowest group divided by the mean. 1 is perfect balance."""
         mean = float(self.loads.mean())
         return float(self.loads.max()) / mean if mean else 1.0
 
     @property
     def matrix(self) -> np.ndarray:
-        """0/1, shape (groups, units): 1 where the group holds the unit."""
+        """0/1 matrix, shape (groups, units): 1 if the group holds the unit."""
         sets = {holders: index for index, holders in enumerate(self.holder_sets)}
         return self._members.toarray()[:, [sets[holders] for holders in self.holders]]
 
     @cached_property
     def _members(self) -> sparse.csr_array:
-        """0/1, shape (groups, distinct holder sets)."""
+        """0/1 matrix, shape (groups, distinct holder sets)."""
         rows = np.fromiter(itertools.chain.from_iterable(self.holder_sets), dtype=np.int64)
         columns = np.repeat(np.arange(len(self.holder_sets)), [len(holders) for holders in self.holder_sets])
         return sparse.csr_array((np.ones(len(rows)), (rows, columns)), shape=(self.groups, len(self.holder_sets)))
 
     def _sums(self, values: tuple[int, ...]) -> np.ndarray:
-        """Sum of the units' ``values`` over what each group holds; exact below 2⁵³."""
+        """Return the sum of ``values`` over the units of each group. The sum is exact below 2⁵³."""
         of_set: Counter[Holders] = Counter()
         for holders, value in zip(self.holders, values, strict=True):
             of_set[holders] += value
@@ -122,11 +129,11 @@ class Placement:
 
     @cached_property
     def connected(self) -> bool:
-        """Whether the group–unit graph is connected through units alone, without the shared part."""
+        """Whether units alone connect the group–unit graph, without the shared part."""
         return len(self.parts()) == 1
 
     def parts(self) -> list[list[int]]:
-        """The groups by part of the group–unit graph, the part of group 0 first; one part if it is connected."""
+        """Return the groups by connected part of the group–unit graph, group 0's part first."""
         if not self.holders:
             return [[group] for group in range(self.groups)]
         graph = sparse.block_array([[None, self._members], [self._members.T, None]])
@@ -135,22 +142,29 @@ class Placement:
 
     @property
     def can_be_connected(self) -> bool:
-        """Whether so many holders suffice: Σk ≥ groups + units − 1, the edges of a tree."""
+        """Whether Σk ≥ groups + units − 1, the number of edges of a connected graph's tree."""
         return sum(map(len, self.holders)) >= self.groups + len(self.units) - 1
 
     @cached_property
     def spectral_gap(self) -> float:
-        """1 − σ₂², σ₂ the second singular value of D_group^{-1/2} · matrix · D_unit^{-1/2}; 0 where a group holds no unit."""
+        """The spectral gap 1 − σ₂² of the group–unit graph. 0 if a group holds no unit.
+
+        σ₂ is the second singular value of D_group^{-1/2} · matrix · D_unit^{-1/2}.
+        """
         copies = Counter(self.holders)
         return spectral_gap(self._members, [copies[holders] for holders in self.holder_sets])
 
     @cached_property
     def deliveries(self) -> dict[Holders, tuple[Delivery, ...]]:
-        """Holder set that lacks a group → which holder sends its units' weights to which groups without them (backward masking).
+        """Holder set → how its units' weights reach the groups without them (backward masking).
 
-        As many holders as can share the work, those with the fewest parameters to send so far, each to its part of the groups. The same
-        for all units of a set, and where it can be to groups to which the holder sends already, so that units share communicators. Where
-        there would be more than ``WAYS`` of these a group, one holder of a set, of those with the fewest parameters, sends to all.
+        Holder sets that contain all groups are absent. The holders of a set share the work: each
+        sends to its own part of the receiving groups. If there are more holders than receivers,
+        those with the fewest parameters to send so far do it. All units of a set have the same
+        deliveries. Where possible, a holder sends to groups that it already sends to, so that units
+        share communicators. If this would give more than ``WAYS`` deliveries per group, a single
+        holder of the set sends to all other groups. It is one that has the fewest parameters to
+        send so far.
         """
         sends, costs = Counter[int](), Counter[Holders]()
         known: defaultdict[int, list[frozenset[int]]] = defaultdict(list)  # by source
@@ -162,7 +176,7 @@ class Placement:
             sources = sorted(holders, key=lambda group: sends[group])[: len(receivers)]
             sources.sort(
                 key=lambda group: all(to.intersection(holders) for to in known[group])
-            )  # those with groups to send to first
+            )  # those that already send to groups without the units come first
             ways = _shared_out(sources, receivers, known)
             if sum(to not in known[source] for source, to in ways) + sum(map(len, known.values())) > WAYS * self.groups:
                 ways = [(min(holders, key=lambda group: sends[group]), frozenset(receivers))]
@@ -179,7 +193,7 @@ class Placement:
         return self._members @ np.array([len(holders) > 1 for holders in self.holder_sets], dtype=float)
 
     def warnings(self) -> list[str]:
-        """What a user should know: a graph that is not connected through units, groups without a unit, many communicators."""
+        """Return warnings: unconnected groups, groups without units, many communicators."""
         notes = []
         links, needed = sum(map(len, self.holders)), self.groups + len(self.units) - 1
         if not self.connected:
@@ -200,7 +214,11 @@ class Placement:
         return notes
 
     def guarantees(self) -> dict[str, Any]:
-        """What holds of this placement, as JSON: fractions of the units' parameters, work in FLOPs or else parameters."""
+        """Return the guarantees of this placement, as JSON.
+
+        Fractions are of the units' parameters. Work is in FLOPs if the model states them, else in
+        parameters.
+        """
         return {
             "fewest_holders": min(map(len, self.holders), default=0),
             "held_fractions": [self.held_fraction(group) for group in range(self.groups)],
@@ -213,7 +231,7 @@ class Placement:
         }
 
     def describe(self) -> str:
-        """One line: units, holders, capacity per group, balance and what is proved of it, connectivity, spectral gap, communicators."""
+        """Return one line: units, holders, held fractions, balance, bound, connectivity."""
         counts = [len(holders) for holders in self.holders]
         shown = ",".join(map(str, counts)) if len(counts) <= 32 else f"{min(counts)} to {max(counts)}"
         held = [self.held_fraction(group) for group in range(self.groups)]
@@ -241,38 +259,14 @@ class Placement:
             raise PlacementError(f"placement: not a saved placement ({error!r})") from None
 
 
-def spectral_gap(members: sparse.csr_array, copies: Sequence[int]) -> float:
-    """1 − σ₂² of groups × holder sets (0/1), of which the set s is that of ``copies[s]`` units; 0 where a group holds no unit.
-
-    Equal columns are one, √copies times as long, which changes no singular value but zeros.
-    """
-    times = np.asarray(copies, dtype=float)
-    degrees = members @ times
-    if not degrees.all():
-        return 0.0
-    side = min(len(degrees), len(times))
-    if side == 1:
-        return 1.0
-    scale = np.sqrt(times / members.sum(axis=0))
-    normalised = sparse.csr_array(members.multiply(scale[None, :] / np.sqrt(degrees)[:, None]))
-    normalised = normalised if side == len(degrees) else sparse.csr_array(normalised.T)
-    if side > _DENSE:
-        from scipy.sparse import linalg  # imported where it is needed: most groups are few
-
-        values = linalg.eigsh(normalised @ normalised.T, k=2, v0=np.linspace(1, 2, side), return_eigenvectors=False)
-        second = np.min(np.asarray(values))
-    else:
-        rows = normalised if normalised.nnz < 0.02 * len(degrees) * len(times) else normalised.toarray()
-        gram = rows @ rows.T
-        second = np.linalg.eigvalsh(gram.toarray() if sparse.issparse(gram) else gram)[-2]
-    return float(min(1.0, max(0.0, 1 - second)))
-
-
 def _shared_out(
     sources: Sequence[int], receivers: Sequence[int], known: Mapping[int, Sequence[frozenset[int]]]
 ) -> list[tuple[int, frozenset[int]]]:
-    """Each of ``receivers``, sorted, with one of ``sources``, whose parts differ in size by one at most: a part that is ``known`` where it
-    can be, else those that come next after the source, which is the same for many sets of a cyclic placement.
+    """Divide ``receivers`` among ``sources``, in parts of equal size, plus or minus one.
+
+    ``receivers`` is sorted. A source gets a part that is ``known`` for it, if possible. Otherwise
+    it gets the receivers that come next after it. In a cyclic placement these are the same for many
+    holder sets.
     """
     ways, waiting = [], list(receivers)
     for position, source in enumerate(sources):

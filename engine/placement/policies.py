@@ -22,7 +22,12 @@ from .units import Unit
 
 
 def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
-    """The placement that the section ``sdp`` of a configuration asks for. Raises ConfigError or PlacementError."""
+    """Make the placement that the section ``sdp`` of a configuration asks for.
+
+    Raises:
+        ConfigError: the capacity, the profile or a protected unit is not valid.
+        PlacementError: the placement is not valid, or the groups do not have enough room.
+    """
     names = tuple(unit.name for unit in units)
     costs = tuple(unit.numel for unit in units)
     flops = tuple(unit.flops for unit in units) if all(unit.flops for unit in units) else ()
@@ -38,9 +43,11 @@ def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
 
 
 def _require_connected(named: Placement) -> None:
-    """Raise :class:`PlacementError` where named holders leave groups apart that as many others would connect.
+    """Raise :class:`PlacementError` if named holders leave groups apart without need.
 
-    Of placements that are made here no exchange connects such groups, for want of room: then it is not possible, and announced.
+    This is the case if the same number of holders suffices to connect all groups. Placements that
+    are made here stay unconnected only if the groups' room forbids every exchange. Then a connected
+    placement was not found, and a warning says that the groups are not connected.
     """
     if named.connected or not named.can_be_connected:
         return
@@ -57,7 +64,10 @@ def _shown(groups: Sequence[int]) -> str:
 
 
 def warnings_of(section: SDPSection, placement: Placement) -> list[str]:
-    """What a user should know of the placement that was made, also of one that looks at numbers of units alone."""
+    """Return what a user should know about the placement that was made.
+
+    This includes a warning if a policy looks only at the number of units, not at their sizes.
+    """
     held = [placement.held_fraction(group) for group in range(placement.groups)]
     uneven = max(held) > 2 * min(held) or placement.imbalance > 1.1
     if section.placement != "cyclic" or len(set(placement.costs)) == 1 or not uneven:
@@ -102,10 +112,12 @@ def _protected(protect: Sequence[str], names: Sequence[str]) -> set[int]:
 
 
 def _cyclic(section: SDPSection, costs: Sequence[int], work: Sequence[int], protected: set[int]) -> tuple[Holders, ...]:
-    """k_i neighbours in the ring of groups hold unit i, with exchanges where that would not connect them.
+    """Give unit i to k_i neighbours in the ring of groups.
 
-    Those from group i on, under the uniform rule and a list. Where k falls with depth, from the group after the last holder of the unit
-    before: dealt like this, groups hold equally many units, give or take one.
+    Under the uniform profile and a listed one, the neighbours start at group i. If k falls with
+    depth, they start after the last holder of the unit before. Dealt in this way, the groups hold
+    the same number of units, plus or minus one. Exchanges follow if the result would not connect
+    the groups.
     """
     if isinstance(section.capacity, list) and len(set(section.capacity)) > 1:
         raise ConfigError(

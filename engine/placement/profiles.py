@@ -1,4 +1,7 @@
-"""How many groups hold a unit: capacities and profiles → holders k_u of every unit."""
+"""How many groups hold a unit.
+
+Capacities and profiles give the number of holders k_u of every unit.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ from ..errors import ConfigError
 
 
 def capacities(section: SDPSection) -> Sequence[float]:
-    """Fraction of the units' parameters that each group holds, a value per group. Raises :class:`ConfigError`."""
+    """Return the fraction of the units' parameters that each group holds, one value per group.
+
+    Raises:
+        ConfigError: a value is out of range, or there are too few values or too few holders.
+    """
     given = section.capacity if isinstance(section.capacity, list) else [section.capacity] * section.groups
     if len(given) != section.groups:
         raise ConfigError(
@@ -37,11 +44,19 @@ def capacities(section: SDPSection) -> Sequence[float]:
 
 
 def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int] = frozenset()) -> list[int]:
-    """Holders k_u of every unit, in the units' order.
+    """Return the number of holders k_u of every unit, in the order of the units.
 
-    ``capacity`` is the mean held fraction of the units that are not ``protected`` (indices), weighted by their parameters;
-    protected units have k = N. Raises :class:`ConfigError` if the capacity is out of range, below one holder, or not the mean
-    of an explicit profile.
+    ``capacity`` is the mean fraction that a group holds of the units that are not protected,
+    weighted by their parameters. Protected units have k = N.
+
+    Args:
+        section: the section ``sdp`` of the configuration.
+        costs: the number of parameters of each unit.
+        protected: indices of the units that every group holds.
+
+    Raises:
+        ConfigError: the capacity is out of range or gives less than one holder per unit, or an
+            explicit profile has another mean.
     """
     mean = sum(capacities(section))
     if isinstance(section.profile, list):
@@ -54,7 +69,10 @@ def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int]
 
 
 def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> list[int]:
-    """Whole numbers of holders of the shape ``section.profile``, whose mean weighted by ``costs`` is ``mean`` as nearly as may be."""
+    """Return whole numbers of holders that follow the shape ``section.profile``.
+
+    Their mean, weighted by ``costs``, is as near to ``mean`` as possible.
+    """
     # "auto" is the best rule known so far; see docs/specification.md.
     ideal = [mean] * len(costs) if section.profile == "uniform" else _depth_profile(section.groups, mean, costs)
     return _round_to_mean(ideal, costs, section.groups)
@@ -63,8 +81,19 @@ def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> lis
 def explicit_profile(
     section: SDPSection, profile: list[int], mean: float, units: int, protected: Set[int] = frozenset()
 ) -> list[int]:
-    """The holders that the configuration lists, checked against the number of units, those that all groups hold, and the mean of the
-    others that the capacity asks for.
+    """Return the numbers of holders that the configuration lists, after checking them.
+
+    Args:
+        section: the section ``sdp`` of the configuration.
+        profile: the listed numbers of holders.
+        mean: the mean number of holders that the capacity asks for.
+        units: the number of units.
+        protected: indices of the units that every group holds.
+
+    Raises:
+        ConfigError: the list has the wrong length, or a number that is larger than the number of
+            groups. Or a protected unit is not held by all groups, or the mean over the other units
+            is not ``mean`` although the capacity is set.
     """
     if len(profile) != units:
         raise ConfigError(
@@ -95,9 +124,11 @@ def explicit_profile(
 
 
 def _depth_profile(groups: int, mean: float, costs: Sequence[int]) -> list[float]:
-    """Holders that fall geometrically with depth from N to 1: k(t) = N^((1 − t)^p), t = 0 … 1, p chosen so that the mean holds.
+    """Return holders that fall geometrically with depth from N to 1.
 
-    A mean that no p reaches (of few units, whose ends are fixed) is reached by moving all of them towards N or 1.
+    The formula is k(t) = N^((1 − t)^p) for t = 0 … 1. p is chosen so that the mean is ``mean``. The
+    ends are fixed, so with few units there may be no such p. Then all values are moved towards N or
+    1.
     """
     if not sum(costs):
         return [mean] * len(costs)
@@ -107,7 +138,7 @@ def _depth_profile(groups: int, mean: float, costs: Sequence[int]) -> list[float
     def ideal(log_p: float) -> np.ndarray:
         return groups ** ((1 - depth) ** math.exp(log_p))
 
-    low, high = -12.0, 12.0  # p from almost 0 (all N) to very large (all 1 but the first)
+    low, high = -12.0, 12.0  # p from almost 0 (all are N) to very large (all but the first are 1)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if weights @ ideal(middle) > mean else (low, middle)
@@ -121,7 +152,10 @@ def _depth_profile(groups: int, mean: float, costs: Sequence[int]) -> list[float
 
 
 def _round_to_mean(ideal: Sequence[float], costs: Sequence[int], groups: int) -> list[int]:
-    """Whole numbers of holders near ``ideal`` whose cost-weighted mean is that of ``ideal``, as nearly as whole units allow."""
+    """Round ``ideal`` to whole numbers of holders, and keep its cost-weighted mean.
+
+    The mean is as near as whole units allow.
+    """
     counts, carry = [], 0.0
     for k, cost in zip(ideal, costs, strict=True):
         wanted = k + (carry / cost if cost else 0.0)  # a unit may have no parameters

@@ -1,4 +1,4 @@
-"""One tensor of the full model: its shape, its holders, and which part of it a rank has."""
+"""A tensor of the full model: its shape, its holders, and the part of it that a rank has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from ..distributed.mesh import Holders
 
 @dataclass(frozen=True)
 class Shard:
-    """Which of its parameters' elements a rank holds: rows ``index`` of ``count`` in the part of tensor-parallel rank ``tp``."""
+    """The part of its parameters' elements that a rank holds.
+
+    Attributes:
+        count: number of shards into which the rows are divided.
+        index: the shard of this rank, 0 … ``count`` − 1.
+        tp: the tensor-parallel rank whose part is sharded.
+    """
 
     count: int = 1
     index: int = 0
@@ -20,7 +26,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Cut:
-    """What a slice is: the indices from ``start`` along ``dim`` of the full model's parameter ``name``, of ``shape``."""
+    """The position of a slice in a parameter of the full model.
+
+    Attributes:
+        name: the name of the full model's parameter.
+        shape: the shape of that parameter.
+        dim: the dimension along which it is sliced.
+        start: the first index of the slice along ``dim``.
+    """
 
     name: str
     shape: torch.Size
@@ -30,10 +43,22 @@ class Cut:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One parameter or persistent buffer of the full model, or a slice of one (``cut``). ``unit`` is a unit's name or ``"shared"``.
+    """A parameter or persistent buffer of the full model, or a slice of one.
 
-    ``tp_dim``: the dimension along which it is cut among ``tp`` tensor-parallel ranks; None: each of them has all of it. A shard is what
-    is left of a tensor-parallel part once its rows are cut among the ranks that shard a group's state.
+    Tensor parallelism is applied first, and gives each tensor-parallel rank a part. The ranks that
+    shard a group's state then divide the rows of this part into shards.
+
+    Attributes:
+        name: the tensor's name. A slice has a name of its own.
+        shape: shape of the tensor, or of the slice.
+        dtype: data type in the full model.
+        trainable: whether the tensor needs a gradient.
+        unit: the name of its unit, or ``"shared"``.
+        holders: the groups that hold it.
+        tp_dim: the dimension that is divided among the tensor-parallel ranks. None means that each
+            of them has the whole tensor.
+        tp: number of tensor-parallel ranks.
+        cut: the position of a slice in its parameter. None if the tensor is not a slice.
     """
 
     name: str
@@ -48,7 +73,7 @@ class TensorInfo:
 
     @property
     def canonical(self) -> str:
-        """The full model's parameter that this is, or is a slice of."""
+        """The name of the full model's parameter that this is, or is a slice of."""
         return self.cut.name if self.cut else self.name
 
     @property
@@ -58,16 +83,16 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Number of elements of the tensor, or of the slice, before it is divided among ranks."""
         return self.shape.numel()
 
     @property
     def part(self) -> torch.Size:
-        """Shape of a tensor-parallel rank's part."""
+        """Shape of the part of a tensor-parallel rank."""
         return torch.Size(size // self.tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
 
     def offset(self, shard: Shard) -> tuple[int, ...]:
-        """Where ``shard`` begins in the full model's parameter."""
+        """Return the index in the full model's parameter at which ``shard`` begins."""
         start = [0] * len(self.shape)
         if self.cut is not None:
             start[self.cut.dim] = self.cut.start
@@ -78,16 +103,22 @@ class TensorInfo:
         return tuple(start)
 
     def shard_rows(self, shards: int, index: int) -> tuple[int, int]:
-        """First and last (exclusive) row of shard ``index`` in its part: dimension 0 cut as ``torch.chunk`` and FSDP2 cut it."""
+        """Return the first and the last (exclusive) row of shard ``index`` in its part.
+
+        Dimension 0 is divided in the same way as in ``torch.chunk`` and FSDP2.
+        """
         rows = self.part[0] if self.shape else 1
         size = -(-rows // shards)
         return min(rows, index * size), min(rows, (index + 1) * size)
 
     def shard_numel(self, shards: int, index: int) -> int:
-        """Elements of shard ``index``."""
+        """Return the number of elements of shard ``index``."""
         first, last = self.shard_rows(shards, index)
         return (last - first) * self.part[1:].numel()
 
     def padded_shard_numel(self, shards: int) -> int:
-        """Elements of a shard as it travels in a gather: all shards padded to the first one's size."""
+        """Return the number of elements of a shard in a gather.
+
+        There, all shards are padded to the size of the first one.
+        """
         return self.shard_numel(shards, 0)

@@ -1,7 +1,7 @@
 """Find the units of a model: the parts that a placement gives to groups.
 
-A unit is a list of (canonical parameter, dimension, index ranges). A block is the case of whole parameters; a group of hidden neurons
-is a slice of each projection of its branch.
+A unit is a list of (canonical parameter, dimension, index ranges). A block unit has whole
+parameters. A group of hidden neurons has a slice of each projection of its branch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ SHARED = "shared"
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a canonical parameter: index ``ranges`` (half open) along ``dim``; ``dim=None`` is the whole parameter.
+    """A slice of a canonical parameter, or the whole parameter.
 
-    ``index``: which of the slices that the parameter is cut into, in the order of their indices.
+    Attributes:
+        parameter: the canonical name of the parameter.
+        dim: the dimension that is sliced. None means the whole parameter.
+        ranges: half-open index ranges along ``dim``.
+        index: the number of this slice among the slices of the parameter, in the order of their
+            indices.
     """
 
     parameter: str
@@ -37,9 +42,15 @@ class Slice:
 class Unit:
     """A part of the model that a group holds or does not hold.
 
-    ``index``: position in the model's order. ``name``: the module's path. ``numel``: number of parameters (elements). ``flops``:
-    of a forward pass of one sample, 0 where the model does not state them (``unit_flops()``: unit name → FLOPs). ``buffers``: parts of
-    persistent buffers that go with a group of neurons. ``neurons``: how many such a group has; 0 of a block.
+    Attributes:
+        index: position in the model's order.
+        name: the path of the module.
+        slices: the parameters, or slices of parameters, of the unit.
+        numel: number of parameters (elements).
+        flops: FLOPs of a forward pass of one sample. 0 if the model does not state them
+            (``unit_flops()``: unit name → FLOPs).
+        buffers: parts of persistent buffers that belong to a group of neurons.
+        neurons: number of neurons in a group of neurons. 0 for a block.
     """
 
     index: int
@@ -52,20 +63,26 @@ class Unit:
 
     @property
     def is_block(self) -> bool:
-        """Whether it is a module with all of its parameters."""
+        """Whether the unit is a module with all of its parameters."""
         return all(part.dim is None for part in self.slices)
 
 
 def goes_into_sum(parameter: str, dim: int | None) -> bool:
-    """Whether slices of ``parameter`` along ``dim`` take hidden neurons into their branch's sum: a layer's weight, cut along its inputs."""
+    """Whether slices of ``parameter`` along ``dim`` feed hidden neurons into their branch's sum.
+
+    This is true for the weight of a layer that is sliced along its inputs.
+    """
     return dim == 1 and parameter.endswith(".weight")
 
 
 def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
-    """The branches that ``model`` states (``neuron_branches()``), each cut into ``groups`` groups of neighbours.
+    """Slice each branch that ``model`` states into ``groups`` groups of neurons.
 
-    One of fewer neurons is cut into single ones. Raises :class:`ModelError` for a model that states no branches, or some that do not
-    fit its parameters.
+    The model states its branches in ``neuron_branches()``. The neurons of a group are neighbours. A
+    branch with fewer neurons than ``groups`` is sliced into single neurons.
+
+    Raises:
+        ModelError: the model states no branches, or the branches do not fit its parameters.
     """
     branches = get_neuron_branches(model)
     if branches is None:
@@ -100,11 +117,19 @@ def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
 
 
 def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterable[str] | None = None) -> list[Unit]:
-    """The block units of ``model`` in the order of its modules.
+    """Find the block units of ``model``, in the order of its modules.
 
-    ``patterns``: module paths in which ``*`` stands for one path component, or ``"auto"``: the units named by an ``explicit``
-    placement, else what the model states (``unit_patterns()``), else the longest run of blocks of one class in a ModuleList or
-    Sequential. Raises :class:`ModelError` if a pattern matches nothing, units nest, or weights are tied across units.
+    ``"auto"`` uses the first of these that exists: the units that an ``explicit`` placement names;
+    the units that the model states (``unit_patterns()``); the longest run of blocks of one class in
+    a ModuleList or Sequential.
+
+    Args:
+        model: the full model.
+        patterns: module paths in which ``*`` matches one path component, or ``"auto"``.
+        explicit: the names of the units in an explicit placement, if there is one.
+
+    Raises:
+        ModelError: a pattern matches nothing, units nest, or weights are tied across units.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     modules.pop("")
@@ -122,8 +147,10 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterab
 
 
 def _longest_chain(model: nn.Module) -> set[str]:
-    """The longest run of neighbours of one class, in a ModuleList or Sequential, that have children with parameters: a residual
-    block is more than one layer.
+    """Find the longest run of neighbours of one class in a ModuleList or Sequential.
+
+    Only modules that have children with parameters count, because a residual block is more than one
+    layer.
     """
     best: list[str] = []
     for name, module in model.named_modules():
@@ -186,5 +213,8 @@ def _inside(path: str, names: Iterable[str]) -> bool:
 
 
 def unit_of_parameters(units: Iterable[Unit]) -> dict[str, Unit]:
-    """Canonical parameter name → the unit that it belongs to as a whole; others are absent."""
+    """Map each canonical parameter to the unit that has the whole of it.
+
+    Other parameters are absent.
+    """
     return {part.parameter: unit for unit in units for part in unit.slices if part.dim is None}

@@ -1,0 +1,62 @@
+"""What a layout asks of a model: units that it can cut evenly, and random numbers that agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from ..distributed.mesh import Mesh
+from ..distributed.tensor_parallel import TP
+from ..errors import ConfigError, ModelError
+from ..model_interface import get_random_options
+from .placement import Placement
+from .units import Unit
+
+
+def require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:
+    for unit in units:
+        if not any(unit.name.startswith(f"{block}.") for block in blocks):
+            raise ModelError(
+                f'{unit.name}: lies in none of the blocks that "auto" finds ({", ".join(blocks) or "there are none"}); branches of neurons '
+                "must lie in the model's blocks (unit_patterns())"
+            )
+
+
+def _require_dense_if_random(model: nn.Module, placement: Placement, mesh: Mesh) -> None:
+    """Refuse sparse placements and tensor parallelism for a model that states random options.
+
+    The model states them in ``random_options()``. Every rank draws its own numbers. Tensor-parallel
+    ranks would need the same numbers for the tensors that all of them have. Groups that lack units
+    would draw fewer numbers. Measurements of dropout would then depend on the placement.
+    """
+    options = draws_of(model)
+    if not options:
+        return
+    if any(len(holders) < mesh.sdp for holders in placement.holders):
+        raise ConfigError(
+            f"{options[0]}: a control of dense training, where all groups hold all units; set sdp.capacity 1, or remove it"
+        )
+    if mesh.tp > 1:
+        raise ConfigError(f"{options[0]}: tensor-parallel ranks would draw different numbers; set {TP} 1, or remove it")
+
+
+def draws_of(model: nn.Module) -> list[str]:
+    """Return the options by which ``model`` draws random numbers in training, if it states any."""
+    return get_random_options(model)
+
+
+def _require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: int) -> None:
+    """Check that each of ``ranks`` tensor-parallel ranks gets equally many whole neurons."""
+    for unit in units if ranks > 1 else ():
+        for part in unit.slices:
+            if part.dim is not None and part.dim != cuts[part.parameter]:
+                raise ModelError(
+                    f"{part.parameter}: neurons lie along dimension {part.dim}, and tensor_parallel_plan() does not cut it there; cut "
+                    f'it so, set {TP} to 1, or use sdp.granularity "block"'
+                )
+        if unit.neurons % ranks:
+            raise ModelError(
+                f"{unit.name}: {unit.neurons} neurons (of attention: key/value heads) cannot be cut evenly among {TP} = {ranks} ranks; "
+                f"choose sdp.neuron_groups so that every group has a multiple of {ranks}"
+            )
