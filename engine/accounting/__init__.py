@@ -1,1 +1,1 @@
-"""Bytes and seconds: planned and counted."""
+"""Plans and counts the bytes and seconds of a step."""

@@ -1,4 +1,4 @@
-"""What the parts of a step are timed with."""
+"""The clock that times the parts of a step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 
 def clock(device: torch.device, *, waits: bool) -> Callable[[], float]:
-    """Seconds, as ``time.perf_counter``; on CUDA, if it ``waits``, once the work that was queued before has been done.
+    """Return a function that gives the time in seconds, as ``time.perf_counter`` does.
 
-    It waits for the current stream alone, so that communication which runs beside it stays beside it.
+    On CUDA, if ``waits`` is true, the function first waits until the work queued so far is done. It
+    waits for the current stream alone, so that communication on other streams still overlaps.
     """
     if device.type != "cuda" or not waits:
         return time.perf_counter

@@ -1,4 +1,7 @@
-"""Bytes of parameters, gradients and optimizer state: predicted from the placement, and counted in the tensors that exist."""
+"""Bytes of parameters, gradients and optimizer state.
+
+They are predicted from the placement, and counted in the tensors that exist.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,15 @@ from torch.optim import Optimizer
 from ..distributed.tensors import local_tensor
 from ..placement.layout import Layout
 
-STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2}  # of a parameter's size, float32
+STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2}  # each has a parameter's size and is float32
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank between the backward pass and the optimizer step; ``frozen``: copies of what it does not train."""
+    """Bytes on one rank between the backward pass and the optimizer step.
+
+    ``frozen`` counts the copies of parameters that the rank does not train.
+    """
 
     parameters: int
     gradients: int
@@ -38,10 +44,18 @@ class StateBytes:
 def predict_state_bytes(
     layout: Layout, rank: int, optimizer: Optimizer, *, shards: int, compute_bytes: int, everything: bool = False
 ) -> StateBytes:
-    """State of ``rank`` by the placement: float32 master weights and gradients of what its group holds, and frozen copies of
-    ``compute_bytes`` an element, cut into ``shards``.
+    """Predict the state of ``rank`` from the placement.
 
-    ``everything``: of the full model, which the reference keeps whole.
+    A rank has float32 master weights, gradients and optimizer state for the parameters that its
+    group holds. It also has the group's frozen copies.
+
+    Args:
+        layout: Which group holds which parameters.
+        rank: The rank.
+        optimizer: The optimizer, which determines the number of state tensors.
+        shards: The number of shards into which parameters and copies are cut.
+        compute_bytes: Bytes per element of a frozen copy.
+        everything: Whether to count the full model, which the reference backend keeps whole.
     """
     at = layout.mesh.coordinates(rank)
     index = at.fsdp if shards > 1 else 0
@@ -55,13 +69,13 @@ def predict_state_bytes(
 
 
 def state_tensors(optimizer: Optimizer) -> int:
-    """Tensors of a parameter's size that the optimizer keeps for it."""
+    """Return the number of tensors of a parameter's size that the optimizer keeps for it."""
     if isinstance(optimizer, torch.optim.SGD):
         return int(any(group["momentum"] for group in optimizer.param_groups))
     known = STATE_TENSORS.get(type(optimizer).__name__)
     if known is not None:
         return known
-    # An optimizer of the user's: what it keeps for one parameter tells, once it has stepped.
+    # The user's own optimizer: after its first step, its state of one parameter shows the number.
     for parameter, state in optimizer.state.items():
         return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in state.values())
     return 0
@@ -70,7 +84,14 @@ def state_tensors(optimizer: Optimizer) -> int:
 def measure_state_bytes(
     parameters: Iterable[nn.Parameter], frozen: Iterable[nn.Parameter], optimizer: Optimizer, gradient_bytes: int
 ) -> StateBytes:
-    """Bytes of the local tensors that exist; ``gradient_bytes`` as counted before the step that freed them."""
+    """Count the bytes of the local tensors that exist.
+
+    Args:
+        parameters: The parameters that the rank holds.
+        frozen: The frozen copies.
+        optimizer: The optimizer, whose state is counted.
+        gradient_bytes: Bytes of the gradients, counted before the step that freed them.
+    """
     held, copies = (sum(local_tensor(parameter.detach()).nbytes for parameter in kind) for kind in (parameters, frozen))
     states = (
         value
@@ -84,8 +105,11 @@ def measure_state_bytes(
 class PeakMemory:
     """Peak memory of this process since :meth:`reset`.
 
-    On CUDA: bytes allocated by torch. On a CPU: anonymous resident bytes, interpreter and libraries' heaps included; the kernel's
-    high-water mark is reset where it allows that, so start processes with glibc's thresholds set (``allocator_settings``), or freed
+    On CUDA, these are the bytes that torch allocated. On a CPU, they are anonymous resident bytes,
+    including the heaps of the interpreter and the libraries. :meth:`reset` resets the kernel's
+    high-water mark if the kernel allows it.
+
+    On a CPU, start processes with glibc's thresholds set (``allocator_settings``). Otherwise freed
     memory stays resident.
     """
 
@@ -100,10 +124,10 @@ class PeakMemory:
         try:
             self._clear.write_text("5")  # resets VmHWM (proc(5))
         except OSError:
-            return  # then the peak is that of the whole process so far: never too low
+            return  # the peak is then that of the process's whole life, so it is never too low
 
     def read(self) -> int:
-        """Bytes."""
+        """Return the peak in bytes."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         try:

@@ -39,7 +39,7 @@ def peak_tensor_bytes(
 
     On a CPU, the inputs and outputs of every operator are watched. That slows the step, so do not
     time the probed step. Three things are not seen: scratch space inside one operator, the
-    communication library's buffers, and tensors that no operator uses. List such tensors in
+    communication library's buffers, and tensors that no operator has used yet. List such tensors in
     ``kept``.
 
     Args:
@@ -94,7 +94,7 @@ class LiveStorages(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A wrapper such as DTensor runs first. It then calls the operators on its local tensors.
+            # A wrapper such as DTensor runs first. It then runs operators on its local tensors.
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -1,4 +1,7 @@
-"""Bytes that a rank will send in one optimizer step, from the placement alone: what ``traffic.py`` then counts."""
+"""Plans the bytes that a rank will send in one optimizer step, from the placement alone.
+
+``traffic.py`` counts the same bytes in a run.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,15 @@ from ..distributed.traffic import Kind, Scope, Traffic, sent_bytes
 from ..placement.layout import Layout
 
 FLOAT32 = 4
-CONTROL_BYTES = 16  # the squared gradient norm and the loss, a float64 each
+CONTROL_BYTES = 16  # the squared gradient norm and the loss, each a float64
 
 
 @dataclass(frozen=True)
 class Collective:
-    """All of a step's collectives of one kind among the same ``ranks``, ascending; ``nbytes``: of their whole buffers."""
+    """All of a step's collectives of one kind among the same ranks.
+
+    ``ranks`` are in ascending order. ``nbytes`` counts the bytes of the whole buffers.
+    """
 
     scope: Scope
     kind: Kind
@@ -26,34 +32,45 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that this rank sends; of a broadcast the buffer, which it has or passes on."""
+        """Bytes that this rank sends.
+
+        For a broadcast, this is the whole buffer, which the rank sends first or passes on.
+        """
         return sent_bytes(self.kind, self.nbytes, len(self.ranks))
 
 
-_Whom = tuple[
-    Literal["inside", "neighbours", "holders", "refresh", "world"], Holders
-]  # with whom a rank of any place takes part
+# The partners of a rank in a collective, in a form that does not depend on the rank's coordinates.
+_Whom = tuple[Literal["inside", "neighbours", "holders", "refresh", "world"], Holders]
 _INSIDE: _Whom = ("inside", ())
 _NEIGHBOURS: _Whom = ("neighbours", ())
 _WORLD: _Whom = ("world", ())
 
 
 class CollectivePlan:
-    """What every rank of a layout sends in one training step under ZeRO ``stage``, by who takes part.
+    """The collectives of every rank of a layout in one training step under ZeRO ``stage``.
 
-    Between groups: every trainable parameter of a unit with n holder ranks is all-reduced once, 2(n − 1)/n of its local shard in
-    float32. Inside a group of F ranks: parameters are gathered in compute precision (``compute_bytes`` an element) once a step at
-    stages 1 and 2, twice a micro-batch (forward and backward) at stage 3; gradients are reduce-scattered in float32, once a step
-    at stage 1, every micro-batch at stages 2 and 3; (F − 1)/F of the padded parameter each time. One scalar for the norm.
+    - Between groups: every trainable parameter is all-reduced once in float32. If n ranks hold it,
+      a rank sends 2(n − 1)/n of its local shard.
+    - Inside a group of F ranks, parameters are gathered in compute precision (``compute_bytes`` per
+      element). This happens once a step at stages 1 and 2, and twice a micro-batch (forward and
+      backward) at stage 3.
+    - Inside a group of F ranks, gradients are reduce-scattered in float32. This happens once a step
+      at stage 1, and in every micro-batch at stages 2 and 3.
+    - Each of these collectives inside a group sends (F − 1)/F of the padded parameter.
+    - All ranks sum the squared gradient norm and the loss once a step.
 
-    Frozen copies (backward masking) are gathered as parameters are. Holders share out the groups without a unit: each broadcasts its
-    local shard in compute precision once a step to its part of them, of whom all but one pass it on.
+    Frozen copies (backward masking) are gathered as parameters are. The holders of a unit divide
+    the groups without the unit among themselves. Once a step, each holder broadcasts its local
+    shard in compute precision to its share of these groups. All but one of the receivers pass it
+    on.
 
-    A module of a user's own model that is called several times in a forward pass is gathered as often at stage 3, and one that is frozen
-    like all before it is not gathered for backward: neither is known here.
+    Two effects are not known here. If a module of the user's own model is called several times in a
+    forward pass, stage 3 gathers it as often. If a module and all modules before it are frozen, it
+    is not gathered for backward.
 
-    Under tensor parallelism all of this is of a rank's part of the matrices, and gradients of what is not cut (norms) are gathered once
-    a step. What its ranks send of activations ("tensor parallel") depends on the batch, not on the placement: ``trace.py`` knows it.
+    Under tensor parallelism, all bytes are those of a rank's part of the matrices. The gradients of
+    parameters that are not cut (norms) are gathered once a step. The activations that tensor
+    parallelism sends depend on the batch, not on the placement. ``engine/tracing/`` counts them.
     """
 
     def __init__(self, layout: Layout, *, stage: int, accumulation: int, compute_bytes: int):
@@ -63,12 +80,13 @@ class CollectivePlan:
         self._gathers = 2 * accumulation if stage == 3 else 1
         self._scatters = accumulation if stage >= 2 else 1
         self._rows = {info.part[0] if info.shape else 1 for info in layout.parameters.values()}
-        # Thousands of ranks share few sums, and collectives of thousands.
+        # Both are cached. Thousands of ranks share a few sums, and thousands of ranks take part in
+        # the same collective.
         self._sums: dict[tuple[int, int], Counter[tuple[Scope, Kind, _Whom]]] = {}
         self._many: dict[tuple[_Whom, int, int], tuple[int, ...]] = {}
 
     def of(self, rank: int) -> list[Collective]:
-        """What ``rank`` sends."""
+        """Return the collectives in which ``rank`` sends something."""
         at = self._layout.mesh.coordinates(rank)
         all_of_it = (
             Collective(scope, kind, self._ranks(whom, at), nbytes)
@@ -77,7 +95,10 @@ class CollectivePlan:
         return [one for one in all_of_it if len(one.ranks) > 1 and one.nbytes]
 
     def _bytes(self, at: Coordinates) -> Counter[tuple[Scope, Kind, _Whom]]:
-        """Of whole buffers: the same for all ranks of a group whose shards are full."""
+        """Return the bytes of whole buffers, by scope, kind and partners.
+
+        They are the same for all ranks of a group whose shards are full.
+        """
         index = (
             at.fsdp
             if self._shards > 1 and any((at.fsdp + 1) * -(-rows // self._shards) > rows for rows in self._rows)
@@ -118,9 +139,8 @@ class CollectivePlan:
         if place == "inside":
             groups, everywhere = (at.sdp,), self._shards > 1
         else:
-            everywhere = (
-                place == "holders" and self._shards == 1
-            )  # nothing is sharded: a group's ranks average among themselves too
+            # If nothing is sharded, the ranks of one group average among themselves too.
+            everywhere = place == "holders" and self._shards == 1
         if not everywhere:
             return tuple(mesh.rank(group, at.fsdp, at.tp) for group in sorted(groups))
         key = (whom, at.sdp if place == "inside" else 0, at.tp)
@@ -134,12 +154,12 @@ class CollectivePlan:
 def plan_collectives(
     layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int
 ) -> list[Collective]:
-    """:class:`CollectivePlan` of one rank."""
+    """Plan the collectives of one rank by :class:`CollectivePlan`."""
     return CollectivePlan(layout, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes).of(rank)
 
 
 def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, compute_bytes: int) -> Traffic:
-    """:func:`plan_collectives`, added up as they are counted in a run."""
+    """Add up the bytes of :func:`plan_collectives` as a run counts them."""
     traffic = Traffic()
     for collective in plan_collectives(
         layout, rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
@@ -149,7 +169,10 @@ def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, co
 
 
 def data_parallel_traffic(layout: Layout) -> Traffic:
-    """What every rank of DistributedDataParallel over the same ranks sends: one all-reduce of all float32 gradients."""
+    """Return the traffic of DistributedDataParallel over the same ranks, equal on all ranks.
+
+    It is one all-reduce of all float32 gradients.
+    """
     traffic = Traffic()
     numel = sum(info.numel for info in layout.parameters.values() if info.trainable)
     traffic.record("between groups", "all_reduce", numel * FLOAT32, layout.mesh.world_size)
@@ -157,7 +180,10 @@ def data_parallel_traffic(layout: Layout) -> Traffic:
 
 
 def _refreshed(layout: Layout, group: int, shards: int, index: int) -> int:
-    """Elements that a rank of ``group`` sends after a step, as the source of frozen copies or passing them on."""
+    """Return the number of elements of frozen copies that a rank of ``group`` sends after a step.
+
+    The rank is the source of a copy or passes it on.
+    """
     return sum(_numel(layout, refresh.names, shards, index) for refresh in layout.refreshes if refresh.sent_by(group))
 
 
@@ -168,7 +194,7 @@ def _numel(layout: Layout, names: Sequence[str], shards: int, index: int) -> int
 
 
 def describe_formula(layout: Layout, rank: int, *, stage: int, compute_bytes: int = FLOAT32) -> str:
-    """The between-groups formula with this rank's numbers filled in."""
+    """Return the between-groups formula with the numbers of ``rank``."""
     at = layout.mesh.coordinates(rank)
     shards = layout.mesh.shards(stage)
     index = at.fsdp if shards > 1 else 0

@@ -244,7 +244,7 @@ def _fill_with_zeros(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _coalesce(parameters: Sequence[nn.Parameter], ranks: int) -> torch.Tensor:
-    """Divide the local gradients by ``ranks`` into one buffer, and make each ``.grad`` a view of it.
+    """Divide the local gradients by ``ranks`` into one buffer. Each ``.grad`` becomes a view of it.
 
     Nothing is copied if the gradients are already adjacent in memory. Gradients are divided before
     they are summed, as in DDP and FSDP2, so that copy and division are one pass over memory.
