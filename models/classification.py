@@ -11,10 +11,10 @@ Measure = Literal["loss", "accuracy"]
 
 
 def measure_logits(logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
-    """The mean cross-entropy or the accuracy of ``logits`` (B, N) for ``labels`` (B), a float32 scalar.
+    """Compute the mean cross-entropy or the accuracy of ``logits`` (B, N) for ``labels`` (B).
 
-    The accuracy is the fraction of samples whose largest logit is the label's. Both are means over
-    samples, so the engine can evaluate the full model for either.
+    The result is a float32 scalar. The accuracy is the fraction of samples whose largest logit is
+    the label's. Both are means over samples, so the engine can evaluate the full model for either.
     """
     if measure == "accuracy":
         return (logits.argmax(1) == labels).float().mean()

@@ -4,8 +4,8 @@ Weights can therefore be exchanged without changes. Sources: Touvron et al., arX
 model); Su et al., arXiv 2104.09864 (rotary embedding); Shazeer, arXiv 2002.05202 (SwiGLU); Ainslie
 et al., arXiv 2305.13245 (grouped-query attention).
 
-Letters of shapes: B sequences, S tokens, D hidden size, H attention heads, K key/value heads, E head
-size, V vocabulary.
+Letters of shapes: B sequences, S tokens, D hidden size, H attention heads, K key/value heads, E
+head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .loss import LanguageModelHead
 class LlamaRMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in float32.
 
-    The output has the input's dtype.
+    The output has the dtype of the input.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -53,7 +53,10 @@ def rotary_table(tokens: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + E/2) of ``heads`` (B, H, S, E) by the angles of ``cos`` and ``sin`` (S, E)."""
+    """Rotate the pairs (i, i + E/2) of ``heads`` (B, H, S, E).
+
+    ``cos`` and ``sin`` (S, E) are the cosines and sines of the angles.
+    """
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -84,9 +87,9 @@ class LlamaAttention(nn.Module):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
-    """Causal attention of ``query`` (B, H, S, E) over ``key`` and ``value`` (B, K, S, E); K divides H.
+    """Compute causal attention of ``query`` (B, H, S, E) over ``key`` and ``value`` (B, K, S, E).
 
-    ``dropout`` is the probability with which an attention weight is dropped.
+    K divides H. ``dropout`` is the probability with which an attention weight is dropped.
     """
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and query.dtype == torch.float32:
@@ -112,8 +115,9 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """A residual block: attention, then feed-forward. Each is normalised first and added to its input.
+    """A residual block: attention, then feed-forward.
 
+    The input of each is normalised first. The output is added to the input without the norm.
     ``survival`` is the probability with which a sequence does not skip the layer in training.
     """
 
@@ -136,13 +140,13 @@ class LlamaDecoderLayer(nn.Module):
 
 
 def skip_rows(hidden: Tensor, output: Tensor, survival: float) -> Tensor:
-    """Stochastic depth: rows of ``output`` (B, …) that survive, and rows of ``hidden`` for the others.
+    """Apply stochastic depth: take surviving rows of ``output`` (B, …), else rows of ``hidden``.
 
-    What the layer adds to ``hidden`` is multiplied by 1 / survival in the rows that survive. The mean
-    is then that of the full layer, which evaluates unchanged. The paper (arXiv 1603.09382) scales in
-    evaluation instead.
+    In the rows that survive, what the layer adds to ``hidden`` is multiplied by 1 / survival. The
+    mean is then the full layer's output, so evaluation needs no scaling. The paper (arXiv
+    1603.09382) scales in evaluation instead.
 
-    Every row is computed: a rank that skipped a layer would miss a gather that other ranks wait for.
+    Every row is computed, because other ranks would wait in a gather for a rank that skips a layer.
     """
     survives = torch.rand(len(hidden), *[1] * (hidden.dim() - 1), device=hidden.device) < survival
     return hidden + (output - hidden) * (survives / survival).to(hidden.dtype)
@@ -172,7 +176,10 @@ class LlamaModel(nn.Module):
 
 
 class Llama(nn.Module):
-    """A LLaMA with its language-model head. Raises ConfigError if ``config.vocab_size`` is not set."""
+    """A LLaMA with its language-model head.
+
+    Raises ConfigError if ``config.vocab_size`` is not set.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -187,9 +194,9 @@ class Llama(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """Logits (B, S, V) of ``input_ids`` (B, S), or with ``labels`` the mean cross-entropy.
 
-        The loss is a float32 scalar. ``labels`` (B, S) are the input ids themselves: they are shifted
-        here, and tokens with the label -100 do not count. Raises ModelError if a sequence is longer
-        than ``max_position_embeddings``.
+        The loss is a float32 scalar. ``labels`` (B, S) are the input ids themselves: they are
+        shifted here, and tokens with the label -100 do not count. Raises ModelError if a sequence
+        is longer than ``max_position_embeddings``.
         """
         tokens, limit = input_ids.shape[1], self.config.max_position_embeddings
         if tokens > limit:
@@ -200,16 +207,19 @@ class Llama(nn.Module):
         return self.lm_head(self.model(input_ids), labels)
 
     def unit_patterns(self) -> list[str]:
-        """Patterns of the modules that are units: the decoder layers."""
+        """Return patterns of the modules that are units: the decoder layers."""
         return ["model.layers.*"]
 
     def random_options(self) -> list[str]:
-        """The options by which training draws random numbers, as ``"model.KEY VALUE"``."""
+        """List the options that make training draw random numbers, as ``"model.KEY VALUE"``."""
         keys = ("attention_dropout", "residual_dropout", "stochastic_depth")
         return [f"model.{key} {getattr(self.config, key):g}" for key in keys if getattr(self.config, key)]
 
     def neuron_branches(self) -> list[Branch]:
-        """The attention of each layer, cut by key/value heads, and its feed-forward, by hidden units."""
+        """List the branches of each layer.
+
+        Attention is cut by key/value heads, and the feed-forward by hidden units.
+        """
         branches = []
         for layer in (f"model.layers.{index}" for index in range(self.config.num_hidden_layers)):
             attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
@@ -224,7 +234,10 @@ class Llama(nn.Module):
         return branches
 
     def tensor_parallel_plan(self) -> dict[str, Style]:
-        """Tensor parallelism cuts by heads, by features of the feed-forward, and by vocabulary rows."""
+        """Say how tensor parallelism cuts each module.
+
+        It cuts by heads, by features of the feed-forward, and by rows of the vocabulary.
+        """
         heads, key_value_heads = self.config.num_attention_heads, self.config.key_value_heads
         layer = "model.layers.*"
         return {
@@ -258,23 +271,29 @@ class Llama(nn.Module):
         raise ModelError(f"{name}: LLaMA has no parameter of this name")
 
     def canonical_name(self, key: str) -> str | None:
-        """The parameter for ``key`` of a Hugging Face file; None for the rotary table of old files."""
+        """Return the name of the parameter for ``key`` of a Hugging Face file.
+
+        Returns None for the rotary table of old files.
+        """
         if key.endswith("rotary_emb.inv_freq"):
             return None
         # Files of LlamaModel, which has no head, have no prefix.
         return key if key.startswith(("model.", "lm_head.")) else f"model.{key}"
 
     def sharding_groups(self) -> list[str]:
-        """Modules outside the units that are sharded on their own. A tied pair must share one group."""
+        """List the modules outside the units that are sharded on their own.
+
+        A tied pair must be in the same group.
+        """
         return [] if self.config.tie_word_embeddings else ["model.embed_tokens", "lm_head"]
 
     def flops_per_token(self, sequence_length: int) -> dict[str, float]:
-        """Floating-point operations of forward and backward per token, by unit and for ``"shared"``.
+        """Count the operations of forward and backward per token, by unit and for ``"shared"``.
 
-        A matrix product takes 2 operations per weight, and the two products of attention take
-        4 H E S. The backward pass costs twice the forward pass: PaLM (arXiv 2204.02311), appendix B.
-        As there, the whole S x S attention counts, although half of it is masked. Norms, rotary
-        embedding, the embedding look-up and recomputation do not count.
+        These are floating-point operations. A matrix product takes 2 operations per weight, and the
+        two products of attention take 4 H E S. The backward pass costs twice the forward pass: PaLM
+        (arXiv 2204.02311), appendix B. As there, the whole S x S attention counts, although half of
+        it is masked. Norms, rotary embedding, the embedding look-up and recomputation do not count.
         """
         config = self.config
         assert config.vocab_size is not None  # checked on construction

@@ -14,8 +14,8 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 class LlamaConfig(Section):
     """Shape of a LLaMA, with Hugging Face's field names. The data can give ``vocab_size``.
 
-    ``loss_chunk_tokens`` is the number of tokens whose logits exist at the same time while the loss is
-    computed. None chooses a number that wastes neither memory nor time.
+    ``loss_chunk_tokens`` is the number of tokens whose logits exist at the same time while the loss
+    is computed. None chooses a number that wastes neither memory nor time.
 
     Three options are for dense training only, because each rank draws its own random numbers:
 

@@ -56,8 +56,8 @@ _NEUTRAL = {
 def from_huggingface(content: Mapping[str, Any]) -> dict[str, Any]:
     """The ``model`` section for a LLaMA's ``config.json`` of transformers 4 or 5.
 
-    Missing keys have the defaults of ``transformers``. Raises ValueError for settings that this LLaMA
-    does not support.
+    Missing keys have the defaults of ``transformers``. Raises ValueError for settings that this
+    LLaMA does not support.
     """
     for key in _REQUIRED:
         if key not in content:

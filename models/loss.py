@@ -1,23 +1,24 @@
 """The head of a language model and its loss, without the logits of all tokens in memory at once.
 
-In float32, the logits of 8,192 tokens over a vocabulary of 32,000 take 1 GiB, and cross-entropy keeps
-as much again for backward. Here the logits exist for one chunk of tokens at a time. The gradients of
-a chunk are computed right after its loss, from the same probabilities, so nothing is computed twice
-(Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
+In float32, the logits of 8,192 tokens over a vocabulary of 32,000 take 1 GiB, and cross-entropy
+keeps the same amount again for backward. Here the logits exist for one chunk of tokens at a time.
+The gradients of a chunk are computed right after its loss, from the same probabilities, so nothing
+is computed twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
 
 Why not ``torch.nn.functional.linear_cross_entropy``, which torch 2.13 offers? It works in the same
 way, but it is slower, takes more memory, and rounds the loss to bfloat16. It also does not exist in
 torch 2.11, and does not support tensor parallelism. CPU seconds and peak memory of one forward and
 backward pass, with 2,048 tokens, D = 512, V = 32,000, and one thread of an AMD EPYC:
 
-- float32: this file 2.71 s and 139 MiB, torch 5.50 s and 149 MiB, torch with chunks of the same size
-  3.82 s and 146 MiB, all logits at once 2.90 s and 693 MiB.
-- bfloat16: this file 1.76 s and 179 MiB, torch 6.74 s and 288 MiB, torch with chunks of the same size
-  3.67 s and 349 MiB, all logits at once 1.78 s and 670 MiB. The loss is 10.8523 here and in float32,
-  and 10.6875 or 10.8125 in torch. The error of the weight's gradient is 1.8e-3 here and 2.5e-3 or
-  2.0e-3 in torch.
+- float32: this file 2.71 s and 139 MiB, torch 5.50 s and 149 MiB, torch with chunks of the same
+  size 3.82 s and 146 MiB, all logits at once 2.90 s and 693 MiB.
+- bfloat16: this file 1.76 s and 179 MiB, torch 6.74 s and 288 MiB, torch with chunks of the same
+  size 3.67 s and 349 MiB, all logits at once 1.78 s and 670 MiB. The loss is 10.8523 here and in
+  float32, and 10.6875 or 10.8125 in torch. The error of the weight's gradient is 1.8e-3 here and
+  2.5e-3 or 2.0e-3 in torch.
 
-``python -m sdp.tests.models.loss_benchmark --rounds 3`` printed these figures (medians, torch 2.13).
+``python -m sdp.tests.models.loss_benchmark --rounds 3`` printed these figures (medians, torch
+2.13).
 
 Letters of shapes: B sequences, S tokens, N = B × S, D hidden size, V vocabulary.
 """
@@ -52,9 +53,9 @@ class LanguageModelHead(nn.Linear):
     Its parameter is that of an ``nn.Linear`` without bias. Under tensor parallelism
     (``tensor_ranks``), this rank has some rows of the weight and its part of the logits.
 
-    ``chunk_tokens`` is the number of tokens whose logits exist at the same time. By default these are
-    64 MiB of float32 logits, but at least as many tokens as the hidden size. Every chunk adds to a
-    gradient of (V, D) elements, which for fewer tokens would cost more than their logits.
+    ``chunk_tokens`` is the number of tokens whose logits exist at the same time. By default these
+    are 64 MiB of float32 logits, but at least as many tokens as the hidden size. Every chunk adds
+    to a gradient of (V, D) elements, which for fewer tokens would cost more than their logits.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, chunk_tokens: int | None = None) -> None:
@@ -63,9 +64,10 @@ class LanguageModelHead(nn.Linear):
         self.tensor_ranks: TensorRanks | None = None
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (B, S, V) of hidden states ``input`` (B, S, D), or with ``labels`` (B, S) the loss.
+        """Compute the logits (B, S, V) of hidden states ``input`` (B, S, D).
 
-        The loss is the mean next-token loss, a float32 scalar.
+        With ``labels`` (B, S), compute the loss instead. The loss is the mean next-token loss, a
+        float32 scalar.
         """
         if labels is None:
             return gather_vocabulary(super().forward(input), self.tensor_ranks)
@@ -79,7 +81,7 @@ class LanguageModelHead(nn.Linear):
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, ranks: TensorRanks | None = None
 ) -> Tensor:
-    """The same as ``F.cross_entropy(F.linear(hidden, weight).float(), targets)``, in chunks.
+    """Compute ``F.cross_entropy(F.linear(hidden, weight).float(), targets)`` in chunks.
 
     Gradients are computed in forward, so a second backward raises RuntimeError. Under autocast,
     ``hidden`` and ``weight`` are cast to its precision.
@@ -159,7 +161,7 @@ def _count(targets: Tensor) -> Tensor:
 
 
 def _own_targets(targets: Tensor, rows: int, ranks: TensorRanks | None) -> Tensor:
-    """The targets' rows in this rank's part of the weight. Targets of other parts are ignored."""
+    """Return the targets' rows in this rank's part of the weight, and ignore other targets."""
     if ranks is None:
         return targets
     counted = targets != IGNORE_INDEX
@@ -179,10 +181,10 @@ def _chunks(hidden: Tensor, targets: Tensor, own: Tensor, tokens: int) -> zip[tu
 def _chunk_loss(
     logits: Tensor, targets: Tensor, own: Tensor, ranks: TensorRanks | None, count: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The loss of ``logits`` (n, V), summed over this rank's ``own`` targets, in float32.
+    """Compute the float32 loss of ``logits`` (n, V), summed over this rank's ``own`` targets.
 
-    With ``count``, the second value is the gradient of (loss of all targets / ``count``) with respect
-    to ``logits``, in their dtype.
+    With ``count``, the second value is the gradient of (loss of all targets / ``count``) with
+    respect to ``logits``, in their dtype.
     """
     log_probabilities = (
         F.log_softmax(logits, dim=-1, dtype=torch.float32) if ranks is None else log_softmax(logits, ranks)

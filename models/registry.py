@@ -28,7 +28,8 @@ class Entry:
         config: The schema of its section.
         build: Builds the model from the section.
         reads: The kind of data that the model reads.
-        to_huggingface: Gives the ``config.json`` of the same model in ``transformers``, if it is there.
+        to_huggingface: Gives the ``config.json`` of the same model in ``transformers``. It is None
+            if ``transformers`` does not have the model.
         from_huggingface: Gives the section for such a ``config.json``.
     """
 
@@ -46,8 +47,8 @@ MODELS: Mapping[str, Entry] = {
 }
 
 
-# Keys that a resumed run may change: they do not change what the model computes, or the shapes of its
-# weights already check them.
+# Keys that a resumed run may change. They do not change the model's results, or the shapes of its
+# weights already show a change.
 _FREE = {
     "max_position_embeddings", "initializer_range", "loss_chunk_tokens", "attention_dropout", "residual_dropout", "stochastic_depth",
     "image_size", "vocab_size", "num_classes",
@@ -61,7 +62,7 @@ def build_model(
     num_classes: int | None = None,
     image_size: int | None = None,
 ) -> nn.Module:
-    """The model that ``section`` (``{"name": "llama", …}``) describes, on the meta device.
+    """Build the model that ``section`` (``{"name": "llama", …}``) describes, on the meta device.
 
     Args:
         section: The ``model`` section.
@@ -79,10 +80,10 @@ def build_model(
 
 
 def changed_key(section: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first key for which ``section`` computes something else than ``before``, with both values.
+    """Find the first key by which ``section`` and ``before`` compute different results.
 
-    None means that they compute the same. Values that are not set are not compared. Raises
-    ConfigError for an invalid section.
+    Returns the key and both values, or None if both compute the same. Values that are not set are
+    not compared. Raises ConfigError for an invalid section.
     """
     (_, now), (_, then) = _parse(section, {}), _parse(before, {})
     pairs = {"name": (section["name"], before["name"])}
@@ -92,7 +93,7 @@ def changed_key(section: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[
 
 
 def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """The ``config.json`` for building the same model in ``transformers``, without tokens and dtype.
+    """Make the ``config.json`` of the same model in ``transformers``, without tokens and dtype.
 
     Raises ConfigError if ``transformers`` has no such model.
     """
@@ -106,9 +107,10 @@ def huggingface_config(section: Mapping[str, Any], vocab_size: int) -> dict[str,
 
 
 def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``model`` section for the ``config.json`` in ``directory``. It must agree with ``stated``.
+    """Make the ``model`` section for the ``config.json`` in ``directory``.
 
-    Raises ConfigError with the key that differs, or with the setting that is not supported.
+    The section must agree with ``stated``. Raises ConfigError with the key that differs, or with
+    the setting that is not supported.
     """
     path = directory / "config.json"
     try:

@@ -19,7 +19,8 @@ from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Constant, Init, Normal, Uniform
 from .classification import Measure, measure_logits
 
-# Stages of two blocks. Each later stage halves the image and doubles the channels in its first block.
+# Stages of two blocks. The first block of each later stage halves the image and doubles the
+# channels.
 STAGES = (1, 2, 3, 4)
 _BATCH_NORM = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}
 
@@ -27,9 +28,9 @@ _BATCH_NORM = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1
 class ResNetConfig(Section):
     """Shape of a ResNet-18. The data can give ``num_classes`` and ``image_size``.
 
-    ``stem``: "imagenet" divides the image's side by 4 before the first block; "cifar", a single 3 × 3
-    convolution, keeps it. ``width`` is the number of channels of the first stage. ``image_size`` is
-    the number of pixels per side; it is only used to compare the costs of units.
+    ``stem``: "imagenet" divides the image's side by 4 before the first block; "cifar", a single 3 ×
+    3 convolution, keeps it. ``width`` is the number of channels of the first stage. ``image_size``
+    is the number of pixels per side; it is only used to compare the costs of units.
     """
 
     num_classes: Width | None = None
@@ -88,8 +89,8 @@ class BasicBlock(nn.Module):
 class ResNet(nn.Module):
     """A ResNet-18 with its classifier.
 
-    With the stem "imagenet" and width 64, state dicts are those of torchvision's ``resnet18``. Raises
-    ConfigError if ``config.num_classes`` is not set.
+    With the stem "imagenet" and width 64, state dicts are those of torchvision's ``resnet18``.
+    Raises ConfigError if ``config.num_classes`` is not set.
     """
 
     def __init__(self, config: ResNetConfig) -> None:
@@ -109,9 +110,10 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(8 * width, config.num_classes)
 
     def forward(self, images: Tensor, labels: Tensor | None = None, measure: Measure = "loss") -> Tensor:
-        """Logits (B, N) of ``images`` (B, 3, H, W), or with ``labels`` (B) the loss or accuracy.
+        """Compute the logits (B, N) of ``images`` (B, 3, H, W).
 
-        Both are float32 scalars, described at :func:`measure_logits`.
+        With ``labels`` (B), compute the loss or the accuracy instead. Both are float32 scalars,
+        described at :func:`measure_logits`.
         """
         hidden = self.maxpool(F.relu(self.bn1(self.conv1(images))))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
@@ -120,11 +122,11 @@ class ResNet(nn.Module):
         return logits if labels is None else measure_logits(logits, labels, measure)
 
     def unit_patterns(self) -> list[str]:
-        """Patterns of the modules that are units: the blocks that keep their input's shape."""
+        """Return patterns of the modules that are units: blocks that keep the shape of their input."""
         return ["layer1.*", "layer2.1", "layer3.1", "layer4.1"]
 
     def unit_flops(self) -> dict[str, int]:
-        """Floating-point operations of a forward pass of one image, by unit.
+        """Count the floating-point operations of a forward pass of one image, by unit.
 
         Each weight of a convolution takes 2 operations per position.
         """
@@ -140,7 +142,11 @@ class ResNet(nn.Module):
         return flops
 
     def neuron_branches(self) -> list[Branch]:
-        """The hidden channels of every unit's block: what its first convolution puts out and its second takes, with their batch norm."""
+        """List the branches: the hidden channels of every unit's block.
+
+        They are the output of the first convolution and the input of the second. Their batch norm
+        belongs to them.
+        """
         branches = []
         for name, flops in self.unit_flops().items():
             parameters = (

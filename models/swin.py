@@ -29,16 +29,17 @@ Heads = Annotated[list[Width], Field(min_length=1, max_length=16)]
 
 
 class SwinConfig(Section):
-    """Shape of a Swin. The defaults are Swin-T's. The data can give ``num_classes`` and ``image_size``.
+    """Shape of a Swin. The defaults are Swin-T's. The data can give ``num_classes`` and
+    ``image_size``.
 
     ``depths`` has the number of blocks of each stage, and ``num_heads`` the heads of each of its
-    blocks. The first stage has ``embed_dim`` channels; every further stage halves the image's side and
-    doubles the channels. ``patch_size`` is the number of pixels per side of a patch, ``window_size``
-    the number of patches per side of a window. ``image_size`` is the number of pixels per side; it is
-    only used to compare the costs of units.
+    blocks. The first stage has ``embed_dim`` channels; every further stage halves the image's side
+    and doubles the channels. ``patch_size`` is the number of pixels per side of a patch,
+    ``window_size`` the number of patches per side of a window. ``image_size`` is the number of
+    pixels per side; it is only used to compare the costs of units.
 
-    ``stochastic_depth`` must be 0: each rank would draw for itself which branches a sample skips, so a
-    run would depend on its layout.
+    ``stochastic_depth`` must be 0. Each rank would draw its own random numbers for the branches
+    that a sample skips, so a run would depend on its layout.
     """
 
     num_classes: Width | None = None
@@ -75,9 +76,10 @@ class SwinConfig(Section):
 
 
 def relative_positions(window: int, device: str | None = None) -> Tensor:
-    """The row in the table of biases for every pair (query, key) of a window's patches: shape (M⁴,).
+    """Return the row in the table of biases for every pair (query, key) of a window's patches.
 
-    The table has a row for each of the 2M − 1 steps down and 2M − 1 steps across.
+    The shape is (M⁴,). The table has a row for each of the 2M − 1 steps down and 2M − 1 steps
+    across.
     """
     steps = torch.arange(window, device=device)
     places = torch.cartesian_prod(steps, steps)
@@ -88,9 +90,9 @@ def relative_positions(window: int, device: str | None = None) -> Tensor:
 class WindowAttention(nn.Module):
     """Self-attention inside windows of M × M patches.
 
-    Every second block shifts the windows by half a window, around the image's edges. Patches that are
-    neighbours only because of the shift do not see each other. Scores have a learned bias by relative
-    position.
+    Every second block shifts the windows by half a window, and wraps them around the image's edges.
+    Patches that are neighbours only because of the shift do not see each other. Scores have a
+    learned bias by relative position.
     """
 
     def __init__(self, channels: int, heads: int, window: int, shift: int) -> None:
@@ -102,11 +104,15 @@ class WindowAttention(nn.Module):
         self.register_buffer("relative_position_index", relative_positions(window))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (B, H, W, C) → the same shape. Zeros pad it to whole windows; attention sees them."""
+        """``x`` (B, H, W, C) → the same shape.
+
+        Zeros pad ``x`` to whole windows, and attention sees these zeros.
+        """
         height, width = x.shape[1:3]
         x = F.pad(x, (0, 0, 0, -width % self.window, 0, -height % self.window))
         sides = x.shape[1:3]
-        shifts = tuple(self.shift if side > self.window else 0 for side in sides)  # a single window is not shifted
+        # A single window is not shifted.
+        shifts = tuple(self.shift if side > self.window else 0 for side in sides)
         windows = rearrange(
             x.roll([-s for s in shifts], (1, 2)), "b (y m) (x n) c -> b (y x) (m n) c", m=self.window, n=self.window
         )
@@ -170,7 +176,10 @@ class SwinBlock(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Merges 2 × 2 patches into one with 2 C channels: (B, H, W, C) → (B, ⌈H / 2⌉, ⌈W / 2⌉, 2 C)."""
+    """Merges 2 × 2 patches into one with 2 C channels.
+
+    The shapes are (B, H, W, C) → (B, ⌈H / 2⌉, ⌈W / 2⌉, 2 C).
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -209,21 +218,23 @@ class Swin(nn.Module):
         self.head = nn.Linear(self.norm.normalized_shape[0], config.num_classes)
 
     def forward(self, images: Tensor, labels: Tensor | None = None, measure: Measure = "loss") -> Tensor:
-        """Logits (B, N) of ``images`` (B, 3, pixels, pixels), or with ``labels`` (B) loss or accuracy.
+        """Compute the logits (B, N) of ``images`` (B, 3, pixels, pixels).
 
-        Both are float32 scalars, described at :func:`measure_logits`.
+        With ``labels`` (B), compute the loss or the accuracy instead. Both are float32 scalars,
+        described at :func:`measure_logits`.
         """
         logits = self.head(self.norm(self.features(images)).mean((1, 2)))
         return logits if labels is None else measure_logits(logits, labels, measure)
 
     def unit_patterns(self) -> list[str]:
-        """Patterns of the modules that are units: the residual blocks of every stage."""
+        """Return patterns of the modules that are units: the residual blocks of every stage."""
         return [f"features.{2 * stage + 1}.*" for stage in range(len(self.config.depths))]
 
     def neuron_branches(self) -> list[Branch]:
-        """The attention of each block, cut by heads, and its feed-forward, cut by hidden channels.
+        """List the branches of each block.
 
-        A head owns its column of the table of biases.
+        Attention is cut by heads, and the feed-forward by hidden channels. A head owns its column
+        of the table of biases.
         """
         flops = self._branch_flops()
         branches = []
@@ -244,9 +255,9 @@ class Swin(nn.Module):
         return branches
 
     def unit_flops(self) -> dict[str, int]:
-        """Floating-point operations of a forward pass of one image, by unit.
+        """Count the floating-point operations of a forward pass of one image, by unit.
 
-        Each weight of a matrix takes 2 operations per patch. Both products of attention are included.
+        Each weight of a matrix takes 2 operations per patch. Both products of attention count.
         """
         flops: dict[str, int] = {}
         for branch, count in self._branch_flops().items():
@@ -255,7 +266,7 @@ class Swin(nn.Module):
         return flops
 
     def _branch_flops(self) -> dict[str, int]:
-        """The same operations, by the paths of attention and feed-forward."""
+        """Count the operations of :meth:`unit_flops` by the paths of attention and feed-forward."""
         config, flops = self.config, {}
         side, window = (config.image_size or 224) // config.patch_size, config.window_size
         for stage, depth in enumerate(config.depths):
