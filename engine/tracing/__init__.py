@@ -1,1 +1,1 @@
-"""One rank's step on fake tensors: peak memory by kind, operations, and bytes sent."""
+"""Traces one rank's step on fake tensors: peak memory by kind, operations, and bytes sent."""

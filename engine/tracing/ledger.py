@@ -1,4 +1,7 @@
-"""What is alive on a device while a step runs on fake tensors: bytes by kind, their peak, and the step's floating-point operations."""
+"""Tracks the live storages on a device while a step runs on fake tensors.
+
+It gives the bytes by kind, their peak, and the step's floating-point operations.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,12 @@ _COLLECTIVES = ("c10d", "fsdp", "_c10d_functional")
 
 @dataclass
 class Window:
-    """A stretch of a step. ``at_peak``: bytes by kind at its peak; ``most``: of each kind, the most that was alive at once; ``beside``:
-    of activations and communication, when they were most together.
+    """One part of a step, such as the forward pass of a block.
+
+    Attributes:
+        at_peak: Bytes by kind at the window's peak.
+        most: For activations and communication, the largest number of live bytes of that kind.
+        beside: Bytes of activations and communication when their sum was largest.
     """
 
     at_peak: Counter[str] = field(default_factory=Counter)
@@ -40,7 +47,7 @@ class Window:
             self.most[kind] = max(self.most[kind], live[kind])
 
     def plus(self, other: Window, before: Window, times: int) -> Window:
-        """This one changed ``times`` times as ``other`` differs from ``before``."""
+        """Return this window, changed ``times`` times as ``other`` differs from ``before``."""
         sums = []
         for name in ("at_peak", "most", "beside"):
             mine, its, old = (getattr(window, name) for window in (self, other, before))
@@ -56,10 +63,14 @@ class _Entry:
 
 
 class Ledger(TorchDispatchMode):
-    """While inside, knows every storage on ``device`` that an operator has touched, as ``memory_probe.py`` does of real ones, and sums
-    them up as they come and go: a step of a large model makes too many to count them anew each time.
+    """Knows every storage on ``device`` that an operator has touched inside this context.
 
-    ``windows``: by the name that was last given to :meth:`enter_window`. Reading a number out of a fake tensor gives 1.
+    ``memory_probe.py`` does the same for real tensors. The ledger updates its sums when a storage
+    appears, changes its size or is freed. The step of a large model makes too many storages to
+    count all of them each time.
+
+    ``windows`` has the parts of the step, by the name given to :meth:`enter_window`. Reading a
+    number out of a fake tensor gives 1.
     """
 
     def __init__(self, device: torch.device):
@@ -67,17 +78,17 @@ class Ledger(TorchDispatchMode):
         self.windows: dict[str, Window] = {}
         self.flops = 0
         self._live: Counter[str] = Counter()
-        self._entries: dict[int, _Entry] = {}  # by id() of the storage; torch keeps one Python object a storage
+        self._entries: dict[int, _Entry] = {}  # by the storage's id(); torch keeps one object per storage
         self._device = device.type
         self.enter_window("")
 
     def enter_window(self, name: str) -> None:
-        """What comes belongs to this stretch of the step."""
+        """Assign all that follows to the window ``name``."""
         self._window = self.windows.setdefault(name, Window())
         self._window.notice(self._live)
 
     def know(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """These are of this kind, whatever they were taken for."""
+        """Set the kind of these tensors, whatever it was before."""
         for tensor in tensors:
             self._notice(tensor)
             entry = self._entries[id(tensor.untyped_storage())]
@@ -108,17 +119,16 @@ class Ledger(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper such as DTensor runs first; the operators on its local tensors then come by here
+            # A wrapper such as DTensor runs first. It then runs operators on its local tensors.
+            return NotImplemented
         kwargs = kwargs or {}
-        if (
-            func is torch.ops.aten._local_scalar_dense.default
-        ):  # of the gradient's norm, for example: any number will do
+        # For example, the norm of the gradient is read. Any number will do.
+        if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         result = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        if (
-            tensors and tensors[-1].device.type == self._device
-        ):  # not a skeleton's on the meta device, run to learn its structure
+        # A skeleton on the meta device, which is run to learn its structure, does not count.
+        if tensors and tensors[-1].device.type == self._device:
             self.flops += _flops(func, args, kwargs, result)
         grown = [self._notice(tensor) for tensor in tensors]  # a list: every tensor must be noticed
         if func.namespace in _COLLECTIVES:
@@ -162,9 +172,13 @@ class Ledger(TorchDispatchMode):
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """2 for every multiplication and addition of a matrix product, a convolution or attention (all of S × S, as torch counts)."""
+    """Return the operations of one operator.
+
+    A multiplication with its addition counts 2. Matrix products, convolutions and attention count.
+    Attention counts all of S × S, as torch does.
+    """
     packet = func.overloadpacket
-    if packet is torch.ops.aten.addmm_:  # torch knows those that make a new tensor
+    if packet is torch.ops.aten.addmm_:  # torch only knows the operator that makes a new tensor
         packet = torch.ops.aten.addmm
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result)
@@ -172,10 +186,13 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     if name == "_scaled_dot_product_flash_attention_for_cpu":
         return _attention_flops(args[0], args[2])
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        return 5 * _attention_flops(args[1], args[3]) // 2  # scores once more, then the gradients of four factors
+        return 5 * _attention_flops(args[1], args[3]) // 2  # the scores again, then gradients of four factors
     return 0
 
 
 def _attention_flops(query: torch.Tensor, value: torch.Tensor) -> int:
-    """Of (B, H, S, E) and (B, K, S, E): scores, then their product with the values."""
+    """Return the operations of the scores and of their product with the values.
+
+    The query's shape is (B, H, S, E), and the value's is (B, K, S, E).
+    """
     return 2 * prod(query.shape) * value.shape[2] + 2 * prod(query.shape[:3]) * value.shape[2] * value.shape[3]

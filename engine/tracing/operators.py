@@ -1,7 +1,9 @@
-"""The operators that a step is traced with: those that torch runs on the kind of device that a plan is for.
+"""Selects the operators that a step is traced with.
 
-Fake tensors are on the CPU wherever a plan is made, because a torch that was built without CUDA cannot differentiate tensors of another
-device. Among the operators of the models here, one differs between the devices and keeps other tensors for backward: RMSNorm.
+They are those that torch runs on the kind of device that a plan is for. Fake tensors are always on
+the CPU, because a torch built without CUDA cannot differentiate tensors of another device. Among
+the operators of the models here, only RMSNorm differs between the devices. The tensors that it
+keeps for backward are not the same on both.
 """
 
 from __future__ import annotations
@@ -17,18 +19,21 @@ DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 
 
 def device_here() -> Device:
-    """Of this machine, as the engine would take it."""
+    """Return the kind of device that the engine would use on this machine."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @contextmanager
 def operators_of(device: Device) -> Iterator[None]:
-    """Inside, fake tensors on the CPU go through the operators of ``device``.
+    """Make fake tensors on the CPU use the operators of ``device`` inside this context.
 
-    On CUDA ``torch.rms_norm`` is one kernel, ``aten::_fused_rms_norm``, which keeps its input and one float32 number per row. On a CPU
-    torch composes it from operators that keep float32 copies of the input (aten/src/ATen/native/layer_norm.cpp). torch decides by whether
-    the device has a kernel, so this registers one for the CPU while the context lasts, with torch's own formula for the derivative
-    (tools/autograd/derivatives.yaml) and torch's own shapes. The kernel never runs; real tensors raise RuntimeError.
+    On CUDA, ``torch.rms_norm`` is one kernel, ``aten::_fused_rms_norm``. It keeps its input and one
+    float32 number per row. On a CPU, torch composes the function from operators that keep float32
+    copies of the input (aten/src/ATen/native/layer_norm.cpp).
+
+    torch uses the kernel if the device has one. So this context registers a kernel for the CPU. The
+    formula for its derivative (tools/autograd/derivatives.yaml) and its shapes are torch's own. The
+    kernel never runs. Real tensors raise RuntimeError.
     """
     if device == "cpu":
         yield

@@ -1,4 +1,4 @@
-"""Find blocks that repeat, so that a trace runs only a few of them."""
+"""Finds blocks that repeat, so that a trace runs only a few of them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from torch import nn
 from ..module_paths import parents
 from ..placement.layout import Layout
 
-_FIRST, _LAST = 2, 2  # repetitions that are traced where a pattern of blocks repeats, and one between them
+# If a pattern of blocks repeats, its first and last repetitions are traced, and one between them.
+_FIRST, _LAST = 2, 2
 
 
-_MANY = 8
+_MANY = 8  # a repeating sequence of at most this many blocks is traced completely
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-_PERIOD = 4  # blocks, at most, of a pattern in which kinds take turns
+_PERIOD = 4  # the largest number of blocks in a pattern
 
 
 def _left_out(runs: Sequence[Sequence[str]], blocks: Sequence[str]) -> list[list[list[str]]]:
-    """Of every long stretch of blocks in which a pattern of kinds repeats, what lies between its first repetitions and its last: a list of
-    repetitions, of which each adds the same to whatever is in memory at either end.
+    """Find the repetitions that need not be traced.
+
+    The result has one list for each long sequence of blocks in which a pattern of kinds repeats.
+    The list has the repetitions between the first ones and the last ones. Each repetition adds the
+    same bytes to the memory in use at either end of the sequence.
     """
     kinds = {name: index for index, names in enumerate(runs) for name in names}
     order = [name for name in blocks if name in kinds]
@@ -34,7 +38,7 @@ def _left_out(runs: Sequence[Sequence[str]], blocks: Sequence[str]) -> list[list
         ends = {
             period: _repeats_until([kinds[name] for name in order], start, period) for period in range(1, _PERIOD + 1)
         }
-        period, end = max(ends.items(), key=lambda pair: pair[1])  # the shortest of those that go as far
+        period, end = max(ends.items(), key=lambda pair: pair[1])  # of equally long ones, the shortest period
         times = (end - start) // period
         if end - start <= _MANY or times <= _FIRST + _LAST:
             start += 1
@@ -46,7 +50,7 @@ def _left_out(runs: Sequence[Sequence[str]], blocks: Sequence[str]) -> list[list
 
 
 def _repeats_until(kinds: Sequence[int], start: int, period: int) -> int:
-    """Where the pattern of the ``period`` kinds from ``start`` on ends."""
+    """Return the end of the sequence that repeats the ``period`` kinds after ``start``."""
     end = min(start + period, len(kinds))
     while end < len(kinds) and kinds[end] == kinds[end - period]:
         end += 1
@@ -54,20 +58,26 @@ def _repeats_until(kinds: Sequence[int], start: int, period: int) -> int:
 
 
 def sequence(model: nn.Module, layout: Layout, group: int) -> tuple[Any, ...]:
-    """What ``group`` runs, block after block, in a form that is equal where memory and time are. ``model``: the full one."""
+    """Return a hashable description of the blocks that ``group`` runs, in order.
+
+    Groups with equal descriptions need the same memory and time. ``model`` is the full model.
+    """
     run, _ = _kinds(model, layout, group)
     position = {name: index for index, name in enumerate(layout.blocks)}
     held: dict[str, Counter[Any]] = {name: Counter() for names in run for name in names}
     for info in layout.parameters.values():
         block = next((name for name in parents(info.canonical) if name in held), None)
-        if block is not None:  # of slices how many it holds, not which
+        if block is not None:  # counts the slices that the group holds, whichever they are
             held[block][info.canonical.removeprefix(block), info.part, info.trainable, group in info.holders] += 1
     ordered = sorted(held, key=lambda name: position[name])
     return tuple((frozenset(held[name].items()), settings_of(model.get_submodule(name))) for name in ordered)
 
 
 def _kinds(model: nn.Module, layout: Layout, group: int) -> tuple[list[list[str]], list[list[str]]]:
-    """The blocks that ``group`` runs and those that it skips, in order, those together that are alike."""
+    """Return the blocks that ``group`` runs and the blocks that it skips.
+
+    Each is a list of lists of identical blocks, in order.
+    """
     parts: dict[str, list[Any]] = {name: [] for name in layout.blocks}
     run: set[str] = set()
     for info in layout.parameters.values():
@@ -86,7 +96,10 @@ def _kinds(model: nn.Module, layout: Layout, group: int) -> tuple[list[list[str]
 
 
 def settings_of(block: nn.Module) -> str:
-    """By which blocks of equal parameters may differ: the classes of their modules, and the plain values these keep."""
+    """Describe the differences that blocks with equal parameters may have.
+
+    They are the classes of the modules and the plain values that the modules keep.
+    """
     facts = []
     for module in block.modules():
         values = sorted((key, _plain(value)) for key, value in vars(module).items() if key not in _OF_EVERY_MODULE)
@@ -95,7 +108,7 @@ def settings_of(block: nn.Module) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value as it is where it is plain, or a container of such; else its class."""
+    """Return a plain value, or a container of plain values, as text. Else return its class name."""
     if isinstance(value, bool | int | float | str | None):
         return repr(value)
     if isinstance(value, Mapping):

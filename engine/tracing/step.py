@@ -1,7 +1,9 @@
-"""One rank's training step, run by the engine itself on fake tensors and a fake process group: what it needs, computes and sends.
+"""Traces one rank's training step: the memory it needs, what it computes and what it sends.
 
-Nothing is allocated and nothing is sent, so a rank of any model in any world can be traced on any machine. Operators, hooks, FSDP2's
-gathers and recomputation are those of a real step (torch's FakeTensorMode gives shapes in the place of values).
+The engine itself runs the step, on fake tensors and a fake process group. Nothing is allocated and
+nothing is sent, so a rank of any model in any world can be traced on any machine. Operators, hooks,
+FSDP2's gathers and recomputation are those of a real step. torch's FakeTensorMode computes shapes
+instead of values.
 """
 
 from __future__ import annotations
@@ -39,19 +41,28 @@ from .operators import Device, operators_of
 from .repetition import _kinds, _left_out
 
 CPU = torch.device("cpu")
-MICRO_BATCHES = 2  # traced of a step at most: the second is what all later ones are
+MICRO_BATCHES = 2  # the most that are traced; all later ones are like the second
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One rank's step. Bytes are those that tensors ask for, as ``memory_probe.py`` counts them: libraries' workspaces, the
-    communication library's buffers and the allocator's rounding come on top.
+    """What one rank's step needs, computes and sends.
 
-    ``state``: as the layout has it. ``at_peak``: what is alive at the peak, by kind (:data:`~sdp.engine.tracing.ledger.KINDS`).
-    ``activations``
-    and ``communication``: the most of either at once, which need not be at the peak; ``beside``: both, when they are most together.
-    ``flops``: of the step, as executed, recomputation included. ``tensor_parallel``: whole buffers by collective and number of ranks.
-    ``traced_blocks`` of ``blocks`` were run: of a kind with many, what one more adds was multiplied.
+    Bytes are those that tensors ask for, as ``memory_probe.py`` counts them. Libraries' workspaces,
+    the communication library's buffers and the allocator's rounding are not included.
+
+    Attributes:
+        rank: The rank.
+        state: Bytes of the state, predicted from the layout.
+        at_peak: Live bytes at the peak, by kind (:data:`~sdp.engine.tracing.ledger.KINDS`).
+        activations: The most bytes of activations at once, which may not be at the peak.
+        communication: The most bytes of communication at once, which may not be at the peak.
+        beside: Bytes of activations and communication when their sum is largest.
+        flops: Floating-point operations of the step as executed, including recomputation.
+        tensor_parallel: Bytes of whole buffers, by collective and number of ranks.
+        blocks: The number of blocks that the step runs.
+        traced_blocks: The number of blocks that were traced. If a pattern of blocks repeats often,
+            the cost of one more repetition is multiplied.
     """
 
     rank: int
@@ -81,12 +92,23 @@ def trace_step(
     autocast: torch.dtype | None = None,
     device: Device = "cpu",
 ) -> StepTrace:
-    """The step of the first rank of ``group``, whose shards are no smaller than its neighbours'.
+    """Trace the step of the first rank of ``group``. No other rank of the group has larger shards.
 
-    ``build``: makes the full model on the meta device, of which ``layout`` is. ``batch``: a micro-batch of so many samples on the CPU;
-    it is called in fake mode. ``whole``: run every block, also where kinds have many. Compiled blocks (``training.compile``) are
-    traced as if they were not compiled. ``autocast``: the forward pass runs under torch's, of this precision and by its rules for a CPU;
-    ``config`` is then in float32. ``device``: whose operators run. Raises :class:`LaunchError` where a process group exists already.
+    Compiled blocks (``training.compile``) are traced as if they were not compiled.
+
+    Args:
+        build: Makes the full model on the meta device.
+        config: The configuration. It must be in float32 if ``autocast`` is given.
+        layout: The layout of the full model.
+        batch: Makes a micro-batch of a given number of samples on the CPU, in fake mode.
+        group: The SDP group.
+        whole: Whether to run every block, even if a pattern of blocks repeats often.
+        autocast: The precision of torch's autocast in the forward pass, with its rules for a CPU.
+            None: no autocast.
+        device: The kind of device whose operators run.
+
+    Raises:
+        LaunchError: This process has a process group already.
     """
     if dist.is_initialized():
         raise LaunchError(
@@ -101,7 +123,8 @@ def trace_step(
         absent = [[name for name in names if name in middles and name not in present] for names in runs]
         return _run(build(), config, layout, [*filter(None, absent), *skipped], middles, batch, group, autocast)
 
-    # One more repetition of each pattern, between the first ones and the last: what it adds, all that are left out add.
+    # Trace one more repetition of each pattern, between the first ones and the last ones. Every
+    # repetition that is left out adds as much as this one.
     with operators_of(device):
         base, longer = run(), [(run(repetitions[0]), len(repetitions)) for repetitions in left_out]
     return _extrapolated(base, longer, layout.mesh.rank(group), sum(map(len, runs)))
@@ -109,7 +132,10 @@ def trace_step(
 
 @dataclass(frozen=True)
 class _Run:
-    """One traced step; ``steps``: a real step's micro-batches over the traced ones."""
+    """One traced step.
+
+    ``steps`` is the number of micro-batches of a real step divided by the number of traced ones.
+    """
 
     state: StateBytes
     windows: Mapping[str, Window]
@@ -151,7 +177,10 @@ def _run(
     group: int,
     autocast: torch.dtype | None,
 ) -> _Run:
-    """The step without the blocks ``absent``; the others of ``middles`` have one window together, which is nobody's."""
+    """Trace the step without the blocks ``absent``.
+
+    The other blocks of ``middles`` share one window, which belongs to no block.
+    """
     size = BatchSize.resolve(config, full.mesh)
     accumulation = min(size.accumulation, MICRO_BATCHES)
     rank = full.mesh.rank(group)
@@ -178,7 +207,7 @@ def _run(
 
 
 def _without_blocks(absent: Sequence[Sequence[str]], model: nn.Module, layout: Layout) -> Layout:
-    """Remove the blocks ``absent`` (lists of identical blocks) from the model; returns the layout without them."""
+    """Remove the blocks ``absent`` (lists of identical blocks). Returns the layout without them."""
     if not absent:
         return layout
     for identical in absent:
@@ -195,10 +224,17 @@ def watched_step(
     batch: Callable[[int], Any],
     autocast: torch.dtype | None = None,
 ) -> Ledger:
-    """Forward, backward and update; every stretch between the ends of ``blocks`` is a window of the ledger, those of ``middles`` are one.
-    ``autocast``: of forward.
+    """Run forward, backward and update under a ledger.
 
-    The tensors may be fake or real, on the CPU.
+    Every part of the step between the boundaries of ``blocks`` is a window of the ledger. The
+    tensors may be fake or real, on the CPU.
+
+    Args:
+        engine: The engine whose step runs.
+        blocks: The names of the blocks.
+        middles: The names of the blocks that share one window.
+        batch: Makes a micro-batch of a given number of samples.
+        autocast: The precision of torch's autocast in the forward pass. None: no autocast.
     """
     ledger = Ledger(CPU)
     ledger.know((local_tensor(p.detach()) for p in engine.parameters_here.values()), "parameters")
@@ -235,7 +271,11 @@ def watched_step(
 
 
 def _mark(block: nn.Module, name: str, ledger: Ledger) -> None:
-    """Windows "forward NAME" from its call on, "backward NAME" from the moment its output has a gradient; one for all without a name."""
+    """Make the ledger enter a window in each pass of ``block``.
+
+    Window "forward NAME" starts when the block is called. Window "backward NAME" starts when its
+    output has a gradient. All blocks with an empty name share their windows.
+    """
 
     def called(*_: Any) -> None:
         ledger.enter_window(f"forward {name}")
