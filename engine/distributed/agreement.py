@@ -44,7 +44,7 @@ class Ranks:
         return 1 if self.alone else dist.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (JSON), in rank order."""
+        """Return every rank's ``value`` (JSON), in rank order."""
         return [json.loads(json.dumps(value))] if self.alone else gather_json(value, self.group)
 
     def from_rank_0(self, action: Callable[[], T]) -> T:
@@ -66,21 +66,24 @@ class Ranks:
         return result
 
     def agree(self, problem: str | None) -> None:
-        """Raise :class:`CheckpointError` on every rank if any rank has a ``problem``, with the text of the first one."""
+        """Raise :class:`CheckpointError` on every rank if any rank has a ``problem``.
+
+        The error has the text of the first problem, in rank order.
+        """
         first = next((found for found in self.gather(problem) if found is not None), None)
         if first is not None:
             raise CheckpointError(first)
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's ``value``, in rank order. Tuples arrive as lists.
+    """Return every rank's ``value``, in rank order. Tuples arrive as lists.
 
     Args:
-        value: a small value that JSON can hold; NaN and infinite numbers are allowed.
-        group: the process group; None means all ranks.
+        value: a small value that JSON can hold. NaN and infinite numbers are allowed.
+        group: the process group. None means all ranks.
 
     Raises:
-        TypeError: ``value`` is not JSON.
+        TypeError: ``value`` cannot be written as JSON.
     """
     text = json.dumps(value).encode()
     if not dist.is_initialized():
@@ -117,7 +120,10 @@ def check_equal(facts: Mapping[str, Any], device: torch.device) -> None:
 
 
 def find_differences(texts: Sequence[str], device: torch.device) -> list[bool]:
-    """For each of the ``texts``, whether any two ranks have different ones. Compares hashes of 60 bits."""
+    """Return, for each of the ``texts``, whether any two ranks have different ones.
+
+    Ranks compare hashes of 60 bits.
+    """
     digests = [int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for text in texts]
     highest, lowest = _highest([digests, [-digest for digest in digests]], torch.int64, device)
     return [high != -low for high, low in zip(highest, lowest, strict=True)]
@@ -147,7 +153,7 @@ def agree_on_rates(rates: Mapping[str, float], names: Sequence[str], device: tor
 
 
 def normalise(fact: Any) -> str:
-    """``fact`` as JSON text in which equal numbers are written the same way: 0.0 as 0."""
+    """Return ``fact`` as JSON text in which equal numbers are written the same way: 0.0 as 0."""
 
     def number(text: str) -> float:
         return int(float(text)) if float(text).is_integer() else float(text)
@@ -156,7 +162,7 @@ def normalise(fact: Any) -> str:
 
 
 def first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str]:
-    """Find where two JSON values differ: the path of the place, and the text that each value has there."""
+    """Find where two JSON values differ. Return the path, and each value's text there."""
     if isinstance(first, dict) and isinstance(second, dict):
         key = next(
             key
@@ -171,12 +177,12 @@ def first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str]
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Whether two JSON values are equal as text. There, true is not 1, and NaN equals NaN."""
+    """Return whether two JSON values are equal as text: true is not 1, and NaN equals NaN."""
     return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
 
 
 def _highest(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
-    """The element-wise maximum over all ranks."""
+    """Return the element-wise maximum over all ranks."""
     values = torch.tensor(rows, dtype=dtype, device=device)
     if dist.is_initialized():
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
@@ -184,6 +190,9 @@ def _highest(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's collectives take tensors: on the CPU if a backend is there, else on this rank's GPU."""
+    """Return the device on which the group's collectives take tensors.
+
+    This is the CPU if a backend for it exists, else this rank's GPU.
+    """
     on_cpu = "cpu" in dist.get_backend_config(group)
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

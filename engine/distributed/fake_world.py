@@ -1,4 +1,4 @@
-"""A process group without processes, for one rank that is traced or planned."""
+"""A process group without other processes, for one rank that is traced or planned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch.distributed as dist
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Make this process ``rank`` of ``size`` ranks, of which the others do not exist. Collectives return at once."""
+    """Make this process rank ``rank`` of ``size`` ranks, although the others do not exist.
+
+    Collectives return at once.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

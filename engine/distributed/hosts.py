@@ -10,7 +10,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_id() -> str:
-    """An identifier of this running machine. Unlike host names it is unique; the host name is the fallback."""
+    """Return an identifier of this running machine.
+
+    It is unique, unlike host names. The host name is the fallback.
+    """
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -18,7 +21,11 @@ def machine_id() -> str:
 
 
 def told_apart(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """For each rank's (name, :func:`machine_id`), a name that no other machine has. Machines may share a host name."""
+    """Return, for each rank, a host name that no other machine has. Machines may share a host name.
+
+    Args:
+        hosts: for each rank, its host name and :func:`machine_id`.
+    """
     machines: dict[str, list[str]] = {}
     for name, machine in hosts:
         known = machines.setdefault(name, [])
@@ -29,7 +36,9 @@ def told_apart(hosts: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def split_tensor_group(hosts: Sequence[str], tp: int) -> str | None:
-    """Describe in one line the first tensor-parallel group that is on several hosts, or None.
+    """Describe in one line the first tensor-parallel group that is on several hosts.
+
+    Return None if there is no such group.
 
     Args:
         hosts: the host of each rank.

@@ -17,13 +17,22 @@ log = logging.getLogger("sdp")
 
 
 def join(timeout_seconds: float | None = None) -> torch.device:
-    """Join the processes that a launcher started (or be the only one) and choose this rank's device.
+    """Join the processes that a launcher started, and choose this rank's device.
 
-    Gloo on a CPU, NCCL on CUDA. ``timeout_seconds``: how long a collective may take (None: torch's default). Does nothing to a
-    process group that exists already. Raises LaunchError where the launcher's variables are incomplete.
+    Without a launcher, this process is the only rank. The backend is gloo on a CPU and NCCL on
+    CUDA. If a process group exists already, it stays as it is.
+
+    Args:
+        timeout_seconds: how long a collective may take. None means torch's default.
+
+    Returns:
+        The device of this rank.
+
+    Raises:
+        LaunchError: the launcher's variables are incomplete, or the port of rank 0 is in use.
     """
     cuda = torch.cuda.is_available()
-    if dist.is_initialized():  # by the user's own script, which has chosen its device too
+    if dist.is_initialized():  # the user's own script did this, and it also chose its device
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     found = detect()
     device = torch.device("cuda", found.local_rank if found else 0) if cuda else torch.device("cpu")
@@ -54,11 +63,30 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> torch.device:
-    """Join the processes that a launcher started, as ``deepspeed.init_distributed``; the device of this rank.
+    """Join the processes that a launcher started, like ``deepspeed.init_distributed``.
 
-    Rank, world size and master come from the launcher's variables (torchrun, DeepSpeed, MPI or SLURM). ``distributed_port``,
-    ``verbose``, ``config`` and ``auto_mpi_discovery`` have nothing left to decide. Raises :class:`ConfigError` for a backend that
-    is not this machine's and for ranks given by hand, LaunchError where variables are incomplete.
+    Rank, world size and master address come from the launcher's variables (torchrun, DeepSpeed, MPI
+    or SLURM).
+
+    Args:
+        dist_backend: the backend of this machine, or None: "nccl" on CUDA, else "gloo".
+        auto_mpi_discovery: has no effect.
+        distributed_port: has no effect.
+        verbose: has no effect.
+        timeout: how long a collective may take. None means torch's default.
+        init_method: must be None.
+        dist_init_required: has no effect.
+        config: has no effect.
+        rank: must be negative.
+        world_size: must be negative.
+
+    Returns:
+        The device of this rank.
+
+    Raises:
+        ConfigError: ``dist_backend`` is not the backend of this machine, or ranks are given by
+            hand.
+        LaunchError: the launcher's variables are incomplete.
     """
     expected = "nccl" if torch.cuda.is_available() else "gloo"
     if dist_backend not in (None, expected):

@@ -1,4 +1,7 @@
-"""The grid ``arange(world).view(sdp, fsdp, tp)``: who is where. Imports no torch: the launcher asks it before any process starts."""
+"""The grid ``arange(world).view(sdp, fsdp, tp)``: the coordinates of every rank.
+
+This module does not import torch, because the launcher uses it before any process starts.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,16 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The whole layout of a run: ``sdp`` groups, each of ``fsdp × tp`` ranks; tensor ranks are neighbours, groups outermost.
+    """The arrangement of all ranks of a run: ``sdp`` groups, each with ``fsdp × tp`` ranks.
 
-    ``sizes``: data ranks of every group where these differ, else empty; ``fsdp`` is then the largest, and there is no grid.
+    Tensor-parallel ranks are neighbours. SDP groups are the outermost dimension.
+
+    Attributes:
+        sdp: number of SDP groups.
+        fsdp: data ranks per group. If groups differ in size, the largest number.
+        tp: tensor-parallel ranks.
+        sizes: data ranks of every group if groups differ in size, else empty. If it is not empty,
+            the ranks do not form a grid.
     """
 
     sdp: int
@@ -36,7 +46,13 @@ class Mesh:
 
     @classmethod
     def for_world(cls, world_size: int, groups: int, tp: int = 1) -> Mesh:
-        """The mesh of ``groups`` SDP groups in a world; the fsdp degree is what is left. Raises :class:`ConfigError`."""
+        """Return the mesh of ``groups`` SDP groups in a world of ``world_size`` ranks.
+
+        The fsdp degree is the quotient of ``world_size`` and ``groups × tp``.
+
+        Raises:
+            ConfigError: ``world_size`` is not divisible by ``groups × tp``.
+        """
         if world_size % (groups * tp):
             raise ConfigError(
                 f"world size {world_size} is not divisible by sdp.groups {groups} × tensor_parallel.autotp_size {tp} = {groups * tp}; "
@@ -46,7 +62,7 @@ class Mesh:
 
     @classmethod
     def of_groups(cls, sizes: Sequence[int], tp: int = 1) -> Mesh:
-        """The mesh of groups with ``sizes`` data ranks each, in the order of their ranks."""
+        """Return the mesh of groups with ``sizes`` data ranks each, in the order of their ranks."""
         return cls(len(sizes), max(sizes), tp, tuple(sizes) if len(set(sizes)) > 1 else ())
 
     @property
@@ -59,11 +75,11 @@ class Mesh:
         return sum(self.sizes) if self.sizes else self.sdp * self.fsdp
 
     def size(self, group: int) -> int:
-        """Data ranks of an SDP group."""
+        """Return the number of data ranks of an SDP group."""
         return self.sizes[group] if self.sizes else self.fsdp
 
     def data_ranks_of(self, groups: Iterable[int]) -> int:
-        """Data ranks of some SDP groups together."""
+        """Return the number of data ranks of some SDP groups together."""
         return sum(map(self.size, groups))
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -78,17 +94,20 @@ class Mesh:
         return (first + fsdp) * self.tp + tp
 
     def ranks_of(self, group: int) -> list[int]:
-        """Global ranks of an SDP group."""
+        """Return the global ranks of an SDP group."""
         first = self.rank(group)
         return list(range(first, first + self.size(group) * self.tp))
 
     def neighbours(self, sdp: int, fsdp: int) -> tuple[int, ...]:
-        """Global ranks at one position in a group: the ranks that share matrices under tensor parallelism."""
+        """Return the global ranks at one position in a group.
+
+        These ranks share matrices under tensor parallelism.
+        """
         first = self.rank(sdp, fsdp)
         return tuple(range(first, first + self.tp))
 
     def all_neighbours(self) -> list[tuple[int, ...]]:
-        """The neighbours at every position, in the order of their ranks."""
+        """Return the neighbours at every position, in the order of their ranks."""
         return [tuple(range(first, first + self.tp)) for first in range(0, self.world_size, self.tp)]
 
     def __str__(self) -> str:
@@ -96,17 +115,27 @@ class Mesh:
         return f"sdp {self.sdp} × fsdp {fsdp} × tp {self.tp}"
 
     def shards(self, stage: int) -> int:
-        """The number of ranks among which ZeRO ``stage`` shards a group's state. Stage 0 does not shard it."""
+        """Return the number of ranks among which ZeRO ``stage`` shards a group's state.
+
+        Stage 0 does not shard it.
+        """
         return self.fsdp if stage > 0 else 1
 
     def data_rank(self, rank: int) -> int:
-        """Index of the data that ``rank`` reads, 0 … ``data_ranks`` − 1; tensor ranks read the same."""
+        """Return the index of the data that ``rank`` reads, 0 … ``data_ranks`` − 1.
+
+        All tensor-parallel ranks at one position read the same data.
+        """
         return rank // self.tp
 
 
 def mesh_of(config: Config, world_size: int) -> Mesh:
-    """The grid of ranks of a run in ``world_size`` processes; the reference's are virtual, and its matrices whole. Raises
-    :class:`ConfigError`.
+    """Return the mesh of a run in ``world_size`` processes.
+
+    In the reference backend the ranks are virtual, and matrices are whole.
+
+    Raises:
+        ConfigError: the world size does not fit the groups and the tensor parallelism.
     """
     sizes, alone = config.sdp.group_sizes, config.sdp.in_one_process
     if sizes is not None:
@@ -121,7 +150,10 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
 
 
 def _virtual_fsdp(config: Config) -> int:
-    """The reference has no world to divide: its ranks per group are what is left of the batch, where all of it is given."""
+    """Return the ranks per group in the reference backend, which has no world to divide.
+
+    The number follows from the batch sizes if all of them are given. Otherwise it is 1.
+    """
     train, micro, accumulation = (
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,

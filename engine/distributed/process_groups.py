@@ -1,4 +1,4 @@
-"""The process groups cut out of the grid of ranks."""
+"""The process groups that are made from the grid of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from .mesh import Holders, Mesh
 
 
 def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """The process group of this rank's tensor-parallel neighbours, or None if there are none. Every rank must call this."""
+    """Create the process group of this rank's tensor-parallel neighbours.
+
+    Every rank must call this. Returns None if the rank has no such neighbours.
+    """
     if mesh.tp == 1:
         return None
     if mesh.tp == mesh.world_size:
@@ -28,7 +31,11 @@ def tensor_group(mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 def _backend() -> str | None:
-    """The backend of every group. Without it, each group gets gloo connections next to NCCL's. None: that of the world."""
+    """Return the backend for new groups, or None for the backend of the world.
+
+    It is given to every group, because otherwise each group opens gloo connections in addition to
+    NCCL's.
+    """
     return "nccl" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else None
 
 
@@ -39,14 +46,16 @@ class Communicators:
     Attributes:
         mesh: the grid of ranks.
         rank: the global rank.
-        replicate_inside: whether nothing is sharded (ZeRO stage 0). Then the ranks of a group average among
-            themselves in the same all-reduce as the holders.
-        fsdp: the ranks that shard this group's state. This rank alone if FSDP2 wraps parameters that are
-            not sharded.
-        holders: for each holder set, the ranks that average its gradients. Absent if that is this rank alone.
-        refresh: for a source group and the groups that take part, the ranks at this rank's position in them.
-            The source sends frozen copies. Each source has its own communicator: a communicator runs its
-            operations one by one, and a network link carries both directions at once.
+        replicate_inside: whether nothing is sharded (ZeRO stage 0). Then the ranks of a group
+            average among themselves in the same all-reduce as the holders.
+        fsdp: the ranks that shard this group's state. It contains only this rank if FSDP2 wraps
+            parameters that are not sharded.
+        holders: for each holder set, the ranks that average its gradients. Absent if only this rank
+            does.
+        refresh: for a source group and the groups that take part, the ranks at this rank's position
+            in them. The source sends frozen copies. Each source has its own communicator: a
+            communicator runs its operations one by one, and a network link carries both directions
+            at once.
     """
 
     mesh: Mesh
@@ -66,11 +75,20 @@ class Communicators:
         alone: bool = False,
         refreshes: Iterable[tuple[int, Holders]] = (),
     ) -> Communicators:
-        """Create all groups of the world; every rank must call this with the same arguments.
+        """Create all process groups of the world.
 
-        Groups are created in world order (``use_local_synchronization`` hangs on cyclic overlaps), equal rank lists once but
-        for ``refreshes``.
-        ``alone``: FSDP2 wraps parameters that are not sharded, on a process group of this rank alone, which overlaps no other.
+        Every rank must call this with the same arguments. Groups are created in world order,
+        because ``use_local_synchronization`` hangs if groups overlap in a cycle. Each list of ranks
+        gets only one group, except in ``refreshes``.
+
+        Args:
+            mesh: the grid of ranks.
+            holder_sets: the holder sets of the placement.
+            replicate_inside: whether nothing is sharded (ZeRO stage 0).
+            alone: whether FSDP2 wraps parameters that are not sharded. It then gets a process group
+                of this rank alone, which overlaps no other.
+            refreshes: for each message of frozen copies, the source group and the groups that take
+                part.
         """
         self = cls(mesh, dist.get_rank(), replicate_inside)
         at = mesh.coordinates(self.rank)
@@ -107,6 +125,9 @@ class Communicators:
         return self
 
     def fsdp_mesh(self, device_type: str) -> DeviceMesh:
-        """The 1-D device mesh on which ``fully_shard`` shards this group's state; one rank alone where nothing is sharded."""
+        """Return the 1-D device mesh on which ``fully_shard`` shards this group's state.
+
+        It has only one rank if nothing is sharded.
+        """
         assert self.fsdp is not None
         return DeviceMesh.from_group(self.fsdp, device_type, mesh_dim_names=("fsdp",))

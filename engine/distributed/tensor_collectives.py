@@ -1,9 +1,13 @@
-"""What tensor-parallel ranks send each other: differentiable collectives on plain tensors, counted where they are sent.
+"""Differentiable collectives among tensor-parallel ranks, on plain tensors.
 
-Between the modules that are cut, hidden states are cut along the sequence (Korthikanti et al., arXiv 2205.05198): a gather before a
-module whose output features are cut, a reduce-scatter after one whose input features are cut, each the other's backward. Logits are
-never gathered for the loss (Shoeybi et al., arXiv 1909.08053, section 3). Letters of shapes: B sequences, S tokens, V vocabulary,
-T tensor-parallel ranks.
+Their traffic is counted where it is sent. Between the modules that tensor parallelism cuts, hidden
+states are cut along the sequence (Korthikanti et al., arXiv 2205.05198). A module whose output
+features are cut has a gather before it. A module whose input features are cut has a reduce-scatter
+after it. Each of the two collectives is the other's backward. Logits are never gathered for the
+loss (Shoeybi et al., arXiv 1909.08053, section 3).
+
+Letters in shapes: B sequences, S tokens, V vocabulary, D hidden features, T tensor-parallel ranks,
+N rows of logits.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ SEQUENCE = 1  # the dimension of tokens in (B, S, …)
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The ranks among which a model's matrices are cut, as one of them sees it: its ``index`` of ``size``.
+    """The ranks among which a model's matrices are cut, seen from the rank ``index`` of ``size``.
 
-    Without ``group``, and on the meta device, shapes are right and nothing is sent: so a skeleton is probed on one rank alone.
+    Without ``group``, and on the meta device, shapes are right and nothing is sent. So one rank can
+    probe a skeleton on its own.
     """
 
     group: dist.ProcessGroup | None
@@ -36,18 +41,18 @@ class TensorRanks:
     traffic: Traffic
 
     def __deepcopy__(self, memo: Any) -> TensorRanks:
-        """Of a copied skeleton, which sends nothing."""
+        """Return the ranks of a copied skeleton, which sends nothing."""
         return replace(self, group=None)
 
     def _sends(self, kind: Kind, whole: Tensor) -> bool:
-        """Whether the collective takes place, which is then counted."""
+        """Return whether the collective takes place. If it does, count it."""
         if self.group is None or whole.is_meta:
             return False
         self.traffic.record("tensor parallel", kind, whole.nbytes, self.size)
         return True
 
     def all_gather(self, part: Tensor, dim: int) -> Tensor:
-        """The parts of all ranks, joined along ``dim``."""
+        """Return the parts of all ranks, joined along ``dim``."""
         dim %= part.dim()
         parts = part.new_empty((self.size, *part.shape))
         if self._sends("all_gather", parts):
@@ -57,7 +62,7 @@ class TensorRanks:
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part along ``dim`` of the sum over all ranks."""
+        """Return this rank's part, along ``dim``, of the sum over all ranks."""
         parts = whole.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         part = parts.new_empty(parts.shape[1:])
         if self._sends("reduce_scatter", parts):
@@ -67,7 +72,7 @@ class TensorRanks:
         return part
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """In place, and returned."""
+        """Reduce ``values`` in place over all ranks, and return them."""
         if self._sends("all_reduce", values):
             dist.all_reduce(values, op, group=self.group)
         return values
@@ -81,7 +86,7 @@ class _GatherSequence(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # Every rank used the whole for features of its own: their gradients add up.
+        # Each rank used the whole sequence for its own features, so the gradients add up.
         return ctx.ranks.reduce_scatter(gradients[0], SEQUENCE), None
 
 
@@ -104,12 +109,16 @@ class _GatherVocabulary(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # Every rank computes the same loss from the whole logits, so each has all of its own part's gradient.
+        # Every rank computes the same loss from the whole logits. So each rank already has the
+        # complete gradient of its own part.
         return gradients[0].chunk(ctx.ranks.size, dim=-1)[ctx.ranks.index], None
 
 
 def autocast_precision(tensor: Tensor) -> torch.dtype | None:
-    """To which torch's autocast casts the tensor in a linear layer; None where it is off, and in float64, which it leaves alone."""
+    """Return the precision to which torch's autocast casts the tensor in a linear layer.
+
+    Return None if autocast is off, and for float64, which autocast does not cast.
+    """
     kind = tensor.device.type
     if tensor.is_meta or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
@@ -117,7 +126,11 @@ def autocast_precision(tensor: Tensor) -> torch.dtype | None:
 
 
 def gather_sequence(part: Tensor, ranks: TensorRanks) -> Tensor:
-    """(B, S/T, …) → (B, S, …); under autocast in its precision, to which the linear layers that follow would cast it."""
+    """Gather the sequence: (B, S/T, …) → (B, S, …).
+
+    Under autocast the result has autocast's precision. The linear layers that follow would cast to
+    it.
+    """
     precision = autocast_precision(part)
     if precision is not None:
         part = part.to(precision)
@@ -125,7 +138,11 @@ def gather_sequence(part: Tensor, ranks: TensorRanks) -> Tensor:
 
 
 def scatter_sequence(whole: Tensor, ranks: TensorRanks) -> Tensor:
-    """The sum over the ranks, cut along the sequence: (B, S, …) → (B, S/T, …). Raises :class:`ModelError` where T does not divide S."""
+    """Return the sum over the ranks, cut along the sequence: (B, S, …) → (B, S/T, …).
+
+    Raises:
+        ModelError: S is not divisible by T.
+    """
     if whole.shape[SEQUENCE] % ranks.size:
         raise ModelError(
             f"a sequence of {whole.shape[SEQUENCE]} tokens cannot be cut among tensor_parallel.autotp_size = {ranks.size} ranks; "
@@ -135,21 +152,40 @@ def scatter_sequence(whole: Tensor, ranks: TensorRanks) -> Tensor:
 
 
 def gather_vocabulary(logits: Tensor, ranks: TensorRanks | None) -> Tensor:
-    """Whole logits (…, V) from parts (…, V/T); as they are without ``ranks``. The loss made of them must be the same on all ranks."""
+    """Return whole logits (…, V) from parts (…, V/T).
+
+    Without ``ranks``, return them unchanged. All ranks must compute the same loss from the whole
+    logits.
+    """
     return logits if ranks is None else _GatherVocabulary.apply(logits, ranks)  # type: ignore[return-value]
 
 
 def vocabulary_embedding(ids: Tensor, rows: Tensor, ranks: TensorRanks) -> Tensor:
-    """Embeddings of ids (B, S) from this rank's ``rows`` (V/T, D) of the table, cut along the sequence: (B, S/T, D)."""
+    """Return embeddings, cut along the sequence: (B, S/T, D).
+
+    Args:
+        ids: global token ids (B, S).
+        rows: this rank's rows of the table (V/T, D).
+        ranks: the ranks among which the table is cut.
+    """
     own, here = own_ids(ids, len(rows), ranks)
     found = F.embedding(own, rows)
     return scatter_sequence(found.masked_fill(~here[..., None], 0), ranks)
 
 
 def own_ids(ids: Tensor, part: int, ranks: TensorRanks) -> tuple[Tensor, Tensor]:
-    """Of global ``ids``, those within this rank's ``part`` ids of the vocabulary, and 0 for others; and which are within it."""
+    """Map global ``ids`` to positions in this rank's part of the vocabulary.
+
+    Args:
+        ids: global token ids.
+        part: the number of ids in a rank's part of the vocabulary.
+        ranks: the ranks among which the vocabulary is cut.
+
+    Returns:
+        The positions, 0 for the ids of other ranks, and a mask that is true for this rank's ids.
+    """
     vocabulary = part * ranks.size
-    if not ids.is_meta:  # what no rank has would silently count as zero; on CUDA this waits for nothing
+    if not ids.is_meta:  # otherwise such an id would silently count as zero; no wait on CUDA
         torch._assert_async(
             ((ids >= 0) & (ids < vocabulary)).all(), f"a token id is outside the vocabulary of {vocabulary}"
         )
@@ -159,7 +195,10 @@ def own_ids(ids: Tensor, part: int, ranks: TensorRanks) -> tuple[Tensor, Tensor]
 
 
 def log_softmax(logits: Tensor, ranks: TensorRanks) -> Tensor:
-    """Float32 logarithms of the probabilities over the whole vocabulary, for this rank's part of the logits (N, V/T). No gradient."""
+    """Return the log-probabilities over the whole vocabulary, for this rank's part of the logits.
+
+    Shape (N, V/T), float32. They have no gradient.
+    """
     exact = logits.float()
     shifted = exact - ranks.all_reduce(exact.amax(-1), dist.ReduceOp.MAX)[:, None]
     return shifted.sub_(ranks.all_reduce(shifted.exp().sum(-1)).log_()[:, None])

@@ -1,8 +1,9 @@
-"""Tensor parallelism inside a group: a model's plan, the parameters that it cuts, and the modules that it makes work on their part.
+"""Tensor parallelism inside a group: cut a model by its plan.
 
-A model states ``tensor_parallel_plan()``: module patterns (``*`` stands for one path component) → what happens to them. Hidden states
-between those modules are cut along the sequence. Parts are plain tensors, so that whatever shards a group's state (FSDP2, ZeRO) cuts
-them further without knowing of it.
+A model states ``tensor_parallel_plan()``: module patterns (``*`` matches one path component) → a
+style, which says how the module is cut. Between these modules, hidden states are cut along the
+sequence. Parts are plain tensors. So the code that shards a group's state (FSDP2, ZeRO) can cut
+them further without knowing about tensor parallelism.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ TP = "tensor_parallel.autotp_size"
 
 
 def parameter_cuts(model: nn.Module, ranks: int) -> dict[str, int | None]:
-    """Canonical parameter name → the dimension along which the plan cuts it among ``ranks``, or None.
+    """Map each canonical parameter to the dimension along which the plan cuts it.
 
-    Raises :class:`ModelError` for a model without a plan, a plan that leaves a parameter out, or sizes that do not divide.
+    The dimension is None if the plan does not cut the parameter.
+
+    Raises:
+        ModelError: the model has no plan, the plan leaves a parameter out, or a size is not
+            divisible by ``ranks``.
     """
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     cuts: dict[str, int | None] = {}
@@ -45,7 +50,7 @@ def parameter_cuts(model: nn.Module, ranks: int) -> dict[str, int | None]:
 
 
 def _resolved(model: nn.Module) -> dict[str, Style]:
-    """Module path → style."""
+    """Return the style of each module path in the plan."""
     plan = get_tensor_parallel_plan(model)
     if plan is None:
         raise ModelError(f"{type(model).__name__} states no tensor_parallel_plan(), so it cannot be cut; set {TP} to 1")
@@ -78,7 +83,10 @@ def _require_plain(path: str, module: nn.Module, style: Style) -> None:
 
 
 def parallelise(model: nn.Module, cuts: Mapping[str, int | None], ranks: TensorRanks) -> None:
-    """Cut ``model`` in place for this rank, on the meta device or with values, and make its modules exchange what they must."""
+    """Cut ``model`` in place for this rank, and make its modules exchange their data.
+
+    The model may be on the meta device or have values.
+    """
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     places = [
         (module, key, canonical[id(p)])
@@ -89,7 +97,7 @@ def parallelise(model: nn.Module, cuts: Mapping[str, int | None], ranks: TensorR
     for module, key, name in places:
         dim = cuts[name]
         if dim is not None:
-            if name not in parts:  # the second name of a tied parameter gets the same part
+            if name not in parts:  # every name of a tied parameter gets the same part
                 parts[name] = _part(module.get_parameter(key), dim, ranks)
             setattr(module, key, parts[name])
     for path, style in _resolved(model).items():
