@@ -1,4 +1,4 @@
-"""From the full model to DeepSpeed's engine over this rank's part of it."""
+"""Cuts the full model to this rank's part and builds DeepSpeed's engine over the part."""
 
 from __future__ import annotations
 
@@ -40,7 +40,15 @@ log = logging.getLogger("sdp")
 
 @dataclass
 class _Handover:
-    """What DeepSpeed is given: settings, optimizer and schedule, and a line that says which optimizer."""
+    """The settings, optimizer and schedule for DeepSpeed.
+
+    Attributes:
+        settings: DeepSpeed's configuration.
+        optimizer: The optimizer, a function that makes one, or None.
+        scheduler: The schedule, a function that makes one, or None.
+        note: A line that says which optimizer is used.
+        building: The context in which DeepSpeed builds its engine.
+    """
 
     settings: dict[str, Any]
     optimizer: Any
@@ -70,7 +78,7 @@ def initialize_deepspeed(
         layout: Which rank has which part of the model.
         batch: Samples per micro-batch and step.
         device: This rank's device.
-        plan: How parameters get their first values. None: rank 0's values are taken.
+        plan: How parameters get their first values. None: rank 0's values are used.
         groups: The user's parameter groups, with canonical names as ``params``.
         optimizer: The user's optimizer, a function that makes one, or None.
         lr_scheduler: The user's schedule, a function that makes one, or None.
@@ -128,7 +136,11 @@ def _cut_and_fill(
     plan: Sequence[ModuleInit] | None,
     at: Coordinates,
 ) -> dict[str, PassThrough]:
-    """Cut ``model`` in place to what this group holds, and give it values. Returns the stand-ins of skipped units."""
+    """Cut ``model`` in place to the parts that this group holds, and give it values.
+
+    Returns:
+        The stand-ins of skipped blocks, by block.
+    """
     if plan is None:
         take_values_of_rank_0(model, device)
     stand_ins = cut(model, config, layout, at.sdp, getattr(torch, config.precision))
@@ -142,7 +154,7 @@ def _settings(config: Config, batch: BatchSize) -> dict[str, Any]:
     return config.deepspeed | {
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
-        "zero_allow_untested_optimizer": True,  # any optimizer steps on partitions, as with several groups
+        "zero_allow_untested_optimizer": True,  # any optimizer can step on partitions, as with several groups
     }
 
 
@@ -155,7 +167,10 @@ def _take_optimizer_over(
     parameters: Mapping[str, nn.Parameter],
     device: torch.device,
 ) -> None:
-    """Build the optimizer here, with one parameter group per bundle, so that units are partitioned alone."""
+    """Build the optimizer here, so that DeepSpeed partitions each unit separately.
+
+    It has one parameter group per bundle.
+    """
     several = layout.mesh.sdp > 1
     ours = [
         {**_options(groups[bundle.options]), "params": [parameters[name] for name in bundle.names]} for bundle in held
@@ -174,12 +189,15 @@ def _take_optimizer_over(
 
 
 def _keep_units_whole(settings: dict[str, Any], config: Config, bundles: Sequence[Bundle], layout: Layout) -> None:
-    """At stage 3, keep DeepSpeed from cutting a large unit into several groups, and let groups of ranks differ."""
+    """At stage 3, keep DeepSpeed from cutting a large unit into several sub-groups.
+
+    Also switch off DeepSpeed's comparison with rank 0, which may be in another SDP group.
+    """
     refuse_small_sub_groups(config, bundles, layout)
     if config.zero_optimization.stage < 3:
         return
     settings["zero_optimization"] = {"sub_group_size": 10**12, **settings.get("zero_optimization", {})}
-    # With one rank, DeepSpeed asks for a launcher's variables only to compare the rank with itself.
+    # In a world of one rank, the comparison is useless too, and it asks for a launcher's variables.
     if layout.mesh.sdp > 1 or dist.get_world_size() == 1:
         let_groups_differ()
 
@@ -187,7 +205,7 @@ def _keep_units_whole(settings: dict[str, Any], config: Config, bundles: Sequenc
 def _build(
     package: Any, model: nn.Module, handover: _Handover, model_parameters: Any, process_groups: GroupsOfRanks
 ) -> tuple[Any, Any]:
-    """DeepSpeed's engine and its schedule."""
+    """Build DeepSpeed's engine and its schedule."""
     try:
         with alone_if_unlaunched(), handover.building:  # DeepSpeed asks for a launcher's variables
             engine, _, _, scheduler = package.initialize(
@@ -207,7 +225,11 @@ def _build(
 
 
 def bundles_of(layout: Layout, groups: Sequence[Mapping[str, Any]]) -> list[Bundle]:
-    """What DeepSpeed partitions together, in one order on all ranks: the user's groups by unit; as they are with one SDP group."""
+    """Return the parameters that DeepSpeed partitions together, in one order on all ranks.
+
+    With several SDP groups, each of the user's parameter groups is split by unit. With one SDP
+    group, the user's parameter groups stay as they are.
+    """
     collected: dict[tuple[str, int], list[str]] = {}
     for options, group in enumerate(groups):
         for canonical in group["params"]:
@@ -237,7 +259,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _as_given(
     groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter], *, grouped: bool
 ) -> list[Any]:
-    """What the user's ``model_parameters`` were."""
+    """Return the parameters in the form in which the user gave ``model_parameters``."""
     lists = [[parameters[name] for name in group["params"] if parameters[name].requires_grad] for group in groups]
     return (
         [{**_options(group), "params": members} for group, members in zip(groups, lists, strict=True)]
@@ -249,8 +271,8 @@ def _as_given(
 def _rounding_alike(optimizer: Optimizer, note: str) -> str:
     """Take ``optimizer`` off torch's fused kernels, and say so.
 
-    On a CPU they round the last elements of a tensor in another way than the rest, and groups of unequal size cut a unit at unequal
-    places: holders would drift.
+    On a CPU, fused kernels round the last elements of a tensor differently from the rest. Groups of
+    unequal size cut a unit at different positions, so the holders would drift.
     """
     fused = [group for group in optimizer.param_groups if group.get("fused")]
     for group in fused:
@@ -270,7 +292,7 @@ def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequen
         return given
     if config.scheduler is None:
         return None
-    # A list of rates has one for each group of the user's.
+    # A list of rates has one rate for each of the user's parameter groups.
     params = {
         key: [value[index] for index in options] if isinstance(value, list) and len(value) > max(options) else value
         for key, value in config.scheduler.params.items()
@@ -279,11 +301,11 @@ def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequen
 
 
 def _hand_over(settings: dict[str, Any], config: Config) -> None:
-    """Take out of DeepSpeed's file what is done between groups."""
+    """Remove the settings from DeepSpeed's configuration that SDP applies between groups."""
     settings.pop("optimizer", None)
     settings.pop("scheduler", None)
     settings |= {"gradient_clipping": 0.0, "zero_force_ds_cpu_optimizer": False}
     zero = settings["zero_optimization"] = dict(settings.get("zero_optimization", {}))
     offloads = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
     if config.zero_optimization.stage in (1, 2) and not offloads:
-        zero["compute_grad_norm"] = False  # it would be the group's own
+        zero["compute_grad_norm"] = False  # DeepSpeed's norm would be that of the group alone
