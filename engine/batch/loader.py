@@ -17,10 +17,10 @@ class ResumableBatchSampler:
 
     The *sample order* of a run is the permutation of epoch 0, then that of epoch 1, and so on. One
     global micro-batch is the next ``data_ranks × micro_batch_size`` positions of that order. Data
-    rank ``r`` reads its rows ``[r × micro_batch_size, (r + 1) × micro_batch_size)``. So one process
-    with ``micro_batch_size = R × m`` reads exactly the rows of R ranks in rank order. A global
-    micro-batch may extend into the next epoch. So within an epoch, no sample is left out and no
-    sample is read twice.
+    rank ``r`` reads rows ``[r × micro_batch_size, (r + 1) × micro_batch_size)`` of the global
+    micro-batch. So one process with ``micro_batch_size = R × m`` reads exactly the rows of R ranks
+    in rank order. A global micro-batch may extend into the next epoch. So within an epoch, no
+    sample is left out and no sample is read twice.
 
     ``consumed`` counts the samples that all data ranks have read since the start of the run. With
     ``positions``, the sampler yields epoch × ``num_samples`` + index, for a data set that gives a

@@ -102,7 +102,7 @@ class GradientSync:
     Args:
         buckets: the global list, in launch order.
         parameters: this rank's parameters, by canonical name.
-        groups: the communicator for each holder set. A set without one has this rank alone.
+        groups: the communicator for each holder set that includes other ranks.
         traffic: counts the bytes sent.
         partial: names of parameters whose gradient is this tensor-parallel rank's share of a sum.
         tensor_ranks: the ranks over which partial gradients are summed.
@@ -273,7 +273,7 @@ def _coalesce(parameters: Sequence[nn.Parameter], ranks: int) -> torch.Tensor:
 def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether the tensors are contiguous in one storage, in order.
 
-    FSDP2's sharded gradients are if the shards are even.
+    This holds for FSDP2's sharded gradients if the shards are even.
     """
     storage, end = tensors[0].untyped_storage()._cdata, tensors[0].storage_offset()
     for tensor in tensors:
