@@ -28,8 +28,9 @@ from .errors import ConfigError
 from .optim.optimizers import make_optimizer
 from .optim.param_groups import freeze_others, groups_here, named_groups
 from .optim.schedules import scheduler_of
-from .placement.layout import Layout, draws_of
+from .placement.layout import Layout
 from .placement.policies import warnings_of
+from .placement.requirements import draws_of
 from .subnetwork.initialisation import seed_of
 from .sync.consistency import check_placement
 
