@@ -1,1 +1,1 @@
-"""Data: text to tokens, token shards and image sets. It does not know models or the training loop."""
+"""Data: text to tokens, token shards and image sets, without models or the training loop."""

@@ -1,4 +1,4 @@
-"""The default corpus: Python's own standard library, which is 10 MB or more of real text everywhere."""
+"""The default corpus: Python's own standard library, which has 10 MB or more of real text."""
 
 from __future__ import annotations
 

@@ -19,7 +19,10 @@ from typing import Any
 
 
 def collect(folder: Path, skipped: tuple[str, ...]) -> dict[str, str]:
-    """The docstrings of each module, its functions, its classes and their members. No text is repeated."""
+    """Collect the docstrings of each module, its functions, its classes and their members.
+
+    No text is repeated.
+    """
     extensions = {file.name.split(".")[0] for file in folder.glob("*") if file.suffix in (".so", ".pyd")}
     seen: set[str] = set()
     documents: dict[str, str] = {}

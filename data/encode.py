@@ -48,9 +48,9 @@ class EncodedBatch:
 
 
 def split_of(document: Document, held_out: float) -> str:
-    """The split that gets the document: "held_out" for the given fraction of documents, else "train".
+    """Choose the split of a document: "held_out" for the given fraction, else "train".
 
-    This depends on nothing but the document's key or text.
+    The choice depends only on the document's key or text.
     """
     digest = hashlib.sha256()
     for piece in _utf8(document.text if document.split_key is None else document.split_key):
@@ -135,7 +135,7 @@ def _encode_in_pool(
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Lists of documents of about equal length. A long document has a list of its own.
+    """Make lists of documents of about equal length. A long document has a list of its own.
 
     The consumer may empty a list to free the memory of its documents.
     """
@@ -149,8 +149,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, characters = [document], _BATCH_CHARACTERS
         else:
             batch.append(document)
-            characters += max(length, 1)  # a million empty documents are a batch too
-        del document  # it would stay in memory while the next one is read
+            characters += max(length, 1)  # a million empty documents also make a batch
+        del document  # else it would stay in memory while the next one is read
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -179,7 +179,7 @@ def _encode_batch(spec: str, directory: str, held_out: float, documents: list[Do
 
 
 def _encode_long(spec: str, directory: str, held_out: float, document: Document) -> Iterator[EncodedBatch]:
-    """The batches of one long document. The last of them counts it."""
+    """Encode one long document in batches. Only the last batch counts the document."""
     tokenizer = _tokenizer(spec, directory)
     split = split_of(document, held_out)
     for piece in cut_text(document.text, tokenizer):
@@ -190,7 +190,7 @@ def _encode_long(spec: str, directory: str, held_out: float, document: Document)
 
 
 def _utf8(text: str) -> Iterator[bytes]:
-    """The bytes of ``text``, in pieces: a long text is not copied as a whole."""
+    """Encode ``text`` as UTF-8 in pieces, so that a long text is not copied as a whole."""
     for start in range(0, len(text), _HASHED_CHARACTERS):
         yield text[start : start + _HASHED_CHARACTERS].encode()
 

@@ -21,7 +21,7 @@ _KINDS = {
 
 
 def special_kind(path: Path) -> str | None:
-    """What ``path`` is if it exists but is not a regular file, such as "a FIFO"; else None.
+    """Name the kind of ``path``, such as "a FIFO", or return None for a regular or missing file.
 
     A link counts as the file that it points to. A link to nothing is "a dangling link".
     """
@@ -33,13 +33,13 @@ def special_kind(path: Path) -> str | None:
 
 
 def require_regular(path: Path, remedy: str) -> None:
-    """Raise DataError if ``path`` exists but is not a regular file: opening a FIFO would hang."""
+    """Raise DataError if ``path`` exists but is not a regular file. Opening a FIFO would hang."""
     if (kind := special_kind(path)) is not None:
         raise DataError(f"{path}: is not a regular file but {kind}; {remedy}")
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 of a file's bytes, in hexadecimal. Raises DataError if it cannot be read."""
+    """Compute the sha256 of a file, in hexadecimal. Raises DataError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -22,13 +22,14 @@ from .tokenizers import (
     Tokenizer,
 )
 
-_UNLIMITED = int(1e30)  # how transformers writes that texts may have any length
+_UNLIMITED = int(1e30)  # transformers writes this number if texts may have any length
 _TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "eos_token": END_OF_TEXT,
     "model_max_length": _UNLIMITED,
     "clean_up_tokenization_spaces": False,
-    "split_special_tokens": True,  # as in training: an end-of-text that is spelled out in a text is text
+    # As in training, an end-of-text token that is spelled out in a text is plain text.
+    "split_special_tokens": True,
 }
 
 
@@ -58,7 +59,8 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> SpecialIds:
         )
     else:
         raise DataError(f"{type(tokenizer).__name__} has no counterpart in transformers")
-    # A SentencePiece model of a corpus without spaces spells one as the bytes of its symbol.
+    # If the corpus of a SentencePiece model has no spaces, the model spells a space as the bytes of
+    # its symbol.
     spaces_are_tokens = not isinstance(tokenizer, SentencePieceTokenizer) or " " in model["vocab"]
     _write(
         directory / "tokenizer.json", _tokenizer_json(model, tokenizer.end_of_text, spaces_are_tokens=spaces_are_tokens)
@@ -68,9 +70,10 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> SpecialIds:
 
 
 def _merges(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Every way to divide each piece into two pieces, with the best pieces first.
+    """List every way to divide each piece into two pieces, with the best pieces first.
 
-    SentencePiece merges the neighbours that make the best piece, wherever the border between them is.
+    SentencePiece merges the two neighbours that make the best piece. It does not matter where the
+    piece is divided.
     """
     for piece in sorted(scores, key=lambda text: (-scores[text], vocabulary[text])):
         for cut in range(1, len(piece)):

@@ -1,11 +1,11 @@
 """Named image sets as memory-mapped arrays: scikit-learn's digits, CIFAR-10 and CIFAR-100.
 
-A prepared directory has two files per split: ``SPLIT-images.npy``, uint8 of shape (samples, channels,
-side, side), and ``SPLIT-labels.npy``, int64. Its index ``images.json`` is written last, so a
-directory with an index is complete.
+A prepared directory has two files per split: ``SPLIT-images.npy``, uint8 of shape (samples,
+channels, side, side), and ``SPLIT-labels.npy``, int64. Its index ``images.json`` is written last,
+so a directory with an index is complete.
 
-CIFAR is read from its binary archives. The archives of its Python version are pickles, which can run
-code, so they are refused.
+CIFAR is read from its binary archives. The archives of its Python version are pickles, which can
+run code, so they are refused.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ _AGAIN = "remove the directory to have it made again"
 _CIFAR_URL = "https://www.cs.toronto.edu/~kriz/cifar.html"
 _PICKLES = {"batches.meta", "meta", "train", "test", "test_batch", *(f"data_batch_{i}" for i in range(1, 6))}
 
-Arrays = tuple[np.ndarray, np.ndarray]  # uint8 images (samples, channels, side, side) and their labels
+# Images, uint8 of shape (samples, channels, side, side), and their labels.
+Arrays = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class ImageIndex:
     """The index of a prepared set.
 
-    ``mean`` and ``std`` are those of each channel over the training split, for values between 0 and
-    1. ``sha256`` is the hash of all arrays. ``mirrors``: whether a mirrored image is of the same
-    class.
+    ``mean`` and ``std`` have a value for each channel, computed over the training split for pixel
+    values between 0 and 1. ``sha256`` is the hash of all arrays. ``mirrors`` says whether a
+    mirrored image has the same class.
     """
 
     name: str
@@ -101,7 +102,7 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
 
 
 def facts_of_set(name: str) -> dict[str, int]:
-    """The number of classes and the pixels per side, which a model must fit."""
+    """Return the number of classes and the pixels per side, which a model must fit."""
     return (
         {"num_classes": _CIFAR[name].classes, "image_size": 32}
         if name in _CIFAR
@@ -112,7 +113,8 @@ def facts_of_set(name: str) -> dict[str, int]:
 def check_source(name: str, path: Path | None) -> None:
     """Check that a set can be prepared.
 
-    Raises ConfigError if scikit-learn is missing, DataError if ``path`` has no binary files of CIFAR.
+    Raises ConfigError if scikit-learn is missing, and DataError if ``path`` has no binary files of
+    CIFAR.
     """
     if name == "digits":
         if find_spec("sklearn") is None:
@@ -126,7 +128,7 @@ def check_source(name: str, path: Path | None) -> None:
 
 
 def load_image_index(directory: Path) -> ImageIndex:
-    """The index of a prepared directory. Raises DataError if it is missing or not sound."""
+    """Read the index of a prepared directory. Raises DataError if it is missing or damaged."""
     path = directory / INDEX_FILE
     require_regular(path, _AGAIN)
     try:
@@ -143,7 +145,7 @@ def load_image_index(directory: Path) -> ImageIndex:
 
 
 def load_arrays(directory: Path, split: str, index: ImageIndex) -> Arrays:
-    """Both arrays of a split, memory-mapped. Raises DataError if they do not match the index."""
+    """Memory-map both arrays of a split. Raises DataError if they do not match the index."""
     arrays = []
     for part in ("images", "labels"):
         path = directory / f"{split}-{part}.npy"
@@ -160,14 +162,17 @@ def load_arrays(directory: Path, split: str, index: ImageIndex) -> Arrays:
 
 
 def _mean_and_std(counts: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of the values 0 … 255, divided by 255, that occur ``counts`` times."""
+    """Compute mean and standard deviation of values 0 … 255 that occur ``counts`` times.
+
+    Both are divided by 255.
+    """
     values = np.arange(256) / 255
     mean = float((counts * values).sum() / counts.sum())
     return mean, float(np.sqrt((counts * (values - mean) ** 2).sum() / counts.sum()))
 
 
 def _digits() -> dict[str, Arrays]:
-    """1,797 scans of handwritten digits with 8 × 8 pixels of 17 greys.
+    """Load 1,797 scans of handwritten digits with 8 × 8 pixels in 17 shades of grey.
 
     The last fifth, in the set's own order, is held out.
     """
@@ -211,9 +216,9 @@ def _cifar(path: Path, layout: _Cifar) -> dict[str, Arrays]:
 
 
 def _read_files(path: Path, layout: _Cifar, *, first_alone: bool = False) -> dict[str, bytes]:
-    """The binary files by name.
+    """Read the binary files by name.
 
-    ``first_alone``: stop after the first one. To check an archive, no more must be decompressed.
+    ``first_alone`` stops after the first file. The check of an archive need not decompress more.
     """
     wanted, content, pickles = {*layout.train, *layout.held_out}, {}, False
     try:
@@ -237,7 +242,7 @@ def _read_files(path: Path, layout: _Cifar, *, first_alone: bool = False) -> dic
 
 
 def _files(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Names of the files in an archive or a directory, with functions that read them."""
+    """List the files in an archive or a directory: their names, and functions that read them."""
     if path.is_dir():
         yield from ((file.name, file.read_bytes) for file in sorted(path.rglob("*")) if file.is_file())
         return

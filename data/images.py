@@ -1,6 +1,6 @@
 """Image sets as map-style data sets, and their batches, which are cropped and mirrored at random.
 
-The random crop of an image depends on nothing but seed, epoch and index. A run is therefore the same
+The random crop of an image depends only on seed, epoch and index. A run is therefore the same
 under every layout, with any number of loader processes, and after a resume. In shapes, B is the
 number of samples and S the pixels per side.
 """
@@ -24,7 +24,7 @@ from .image_sets import load_arrays, load_image_index
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 HELD_OUT = 0.1  # the fraction of a folder that has no splits
-_TEST_CROP = 0.875  # part of the shorter side: He et al., arXiv 1512.03385, test on 224 of 256
+_TEST_CROP = 0.875  # fraction of the shorter side; He et al., arXiv 1512.03385, test on 224 of 256
 _SCALES, _RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # Szegedy et al., arXiv 1409.4842, section 6
 
 Sample = tuple[torch.Tensor, int, int]  # uint8 image (C, S, S), label, position
@@ -32,10 +32,10 @@ Sample = tuple[torch.Tensor, int, int]  # uint8 image (C, S, S), label, position
 
 @dataclass(frozen=True)
 class Images:
-    """What the splits of a set have in common.
+    """The properties that all splits of a set share.
 
-    ``identity`` is a hash of the arrays, or of the names of a folder's files. ``crop`` is the number
-    of pixels by which a crop may shift. ``mirrors``: whether images may be mirrored.
+    ``identity`` is a hash of the arrays, or of the names of a folder's files. ``crop`` is the
+    number of pixels by which a crop may shift. ``mirrors`` says whether images may be mirrored.
     """
 
     name: str
@@ -50,7 +50,10 @@ class Images:
 
 
 class ImageArrays(Dataset[Sample]):
-    """A split of a prepared set, memory-mapped. Positions beyond the length start again at sample 0."""
+    """A split of a prepared set, memory-mapped.
+
+    Positions beyond the length start again at sample 0.
+    """
 
     reads_positions = True
 
@@ -134,7 +137,7 @@ class ImageFolder(Dataset[Sample]):
 
 
 def _files_of(root: Path, split: str) -> tuple[list[str], list[tuple[str, int]]]:
-    """The classes in order, and the path below ``root`` and the label of every image."""
+    """Return the classes in order, and the path below ``root`` and the label of every image."""
     if not root.is_dir():
         raise DataError(f"{root}: no such directory")
     folders = {"train": ["train"], "held_out": ["val", "test", "held_out"]}
@@ -179,7 +182,7 @@ def _middle(width: int, height: int) -> tuple[float, float, float, float]:
 
 
 def _some_part(width: int, height: int, random: np.random.Generator) -> tuple[float, float, float, float]:
-    """A box with a random part of the image's area and a random shape.
+    """Choose a box with a random part of the image's area and a random shape.
 
     If ten draws do not fit into the image, the box is its middle.
     """
@@ -226,7 +229,10 @@ class Batches:
         return {"images": images, "labels": torch.tensor([label for _, label, _ in samples])}
 
     def _crop_and_mirror(self, images: torch.Tensor, positions: list[int]) -> torch.Tensor:
-        """Shift the images by up to ``crop`` pixels, with zeros at the edges, and mirror half of them."""
+        """Shift the images by up to ``crop`` pixels, and mirror half of them.
+
+        The edges are filled with zeros.
+        """
         from kornia.geometry.transform import crop_by_indices, hflip
 
         assert self.seed is not None

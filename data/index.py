@@ -1,4 +1,4 @@
-"""The index of a prepared directory, ``index.json``: what its token shards hold, and their origin."""
+"""The index of a prepared directory, ``index.json``: its token shards and their origin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class _Strict(BaseModel):
 
 
 class Shard(_Strict):
-    """One ``.bin`` file of raw little-endian token ids. ``documents`` counts those that end in it."""
+    """One ``.bin`` file of raw little-endian token ids.
+
+    ``documents`` counts the documents that end in this file.
+    """
 
     file: str = Field(pattern=r"^[A-Za-z0-9_.-]+\.bin$")  # never a path out of the directory
     tokens: int = Field(ge=1)
@@ -64,7 +67,10 @@ class Corpus(_Strict):
 
 
 class Index(_Strict):
-    """All of ``index.json``. ``settings`` has the arguments of ``prepare`` that decide the tokens."""
+    """The content of ``index.json``.
+
+    ``settings`` has the arguments of ``prepare`` on which the tokens depend.
+    """
 
     format: Literal["sdp-token-shards"] = FORMAT
     version: Literal[1] = VERSION
@@ -118,7 +124,7 @@ class Index(_Strict):
 
     @property
     def bytes(self) -> int:
-        """Size of all shards of all splits."""
+        """The size of all shards of all splits, in bytes."""
         return sum(shard.tokens for shard in self._shards()) * self._width
 
     @property
@@ -130,7 +136,7 @@ class Index(_Strict):
 
 
 def load_index(directory: str | Path) -> Index:
-    """The index of a prepared directory. Raises DataError if it is missing or not sound."""
+    """Read the index of a prepared directory. Raises DataError if it is missing or damaged."""
     path = Path(directory) / INDEX_FILE
     require_regular(path, _again(path.parent))
     try:

@@ -1,4 +1,4 @@
-"""The output directory of ``sdp prepare``: may it be written, what is in it, and who writes there."""
+"""The output directory of ``sdp prepare``: checks it, locks it and cleans it up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _OTHER_FILES = {MODEL_FILE, f"{MODEL_FILE}.tmp", HF_DIRECTORY, f"{INDEX_FILE}.tm
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Turn an OSError of the body, such as a full disk, into a DataError that names ``directory``."""
+    """Turn an OSError of the body into a DataError that names ``directory``.
+
+    An example of such an error is a full disk.
+    """
     try:
         yield
     except OSError as error:
@@ -47,7 +50,7 @@ def only_writer(directory: Path) -> Iterator[None]:
             raise DataError(
                 f"{directory}: another sdp prepare is writing here: wait for it, or choose another output"
             ) from None
-        except OSError as error:  # some network file systems
+        except OSError as error:  # some network file systems do not support locks
             print(
                 f"{directory} cannot be locked ({error.strerror}): let no other sdp prepare write here",
                 file=sys.stderr,
@@ -62,14 +65,14 @@ def only_writer(directory: Path) -> Iterator[None]:
 def nothing_left_on_error(directory: Path, new_directories: list[Path]) -> Iterator[None]:
     """Remove what the body wrote to ``directory`` if it fails or is interrupted.
 
-    ``new_directories`` (innermost first) did not exist before this run. They are removed if they are
-    empty then.
+    ``new_directories`` (innermost first) did not exist before this run. They are removed if they
+    are empty then.
     """
     before = {path.name for path in directory.iterdir()}
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error matters more than one while cleaning up
+        with contextlib.suppress(OSError):  # the first error matters more than errors here
             for path in directory.iterdir():
                 if path.name not in before and (_SHARD.fullmatch(path.name) or path.name in _OTHER_FILES):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -79,7 +82,7 @@ def nothing_left_on_error(directory: Path, new_directories: list[Path]) -> Itera
 
 
 def missing_directories(directory: Path) -> list[Path]:
-    """The directories that must be made for ``directory`` to exist, innermost first."""
+    """List the directories that must be made for ``directory`` to exist, innermost first."""
     directory = directory.absolute()
     return [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
 
@@ -94,9 +97,9 @@ def check_writable(directory: Path) -> None:
 
 
 def find_index(directory: Path, settings: Mapping[str, Any], *, overwrite: bool) -> Index | None:
-    """The index in ``directory`` if its data was made with these settings.
+    """Read the index in ``directory`` if its data was made with these settings.
 
-    Returns None if there is no index, or if ``overwrite`` allows other or damaged data to go.
+    Returns None if there is no index, or if ``overwrite`` lets other or damaged data be replaced.
 
     Raises:
         DataError: There is other or damaged data, and ``overwrite`` is not given.
@@ -118,7 +121,7 @@ def find_index(directory: Path, settings: Mapping[str, Any], *, overwrite: bool)
 
 
 def other_data(directory: Path, changed: list[str]) -> DataError:
-    """The error for an output whose data differs in what ``changed`` names."""
+    """Make the error for an output whose data differs in the settings that ``changed`` names."""
     return DataError(
         f"{directory} already holds other data ({', '.join(changed)} differ): choose another output, or add --overwrite"
     )

@@ -75,15 +75,16 @@ def prepare(
 ) -> dict[str, Any]:
     """Encode a corpus into token shards in ``output``.
 
-    An output that already has the same corpus with the same settings stays as it is. After an error,
-    nothing that this call wrote is left. At most three times the longest document is in memory, plus
-    a constant, unless a Hugging Face tokenizer gives no place to cut a document.
+    An output that already has the same corpus with the same settings stays as it is. After an
+    error, nothing that this call wrote is left. At most three times the longest document is in
+    memory, plus a constant, unless a Hugging Face tokenizer does not allow a cut in a document.
 
     Args:
         inputs: Glob patterns of .txt, .jsonl(.gz/.zst) and .parquet files. None means Python's
             standard library.
         output: The directory for shards, tokenizer and index.
-        tokenizer: ``sentencepiece`` (trained here, on training documents), ``bytes`` or ``hf:NAME``.
+        tokenizer: ``sentencepiece`` (trained here, on training documents), ``bytes`` or
+        ``hf:NAME``.
         vocab_size: Tokens of a trained tokenizer. The other tokenizers have their own.
         text_column: The key or column of the text in .jsonl and .parquet files.
         held_out: The fraction of documents in the split ``held_out``, chosen by a hash.
@@ -194,7 +195,10 @@ def _open_corpus(inputs: Sequence[str] | None, text_column: str, max_document_by
 
 
 def sample_texts(corpus: _Corpus, sources: list[Source], settings: Settings) -> Iterator[str]:
-    """Training documents that the tokenizer learns from: about TOKENIZER_SAMPLE_BYTES, from all files."""
+    """Choose the training documents that the tokenizer learns from.
+
+    They come from all files and have about TOKENIZER_SAMPLE_BYTES in total.
+    """
     order = list(range(len(sources)))
     random.Random(settings.seed).shuffle(order)
     limit = quota([source.bytes for source in sources], TOKENIZER_SAMPLE_BYTES)
@@ -206,7 +210,7 @@ def sample_texts(corpus: _Corpus, sources: list[Source], settings: Settings) -> 
                 yield document.text[:TOKENIZER_SAMPLE_BYTES]
             # A compressed source has fewer bytes than its text.
             taken += max(document.source_bytes, len(document.text))
-            del document  # before the next one is read
+            del document  # free its memory before the next one is read
             if taken >= min(limit, left):
                 break
         left -= taken
@@ -215,7 +219,10 @@ def sample_texts(corpus: _Corpus, sources: list[Source], settings: Settings) -> 
 
 
 def quota(sizes: list[int], budget: int) -> float:
-    """The q for which the sum of min(size, q) equals the budget; infinite if the sizes are too small."""
+    """Find the q for which the sum of min(size, q) equals the budget.
+
+    It is infinite if the sizes are too small.
+    """
     for taken, size in enumerate(sorted(sizes)):
         if size * (len(sizes) - taken) >= budget:
             return budget / (len(sizes) - taken)
@@ -225,7 +232,10 @@ def quota(sizes: list[int], budget: int) -> float:
 
 @dataclass(frozen=True)
 class _Written:
-    """What was written. ``without_text`` counts documents that were left out because they are empty."""
+    """The splits that were written, and counts of documents and bytes.
+
+    ``without_text`` counts documents that were left out because they are empty.
+    """
 
     splits: dict[str, Split]
     documents: int

@@ -37,8 +37,8 @@ class Document:
     Attributes:
         text: The text.
         source_bytes: Bytes of the source that were read for it, for the progress bar.
-        split_key: What decides whether the document is held out. None means the text itself, so
-            that equal texts are in the same split.
+        split_key: The text that decides whether the document is held out. None means the
+            document's own text, so that equal texts are in the same split.
     """
 
     text: str
@@ -69,14 +69,14 @@ class FileCorpus:
             return list(pool.map(_describe, self.paths))
 
     def documents(self, piece: int | None = None) -> Iterator[Document]:
-        """All documents in order, or those of the file with index ``piece``."""
+        """Read all documents in order, or those of the file with index ``piece``."""
         paths = self.paths if piece is None else (self.paths[piece],)
         for path in paths:
             yield from read_documents(path, self.text_column, self.max_document_bytes)
 
 
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """The files that match the glob patterns (``**`` descends), sorted, each once.
+    """List the files that match the glob patterns (``**`` descends), sorted, each once.
 
     Raises DataError if a pattern matches nothing, or something that is neither a file of a
     supported kind nor a directory.
@@ -105,7 +105,7 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
 def read_documents(
     path: Path, text_column: str = "text", max_document_bytes: int = MAX_DOCUMENT_BYTES
 ) -> Iterator[Document]:
-    """The documents of one file. The suffix of its name decides how it is read.
+    """Read the documents of one file. The suffix of its name decides how it is read.
 
     ``max_document_bytes`` limits a document: a .txt file, a line of .jsonl, or a text of .parquet.
     Raises DataError with the file and the line (or row).
@@ -148,7 +148,7 @@ def _read_text(path: Path, limit: int) -> Iterator[Document]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
-    del data  # it would stay in memory as long as the document does
+    del data  # else it would stay in memory as long as the document does
     yield Document(text, size)
 
 
@@ -165,8 +165,8 @@ def _read_json_lines(path: Path, column: str, limit: int) -> Iterator[Document]:
                     raise _too_long(where, limit)
                 if not line.strip():
                     continue
-                # Behind a decompressor the position jumps. Those of .zst are rounded up, since
-                # the sample that a tokenizer is trained on depends on them.
+                # Behind a decompressor the position jumps. Positions in .zst files are rounded up,
+                # since the sample that a tokenizer is trained on depends on them.
                 reached = min(-(-raw.tell() // step) * step, size)
                 consumed, position = reached - position, reached
                 yield Document(_text_of_line(line, column, where), consumed)
@@ -177,9 +177,13 @@ def _read_json_lines(path: Path, column: str, limit: int) -> Iterator[Document]:
 
 
 def _decompressed(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
-    """The file's content in small pieces. None of them goes on after the end of a line, except in .zst."""
+    """Read the file's content in small pieces.
+
+    A piece ends at the end of a line at the latest, except in .zst files.
+    """
     suffix = _suffix(path)
-    if suffix != ".jsonl" and not raw.peek(1):  # compressed nothing has a header
+    # An empty text has a header when it is compressed.
+    if suffix != ".jsonl" and not raw.peek(1):
         raise EOFError("the file is empty")
     if suffix == ".jsonl.zst":
         yield from decompress_frames(raw)
@@ -190,7 +194,7 @@ def _decompressed(path: Path, raw: io.BufferedReader) -> Iterator[bytes]:
 
 
 def _lines(pieces: Iterator[bytes], limit: int) -> Iterator[bytearray]:
-    """The lines of a file. The start of one that is longer than ``limit`` is handed out at once.
+    """Read the lines of a file. The start of a line longer than ``limit`` is yielded at once.
 
     A line is a bytearray so that the consumer can free its memory with ``clear()``.
     """
@@ -211,9 +215,10 @@ def _lines(pieces: Iterator[bytes], limit: int) -> Iterator[bytearray]:
 def _text_of_line(line: bytearray, column: str, where: str) -> str:
     try:
         decoded = line.decode(json.detect_encoding(line), "surrogatepass")  # as json.loads does
-        line.clear()  # the text is in memory twice from here on, not three times
+        line.clear()  # from here on the text is in memory twice instead of three times
         row = json.loads(decoded)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or brackets as deep
+    # A number with thousands of digits and thousands of nested brackets also fail here.
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON ({error})") from error
     del decoded
     if not isinstance(row, dict):
@@ -263,13 +268,13 @@ def _read_parquet(path: Path, column: str, limit: int) -> Iterator[Document]:
                     raise _too_long(f"{path}, row {row}", limit)
                 yield Document(value or "", _share(bytes_per_row, row))
                 del scalar, value
-            del batch  # before the next one is read
+            del batch  # free its memory before the next one is read
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); fetch the file again") from error
 
 
 def _rows_per_batch(metadata: Any, column: str) -> int:
-    """So few rows that a batch stays small even if the longest text fills a row group."""
+    """Choose so few rows that a batch stays small even if one text fills a row group."""
     largest = 1
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)

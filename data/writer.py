@@ -54,10 +54,10 @@ class ShardWriter:
     def abort(self) -> None:
         """Close and remove the unfinished shard."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk refuses the rest of the buffer again
+            with contextlib.suppress(OSError):  # on a full disk the rest of the buffer fails again
                 self._file.close()
             self._file = None
-        # Also without a file: an interrupt may come between making it and storing it here.
+        # Do this even if no file is stored: an interrupt may come after the file was made.
         self._path(".tmp").unlink(missing_ok=True)
 
     def _write(self, tokens: np.ndarray) -> None:

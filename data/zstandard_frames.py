@@ -13,10 +13,11 @@ _RLE = 1  # the type of a block that is one byte, repeated
 
 
 def decompress_frames(raw: IO[bytes]) -> Iterator[bytes]:
-    """The content of all frames of ``raw``, in pieces of at most 128 KiB.
+    """Decompress all frames of ``raw``, in pieces of at most 128 KiB.
 
-    The decompressor gets one block of a frame at a time. A block has at most 128 KiB of content, and
-    a larger input could expand to gigabytes at once: a repeated byte compresses by more than 30,000.
+    The decompressor gets one block of a frame at a time. A block has at most 128 KiB of content,
+    and a larger input could expand to gigabytes at once, because a repeated byte compresses by a
+    factor of more than 30,000.
 
     Raises EOFError if the last frame is cut off, which zstandard's own readers accept silently.
     """
@@ -42,7 +43,10 @@ def decompress_frames(raw: IO[bytes]) -> Iterator[bytes]:
 
 
 def _read_header(raw: IO[bytes], magic: bytes) -> tuple[bytes, bool]:
-    """The header of a frame with its magic number, and whether a checksum follows the last block."""
+    """Read the header of a frame, and whether a checksum follows the last block.
+
+    The header includes the magic number.
+    """
     descriptor = _read(raw, 1) if len(magic) == 4 else b""
     if not descriptor:
         raise EOFError("the last Zstandard frame does not end")

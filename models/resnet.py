@@ -122,7 +122,7 @@ class ResNet(nn.Module):
         return logits if labels is None else measure_logits(logits, labels, measure)
 
     def unit_patterns(self) -> list[str]:
-        """Return patterns of the modules that are units: blocks that keep the shape of their input."""
+        """Return patterns of the units: the blocks that keep the shape of their input."""
         return ["layer1.*", "layer2.1", "layer3.1", "layer4.1"]
 
     def unit_flops(self) -> dict[str, int]:

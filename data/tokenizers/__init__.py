@@ -1,4 +1,4 @@
-"""Tokenizers: the three kinds, how SentencePiece is trained, and how a tokenizer is named and loaded."""
+"""Tokenizers: the three kinds, their names, and how they are trained and loaded."""
 
 from .kinds import END_OF_TEXT as END_OF_TEXT
 from .kinds import SPACE_SYMBOL as SPACE_SYMBOL

@@ -14,14 +14,14 @@ import sentencepiece
 from ...engine.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-SPACE_SYMBOL = "\u2581"  # how SentencePiece spells a space; it would decode a real one as a space
+SPACE_SYMBOL = "\u2581"  # SentencePiece writes it for a space, and decodes a real one as a space
 MODEL_FILE = "tokenizer.model"
 HF_DIRECTORY = "tokenizer"
 _HUB_SECONDS = 10.0
 
 
 class Tokenizer(Protocol):
-    """What preparing data needs of a tokenizer.
+    """The methods of a tokenizer that the preparation of data uses.
 
     ``decode(encode(text)) == text``, and no text contains the token ``end_of_text``.
     """
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
         ...
 
     def spec(self) -> dict[str, Any]:
-        """What the index records: enough for ``tokenizer_from_spec`` to load the tokenizer."""
+        """Describe the tokenizer for the index, so that ``tokenizer_from_spec`` can load it."""
         ...
 
     def save(self, directory: Path) -> None:
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 class Piece:
     """A token of a SentencePiece model.
 
-    Two neighbours may be merged into it if it is ``mergeable``. The best ``score`` is merged first.
+    Two neighbours may be merged into a ``mergeable`` piece. The best ``score`` is merged first.
     """
 
     text: str
@@ -78,7 +78,10 @@ class BytesTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model with byte fallback. It reproduces all text, including tabs and newlines."""
+    """A SentencePiece model with byte fallback.
+
+    It reproduces all text, including tabs and newlines.
+    """
 
     def __init__(self, model: bytes) -> None:
         self._model = model
@@ -162,7 +165,8 @@ def _load_automatically(location: str) -> Any:
     try:
         with _show_errors_only():
             return _load_from_disk_or_hub(AutoTokenizer, location)
-    except Exception as error:  # versions of the package and of its network library raise different classes
+    # Versions of the package and of its network library raise different classes.
+    except Exception as error:
         raise DataError(f"tokenizer 'hf:{location}' cannot be loaded: {_first_line(error)}") from error
 
 
@@ -189,7 +193,7 @@ def _load_from_disk_or_hub(auto_tokenizer: Any, location: str) -> Any:
 
 @contextlib.contextmanager
 def _show_errors_only() -> Iterator[None]:
-    """Silence the warnings of ``transformers`` and of its hub. The exception says what matters."""
+    """Silence the warnings of ``transformers`` and its hub. The exception has the relevant text."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""Which tokenizer a request names, and how the tokenizer of prepared data is loaded."""
+"""Loads the tokenizer that a request names, or the tokenizer of prepared data."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def check_request(request: str, vocab_size: int | None) -> None:
 
 
 def request_of(spec: dict[str, Any]) -> str:
-    """The request that led to a tokenizer with this ``spec()``."""
+    """Return the request that led to a tokenizer with this ``spec()``."""
     return f"{_HF_PREFIX}{spec.get('name')}" if spec.get("kind") == "hf" else str(spec.get("kind"))
 
 
 def ready_made(request: str) -> BytesTokenizer | HuggingFaceTokenizer | None:
-    """The tokenizer that ``request`` names, or None if it must be trained first.
+    """Load the tokenizer that ``request`` names, or return None if it must be trained first.
 
     Raises DataError if it cannot be loaded.
     """
@@ -66,7 +66,7 @@ def make_tokenizer(request: str, vocab_size: int | None, texts: Iterable[str]) -
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a prepared directory.
+    """Load the tokenizer of a prepared directory.
 
     Raises DataError if it is missing, or is not the tokenizer of the directory's shards.
     """
@@ -81,7 +81,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
-    """The tokenizer that ``spec()`` described, with its files in ``directory``.
+    """Load the tokenizer that ``spec()`` described, with its files in ``directory``.
 
     Raises DataError if the files do not match the description.
     """

@@ -1,4 +1,4 @@
-"""Cuts a long text into pieces whose tokens, one after the other, are those of the whole text.
+"""Cuts a long text into pieces. The tokens of all pieces are the tokens of the whole text.
 
 A tokenizer needs many times the memory of its input, so a document of hundreds of megabytes cannot
 be encoded at once.
@@ -20,12 +20,12 @@ _BOUNDARIES = (re.compile(r"\n(?=\S)"), re.compile(r"(?<=\S)(?= )"))
 
 
 def cut_text(text: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """Pieces of ``text``, in order.
+    """Cut ``text`` into pieces, and yield them in order.
 
-    A cut is made where the tokenizer gives the same tokens for the text around it as for both sides
-    on their own. If a piece has no such place, as in a megabyte of one letter, it is cut where both
-    sides still decode to the same text. If there is none of these either, the piece gets longer:
-    some tokenizers add a space to the start of every text.
+    A cut is made where the text around it has the same tokens as both sides on their own. A piece
+    may have no such position, for example a megabyte of one letter. It is then cut where both sides
+    still decode to the same text. If there is no such position either, the piece gets longer. This
+    happens with tokenizers that add a space to the start of every text.
     """
     start, end = 0, _PIECE_CHARACTERS
     while end < len(text):
@@ -38,7 +38,7 @@ def cut_text(text: str, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _find_cut(text: str, end: int, tokenizer: Tokenizer) -> int | None:
-    """A place for a cut at ``end`` or at most half a piece before it, or None."""
+    """Find a position for a cut at ``end`` or at most half a piece before it, or return None."""
     first = end - _PIECE_CHARACTERS // 2
     for boundary in _BOUNDARIES:
         places = [match.end() for match in boundary.finditer(text, first, end)]

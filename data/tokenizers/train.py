@@ -1,4 +1,4 @@
-"""Training a SentencePiece tokenizer."""
+"""Trains a SentencePiece tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINE_CHARACTERS = 16_000  # the trainer ignores "sentences" that are longer
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
-    """A BPE model of exactly ``vocab_size`` tokens.
+    """Train a BPE model of exactly ``vocab_size`` tokens.
 
     The same texts in the same order give the same bytes. Raises DataError if the texts are too few
     for the size, or if the size is too small for their characters.
@@ -54,7 +54,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _record_failure(texts: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
-    """Pass ``texts`` on and record what they raise: the trainer replaces it by its own error."""
+    """Pass ``texts`` on and record their exception, which the trainer replaces by its own error."""
     try:
         yield from texts
     except BaseException as error:
@@ -65,7 +65,8 @@ def _record_failure(texts: Iterable[str], failures: list[BaseException]) -> Iter
 def _cut_into_lines(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         start = 0
-        while start <= len(text):  # not split(): a list of all lines takes several times the text
+        # split() is not used, because its list takes several times the memory of the text.
+        while start <= len(text):
             newline = text.find("\n", start)
             end = len(text) if newline < 0 else newline
             for first in range(start, end, _LINE_CHARACTERS):
