@@ -1,4 +1,4 @@
-"""The default corpus: Python's own standard library, which has 10 MB or more of real text."""
+"""The default corpus: Python's standard library, at least 10 MB of real text on every machine."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def prepare(
 
     An output that already has the same corpus with the same settings stays as it is. After an
     error, nothing that this call wrote is left. At most three times the longest document is in
-    memory, plus a constant, unless a Hugging Face tokenizer does not allow a cut in a document.
+    memory, plus a constant. This does not hold if a Hugging Face tokenizer cannot cut a document.
 
     Args:
         inputs: Glob patterns of .txt, .jsonl(.gz/.zst) and .parquet files. None means Python's

@@ -15,8 +15,8 @@ _RLE = 1  # the type of a block that is one byte, repeated
 def decompress_frames(raw: IO[bytes]) -> Iterator[bytes]:
     """Decompress all frames of ``raw``, in pieces of at most 128 KiB.
 
-    The decompressor gets one block of a frame at a time. A block has at most 128 KiB of content,
-    and a larger input could expand to gigabytes at once, because a repeated byte compresses by a
+    The decompressor gets one block of a frame at a time. A block has at most 128 KiB of
+    content. A larger input could expand to gigabytes at once: a repeated byte compresses by a
     factor of more than 30,000.
 
     Raises EOFError if the last frame is cut off, which zstandard's own readers accept silently.

@@ -2,7 +2,7 @@
 
 In float32, the logits of 8,192 tokens over a vocabulary of 32,000 take 1 GiB, and cross-entropy
 keeps the same amount again for backward. Here the logits exist for one chunk of tokens at a time.
-The gradients of a chunk are computed right after its loss, from the same probabilities, so nothing
+The gradients of a chunk are computed right after its loss, from the same probabilities. So nothing
 is computed twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
 
 Why not ``torch.nn.functional.linear_cross_entropy``, which torch 2.13 offers? It works in the same
