@@ -1,1 +1,1 @@
-"""Checkpoints under the canonical names of the full model: any layout writes them and any layout reads them."""
+"""Checkpoints under the full model's canonical names: any layout can write and read them."""

@@ -1,4 +1,7 @@
-"""torch.distributed.checkpoint (DCP), adapted: untrusted metadata, parts of tensors, and pieces of bounded size."""
+"""Adapts torch.distributed.checkpoint (DCP) to our checkpoints.
+
+It adds checks of untrusted metadata, parts of tensors, and pieces of bounded size.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from .files import file_sizes, open_regular, read_state
 from .metadata import METADATA, build_metadata
 from .pickled_metadata import read_pickled_metadata
 
-PICKLED_METADATA = ".metadata"  # of checkpoints of format 2
+PICKLED_METADATA = ".metadata"  # the file in checkpoints of format 2
 
 
 class _RegularFiles(FileSystem):
@@ -37,9 +40,10 @@ class _RegularFiles(FileSystem):
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader of a directory. It raises :class:`CheckpointError` for files that are not what this engine writes.
+    """DCP's reader of a directory.
 
-    DCP reads the tensors themselves with ``torch.load(weights_only=True)``.
+    It raises :class:`CheckpointError` for files that this engine does not write. DCP reads the
+    tensors themselves with ``torch.load(weights_only=True)``.
     """
 
     def __init__(self, path: Path):
@@ -48,7 +52,7 @@ class SafeReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata, read once. All of the checkpoint's files are checked, but not their hashes."""
+        """Return the metadata, which are read once. Checks all files, but not their hashes."""
         if self._metadata is None:
             self._metadata = self._read()
         return self._metadata
@@ -72,7 +76,10 @@ class SafeReader(FileSystemReader):
 
 
 class Part(torch.Tensor):
-    """Stands for a tensor of the ``whole`` shape, of which ``locals`` lie at ``offsets``; nothing can be computed with it."""
+    """A placeholder for a tensor of shape ``whole``, of which this rank has pieces.
+
+    The pieces ``locals`` begin at ``offsets`` of the tensor. A part supports no computation.
+    """
 
     locals: list[torch.Tensor]
     offsets: list[torch.Size]
@@ -84,7 +91,7 @@ class Part(torch.Tensor):
         return part
 
     def joined(self, other: Part) -> Part:
-        """Both parts of one tensor."""
+        """Return one part with the pieces of both, which belong to the same tensor."""
         return Part([*self.locals, *other.locals], [*self.offsets, *other.offsets], self.shape)
 
     @classmethod
@@ -123,13 +130,16 @@ class Part(torch.Tensor):
         )
 
 
-PIECE_BYTES = (
-    8 * 2**20
-)  # reading takes twice that; sharding a 70B model over 512 ranks makes more pieces than this does
+# Reading a piece takes twice its size in memory. Sharding a 70B model over 512 ranks makes more
+# pieces than this limit does.
+PIECE_BYTES = 8 * 2**20
 
 
 class PiecewisePlanner(DefaultSavePlanner):
-    """DCP's planner with every chunk cut along its rows, into pieces of at most ``PIECE_BYTES`` (one row, where a row is larger)."""
+    """DCP's planner, which also cuts every chunk along its rows into pieces.
+
+    A piece has at most ``PIECE_BYTES`` bytes, or one row if a row is larger.
+    """
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -174,7 +184,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _without_single_process_warning() -> Iterator[None]:
-    """DCP warns that one process writes alone, which is what the reference engine means to do."""
+    """Suppress DCP's warning that only one process writes. The reference engine intends that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

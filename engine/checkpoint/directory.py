@@ -1,7 +1,7 @@
 """A directory of checkpoints: their names, the pointer to the newest, and what a save may remove.
 
-The directory may hold entries of other programs. So only directories that this engine wrote are
-renamed or removed, and only by a save.
+The directory may have entries of other programs. So only a save renames or removes a directory,
+and only one that this engine wrote.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from .files import INCOMPLETE, PARTIAL, STATE, encode_state, is_ours, is_plain, 
 log = logging.getLogger("sdp")
 
 LATEST = "latest.json"
-REPLACED = ".sdp-replaced"  # the ending of the hidden name of a checkpoint that is being replaced
+REPLACED = ".sdp-replaced"  # ends the hidden name of a checkpoint that is being replaced
 
 
 def check_tag(tag: str) -> str:
-    """``tag`` if it can be the name of a directory among others. Raises :class:`CheckpointError`."""
+    """Return ``tag`` if it can name a checkpoint's directory.
+
+    Raises:
+        CheckpointError: ``tag`` is not a name that a checkpoint's directory may have.
+    """
     if tag.startswith(".") or tag == LATEST or not is_plain(tag):
         raise CheckpointError(
             f"the tag {tag!r} is not the name of one directory; use letters, digits and dashes, such as step-100"
@@ -36,19 +40,21 @@ def point_to(directory: Path, tag: str) -> None:
 
 
 def locate(directory: Path, tag: str) -> Path:
-    """Where the checkpoint ``tag`` of ``directory`` is.
+    """Return the path of the checkpoint ``tag`` in ``directory``.
 
-    A save that replaces a checkpoint first renames the old one to a hidden directory. If the save was killed before
-    the new checkpoint took its place, the old one is still in the hidden directory. It is read there.
+    A save that replaces a checkpoint first gives the old one a hidden name. If the save was killed
+    before the new checkpoint had its name, the old one still has the hidden name. This function
+    then returns the hidden path.
     """
     path, hidden = directory / tag, directory / f".{tag}{REPLACED}"
     return hidden if not os.path.lexists(path) and is_whole(hidden) else path
 
 
 def latest(directory: Path) -> str | None:
-    """The tag of the newest checkpoint in ``directory``, or None where there is none. :func:`locate` gives its path.
+    """Return the tag of the newest checkpoint in ``directory``, or None if there is none.
 
-    If the pointer is lost, or names a checkpoint that was removed, the checkpoint of the highest step is the newest.
+    If the pointer is lost, or names a checkpoint that was removed, the checkpoint of the highest
+    step is the newest. :func:`locate` gives its path.
     """
     tags = step_tags(directory)
     newest = tags[-1] if tags else None
@@ -77,7 +83,7 @@ def latest(directory: Path) -> str | None:
 
 
 def step_tags(directory: Path) -> list[str]:
-    """The tags of the checkpoints in ``directory`` that carry a step's name, oldest first."""
+    """Return the tags of the checkpoints that are named after a step, oldest first."""
     tags = {path.name for path in directory.glob("step-*") if path.is_dir()}
     hidden = (path for path in directory.glob(f".step-*{REPLACED}") if is_whole(path))
     tags |= {path.name.removeprefix(".").removesuffix(REPLACED) for path in hidden}
@@ -86,9 +92,10 @@ def step_tags(directory: Path) -> list[str]:
 
 
 def prune(directory: Path, keep: int, saved: str) -> None:
-    """Remove the checkpoints of the lowest steps until ``keep`` are left; never ``saved``, the one just written.
+    """Remove the checkpoints of the lowest steps until ``keep`` are left.
 
-    A directory that has a step's name but is not a checkpoint of this engine stays, and does not count.
+    The checkpoint that was just written, ``saved``, is never removed. A directory that is named
+    after a step but is not a checkpoint of this engine stays, and does not count.
     """
     others = [directory / tag for tag in step_tags(directory) if tag != saved and is_ours(directory / tag)]
     for path in others[: max(0, len(others) - (keep - 1))]:
@@ -96,10 +103,13 @@ def prune(directory: Path, keep: int, saved: str) -> None:
 
 
 def make_room(directory: Path, tag: str) -> Path:
-    """Make the hidden directory in which the checkpoint ``tag`` is written, and return it. Only a save may call this.
+    """Make the hidden directory for the checkpoint ``tag``. Only a save may call this.
 
-    First it cleans up after saves that were killed: a replaced checkpoint returns to its name, and half-written ones
-    are removed. Raises :class:`CheckpointError` where an entry of somebody else has one of the names that are needed.
+    Returns its path. First it cleans up after saves that were killed. A replaced checkpoint gets
+    its name back, and half-written checkpoints are removed.
+
+    Raises:
+        CheckpointError: An entry that this engine did not write has one of the needed names.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _restore_replaced(directory)
@@ -122,7 +132,10 @@ def make_room(directory: Path, tag: str) -> Path:
 
 
 def publish(directory: Path, tag: str) -> None:
-    """Rename the directory of :func:`make_room` to ``tag``, in place of an earlier one, and make it the newest."""
+    """Rename the directory of :func:`make_room` to ``tag``, and make it the newest checkpoint.
+
+    It replaces an earlier checkpoint of the same tag.
+    """
     final, partial, replaced = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}{REPLACED}"
     if is_whole(final):
         final.rename(replaced)

@@ -1,7 +1,7 @@
 """The files of one checkpoint: its state, its hashes, and how they are read and written safely.
 
-A checkpoint may come from somebody else. So no name in it may lead out of its directory, and only
-regular files are opened.
+A checkpoint may come from somebody else. So no name in it may lead out of its directory, and this
+module opens only regular files.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from ..errors import CheckpointError
 FORMAT = 3
 READ_FORMATS = (2, 3)  # 2: the list of tensors is a pickle
 STATE = "state.json"
-PARTIAL = ".sdp-partial"  # the ending of a name under which something is being written
-INCOMPLETE = "incomplete"  # the key of the state that a directory has while its checkpoint is being written
+PARTIAL = ".sdp-partial"  # a name ends with this while its file or directory is being written
+INCOMPLETE = "incomplete"  # the state has this key while the checkpoint is being written
 
 _KEYS = {"global_steps", "global_samples", "mesh", "placement", "scheduler", "loader", "client_state", "files"}
 _OLDER = "remove this directory to resume from an older checkpoint"
 
 
 def encode_state(state: Mapping[str, Any]) -> str:
-    """The text of ``state.json``, with its own hash. Raises :class:`CheckpointError` for what is not JSON."""
+    """Return the text of ``state.json``, with its own hash.
+
+    Raises:
+        CheckpointError: ``state`` has a value that is not JSON.
+    """
     try:
         whole = {"format": FORMAT, **state}
         return json.dumps({**whole, "sha256": _digest(whole)}, indent=1)
@@ -40,7 +44,12 @@ def encode_state(state: Mapping[str, Any]) -> str:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """``state.json`` of the checkpoint at ``path``. Raises :class:`CheckpointError`."""
+    """Read ``state.json`` of the checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or another version or an unfinished save
+            wrote it.
+    """
     try:
         state = read_json(path / STATE)
     except FileNotFoundError:
@@ -102,7 +111,9 @@ def _own_state(path: Path) -> dict[str, Any] | None:
 def open_regular(path: Path) -> BufferedReader:
     """Open ``path`` to read it.
 
-    Raises OSError for anything but a regular file: a symbolic link may lead elsewhere, and a FIFO would hang.
+    Raises:
+        OSError: ``path`` is not a regular file. A symbolic link may lead elsewhere. A FIFO would
+            block.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -116,15 +127,16 @@ def read_json(path: Path) -> Any:
 
 
 def is_plain(name: str) -> bool:
-    """Whether ``name`` names an entry of a directory, and not a path that leads elsewhere."""
+    """Whether ``name`` is the name of a directory entry, not a path that leads elsewhere."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def file_sizes(path: Path, files: Iterable[str]) -> dict[str, int]:
-    """The sizes in bytes of the files of the checkpoint at ``path``.
+    """Return the sizes in bytes of the files of the checkpoint at ``path``.
 
-    Raises :class:`CheckpointError` unless the directory holds ``state.json`` and exactly ``files``, and all are
-    regular files.
+    Raises:
+        CheckpointError: The directory does not hold ``state.json`` and exactly ``files``, or one of
+            them is not a regular file.
     """
     named, sizes = {*files}, {}
     try:
@@ -145,7 +157,10 @@ def file_sizes(path: Path, files: Iterable[str]) -> dict[str, int]:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` in one step and flush it to the disk. After a crash the file is the old or the new one."""
+    """Write ``text`` to ``path`` in one step and flush it to the disk.
+
+    After a crash the file has its old or its new content, never a mixture.
+    """
     partial = path.with_name(f".{path.name}{PARTIAL}")
     partial.unlink(missing_ok=True)
     try:
@@ -160,7 +175,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def hash_files(paths: Iterable[Path]) -> dict[str, str]:
-    """File name → sha256 of its bytes."""
+    """Return the sha256 of each file's bytes, by file name."""
     digests = {}
     for path in paths:
         with open_regular(path) as file:
@@ -169,7 +184,10 @@ def hash_files(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def damaged_file(path: Path, expected: Mapping[str, str]) -> str | None:
-    """What is wrong with the first of the checkpoint's files whose hash is not as ``expected`` (name → sha256), or None."""
+    """Describe the first file of a checkpoint whose hash is wrong, or return None.
+
+    ``expected`` has the sha256 of each file, by name.
+    """
     for name, digest in expected.items():
         try:
             found = hash_files([path / name])[name]
@@ -183,7 +201,7 @@ def damaged_file(path: Path, expected: Mapping[str, str]) -> str | None:
 
 
 def share_of(files: Mapping[str, str], part: int, parts: int) -> dict[str, str]:
-    """Every ``parts``-th of the files: reading is divided among the ranks."""
+    """Return every ``parts``-th file from ``part`` on. This divides the reading among ranks."""
     names: Sequence[str] = sorted(files)[part::parts]
     return {name: files[name] for name in names}
 

@@ -1,4 +1,4 @@
-"""Refuse to save weights that are NaN or infinite, so that no good checkpoint is pruned for them."""
+"""Refuses to save weights that are NaN or infinite, so that no save prunes a good checkpoint."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from .directory import latest, locate
 
 
 def check_finite(directory: Path, tensors: Mapping[str, Any], parameters: Collection[str], ranks: Ranks) -> None:
-    """Check that all weights that are about to be saved are finite. Collective.
+    """Check that all weights that a save would write are finite. Collective.
 
-    A finite gradient can still destroy the weights. Buffers are not checked, because a mask may hold
-    infinite values. The check costs one reduction per tensor and one wait for the device.
+    A finite gradient can still destroy the weights. Buffers are not checked, because a mask may
+    hold infinite values. The check costs one reduction per tensor and one wait for the device.
 
     Args:
-        directory: the directory of the checkpoints; the newest one in it is good.
-        tensors: what this rank saves, by key.
-        parameters: the canonical names of the model's parameters.
-        ranks: the processes that save together.
+        directory: The directory of the checkpoints; the newest one in it is good.
+        tensors: What this rank saves, by key.
+        parameters: The canonical names of the model's parameters.
+        ranks: The processes that save together.
 
     Raises:
-        NonFiniteError: on every rank. It names the first such parameter and the newest checkpoint.
+        NonFiniteError: On every rank, if a weight is NaN or infinite. The message names the first
+            such parameter and the newest checkpoint.
     """
     found = next((name for name in ranks.gather(_first_damaged(tensors, parameters)) if name is not None), None)
     if found is None:

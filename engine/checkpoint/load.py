@@ -1,9 +1,10 @@
-"""Checkpoints under the canonical names of the full model: any layout in, any layout out.
+"""Finds and loads checkpoints, whatever the layout that wrote them.
 
-``torch.distributed.checkpoint`` (DCP) writes and reads the tensors. Every rank writes its own shards, and
-holders' equal copies are written once. ``metadata.json`` lists the tensors. ``state.json`` holds the
-rest, and a hash of every file. A checkpoint is written under a hidden name and then renamed, so that a
-tag never names half a checkpoint.
+Checkpoints use the canonical names of the full model. ``torch.distributed.checkpoint`` (DCP) writes
+and reads the tensors. Every rank writes its own shards, and equal copies of several holders are
+written once. ``metadata.json`` lists the tensors. ``state.json`` has the rest, and a hash of every
+file. A checkpoint is written under a hidden name and then renamed. So a tag never names half a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ T = TypeVar("T")
 
 
 def find(directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint ``directory/tag`` (None: the newest) and its state.
+    """Find the checkpoint ``directory/tag`` and return its path and state.
 
-    None if ``tag`` is None and there is no checkpoint. Nothing in ``directory`` is changed. The path is a hidden one
-    where a save that replaces the checkpoint was killed; see :func:`~sdp.engine.checkpoint.directory.locate`.
+    A ``tag`` of None means the newest checkpoint. The result is then None if there is no
+    checkpoint. Nothing in ``directory`` is changed. If a save that replaces the checkpoint was
+    killed, the path is a hidden one. See :func:`~sdp.engine.checkpoint.directory.locate`.
     """
     tag = check_tag(tag) if tag is not None else latest(directory)
     if tag is None and (directory / STATE).exists():
@@ -60,7 +62,10 @@ def find_together(directory: Path, tag: str | None, ranks: Ranks) -> tuple[Path,
 
 
 def keys_in(path: Path) -> set[str]:
-    """The keys of the tensors in the checkpoint at ``path``; none where its metadata cannot be read, which :func:`load` tells."""
+    """Return the keys of the tensors in the checkpoint at ``path``.
+
+    The result is empty if the metadata cannot be read. :func:`load` then raises the error.
+    """
     try:
         return set(SafeReader(path).read_metadata().state_dict_metadata)
     except CheckpointError:
@@ -70,11 +75,19 @@ def keys_in(path: Path) -> set[str]:
 def load(
     path: Path, tensors: dict[str, Any], files: Mapping[str, str], *, alone: bool, names: Collection[str] | None = None
 ) -> None:  # fmt: skip
-    """Fill ``tensors`` in place from the checkpoint at ``path``, whatever the layout that wrote it; collective unless ``alone``.
+    """Fill ``tensors`` in place from the checkpoint at ``path``. Collective unless ``alone``.
 
-    ``files``: their hashes by name, from its state. ``names``: all tensors of the full model, where nothing that the checkpoint holds may
-    be left out; else ``tensors`` may be some of it. Raises :class:`CheckpointError` on every rank if it is damaged, or of another model or
-    optimizer.
+    Args:
+        path: The checkpoint, written under any layout.
+        tensors: What this rank loads, by key.
+        files: The hash of each of the checkpoint's files by name, from its state.
+        alone: Whether this process loads by itself.
+        names: The names of all tensors of the full model. The ranks must then load everything that
+            the checkpoint holds. None: they may load some of its tensors.
+
+    Raises:
+        CheckpointError: On every rank, if the checkpoint is damaged, or belongs to another model or
+            optimizer.
     """
     ranks = Ranks(alone)
     ranks.agree(damaged_file(path, share_of(files, ranks.rank, ranks.count)))
@@ -82,8 +95,8 @@ def load(
     ranks.agree(_obstacle(path, reader, tensors))
     if names is not None:
         saved = sorted(reader.read_metadata().state_dict_metadata)
-        # One bit for each key, because there are thousands of keys on thousands of ranks. As hexadecimal text,
-        # because Python limits the decimal digits of an integer.
+        # Each key takes one bit, because there are thousands of keys on thousands of ranks. The
+        # text is hexadecimal, because Python limits the decimal digits of an integer.
         mine = sum(1 << index for index, key in enumerate(saved) if key in tensors)
         everyones = functools.reduce(operator.or_, (int(bits, 16) for bits in ranks.gather(f"{mine:x}")))
         ranks.agree(_left_out(path, names, [key for index, key in enumerate(saved) if not everyones >> index & 1]))
@@ -97,7 +110,7 @@ def load(
 
 
 def _obstacle(path: Path, reader: SafeReader, tensors: Mapping[str, Any]) -> str | None:
-    """Why this rank's ``tensors`` cannot be loaded from ``path``."""
+    """Return why this rank's ``tensors`` cannot be loaded from ``path``, or None if they can."""
     try:
         saved = reader.read_metadata().state_dict_metadata
     except CheckpointError as error:
@@ -112,8 +125,10 @@ def _obstacle(path: Path, reader: SafeReader, tensors: Mapping[str, Any]) -> str
 
 
 def _left_out(path: Path, names: Collection[str], unread: Iterable[str]) -> str | None:
-    """What of ``unread``, the tensors of the checkpoint that no rank would load, may not be left: weights that are none of ``names``, and
-    optimizer state. Counts of steps are left to the optimizers, of which some have none.
+    """Return a message if a tensor that no rank would load must not be left out, else None.
+
+    ``unread`` lists the tensors that no rank would load. Weights that are not in ``names`` must not
+    be left out, and neither must optimizer state. Step counts may be, as some optimizers have none.
     """
     other = "it was written for another {}, choose the configuration that wrote it"
     for key in unread:

@@ -37,10 +37,14 @@ _TOO_LARGE = 2**63
 
 
 class MetadataWriter(FileSystemWriter):
-    """DCP's writer of a directory, except that the metadata become JSON."""
+    """DCP's writer of a directory, which writes the metadata as JSON."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors. Raises the OSError of a full disk, which torch reports as "unexpected pos"."""
+        """Write this rank's tensors.
+
+        Raises:
+            OSError: The disk is full, for example. torch itself reports this as "unexpected pos".
+        """
         try:
             return super().write_data(plan, planner)
         except Exception as error:
@@ -72,7 +76,7 @@ def _encode(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) ->
 
 
 def build_metadata(content: Any, file_sizes: Mapping[str, int], load_id: str) -> Metadata:
-    """DCP's metadata from the content of ``metadata.json``. Every value is checked first.
+    """Build DCP's metadata from the content of ``metadata.json``. Every value is checked first.
 
     Args:
         content: The decoded JSON.
@@ -145,6 +149,6 @@ def _dtype(key: str, name: Any) -> torch.dtype:
 
 
 def dtype_named(name: Any) -> torch.dtype | None:
-    """``torch.NAME`` if it is a dtype. Nothing is imported to find out."""
+    """Return ``torch.NAME`` if it is a dtype, else None. Nothing is imported to find out."""
     found = vars(torch).get(name) if isinstance(name, str) else None
     return found if isinstance(found, torch.dtype) else None

@@ -1,4 +1,4 @@
-"""Read the pickle in which DCP lists the tensors of a checkpoint of format 2, without running it.
+"""Reads the pickle with DCP's list of tensors, in a checkpoint of format 2, without running it.
 
 Python's unpickler imports classes, calls them and sets attributes on the results. It can set
 attributes on a *class* too, so a list of allowed classes does not make it safe. This reader never
@@ -18,7 +18,8 @@ _CHUNK, _INDEX, _METADATA = f"{_DCP}.ChunkStorageMetadata", f"{_DCP}.MetadataInd
 _PROPERTIES, _TENSOR = f"{_DCP}.TensorProperties", f"{_DCP}.TensorStorageMetadata"
 _PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _SIZE = "torch.Size"
-_MADE_EMPTY = {_CHUNK, _INDEX, _METADATA, _PROPERTIES, _TENSOR, _PLACE, f"{_DCP}.StorageMeta"}  # and filled by a BUILD
+# A pickle makes objects of these classes empty, and fills them with a BUILD instruction.
+_MADE_EMPTY = {_CHUNK, _INDEX, _METADATA, _PROPERTIES, _TENSOR, _PLACE, f"{_DCP}.StorageMeta"}
 _CALLED = {
     _SIZE, f"{_DCP}._MEM_FORMAT_ENCODING", "torch.serialization._get_layout",
     "pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PosixPath", "pathlib._local.PurePosixPath",
@@ -26,7 +27,7 @@ _CALLED = {
 
 
 class _Name:
-    """A class or function that the pickle names; it stays a name."""
+    """The name of a class or a function in the pickle. It is never looked up."""
 
     def __init__(self, name: str):
         self.name = name
@@ -48,7 +49,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class _Interpreter:
-    """The stack of a pickle, on which are only plain values, names and records."""
+    """Follows a pickle's instructions. Its stack has only plain values, names and records."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -143,7 +144,9 @@ def _record(callee: Any, arguments: Any, allowed: set[str]) -> _Record:
 
 
 def read_pickled_metadata(content: bytes) -> dict[str, Any]:
-    """The content of DCP's ``.metadata`` in the form of ``metadata.json``; its values are not checked yet.
+    """Return the content of DCP's ``.metadata`` in the form of ``metadata.json``.
+
+    The values are not checked yet.
 
     Raises:
         ValueError: The content is not what DCP writes for a checkpoint of this engine.

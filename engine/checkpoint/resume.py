@@ -1,4 +1,7 @@
-"""Continue from a checkpoint: a sequence of named steps. Nothing changes before everything was found to fit."""
+"""Continues from a checkpoint, in a sequence of named steps.
+
+Nothing in the run changes before all parts of the checkpoint are known to fit.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,18 @@ def resume(
     *,
     ranks: Ranks,
 ) -> None:
-    """Load weights, optimizer state, random numbers, loss scale, schedule and position in the data. Collective.
+    """Load the whole state of a training run from a checkpoint. Collective.
+
+    The state is the weights, the optimizer's state, the random numbers, the loss scale, the
+    schedule and the position in the data.
 
     Args:
         path: The checkpoint, written under any layout.
         state: Its ``state.json``.
-        backend: What holds this rank's part of the model, with its optimizer attached.
-        own: This rank's share of a checkpoint, filled in place.
+        backend: The backend with this rank's part of the model and its optimizer.
+        own: This rank's share of a checkpoint. It is filled in place.
         scheduler: The learning-rate schedule, or None.
-        loader: The training data's loader, or None.
+        loader: The loader of the training data, or None.
         ranks: The ranks that load together.
 
     Raises:
@@ -57,7 +63,7 @@ def resume(
     set_random_state(random)
     backend.load_loss_scale(state.get("loss_scale"))
     _continue_schedule(path, state, backend, scheduler, tell=ranks.rank == 0)
-    set_rates(backend.optimizer, names, rates)  # torch's schedulers do not set them when they are loaded
+    set_rates(backend.optimizer, names, rates)  # torch's schedulers do not set the rates when they are loaded
     if loader is not None and state["loader"] is not None:
         loader.load_state_dict(state["loader"])
 
@@ -74,7 +80,10 @@ def _refuse_what_does_not_fit(path: Path, state: Mapping[str, Any], scheduler: A
 def _random_numbers(
     path: Path, state: Mapping[str, Any], own: StateToSave, saved: set[str], *, tell: bool
 ) -> dict[str, torch.Tensor]:
-    """The generator states to load: none on another mesh, because random numbers belong to a rank."""
+    """Return the generator states to load.
+
+    There are none if another mesh wrote the checkpoint, because random numbers belong to a rank.
+    """
     same = state["mesh"] == own.mesh_shape()
     random = {key: value for key, value in own.random_state().items() if same and key in saved}
     if not random and tell:
@@ -91,7 +100,7 @@ def _load_tensors(
     random: dict[str, torch.Tensor],
     ranks: Ranks,
 ) -> None:
-    """Fill weights, buffers, random numbers and, if the checkpoint's optimizer has stepped, its state."""
+    """Fill weights, buffers and random numbers. Fill optimizer state if the checkpoint has any."""
     optimizer = backend.basic_optimizer
     has_stepped = state["global_steps"] > state.get("skipped_steps", 0) or any(
         key.startswith("optimizer/") for key in saved
@@ -102,7 +111,7 @@ def _load_tensors(
     tensors, problem = {}, None
     try:
         tensors = own.tensors(to_load=True)
-    except CheckpointError as error:  # the optimizer has a state that no checkpoint can hold
+    except CheckpointError as error:  # no checkpoint can hold this optimizer's state
         problem = str(error)
     if not has_stepped:
         tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer/")}
@@ -115,7 +124,7 @@ def _load_tensors(
             optimizer_state.clear(optimizer)
         raise
     own.loaded()
-    backend.zero_grad()  # of micro-batches before the load
+    backend.zero_grad()  # drop the gradients of micro-batches before the load
     if not has_stepped:
         optimizer_state.clear(optimizer)
 

@@ -1,4 +1,4 @@
-"""Write a checkpoint: aside first, then renamed, in the background where asked."""
+"""Writes a checkpoint under a hidden name and then renames it, in the background if asked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _SHARED_SECONDS = 30.0  # how long a network file system may hide from one host 
 
 
 class Saver:
-    """Writes checkpoints one after the other; in a thread of its own where asked, on a copy in host memory."""
+    """Writes checkpoints one after the other.
+
+    In the background, a separate thread writes a copy of the tensors in host memory.
+    """
 
     def __init__(self, *, alone: bool, device: torch.device):
         self._alone, self._device = alone, device
@@ -47,21 +50,30 @@ class Saver:
         keep: int | None,
         background: bool,
     ) -> None:
-        """Write the checkpoint ``directory/tag`` and remove all but the newest ``keep``. Collective; waits for the one before.
+        """Write the checkpoint ``directory/tag``. Collective. Waits for the save before it.
 
-        In the ``background`` it returns once the tensors are copied, and what fails is raised by :meth:`wait`.
+        Args:
+            directory: The directory of the checkpoints.
+            tag: The name of the checkpoint.
+            tensors: What this rank saves, by key.
+            state: The content of ``state.json``, without the hashes of the files.
+            parameters: The canonical names of the model's parameters, which must be finite.
+            keep: How many checkpoints to keep, the new one included. None keeps all.
+            background: Whether to return once the tensors are copied. :meth:`wait` then raises the
+                error of the save.
 
         Raises:
-            NonFiniteError: one of the ``parameters`` (canonical names) is NaN or infinite. Nothing is written then.
+            NonFiniteError: One of the ``parameters`` is NaN or infinite. Nothing is written then.
+            CheckpointError: ``state`` is not JSON, or the checkpoint cannot be written.
         """
         self.wait()
-        encode_state(state)  # what is not JSON is said now
+        encode_state(state)  # report a state that is not JSON now, not in the thread
         check_finite(directory, tensors, parameters, Ranks(self._alone))
         if not background:
             write(directory, tag, tensors, state, Ranks(self._alone), keep=keep)
             return
         if self._thread is None:
-            # A thread begins on the first device, whoever starts it.
+            # A new thread uses the first CUDA device, whichever device its creator uses.
             use = (lambda: torch.cuda.set_device(self._device)) if self._device.type == "cuda" else None
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=use)
             # Its collectives must not mix with those of the training loop.
@@ -71,7 +83,10 @@ class Saver:
         )
 
     def wait(self, *, block: bool = True) -> None:
-        """Raise what the save in the background failed with; unless ``block``, only if it has ended."""
+        """Wait for the save in the background, and raise the error if it failed.
+
+        Without ``block``, return at once if the save has not ended.
+        """
         pending = self._pending
         if pending is not None and (block or pending.done()):
             self._pending = None
@@ -79,7 +94,7 @@ class Saver:
 
 
 def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies in host memory."""
+    """Return copies of the tensors in host memory."""
     options = StagingOptions(
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
     )  # fmt: skip
@@ -96,9 +111,19 @@ def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
 def write(
     directory: Path, tag: str, tensors: dict[str, Any], state: Mapping[str, Any], ranks: Ranks, *, keep: int | None = None
 ) -> Path:  # fmt: skip
-    """Write the checkpoint ``directory/tag``; collective among ``ranks``. Returns its path.
+    """Write the checkpoint ``directory/tag`` and return its path. Collective.
 
-    Raises :class:`CheckpointError` on every rank if ``state`` is not JSON or nothing can be written; what was half written is removed.
+    Args:
+        directory: The directory of the checkpoints.
+        tag: The name of the checkpoint.
+        tensors: What this rank saves, by key.
+        state: The content of ``state.json``, without the hashes of the files.
+        ranks: The processes that save together.
+        keep: How many checkpoints to keep, the new one included. None keeps all.
+
+    Raises:
+        CheckpointError: On every rank, if ``state`` is not JSON or the checkpoint cannot be
+            written. A half-written checkpoint is removed.
     """
     aside = directory / f".{tag}{PARTIAL}"
 
@@ -119,7 +144,7 @@ def write(
         _on_rank_0(lambda: finish({name: digest for files in everyones for name, digest in files.items()}), ranks)
     except CheckpointError:
         if ranks.rank == 0 and is_ours(aside):
-            shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
+            shutil.rmtree(aside, ignore_errors=True)  # free the space, because the disk may be full
         raise
     return directory / tag
 
@@ -139,7 +164,7 @@ def _write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
 
 
 def _unless_shared(aside: Path, rank: int) -> str | None:
-    """What is wrong if this rank does not see the directory that rank 0 made."""
+    """Return a message if this rank does not see the directory that rank 0 made, else None."""
     deadline = time.monotonic() + _SHARED_SECONDS
     while not aside.is_dir():
         if time.monotonic() > deadline:
@@ -152,7 +177,7 @@ def _unless_shared(aside: Path, rank: int) -> str | None:
 
 
 def _on_rank_0(action: Callable[[], Any], ranks: Ranks) -> None:
-    """Run ``action`` on rank 0 while the others wait; its failure is everyone's."""
+    """Run ``action`` on rank 0 while the others wait. If it fails, every rank raises the error."""
     problem = None
     if ranks.rank == 0:
         try:
@@ -165,7 +190,7 @@ def _on_rank_0(action: Callable[[], Any], ranks: Ranks) -> None:
 
 
 def _attempt(action: Callable[[], Any]) -> Any:
-    """What ``action`` returns, or the text of its OSError."""
+    """Return the result of ``action``, or the text of its OSError."""
     try:
         return action()
     except OSError as error:

@@ -1,4 +1,7 @@
-"""The tensors of a checkpoint as they lie on this rank: state under canonical names, random numbers under the rank's coordinates."""
+"""This rank's share of a checkpoint's tensors.
+
+State has canonical names. Random number states have names with the rank's coordinates.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,27 @@ from .dcp import Part
 
 
 class SavedState:
-    """What a rank gives to a checkpoint and takes from one."""
+    """The tensors that a rank saves to a checkpoint and loads from one."""
 
     def __init__(self, backend: Backend, optimizer: Optimizer, rank: int):
         self._backend, self._optimizer, self._rank = backend, optimizer, rank
         self._state = OptimizerState(optimizer)
 
     def mesh_shape(self) -> list[Any]:
-        """Sizes of the mesh: sdp, fsdp, tp; of groups of unequal size their numbers of data ranks too."""
+        """Return the sizes of the mesh: sdp, fsdp, tp.
+
+        Groups of unequal size add a list with their numbers of data ranks.
+        """
         mesh = self._backend.layout.mesh
         return [mesh.sdp, mesh.fsdp, mesh.tp, *([list(mesh.sizes)] if mesh.sizes else [])]
 
     def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
-        """Weights, persistent buffers and optimizer state, each as its part of the full model's.
+        """Return weights, persistent buffers and optimizer state, by key.
 
-        Frozen copies are no part of it. Buffers (running statistics) become the full model's on all ranks, and the first holder gives
-        them; ``to_load`` all ranks take those.
+        Each is a part of the full model's tensor. Frozen copies are left out. Before a save,
+        buffers (running statistics) become those of the full model on all ranks, and only the first
+        holder saves them. With ``to_load``, every rank returns its buffers, so that they can be
+        filled.
         """
         backend = self._backend
         backend.shard_parameters()
@@ -50,14 +58,21 @@ class SavedState:
         return alone or self._rank == layout.mesh.rank(buffer.holders[0])
 
     def _placed(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """A shard as a part of the full model's parameter. FSDP2 knows of no cut but its own."""
+        """Return the canonical name of ``name``, and a shard as a part of the full parameter.
+
+        FSDP2 knows only its own sharding, not tensor parallelism or slices.
+        """
         info = self._backend.layout.parameters[name]
         if info.tp_dim is None and info.cut is None:
             return name, tensor
         return info.canonical, Part([local_tensor(tensor)], [info.offset(self._backend.shard)], info.full_shape)
 
     def loaded(self) -> None:
-        """To be called once :meth:`tensors` were filled: what the first slice of a parameter has for all (a step count) the others get."""
+        """Apply the values that were loaded into the result of :meth:`tensors`.
+
+        Slices of one parameter share some state, such as a step count. Only the first slice was
+        filled with it, so it is copied to the other slices.
+        """
         self._state.write_back()
         stepped = self._backend.stepped
         for slices in self._backend.layout.wholes.values():
@@ -68,7 +83,10 @@ class SavedState:
                         value.copy_(self._optimizer.state[here[0]][key])
 
     def random_state(self) -> dict[str, torch.Tensor]:
-        """This rank's generators, under its coordinates: equal names from several ranks would become one."""
+        """Return the states of this rank's generators, under names with the rank's coordinates.
+
+        A checkpoint would keep only one state if several ranks used the same name.
+        """
         at = self._backend.layout.mesh.coordinates(self._rank)
         position = f"{at.sdp}.{at.fsdp}.{at.tp}"
         states = {f"random/cpu/{position}": torch.get_rng_state()}
@@ -78,13 +96,13 @@ class SavedState:
 
 
 def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
-    """Put this rank's generators back, as :meth:`SavedState.random_state` gave them."""
+    """Set this rank's generators to the states from :meth:`SavedState.random_state`."""
     for key, value in states.items():
         (torch.cuda.set_rng_state if "/cuda/" in key else torch.set_rng_state)(value)
 
 
 def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The model's tensors by key, ``model/NAME``; shards stay shards."""
+    """Return the model's tensors by key, ``model/NAME``. Shards stay shards."""
     return {f"model/{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -94,11 +112,20 @@ def tensors_of(
     states: OptimizerState,
     placed: Callable[[str, torch.Tensor], tuple[str, Any]],
 ) -> dict[str, Any]:
-    """Everything that is a tensor, by key: ``model/NAME`` and ``optimizer/NAME/KEY``; shards stay shards.
+    """Return all tensors by key: ``model/NAME`` and ``optimizer/NAME/KEY``. Shards stay shards.
 
-    ``placed(name, tensor)``: the canonical name of the parameter ``name`` here, and a tensor of its shape as DCP is to see it. Several
-    slices of one parameter become one part of it; of a number (a step count) they have equal ones: the first's. Raises
-    :class:`CheckpointError` for slices with any other state.
+    Several slices of one parameter become one part. Their scalars, such as step counts, are equal,
+    so the first slice's is taken.
+
+    Args:
+        parameters: This rank's parameters, or slices of them, by name.
+        buffers: The buffers to save or to load, by name.
+        states: The optimizer's state.
+        placed: ``placed(name, tensor)`` returns the canonical name of the parameter ``name``, and
+            the form of ``tensor`` that DCP sees. ``tensor`` has the parameter's shape.
+
+    Raises:
+        CheckpointError: A slice has state that is neither a scalar nor of the slice's shape.
     """
     tensors = weights_of(buffers)
     for name, parameter in parameters.items():

@@ -90,12 +90,13 @@ def make_optimizer(
 
     Args:
         section: The configuration's ``optimizer`` section. None means AdamW.
-        given: What the user gave, or None; it goes before ``section``. Either an optimizer over the
-            uncut model, whose groups are replaced, or a function that makes an optimizer.
-        groups: The parameter groups of this rank. device: The device of the parameters. grouped:
-        Whether a ``given`` function gets the groups. If not, it gets the list of parameters
-            of the only group, as with DeepSpeed.
-        arrangement: How the parameters are arranged, for the end of the line.
+        given: The user's choice, or None. It takes precedence over ``section``. It is an optimizer
+            over the uncut model, whose groups are replaced, or a function that makes an optimizer.
+        groups: The parameter groups of this rank.
+        device: The device of the parameters.
+        grouped: Whether a ``given`` function gets the groups. If not, it gets the list of
+            parameters of the only group, as with DeepSpeed.
+        arrangement: How the parameters are arranged. This text ends the line.
 
     Returns:
         The optimizer, and a line that says which one it is.
