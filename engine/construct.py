@@ -29,13 +29,7 @@ from .subnetwork.activations import checkpoint_activations
 from .subnetwork.branch_scale import BranchScale
 from .subnetwork.compile import compile_units
 from .subnetwork.initialisation import ModuleInit, plan_initialisation
-from .subnetwork.materialise import (
-    give_values,
-    replace_blocks,
-    require_float32,
-    slice_neurons,
-    take_values_of_rank_0,
-)
+from .subnetwork.materialise import give_values, replace_blocks, require_float32, slice_neurons, take_values_of_rank_0
 from .subnetwork.weight_files import WeightFiles, filled_from, fillers_from
 
 

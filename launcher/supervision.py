@@ -20,7 +20,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..engine.environment.detect import Supervision, detect
+from ..engine.environment.detect import detect
+from ..engine.environment.supervision import Supervision
 from ..engine.errors import LaunchError
 from .heartbeat import Whereabouts
 

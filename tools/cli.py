@@ -29,8 +29,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..engine.environment.detect import Supervision, supervision
 from ..engine.environment.exit import leaves_at_once
+from ..engine.environment.supervision import Supervision, supervision
 from ..engine.errors import PeerLostError, SDPError
 from ..launcher.supervision import report_fatal, tie_to_parent
 from .shared.arguments import Parser, split_set_values

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from .section import NonNegativeInt, Pixels, PositiveInt, Ranks, Samples, Section, Tokens, Width
+from .variables import VariableName, VariableValue
 
 
 class NamedParams(Section):
@@ -77,7 +77,7 @@ class ActivationCheckpointingSection(Section):
 
 
 class MonitorSection(Section):
-    """DeepSpeed's monitors. They write to ``output_path/job_name``, or else to the dump directory."""
+    """DeepSpeed's monitors. They write to ``output_path/job_name``, or to the dump directory."""
 
     enabled: bool = False
     output_path: str = ""
@@ -223,27 +223,6 @@ class TrainingSection(Section):
     step_timeout: Annotated[float, Field(gt=0)] = 600.0
     seed: Seed = 0
     compile: bool = False
-
-
-# Variables that a launcher sets for a rank, or that a process reads before its configuration.
-_NOT_FOR_ENV = re.compile(
-    r"RANK|WORLD_SIZE|LOCAL_\w+|GROUP_RANK|MASTER_(ADDR|PORT)|(SDP|SLURM|OMPI|PMIX?|TORCHELASTIC)_\w+|(CUDA|HIP|ROCR)_VISIBLE_DEVICES"
-    r"|LD_\w+|PYTHON\w*|MALLOC_\w+|PATH|HOME"
-)
-
-
-def _variable_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(f"{json.dumps(name)} is no name of an environment variable")
-    if _NOT_FOR_ENV.fullmatch(name):
-        raise ValueError(
-            f"{name} is the launcher's, or is read before the configuration is; set it where the processes are started"
-        )
-    return name
-
-
-VariableName = Annotated[str, AfterValidator(_variable_name)]
-VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")] | int
 
 
 class Config(Section):

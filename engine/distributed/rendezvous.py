@@ -14,7 +14,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..environment.detect import Environment, inherited_socket, launcher_serves_store
+from ..environment.detect import Environment
+from ..environment.supervision import inherited_socket, launcher_serves_store
 from ..errors import LaunchError
 
 log = logging.getLogger(__name__)

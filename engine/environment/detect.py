@@ -16,11 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 from ..errors import LaunchError
 from .hostlist import expand_counts, expand_hosts
-from .launchers import ERROR_FILE, LAUNCHERS, LISTENING_SOCKET, PARENT_PID, WHEREABOUTS_FILE, Launcher
+from .launchers import LAUNCHERS, Launcher
 
 LOOPBACK = "127.0.0.1"
 # torch's own default. It is used on a single host if no job id is known to derive a port from.
@@ -57,18 +56,6 @@ class Environment:
             "MASTER_PORT": self.master_port,
         }
         return {name: str(value) for name, value in values.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class Supervision:
-    """What an SDP launcher tells a process that it starts.
-
-    ``parent_pid`` is the launcher's process id. The process reports its own fatal error in
-    ``error_file``.
-    """
-
-    parent_pid: int
-    error_file: Path | None
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment | None:
@@ -171,37 +158,6 @@ def alone_if_unlaunched() -> Iterator[None]:
 def export(settings: Mapping[str, str]) -> None:
     """Set variables in this process and in the processes that it starts later."""
     os.environ.update(settings)
-
-
-def supervision() -> Supervision | None:
-    """Return what the SDP launcher told this process, or None if its parent is not an SDP launcher.
-
-    The launcher's id is removed from the environment, because programs that a rank starts have
-    another parent.
-    """
-    parent, error_file = os.environ.pop(PARENT_PID, ""), os.environ.get(ERROR_FILE, "")
-    return Supervision(int(parent), Path(error_file) if error_file else None) if parent.isdigit() else None
-
-
-def whereabouts_file() -> Path | None:
-    """Return the file in which this rank writes its whereabouts for its launcher, or None."""
-    path = os.environ.get(WHEREABOUTS_FILE, "")
-    return Path(path) if path else None
-
-
-def inherited_socket() -> int | None:
-    """Return the file descriptor of the socket on which rank 0 serves the store.
-
-    Returns None if the launcher handed no socket over. The variable is removed, because programs
-    that the rank starts do not inherit the socket.
-    """
-    handle = os.environ.pop(LISTENING_SOCKET, "")
-    return int(handle) if handle.isdigit() else None
-
-
-def launcher_serves_store() -> bool:
-    """Return whether the launcher itself serves the store for the ranks, as torchrun does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def free_port() -> int:

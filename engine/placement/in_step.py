@@ -1,4 +1,4 @@
-"""Let equal units change places, so that a unit's holders come to it at the same time in backward."""
+"""Exchange equal units between groups, so that a unit's holders reach it at the same time in backward."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ..module_paths import parents
 from .buckets import Bucket, Refresh, plan_buckets
 from .placement import Placement
 from .policies import make_placement
-from .requirements import _require_dense_if_random, _require_even, require_inside
+from .requirements import require_dense_if_random, require_even, require_inside
 from .tensor_info import Cut, TensorInfo
 from .units import SHARED, Slice, Unit, find_neuron_units, find_units, unit_of_parameters
 
@@ -68,12 +68,12 @@ class Layout:
                 raise ConfigError("sdp.units: [] leaves groups nothing to hold a part of; name modules, or remove it")
             blocks = tuple(unit.name for unit in units)
         placement = make_placement(section, units)
-        _require_dense_if_random(model, placement, mesh)
+        require_dense_if_random(model, placement, mesh)
         unit_of = unit_of_parameters(units)
         everyone = tuple(range(mesh.sdp))
 
         cuts = parameter_cuts(model, mesh.tp) if mesh.tp > 1 else {}
-        _require_even(units, cuts, mesh.tp)
+        require_even(units, cuts, mesh.tp)
 
         def info(name: str, tensor: torch.Tensor, unit: Unit | None) -> TensorInfo:
             holders, unit_name = (placement.holders[unit.index], unit.name) if unit else (everyone, SHARED)

@@ -23,7 +23,7 @@ def require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:
             )
 
 
-def _require_dense_if_random(model: nn.Module, placement: Placement, mesh: Mesh) -> None:
+def require_dense_if_random(model: nn.Module, placement: Placement, mesh: Mesh) -> None:
     """Refuse sparse placements and tensor parallelism for a model that states random options.
 
     The model states them in ``random_options()``. Every rank draws its own numbers. Tensor-parallel
@@ -46,7 +46,7 @@ def draws_of(model: nn.Module) -> list[str]:
     return get_random_options(model)
 
 
-def _require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: int) -> None:
+def require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: int) -> None:
     """Check that each of ``ranks`` tensor-parallel ranks gets equally many whole neurons."""
     for unit in units if ranks > 1 else ():
         for part in unit.slices:

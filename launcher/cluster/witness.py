@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...engine.environment.child import child_environment
-from ...engine.environment.detect import PARENT_PID, WHEREABOUTS_FILE
+from ...engine.environment.launchers import PARENT_PID, WHEREABOUTS_FILE
 from ...engine.errors import LaunchError
 from ..heartbeat import Whereabouts
 from ..own_command import own_command, search_path

@@ -19,7 +19,8 @@ from ...engine.distributed.hosts import machine_id, split_tensor_group, told_apa
 from ...engine.distributed.join import join
 from ...engine.distributed.mesh import mesh_of
 from ...engine.engine import SDPEngine
-from ...engine.environment.detect import detect, whereabouts_file
+from ...engine.environment.detect import detect
+from ...engine.environment.supervision import whereabouts_file
 from ...engine.errors import PeerLostError
 from ...engine.initialize import initialize
 from ...launcher.heartbeat import Heartbeat

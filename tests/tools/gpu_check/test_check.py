@@ -16,9 +16,7 @@ from sdp.engine.errors import ConfigError
 from sdp.tools.gpu_check import check as check_module
 from sdp.tools.gpu_check.check import Check, Result, TimeIsUp, cut_off_after, expected_seconds, goals_of
 from sdp.tools.gpu_check.rows import CONFIGS, DENSE, NAMES, UNCOMPILED, Job, Planned, Row, rows
-from sdp.tools.gpu_check.share import (
-    Share,
-)
+from sdp.tools.gpu_check.share import Share
 from sdp.tools.shared.variants import Variant
 
 HALF = Variant(0.5, "block", "forward")

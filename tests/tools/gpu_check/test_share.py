@@ -16,15 +16,7 @@ from sdp.engine.errors import NonFiniteError
 from sdp.tools.gpu_check import command
 from sdp.tools.gpu_check import share as gpu_share
 from sdp.tools.gpu_check.rows import UNCOMPILED, job_of
-from sdp.tools.gpu_check.share import (
-    FLASH,
-    UPDATE,
-    WrongKernelError,
-    measure,
-    require_kernels,
-    require_training,
-    timed,
-)
+from sdp.tools.gpu_check.share import FLASH, UPDATE, WrongKernelError, measure, require_kernels, require_training, timed
 
 ROOT = Path(command.__file__).parents[2]
 

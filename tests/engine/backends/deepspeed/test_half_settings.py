@@ -74,10 +74,9 @@ def test_weights_laid_side_by_side_are_refused() -> None:
     from sdp.engine.backends.deepspeed.private import check_engine, load
 
     package = load()
-    engine = SimpleNamespace(
-        **dict.fromkeys(private.OF_ENGINE.split()), optimizer=SimpleNamespace(fp32_groups_flat=[])
-    )
+    engine = SimpleNamespace(**dict.fromkeys(private.OF_ENGINE.split()), optimizer=SimpleNamespace(fp32_groups_flat=[]))
     with pytest.raises(
-        ConfigError, match=r"^bfloat16 at zero_optimization.stage 0: DeepSpeed flattens .*; set optimizer.params.torch_adam"
+        ConfigError,
+        match=r"^bfloat16 at zero_optimization.stage 0: DeepSpeed flattens .*; set optimizer.params.torch_adam",
     ):
         check_engine(package, engine, 0, "bfloat16")
