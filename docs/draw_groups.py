@@ -11,11 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-
-from ..engine.config import load_config
-from ..engine.distributed.mesh import mesh_of
-from ..engine.placement.layout import Layout
-from ..models.registry import build_model
+from sdp.engine.config import load_config
+from sdp.engine.distributed.mesh import mesh_of
+from sdp.engine.placement.layout import Layout
+from sdp.models.registry import build_model
 
 ROOT = Path(__file__).parent.parent
 CELL, GAP, LEFT, TOP, ROW = 62, 14, 110, 50, 62

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from ..engine.config import deepspeed_keys
-from ..engine.config.schema import Config
-from ..engine.config.section import Section
-from ..engine.optim.optimizers import AdamParams, SGDParams
-from ..engine.optim.schedules import SCHEDULES
-from ..models.registry import MODELS
-from ..tools import cli
+from sdp.engine.config import deepspeed_keys
+from sdp.engine.config.schema import Config
+from sdp.engine.config.section import Section
+from sdp.engine.optim.optimizers import AdamParams, SGDParams
+from sdp.engine.optim.schedules import SCHEDULES
+from sdp.models.registry import MODELS
+from sdp.tools import cli
 
 DOCS = Path(__file__).resolve().parent
 TOP_LEVEL = "top level"
