@@ -95,7 +95,8 @@ def _refuse_beside_neurons(config: Config) -> None:
     mode = config.activation_checkpointing.mode
     if config.sdp.in_one_process and mode != "none":  # recomputation would read whole parameters, not slices
         raise ConfigError(
-            f'activation_checkpointing.mode: {json.dumps(mode)} is not available in this version beside sdp.granularity "neuron"; use '
+            f'activation_checkpointing.mode: {json.dumps(mode)} is not available in this version '
+            'together with sdp.granularity "neuron"; use '
             '"none", or sdp.engine "fsdp2"'
         )
 
@@ -117,7 +118,7 @@ def _refuse_beside_deepspeed(config: Config) -> None:
     for path, (refused, value, remedy) in unavailable.items():
         if refused:
             raise ConfigError(
-                f'{path}: {json.dumps(value)} is not available in this version beside sdp.engine "deepspeed"; {remedy}'
+                f'{path}: {json.dumps(value)} is not available in this version together with sdp.engine "deepspeed"; {remedy}'
             )
 
 
@@ -129,7 +130,9 @@ def _refuse_fp16(config: Config) -> None:
             f'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "{config.sdp.engine}" use bf16'
         )
     if config.bf16.enabled:
-        raise ConfigError("fp16.enabled: true beside bf16.enabled; a model computes in one of them, leave one out")
+        raise ConfigError(
+            "fp16.enabled: true together with bf16.enabled; a model computes in one of them, leave one out"
+        )
 
 
 def _refuse_group_sizes(config: Config) -> None:
@@ -166,7 +169,7 @@ def _refuse_unavailable(config: Config) -> None:
         )
     if config.training.compile and config.tensor_parallel.autotp_size > 1:
         raise ConfigError(
-            "training.compile: true is not available in this version beside tensor_parallel.autotp_size above 1; use false"
+            "training.compile: true is not available in this version together with tensor_parallel.autotp_size above 1; use false"
         )
     if config.training.compile and sdp.in_one_process:
         raise ConfigError(f'training.compile: true is not available with sdp.engine "{sdp.engine}"; use false')

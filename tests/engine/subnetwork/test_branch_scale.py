@@ -115,7 +115,8 @@ def test_where_it_has_no_meaning() -> None:
     with pytest.raises(ConfigError, match=r'sdp\.branch_scale: "train" has no meaning with sdp\.masking "backward"'):
         load_config({"sdp": {"groups": 2, "branch_scale": "train", "masking": "backward"}})
     with pytest.raises(
-        ConfigError, match=r'sdp\.branch_scale: "eval" is not available in this version beside sdp\.engine "deepspeed"'
+        ConfigError,
+        match=r'sdp\.branch_scale: "eval" is not available in this version together with sdp\.engine "deepspeed"',
     ):
         load_config({"sdp": {"groups": 2, "branch_scale": "eval", "engine": "deepspeed"}})
     with pytest.raises(ConfigError, match=r"sdp\.branch_scale"):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, r
 STEPS = 4
 
 
-BAD = 1  # the step in which one rank's gradient is no number
+BAD = 1  # the step in which one rank's gradient is NaN
 
 
 @dataclass
@@ -191,7 +191,7 @@ def test_one_group_steps_by_the_unscaled_gradient(ranks: RankPool, stage: int) -
 
 
 def _until_the_end(case: Case) -> tuple[str, list[str]]:
-    """Steps of which one rank's gradient is no number; the error, and the warnings before it."""
+    """Steps of which one rank's gradient is NaN; the error, and the warnings before it."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

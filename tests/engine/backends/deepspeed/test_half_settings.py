@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, r
 
 
 REFUSED = [
-    ({"bf16": {"enabled": True}}, "fp16.enabled: true beside bf16.enabled"),
+    ({"bf16": {"enabled": True}}, "fp16.enabled: true together with bf16.enabled"),
     ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale: input should be greater than or equal to 0"),
     ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window: input should be greater than 0"),
     (

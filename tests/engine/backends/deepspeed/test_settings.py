@@ -48,11 +48,11 @@ REFUSED = [
     ({"zero_optimization": {"param_alignment": 8}}, "zero_optimization.param_alignment: unknown key"),
     (
         {"tensor_parallel": {"autotp_size": 2}},
-        'tensor_parallel.autotp_size: 2 is not available in this version beside sdp.engine "deepspeed"',
+        'tensor_parallel.autotp_size: 2 is not available in this version together with sdp.engine "deepspeed"',
     ),
     (
         {"training": {"compile": True}},
-        'training.compile: true is not available in this version beside sdp.engine "deepspeed"',
+        'training.compile: true is not available in this version together with sdp.engine "deepspeed"',
     ),
     ({"communication_data_type": "bf16"}, 'communication_data_type: "bf16" cannot be honoured'),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: "bf16" cannot be honoured'),
