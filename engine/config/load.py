@@ -95,7 +95,7 @@ def _refuse_beside_neurons(config: Config) -> None:
     mode = config.activation_checkpointing.mode
     if config.sdp.in_one_process and mode != "none":  # recomputation would read whole parameters, not slices
         raise ConfigError(
-            f'activation_checkpointing.mode: {json.dumps(mode)} is not available in this version '
+            f"activation_checkpointing.mode: {json.dumps(mode)} is not available in this version "
             'together with sdp.granularity "neuron"; use '
             '"none", or sdp.engine "fsdp2"'
         )
