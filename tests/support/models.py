@@ -48,11 +48,51 @@ class Mlp(nn.Module):
         return F.mse_loss(self.head(hidden).float(), y.float())
 
 
+class ExpertBlock(nn.Module):
+    """A norm and two experts, of which each forward pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        return self.experts[chosen](self.norm(x))
+
+
+class Experts(nn.Module):
+    """Residual blocks of two experts, and two heads. Each forward pass uses one of both."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Linear(IN, WIDTH)
+        self.layers = nn.ModuleList(ExpertBlock() for _ in range(blocks))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, OUT) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        chosen = int(expert[0])
+        hidden = self.stem(x)
+        for layer in self.layers:
+            hidden = layer(hidden, chosen)
+        return F.mse_loss(self.heads[chosen](hidden).float(), y.float())
+
+
 def mlp(blocks: int = 4, seed: int = 0, device: str = "cpu") -> Mlp:
     """Build an MLP with weights, or on the meta device."""
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         return Mlp(blocks)
+
+
+def experts() -> Experts:
+    """Build a model whose experts and heads are not used by every micro-batch."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        return Experts()
+
+
+# By step and micro-batch, the expert that runs. One expert is used by a part of the first step only.
+EXPERTS = ((0, 1), (1, 1), (0, 0))
 
 
 def llama(*, tied: bool, device: str = "meta", layers: int = 4) -> nn.Module:
@@ -161,6 +201,8 @@ def build(kind: str) -> nn.Module:
         "wide-llama-meta": lambda: wide_llama(tied=False),
         "wide-llama-tied": lambda: wide_llama(tied=True, device="cpu"),
         "wide-llama-tied-meta": lambda: wide_llama(tied=True),
+        "experts": experts,
+        "experts-by-rank": experts,
         "resnet-meta": resnet,
         "swin-meta": swin,
     }
@@ -176,6 +218,10 @@ def micro_batch(kind: str, step: int, micro: int, data_rank: int, rows: int = 2)
     if kind.startswith("mlp"):
         x = torch.randn(rows, IN, generator=generator)
         return {"x": x, "y": torch.sin(3 * x[:, :OUT]) + 1.0}
+    if kind.startswith("experts"):
+        x = torch.randn(rows, IN, generator=generator)
+        expert = (EXPERTS[step][micro] + (data_rank if kind == "experts-by-rank" else 0)) % 2
+        return {"x": x, "y": torch.sin(3 * x[:, :OUT]) + 1.0, "expert": torch.full((rows,), expert)}
     if kind.startswith(("resnet", "swin")):
         images = torch.randn(rows, 3, SIDE, SIDE, generator=generator)
         return {"images": images, "labels": torch.randint(CLASSES, (rows,), generator=generator)}

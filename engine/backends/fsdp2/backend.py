@@ -28,7 +28,14 @@ from ...subnetwork.carve import PassThrough
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
 from ..sharded import ShardedBackend
-from .collectives import CountingAllGather, CountingReduceScatter, drop_unreduced_gradients, gather_stream
+from .collectives import (
+    CountingAllGather,
+    CountingReduceScatter,
+    drop_unreduced_gradients,
+    gather_stream,
+    reduce_unused_parameters,
+    zero_missing_gradients,
+)
 
 
 class FSDP2Backend(ShardedBackend):
@@ -57,6 +64,7 @@ class FSDP2Backend(ShardedBackend):
         self.stage, self.compute_dtype = stage, compute_dtype
         self.traffic, self.tensor_ranks, self._scale = traffic, tensor_ranks, scale
         self.clock: Callable[[], float] = time.perf_counter
+        self._accumulated = False  # whether an earlier micro-batch of this step left gradients
         # One shard in float32 does not need FSDP2. Plain parameters avoid a second copy of the
         # weights.
         self.shards = layout.mesh.shards(stage)
@@ -106,6 +114,7 @@ class FSDP2Backend(ShardedBackend):
             assert isinstance(module, FSDPModule)
             module.set_custom_all_gather(CountingAllGather(self.traffic))
             module.set_custom_reduce_scatter(CountingReduceScatter(self.traffic))
+            reduce_unused_parameters(module)
 
     def _own_groups(self) -> list[str]:
         """Paths of the modules in the shared part that the model asks to shard on their own."""
@@ -168,6 +177,9 @@ class FSDP2Backend(ShardedBackend):
             self.module.set_requires_gradient_sync(boundary or self.stage >= 2)
             self.module.set_reshard_after_backward(boundary or self._reshards)
             self.module.set_is_last_backward(boundary)
+            if boundary and self._accumulated and self.stage < 2:
+                zero_missing_gradients(self.module)
+        self._accumulated = not boundary
         self._sync.begin()
         if not boundary:
             loss.backward()
@@ -184,6 +196,7 @@ class FSDP2Backend(ShardedBackend):
         for parameter in self.parameters.values():
             parameter.grad = None
         self._sync.dropped()
+        self._accumulated = False
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 drop_unreduced_gradients(module)

@@ -67,6 +67,32 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
             parameter._unsharded_param.grad = None
 
 
+def reduce_unused_parameters(module: FSDPModule) -> None:
+    """Make the module reduce a zero gradient for each parameter that a micro-batch did not use.
+
+    By default FSDP2 leaves such parameters out of the reduction. If ranks use different parameters,
+    they would then reduce different ones together, without an error.
+    """
+    for group in _parameter_groups(module):
+        group.reduce_scatter_unused_params = True  # torch's setter for this is younger than torch 2.11
+
+
+def zero_missing_gradients(root: nn.Module) -> None:
+    """Give zeros to parameters below ``root`` that earlier micro-batches of this step did not use.
+
+    With mixed precision, FSDP2 keeps the gradients of earlier micro-batches in float32. It fails if
+    the last micro-batch uses a parameter for the first time, because that gradient is in compute
+    precision.
+    """
+    for module in root.modules():
+        for parameter in _parameters(module) if isinstance(module, FSDPModule) else ():
+            if parameter.reduce_dtype is None or parameter.unsharded_accumulated_grad is not None:
+                continue
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad and whole.dtype != parameter.reduce_dtype:
+                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
+
+
 def unreduced_gradients(module: FSDPModule) -> list[torch.Tensor]:
     """The gradients of the module's parameters that FSDP2 has not reduced yet."""
     kept = [parameter.unsharded_accumulated_grad for parameter in _parameters(module)]
@@ -74,7 +100,11 @@ def unreduced_gradients(module: FSDPModule) -> list[torch.Tensor]:
 
 
 def _parameters(module: FSDPModule) -> list[Any]:
+    return [parameter for group in _parameter_groups(module) for parameter in group.fsdp_params]
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     # Since torch 2.13, a module may have several parameter groups.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    return [group for group in groups if group is not None]
