@@ -82,8 +82,8 @@ def relative_positions(window: int, device: str | None = None) -> Tensor:
     across.
     """
     steps = torch.arange(window, device=device)
-    places = torch.cartesian_prod(steps, steps)
-    down, across = (places[:, None] - places[None] + window - 1).unbind(-1)
+    coordinates = torch.cartesian_prod(steps, steps)
+    down, across = (coordinates[:, None] - coordinates[None] + window - 1).unbind(-1)
     return (down * (2 * window - 1) + across).flatten()
 
 

@@ -166,9 +166,9 @@ def _write_weights(
         del tensors  # frees them before the tensors of the next file are allocated
     if len(files) > 1:
         total = sum(shape.numel() for shape in shapes.values())
-        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        file_of = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         metadata = {"total_parameters": total, "total_size": total * dtype.itemsize}
-        _write_json(out / f"{WEIGHTS}.safetensors.index.json", {"metadata": metadata, "weight_map": places})
+        _write_json(out / f"{WEIGHTS}.safetensors.index.json", {"metadata": metadata, "weight_map": file_of})
     return files
 
 

@@ -41,22 +41,22 @@ def _find_cut(text: str, end: int, tokenizer: Tokenizer) -> int | None:
     """Find a position for a cut at ``end`` or at most half a piece before it, or return None."""
     first = end - _PIECE_CHARACTERS // 2
     for boundary in _BOUNDARIES:
-        places = [match.end() for match in boundary.finditer(text, first, end)]
-        for place in places[: -_CANDIDATES - 1 : -1]:
-            if _keeps_tokens(text, place, tokenizer):
-                return place
+        boundaries = [match.end() for match in boundary.finditer(text, first, end)]
+        for cut in boundaries[: -_CANDIDATES - 1 : -1]:
+            if _keeps_tokens(text, cut, tokenizer):
+                return cut
     return end if _keeps_text(text, end, tokenizer) else None
 
 
-def _around(text: str, place: int) -> tuple[str, str]:
-    return text[max(0, place - _CONTEXT_CHARACTERS) : place], text[place : place + _CONTEXT_CHARACTERS]
+def _around(text: str, cut: int) -> tuple[str, str]:
+    return text[max(0, cut - _CONTEXT_CHARACTERS) : cut], text[cut : cut + _CONTEXT_CHARACTERS]
 
 
-def _keeps_tokens(text: str, place: int, tokenizer: Tokenizer) -> bool:
-    left, right = _around(text, place)
+def _keeps_tokens(text: str, cut: int, tokenizer: Tokenizer) -> bool:
+    left, right = _around(text, cut)
     return tokenizer.encode(left) + tokenizer.encode(right) == tokenizer.encode(left + right)
 
 
-def _keeps_text(text: str, place: int, tokenizer: Tokenizer) -> bool:
-    left, right = _around(text, place)
+def _keeps_text(text: str, cut: int, tokenizer: Tokenizer) -> bool:
+    left, right = _around(text, cut)
     return tokenizer.decode(tokenizer.encode(left) + tokenizer.encode(right)) == left + right

@@ -131,19 +131,19 @@ class CollectivePlan:
         return totals
 
     def _ranks(self, whom: _Whom, at: Coordinates) -> tuple[int, ...]:
-        (place, groups), mesh = whom, self._layout.mesh
-        if place == "world":
+        (scope, groups), mesh = whom, self._layout.mesh
+        if scope == "world":
             return self._world
-        if place == "neighbours":
+        if scope == "neighbours":
             return mesh.neighbours(at.sdp, at.fsdp)
-        if place == "inside":
+        if scope == "inside":
             groups, everywhere = (at.sdp,), self._shards > 1
         else:
             # If nothing is sharded, the ranks of one group average among themselves too.
-            everywhere = place == "holders" and self._shards == 1
+            everywhere = scope == "holders" and self._shards == 1
         if not everywhere:
             return tuple(mesh.rank(group, at.fsdp, at.tp) for group in sorted(groups))
-        key = (whom, at.sdp if place == "inside" else 0, at.tp)
+        key = (whom, at.sdp if scope == "inside" else 0, at.tp)
         if key not in self._many:
             self._many[key] = tuple(
                 mesh.rank(group, fsdp, at.tp) for group in sorted(groups) for fsdp in range(mesh.fsdp)

@@ -101,16 +101,16 @@ class Part(torch.Tensor):
         raise NotImplementedError(f"{func} of a part of a tensor")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        places = zip(self.locals, self.offsets, strict=True)
+        pieces = zip(self.locals, self.offsets, strict=True)
         return (
-            f"Part({', '.join(f'{tuple(local.shape)} at {tuple(at)}' for local, at in places)} of {tuple(self.shape)})"
+            f"Part({', '.join(f'{tuple(local.shape)} at {tuple(at)}' for local, at in pieces)} of {tuple(self.shape)})"
         )
 
     # DCP's protocol for tensors that are not DTensors (torch.distributed._checkpointable).
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        places = zip(self.locals, self.offsets, strict=True)
-        return [ChunkStorageMetadata(at, local.shape) for local, at in places if local.numel()]
+        pieces = zip(self.locals, self.offsets, strict=True)
+        return [ChunkStorageMetadata(at, local.shape) for local, at in pieces if local.numel()]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.locals[0])

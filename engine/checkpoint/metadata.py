@@ -56,19 +56,19 @@ class MetadataWriter(FileSystemWriter):
             raise cause from None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        write_durably(Path(self.path) / METADATA, json.dumps({"tensors": _encode(metadata, places)}))
+        storage_infos = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        write_durably(Path(self.path) / METADATA, json.dumps({"tensors": _encode(metadata, storage_infos)}))
 
 
-def _encode(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
+def _encode(metadata: Metadata, storage_infos: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
     tensors = {}
     for key, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
             raise TypeError(f"{key!r} is not a tensor; a checkpoint holds only tensors")
         chunks = []
         for chunk in tensor.chunks:
-            place = places[MetadataIndex(key, chunk.offsets)]
-            values = (list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length)
+            stored = storage_infos[MetadataIndex(key, chunk.offsets)]
+            values = (list(chunk.offsets), list(chunk.sizes), stored.relative_path, stored.offset, stored.length)
             chunks.append(dict(zip(_CHUNK, values, strict=True)))
         dtype = str(tensor.properties.dtype).removeprefix("torch.")
         tensors[key] = {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
@@ -90,7 +90,7 @@ def build_metadata(content: Any, file_sizes: Mapping[str, int], load_id: str) ->
     if not isinstance(tensors, dict):
         raise ValueError("it does not list tensors")
     entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    storage_infos: dict[MetadataIndex, _StorageInfo] = {}
     for key, value in tensors.items():
         if not isinstance(key, str) or not isinstance(value, dict) or value.keys() != {"dtype", "size", "chunks"}:
             raise ValueError(f"the entry of {key!r} does not describe a tensor")
@@ -101,13 +101,13 @@ def build_metadata(content: Any, file_sizes: Mapping[str, int], load_id: str) ->
         for chunk in value["chunks"]:
             chunks.append(_chunk(key, size, chunk))
             index = MetadataIndex(key, chunks[-1].offsets)
-            if index in places:
+            if index in storage_infos:
                 raise ValueError(f"{key!r} has two chunks at {tuple(chunks[-1].offsets)}")
-            places[index] = _place(key, chunk, file_sizes)
+            storage_infos[index] = _storage_info(key, chunk, file_sizes)
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
             raise ValueError(f"the chunks of {key!r} do not add up to its size")
         entries[key] = TensorStorageMetadata(TensorProperties(dtype=_dtype(key, value["dtype"])), size, chunks)
-    return Metadata(entries, storage_data=places, storage_meta=StorageMeta(load_id=load_id))
+    return Metadata(entries, storage_data=storage_infos, storage_meta=StorageMeta(load_id=load_id))
 
 
 def _chunk(key: str, size: torch.Size, chunk: Any) -> ChunkStorageMetadata:
@@ -122,7 +122,7 @@ def _chunk(key: str, size: torch.Size, chunk: Any) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets, sizes)
 
 
-def _place(key: str, chunk: Mapping[str, Any], file_sizes: Mapping[str, int]) -> _StorageInfo:
+def _storage_info(key: str, chunk: Mapping[str, Any], file_sizes: Mapping[str, int]) -> _StorageInfo:
     file, offset, length = chunk["file"], chunk["offset"], chunk["length"]
     if not isinstance(file, str) or not file.endswith(TENSOR_FILES) or file not in file_sizes:
         raise ValueError(f"{key!r} is said to be in {file!r}, which is not a tensor file of this checkpoint")

@@ -16,10 +16,10 @@ from .metadata import dtype_named
 _DCP = "torch.distributed.checkpoint.metadata"
 _CHUNK, _INDEX, _METADATA = f"{_DCP}.ChunkStorageMetadata", f"{_DCP}.MetadataIndex", f"{_DCP}.Metadata"
 _PROPERTIES, _TENSOR = f"{_DCP}.TensorProperties", f"{_DCP}.TensorStorageMetadata"
-_PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _SIZE = "torch.Size"
 # A pickle makes objects of these classes empty, and fills them with a BUILD instruction.
-_MADE_EMPTY = {_CHUNK, _INDEX, _METADATA, _PROPERTIES, _TENSOR, _PLACE, f"{_DCP}.StorageMeta"}
+_MADE_EMPTY = {_CHUNK, _INDEX, _METADATA, _PROPERTIES, _TENSOR, _STORAGE_INFO, f"{_DCP}.StorageMeta"}
 _CALLED = {
     _SIZE, f"{_DCP}._MEM_FORMAT_ENCODING", "torch.serialization._get_layout",
     "pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PosixPath", "pathlib._local.PurePosixPath",
@@ -153,16 +153,18 @@ def read_pickled_metadata(content: bytes) -> dict[str, Any]:
     """
     try:
         state = _state(_Interpreter().run(content), _METADATA)
-        places = {}
-        for index, place in state["storage_data"].items():
+        storage_infos = {}
+        for index, stored in state["storage_data"].items():
             of = _state(index, _INDEX)
-            places[of["fqn"], _sizes(of["offset"])] = _state(place, _PLACE)
-        return {"tensors": {key: _tensor(key, value, places) for key, value in state["state_dict_metadata"].items()}}
+            storage_infos[of["fqn"], _sizes(of["offset"])] = _state(stored, _STORAGE_INFO)
+        return {
+            "tensors": {key: _tensor(key, value, storage_infos) for key, value in state["state_dict_metadata"].items()}
+        }
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"it is not what DCP writes ({type(error).__name__}: {error})") from None
 
 
-def _tensor(key: str, value: Any, places: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+def _tensor(key: str, value: Any, storage_infos: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     state = _state(value, _TENSOR)
     properties = _state(state["properties"], _PROPERTIES)
     dtype = properties[0].name.removeprefix("torch.")
@@ -170,12 +172,12 @@ def _tensor(key: str, value: Any, places: dict[Any, dict[str, Any]]) -> dict[str
     for chunk in state["chunks"]:
         at = _state(chunk, _CHUNK)
         offsets = _sizes(at["offsets"])
-        place = places[key, offsets]
-        if place.keys() != {"relative_path", "offset", "length"}:
-            raise ValueError(f"the place of {key!r} is not described by a path, an offset and a length")
+        stored = storage_infos[key, offsets]
+        if stored.keys() != {"relative_path", "offset", "length"}:
+            raise ValueError(f"the location of {key!r} is not described by a path, an offset and a length")
         chunks.append({
-            "offsets": offsets, "sizes": _sizes(at["sizes"]), "file": place["relative_path"], "offset": place["offset"],
-            "length": place["length"],
+            "offsets": offsets, "sizes": _sizes(at["sizes"]), "file": stored["relative_path"], "offset": stored["offset"],
+            "length": stored["length"],
         })  # fmt: skip
     return {"dtype": dtype, "size": _sizes(state["size"]), "chunks": chunks}
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shorten
 from ..json_files import JsonError, parse_json, read_json_file
 from .deepspeed_keys import DEEPSPEED_CLIPS_AT, for_deepspeed, known_keys, split_foreign_keys
 from .schema import Config
@@ -66,14 +66,14 @@ def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     path, separator, text = override.partition("=")
     if not separator or not all(part.strip() for part in path.split(".")):
-        raise ConfigError(f"--set {override}: expected section.key=value")
+        raise ConfigError(f"--set {shorten(override)}: expected section.key=value")
     value = _value_of(text, path)
     *parents, key = path.strip().split(".")
     section = raw
     for parent in parents:
         section = section.setdefault(parent, {})
         if not isinstance(section, dict):
-            raise ConfigError(f"--set {override}: {parent} is not a section")
+            raise ConfigError(f"--set {shorten(override)}: {shorten(parent)} is not a section")
     section[key] = value
 
 
@@ -84,10 +84,10 @@ def _value_of(text: str, path: str) -> Any:
     except JsonError as error:
         if "not valid JSON" in str(error):
             return text
-        raise ConfigError(f"--set {path}: {error}") from None
+        raise ConfigError(f"--set {shorten(path)}: {error}") from None
 
 
-def _refuse_beside_neurons(config: Config) -> None:
+def _refuse_with_neurons(config: Config) -> None:
     if config.sdp.units != "auto":
         raise ConfigError(
             'sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its branches'
@@ -101,7 +101,7 @@ def _refuse_beside_neurons(config: Config) -> None:
         )
 
 
-def _refuse_beside_deepspeed(config: Config) -> None:
+def _refuse_with_deepspeed(config: Config) -> None:
     unavailable = {
         "tensor_parallel.autotp_size": (
             config.tensor_parallel.autotp_size > 1,
@@ -155,9 +155,9 @@ def _refuse_unavailable(config: Config) -> None:
     _refuse_group_sizes(config)
     _refuse_fp16(config)
     if sdp.granularity == "neuron":
-        _refuse_beside_neurons(config)
+        _refuse_with_neurons(config)
     if sdp.engine == "deepspeed":
-        _refuse_beside_deepspeed(config)
+        _refuse_with_deepspeed(config)
     if sdp.engine == "vectorized" and (sdp.masking != "forward" or sdp.branch_scale != "none"):
         key, value = ("masking", "forward") if sdp.masking != "forward" else ("branch_scale", "none")
         raise ConfigError(

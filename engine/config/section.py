@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import ConfigError, suggestion
+from ..errors import ConfigError, shorten, suggestion
 
 PositiveInt = Annotated[int, Field(gt=0)]
 
@@ -71,9 +71,9 @@ def parse_section(
         problems = [(_path_in(raw, problem["loc"]), problem) for problem in error.errors()]
         location, problem = max(problems, key=lambda pair: (pair[1]["type"] == "extra_forbidden", len(pair[0])))
         # A union reports one problem per alternative. Name them all, as each suggests a fix.
-        ways = [_message(other) for place, other in problems if place == location]
+        ways = [_message(other) for where, other in problems if where == location]
         candidates = known_keys(location[:-1]) if known_keys else list(schema.model_fields)
-        where = ".".join(([path] if path else []) + list(location))
+        where = ".".join(([path] if path else []) + [shorten(key) for key in location])
         homes = _homes(schema, location[-1]) if problem["type"] == "extra_forbidden" else []
         raise ConfigError(_explain(problem, where, ways, candidates, homes)) from None
 
@@ -116,7 +116,7 @@ def _explain(problem: Any, where: str, ways: Sequence[str], known: Sequence[str]
         return f"{where}.{problem['loc'][-1]}: this key is required".removeprefix(".")
     if problem["type"] == "value_error":  # a message of our own
         return f"{where}: {problem['ctx']['error']}"
-    return f"{where}: {' or '.join(dict.fromkeys(ways))} (found {json.dumps(problem['input'], default=str)})"
+    return f"{where}: {' or '.join(dict.fromkeys(ways))} (found {shorten(json.dumps(problem['input'], default=str))})"
 
 
 def _message(problem: Any) -> str:

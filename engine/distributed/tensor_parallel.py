@@ -88,13 +88,13 @@ def parallelise(model: nn.Module, cuts: Mapping[str, int | None], ranks: TensorR
     The model may be on the meta device or have values.
     """
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
-    places = [
+    attributes = [
         (module, key, canonical[id(p)])
         for module in model.modules()
         for key, p in module.named_parameters(recurse=False)
     ]
     parts: dict[str, nn.Parameter] = {}
-    for module, key, name in places:
+    for module, key, name in attributes:
         dim = cuts[name]
         if dim is not None:
             if name not in parts:  # every name of a tied parameter gets the same part

@@ -31,25 +31,25 @@ class Window:
     Attributes:
         at_peak: Bytes by kind at the window's peak.
         most: For activations and communication, the largest number of live bytes of that kind.
-        beside: Bytes of activations and communication when their sum was largest.
+        combined: Bytes of activations and communication when their sum was largest.
     """
 
     at_peak: Counter[str] = field(default_factory=Counter)
     most: Counter[str] = field(default_factory=Counter)
-    beside: Counter[str] = field(default_factory=Counter)
+    combined: Counter[str] = field(default_factory=Counter)
 
     def notice(self, live: Counter[str]) -> None:
         if live.total() > self.at_peak.total():
             self.at_peak = live.copy()
-        if live[ACTIVATIONS] + live[COMMUNICATION] > self.beside.total():
-            self.beside = Counter({kind: live[kind] for kind in (ACTIVATIONS, COMMUNICATION)})
+        if live[ACTIVATIONS] + live[COMMUNICATION] > self.combined.total():
+            self.combined = Counter({kind: live[kind] for kind in (ACTIVATIONS, COMMUNICATION)})
         for kind in (ACTIVATIONS, COMMUNICATION):
             self.most[kind] = max(self.most[kind], live[kind])
 
     def plus(self, other: Window, before: Window, times: int) -> Window:
         """Return this window, changed ``times`` times as ``other`` differs from ``before``."""
         sums = []
-        for name in ("at_peak", "most", "beside"):
+        for name in ("at_peak", "most", "combined"):
             mine, its, old = (getattr(window, name) for window in (self, other, before))
             sums.append(Counter({kind: mine[kind] + times * (its[kind] - old[kind]) for kind in KINDS}))
         return Window(*sums)

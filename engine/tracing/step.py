@@ -57,7 +57,7 @@ class StepTrace:
         at_peak: Live bytes at the peak, by kind (:data:`~sdp.engine.tracing.ledger.KINDS`).
         activations: The most bytes of activations at once, which may not be at the peak.
         communication: The most bytes of communication at once, which may not be at the peak.
-        beside: Bytes of activations and communication when their sum is largest.
+        combined: Bytes of activations and communication when their sum is largest.
         flops: Floating-point operations of the step as executed, including recomputation.
         tensor_parallel: Bytes of whole buffers, by collective and number of ranks.
         blocks: The number of blocks that the step runs.
@@ -70,7 +70,7 @@ class StepTrace:
     at_peak: Mapping[str, int]
     activations: int
     communication: int
-    beside: Mapping[str, int]
+    combined: Mapping[str, int]
     flops: float
     tensor_parallel: Mapping[tuple[Kind, int], int]
     blocks: int
@@ -159,7 +159,7 @@ def _extrapolated(base: _Run, longer: Sequence[tuple[_Run, int]], rank: int, blo
         at_peak=max((window.at_peak for window in windows.values()), key=lambda peak: peak.total()),
         activations=max(window.most[ACTIVATIONS] for window in windows.values()),
         communication=max(window.most[COMMUNICATION] for window in windows.values()),
-        beside=max((window.beside for window in windows.values()), key=lambda both: both.total()),
+        combined=max((window.combined for window in windows.values()), key=lambda both: both.total()),
         flops=flops * base.steps,
         tensor_parallel={key: round(nbytes * base.steps) for key, nbytes in sent.items()},
         blocks=blocks,

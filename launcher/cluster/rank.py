@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ...engine.environment.child import thread_settings
 from ...engine.environment.detect import detect, export
-from ...engine.errors import LaunchError
+from ...engine.errors import LaunchError, format_error
 from ..supervision import report_fatal
 from .hosts import parse_slots
 from .numa import bind_near_device
@@ -27,19 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     slots_text, master, *words = map(decode, sys.argv[1:] if argv is None else argv)
     address, _, port = master.rpartition(":")
     try:
-        settings = place_settings(parse_slots(slots_text), address, port)
+        settings = rank_variables(parse_slots(slots_text), address, port)
     except LaunchError as error:
-        report_fatal(f"sdp: error: {error}", error.exit_code, None)
+        report_fatal(f"sdp: error: {format_error(error)}", error.exit_code, None)
         return error.exit_code
     # This counts the cores, so it comes before this process is bound to some of them.
     settings |= thread_settings(int(settings["LOCAL_WORLD_SIZE"]))
     bind_near_device(int(settings["LOCAL_RANK"]), settings["CUDA_VISIBLE_DEVICES"])
     environment = detect()
-    assert environment is not None  # place_settings has checked this
+    assert environment is not None  # rank_variables has checked this
     return run_witnessed(words, settings, environment.rank)
 
 
-def place_settings(slots: Sequence[Sequence[int]], address: str, port: str) -> dict[str, str]:
+def rank_variables(slots: Sequence[Sequence[int]], address: str, port: str) -> dict[str, str]:
     """Return the environment variables of this rank.
 
     Args:
@@ -52,19 +52,21 @@ def place_settings(slots: Sequence[Sequence[int]], address: str, port: str) -> d
             number of processes and the local rank.
     """
     export({"MASTER_ADDR": address, "MASTER_PORT": port})
-    place = detect()
-    if place is None:
+    environment = detect()
+    if environment is None:
         raise LaunchError("no launcher's variables found; this command is for sdp launch alone, use sdp train")
     total = sum(map(len, slots))
-    if place.world_size != total:
+    if environment.world_size != total:
         raise LaunchError(
-            f"{place.source} started {place.world_size} processes, planned were {total}; start through sdp launch"
+            f"{environment.source} started {environment.world_size} processes, but {total} were planned;"
+            " start the run with sdp launch"
         )
-    places = [(node, local) for node, host in enumerate(slots) for local in range(len(host))]
-    node, local = places[place.rank]
-    if place.source != "deepspeed" and place.local_rank != local:
+    slot_of_rank = [(node, local) for node, host in enumerate(slots) for local in range(len(host))]
+    node, local = slot_of_rank[environment.rank]
+    if environment.source != "deepspeed" and environment.local_rank != local:
         raise LaunchError(
-            f"{place.source} made rank {place.rank} local rank {place.local_rank}, planned was {local} on host number {node}:"
+            f"{environment.source} gave rank {environment.rank} the local rank {environment.local_rank}, but {local}"
+            f" on host number {node} was planned:"
             " give hosts their slots in the hostfile alone, without mapping options in --launcher-args"
         )
     return {

@@ -78,8 +78,8 @@ def with_buckets(plan: Forecast) -> Forecast:
         state = trace.state
         earlier = state.gradients if plan.batch.accumulation > 1 else 0
         kept = {"parameters": state.parameters, GRADIENTS: state.gradients, "optimizer": state.optimizer}
-        beside = {COMMUNICATION: trace.beside[COMMUNICATION] + earlier, ACTIVATIONS: trace.beside[ACTIVATIONS]}
-        at_peak = kept | {"buffers": trace.at_peak.get("buffers", 0)} | beside
+        combined = {COMMUNICATION: trace.combined[COMMUNICATION] + earlier, ACTIVATIONS: trace.combined[ACTIVATIONS]}
+        at_peak = kept | {"buffers": trace.at_peak.get("buffers", 0)} | combined
         return replace(trace, at_peak=at_peak, communication=trace.communication + earlier)
 
     return replace(plan, groups=tuple(replace(group, trace=whole(group.trace)) for group in plan.groups))

@@ -36,7 +36,7 @@ VERIFIED_BYTES = 4_000_000_000  # some 3 s of four cores, or half a minute of a 
 _LOOK_SECONDS = 2.0
 
 _ARRAYS = ("digits", "cifar10", "cifar100")  # sets that are made into arrays in the run's own directory
-_FOLDER_IMAGE_SIZE = 224
+FOLDER_IMAGE_SIZE = 224  # pixels a side of a folder's images, unless the configuration says otherwise
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _open_images(config: Config, path: Path) -> Corpus:
     data = config.data
     seed = config.training.seed if data.augment is not False else None
     if data.name == "folder":
-        size = data.image_size or _FOLDER_IMAGE_SIZE
+        size = data.image_size or FOLDER_IMAGE_SIZE
         train, held_out, calibration = (
             ImageFolder(path, split, size, of) for split, of in (("train", seed), ("held_out", None), ("train", None))
         )

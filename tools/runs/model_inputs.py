@@ -13,9 +13,7 @@ from ...data.tokenizers import DEFAULT_VOCAB_SIZE, BytesTokenizer
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
 from ...models.registry import MODELS, build_model
-from .dataset import open_prepared, path_of
-
-_FOLDER_IMAGE_SIZE = 224
+from .dataset import FOLDER_IMAGE_SIZE, open_prepared, path_of
 
 
 def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]]]:
@@ -61,4 +59,4 @@ def _facts(config: Config) -> dict[str, int]:
         raise ConfigError(
             f"model.num_classes: {path} does not exist, so its classes cannot be counted; set it, for example --set model.num_classes=1000"
         )
-    return {"num_classes": model["num_classes"], "image_size": data.image_size or _FOLDER_IMAGE_SIZE}
+    return {"num_classes": model["num_classes"], "image_size": data.image_size or FOLDER_IMAGE_SIZE}

@@ -170,7 +170,7 @@ def plot_bias(
     figure = figure_class(figsize=(SIZE_INCHES[0], 4.6), dpi=DPI, layout="constrained")
     canvas(figure)
     left, right = figure.subplots(1, 2)
-    for place, (colour, (name, points)) in enumerate(zip(_COLOURS, by_batches.items(), strict=False)):
+    for index, (colour, (name, points)) in enumerate(zip(_COLOURS, by_batches.items(), strict=False)):
         bias, floor = overall[name]
         if drawn := [point for point in points if point[1] > 0]:
             left.plot(*zip(*drawn, strict=True), color=colour, marker="o", label=f"{name}: apparent")
@@ -182,7 +182,7 @@ def plot_bias(
             left.axhline(bias, color=colour, linestyle="--", linewidth=1.0, label=f"{name}: estimated")
         values = list(enumerate(by_unit[name]))
         right.errorbar(
-            [index + 0.15 * place for index, _ in values], [value for _, (value, _) in values], [error for _, (_, error) in values],
+            [unit + 0.15 * index for unit, _ in values], [value for _, (value, _) in values], [error for _, (_, error) in values],
             color=colour, marker="o", linestyle="none", capsize=3, label=name,
         )  # fmt: skip
     _dress(left, "Bias of the mean gradient", "batches averaged")

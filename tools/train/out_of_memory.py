@@ -25,12 +25,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def out_of_memory(config: Config, place: str, engine: SDPEngine | None) -> OutOfMemoryError:
+def out_of_memory(config: Config, rank_and_device: str, engine: SDPEngine | None) -> OutOfMemoryError:
     """Make the error to raise.
 
     Args:
         config: the configuration of the run.
-        place: the rank and its device, such as "rank 1 on …".
+        rank_and_device: the rank and its device, such as "rank 1 on …".
         engine: the engine, None if memory ran out before the engine was built.
     """
     state = ""
@@ -42,7 +42,8 @@ def out_of_memory(config: Config, place: str, engine: SDPEngine | None) -> OutOf
             f"optimizer {_size(planned.optimizer)}; the rest are activations and buffers."
         )
     return OutOfMemoryError(
-        f"{place}: out of memory.{state} To need less: {'; '.join(remedies(config))}. What each would need: sdp plan"
+        f"{rank_and_device}: out of memory.{state} To need less: {'; '.join(remedies(config))}."
+        " What each would need: sdp plan"
     )
 
 

@@ -27,8 +27,9 @@ from ...sync.weights import WeightRefresh
 from .groups import GroupsOfRanks
 from .optimizer import LossScale, MasterCopies, ZeroState, local_part
 from .parameters import Gathered
-from .partitions import Bundle, EarlyLaunch, RoutedRefresh, ShardSync
+from .partitions import Bundle, RoutedRefresh
 from .private import logged_all_reduce, logged_broadcast
+from .shard_sync import EarlyLaunch, ShardSync
 from .stepping import SteppedByDeepSpeed
 from .traffic_plan import plan_traffic
 

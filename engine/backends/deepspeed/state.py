@@ -51,10 +51,10 @@ def part_of(info: TensorInfo, start: int, flat: torch.Tensor) -> Part:
     ``flat`` holds the elements from ``start`` of the parameter or slice ``info``.
     """
     locals_, offsets, at = [], [], 0
-    for place, sizes, numel in boxes(start, flat.numel(), info.shape):
-        shift = [info.cut.start if info.cut is not None and dim == info.cut.dim else 0 for dim in range(len(place))]
+    for box, sizes, numel in boxes(start, flat.numel(), info.shape):
+        shift = [info.cut.start if info.cut is not None and dim == info.cut.dim else 0 for dim in range(len(box))]
         locals_.append(flat[at : at + numel].view(sizes))
-        offsets.append([a + b for a, b in zip(place, shift, strict=True)])
+        offsets.append([a + b for a, b in zip(box, shift, strict=True)])
         at += numel
     return Part(locals_, offsets, info.full_shape)
 
@@ -169,7 +169,7 @@ def check_holders(backend: HeldByDeepSpeed) -> None:
     assert backend.zero is not None
     names = [SHARED, *(unit.name for unit in backend.layout.units)]
     sums = torch.zeros(len(names), dtype=torch.int64)
-    places = {name: place for place, name in enumerate(backend.layout.parameters)}
+    position = {name: index for index, name in enumerate(backend.layout.parameters)}
     masters = backend.zero.masters
     for index, piece in backend.pieces():
         state = backend.deepspeed.basic_optimizer.state.get(masters[index], {})
@@ -178,7 +178,7 @@ def check_holders(backend: HeldByDeepSpeed) -> None:
             *(v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor) and v.dim()),
         ]
         for kind, value in enumerate(values):
-            first = (places[piece.name] * 8 + kind) * 1_000_003 + piece.start
+            first = (position[piece.name] * 8 + kind) * 1_000_003 + piece.start
             total = sums[names.index(backend.layout.parameters[piece.name].unit)]
             for at in range(0, piece.length, CHUNK):  # 64-bit copies of a whole partition could be too much
                 words = (

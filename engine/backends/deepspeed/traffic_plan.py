@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ...distributed.traffic import Traffic
 from ...placement.layout import Layout
 from .groups import GroupsOfRanks
-from .partitions import ShardSync
+from .shard_sync import ShardSync
 
 
 def plan_traffic(

@@ -137,13 +137,13 @@ def converted(directory: Path, ranks: Ranks) -> WeightFiles:
         )
         # Hosts may share a temporary folder. If one of them removed the files, the others would
         # lose them.
-        places: list[tuple[str, str]] = ranks.gather((own, machine := machine_id()))
-        first = next(rank for rank, (folder, other) in enumerate(places) if other == machine and os.path.isdir(folder))  # noqa: PTH112
+        folders: list[tuple[str, str]] = ranks.gather((own, machine := machine_id()))
+        first = next(rank for rank, (folder, other) in enumerate(folders) if other == machine and os.path.isdir(folder))  # noqa: PTH112
         converts = ranks.rank in ranks.gather(first)
         _together(
             directory, ranks, lambda: _write(weights_of_zero_checkpoint(directory), Path(own)) if converts else None
         )
-        return _together(directory, ranks, lambda: WeightFiles(Path(places[first][0])))
+        return _together(directory, ranks, lambda: WeightFiles(Path(folders[first][0])))
 
 
 def _together(directory: Path, ranks: Ranks, action: Callable[[], T]) -> T:

@@ -332,7 +332,7 @@ def test_an_mpi4py_of_another_mpi_names_no_master(
     monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi, rc=lambda **_: None))  # type: ignore[arg-type]
     monkeypatch.setattr(environment, "find_spec", lambda _: True)
     for _ in range(2):
-        place = detect()
-        assert place is not None
-        assert (place.master_addr == "gpu-01") == (world_size == 3)
+        detected = detect()
+        assert detected is not None
+        assert (detected.master_addr == "gpu-01") == (world_size == 3)
     assert mpi.ended != begun  # a script's own MPI goes on

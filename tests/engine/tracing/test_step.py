@@ -164,7 +164,7 @@ def test_what_is_left_out_of_a_deep_model_is_exactly_what_one_more_block_adds(
         all_of_it.communication,
         all_of_it.flops,
     )
-    assert part.beside == all_of_it.beside
+    assert part.combined == all_of_it.combined
 
 
 class _Repeated(nn.Module):

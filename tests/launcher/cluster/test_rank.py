@@ -2,7 +2,7 @@
 
 import pytest
 from sdp.engine.errors import LaunchError
-from sdp.launcher.cluster.rank import place_settings
+from sdp.launcher.cluster.rank import rank_variables
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -15,7 +15,7 @@ def open_mpi(monkeypatch: pytest.MonkeyPatch, rank: int, local: int, local_size:
 
 def test_rank_completes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     open_mpi(monkeypatch, rank=3, local=1, local_size=3)
-    settings = place_settings([[0, 1], [1, 2, 3]], "h", "7")
+    settings = rank_variables([[0, 1], [1, 2, 3]], "h", "7")
     assert settings == {
         "MASTER_ADDR": "h",
         "MASTER_PORT": "7",
@@ -27,11 +27,11 @@ def test_rank_completes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rank_on_another_host_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     open_mpi(monkeypatch, rank=3, local=0, local_size=2)
-    with pytest.raises(LaunchError, match="Open MPI made rank 3 local rank 0, planned was 1 on host number 1"):
-        place_settings([[0, 1], [1, 2, 3]], "h", "7")
+    with pytest.raises(LaunchError, match="Open MPI gave rank 3 the local rank 0, but 1 on host number 1 was planned"):
+        rank_variables([[0, 1], [1, 2, 3]], "h", "7")
     open_mpi(monkeypatch, rank=3, local=0, local_size=2, size=4)
-    with pytest.raises(LaunchError, match="started 4 processes, planned were 5"):
-        place_settings([[0, 1], [1, 2, 3]], "h", "7")
+    with pytest.raises(LaunchError, match="started 4 processes, but 5 were planned"):
+        rank_variables([[0, 1], [1, 2, 3]], "h", "7")
 
 
 def test_local_ranks_of_unequal_hosts_under_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,4 +47,4 @@ def test_local_ranks_of_unequal_hosts_under_deepspeed(monkeypatch: pytest.Monkey
     }
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
-    assert place_settings([[0, 1], [0, 1, 2]], "h", "7")["LOCAL_RANK"] == "0"
+    assert rank_variables([[0, 1], [0, 1, 2]], "h", "7")["LOCAL_RANK"] == "0"
