@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..engine.errors import ConfigError, DataError
+from ..engine.errors import ConfigError, DataError, quote
 from .files import require_regular
 from .image_sets import load_arrays, load_image_index
 
@@ -153,7 +153,7 @@ def _files_of(root: Path, split: str) -> tuple[list[str], list[tuple[str, int]]]
         {path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")} - set(classes)
     )
     if strangers:
-        raise DataError(f"{base}: the class {strangers[0]!r} is not in {classes_in}")
+        raise DataError(f"{base}: the class {quote(strangers[0])} is not in {classes_in}")
     files = []
     for label, name in enumerate(classes):
         paths = (

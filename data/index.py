@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..engine.errors import DataError
+from ..engine.errors import DataError, quote
 from ..engine.json_files import read_json_file
 from .files import HASHING_THREADS, INDEX_FILE, require_regular, sha256_of, special_kind
 
@@ -149,7 +149,7 @@ def load_index(directory: str | Path) -> Index:
         raise DataError(f"{path}: not an index of token shards (no format {FORMAT!r})")
     if content.get("version") != VERSION:
         raise DataError(
-            f"{path}: version {content.get('version')!r}, this program reads {VERSION}; {_again(path.parent)}"
+            f"{path}: version {quote(content.get('version'))}, this program reads {VERSION}; {_again(path.parent)}"
         )
     try:
         return Index.model_validate(content)

@@ -19,7 +19,7 @@ from typing import Any
 
 import zstandard
 
-from ..engine.errors import DataError
+from ..engine.errors import DataError, quote, shorten
 from .files import HASHING_THREADS, sha256_of, special_kind
 from .zstandard_frames import decompress_frames
 
@@ -87,7 +87,7 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     for pattern in patterns:
         matches = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))  # noqa: PTH207 absolute patterns
         if not matches:
-            raise DataError(f"no file matches {pattern!r}")
+            raise DataError(f"no file matches {quote(pattern)}")
         for match in map(Path, matches):
             if match.is_dir():
                 if len(matches) == 1:
@@ -229,7 +229,7 @@ def _text_of_line(line: bytearray, column: str, where: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise DataError(f"{where}: {column!r} must be a string, it is {type(text).__name__}")
+        raise DataError(f"{where}: {quote(column)} must be a string, it is {type(text).__name__}")
     try:
         if not text.isascii():
             text.encode()
@@ -239,7 +239,7 @@ def _text_of_line(line: bytearray, column: str, where: str) -> str:
 
 
 def _missing_column(where: str, column: str, columns: list[str]) -> str:
-    return f"{where}: no column {column!r} (there are: {', '.join(columns) or 'none'}); choose one with --text-column"
+    return f"{where}: no column {quote(column)} (there are: {shorten(', '.join(columns) or 'none', 1000)}); choose one with --text-column"
 
 
 def _read_parquet(path: Path, column: str, limit: int) -> Iterator[Document]:
@@ -250,14 +250,14 @@ def _read_parquet(path: Path, column: str, limit: int) -> Iterator[Document]:
         file = pyarrow.parquet.ParquetFile(path)
         schema = file.schema_arrow
         if (count := schema.names.count(column)) > 1:
-            raise DataError(f"{path}: {count} columns are named {column!r}; rename one of them")
+            raise DataError(f"{path}: {count} columns are named {quote(column)}; rename one of them")
         if not count:
             raise DataError(_missing_column(str(path), column, schema.names))
         kind = schema.field(column).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         strings = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null())
         if kind not in strings:
-            raise DataError(f"{path}: column {column!r} must hold strings, it holds {kind}")
+            raise DataError(f"{path}: column {quote(column)} must hold strings, it holds {kind}")
         bytes_per_row = path.stat().st_size / max(file.metadata.num_rows, 1)
         row = 0
         for batch in file.iter_batches(batch_size=_rows_per_batch(file.metadata, column), columns=[column]):

@@ -7,7 +7,14 @@ line. It says what is wrong, where, and what to do.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
+
+MOST_QUOTED = 200  # characters of an input value in a message
+MOST_MESSAGE = 4000  # characters of a message, in case that a value was not shortened
+# Control characters without the line feed and the tab, halves of surrogate pairs, and characters
+# that reverse the direction of the text that follows.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class SDPError(Exception):
@@ -77,3 +84,42 @@ def suggestion(key: str, candidates: Iterable[str]) -> str:
     """Return ``", did you mean X?"`` for the closest candidate, or an empty string."""
     close = difflib.get_close_matches(key, list(candidates), n=1, cutoff=0.6)
     return f", did you mean {close[0]}?" if close else ""
+
+
+def escape(text: str) -> str:
+    """Replace every character that could change a terminal, such as ESC, by its Python escape.
+
+    Line feeds and tabs stay, because a message may have several lines.
+    """
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def shorten(text: object, most: int = MOST_QUOTED) -> str:
+    """Return ``text`` as one printable piece of a message.
+
+    Control characters are escaped. Of a longer text, the first ``most`` characters stay, and the
+    number of characters left out follows.
+    """
+    text = str(text)
+    left_out = len(text) - most
+    kept = escape(text[:most]).replace("\n", "\\n").replace("\t", "\\t")
+    return f"{kept}… ({left_out:,} more characters)" if left_out > 0 else kept
+
+
+def quote(value: object) -> str:
+    """Return ``repr(value)`` for a message, shortened like :func:`shorten`. A text keeps its quotes."""
+    if isinstance(value, str):
+        left_out = len(value) - MOST_QUOTED
+        return repr(value[:MOST_QUOTED]) + (f"… ({left_out:,} more characters)" if left_out > 0 else "")
+    return shorten(repr(value))
+
+
+def format_error(error: BaseException) -> str:
+    """Return the message of ``error`` as one printable line, which an extreme input cannot flood."""
+    text = escape(" ".join(str(error).split()))
+    left_out = len(text) - MOST_MESSAGE
+    if left_out <= 0:
+        return text
+    # The end says what to do, so the middle is left out.
+    end = MOST_MESSAGE // 4
+    return f"{text[: MOST_MESSAGE - end]}… ({left_out:,} more characters) …{text[-end:]}"

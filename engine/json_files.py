@@ -13,6 +13,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from .errors import shorten
+
 MOST_BYTES = 64 << 20
 MOST_DEPTH = 200
 MOST_DIGITS = 400  # the longest float of 64 bits has 309 digits before its point
@@ -37,7 +39,7 @@ def parse_json(text: str, *, unique_keys: bool = False) -> Any:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise JsonError(f"{key}: this key stands twice in one section; remove one")
+                raise JsonError(f"{shorten(key)}: one section has this key twice; remove one")
             found[key] = value
         return found
 

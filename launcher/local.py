@@ -13,6 +13,7 @@ from pathlib import Path
 from ..engine.environment.child import allocator_settings, child_environment, thread_settings
 from ..engine.environment.detect import LOOPBACK, free_port, local_environment, publish, set_default
 from ..engine.environment.launchers import LISTENING_SOCKET
+from ..engine.errors import escape
 from .allocator import tune_allocator
 from .own_command import own_command, search_path
 from .rank_process import RankProcess
@@ -189,11 +190,11 @@ def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) ->
             log.write(failure.text.rstrip() + "\n")
     if failure.exit_code == 2:
         if failure.text:
-            print(failure.text, file=sys.stderr, flush=True)
+            print(escape(failure.text), file=sys.stderr, flush=True)
         return 2
     lines = failure.text.strip().splitlines() or [""]
     if rank.rank == 0 and len(lines) > 1:
-        print(failure.text.rstrip(), file=sys.stderr, flush=True)
+        print(escape(failure.text.rstrip()), file=sys.stderr, flush=True)
     reason = f" ({lines[-1].removeprefix('sdp: error: ')}{suspect})" if lines[-1] else ""
     _say(f"error: {described_end(rank.rank, failure.exit_code, rank.whereabouts)}{reason}; its log: {rank.log}")
     return 1
@@ -210,4 +211,4 @@ def _lateness(rank: RankProcess, failure: FatalError) -> tuple[bool, bool, float
 
 
 def _say(text: str) -> None:
-    print(f"sdp: {text}", file=sys.stderr, flush=True)
+    print(f"sdp: {escape(text)}", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..engine.environment.detect import detect
 from ..engine.environment.supervision import Supervision
-from ..engine.errors import LaunchError
+from ..engine.errors import LaunchError, escape
 from .heartbeat import Whereabouts
 
 PREFIX = "sdp: error: "
@@ -104,7 +104,7 @@ def report_fatal(
         stalled: see :class:`FatalError`.
         follows: see :class:`FatalError`.
     """
-    rank = _rank()
+    rank, text = _rank(), escape(text)  # the text may repeat bytes of the input
     if supervision is not None and supervision.error_file is not None:
         with contextlib.suppress(OSError):  # on a full disk the error is printed instead
             FatalError(exit_code, text, time.time(), stalled, follows).write(supervision.error_file)

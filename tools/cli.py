@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from ..engine.environment.exit import leaves_at_once
 from ..engine.environment.supervision import Supervision, supervision
-from ..engine.errors import PeerLostError, SDPError
+from ..engine.errors import PeerLostError, SDPError, format_error
 from ..launcher.supervision import report_fatal, tie_to_parent
 from .shared.arguments import Parser, split_set_values
 from .shared.files import NO_ROOM
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except SDPError as error:
         report_fatal(
-            "sdp: error: " + " ".join(str(error).split()),
+            "sdp: error: " + format_error(error),
             error.exit_code,
             above,
             follows=isinstance(error, PeerLostError),

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from ..engine.environment.detect import detect
-from ..engine.errors import ConfigError, LaunchError
+from ..engine.errors import ConfigError, LaunchError, shorten
 from ..launcher.cluster.launch import LaunchOptions
 from .shared.arguments import port, positive_int
 from .train.options import TrainOptions
@@ -136,5 +136,5 @@ def _check(args: argparse.Namespace) -> None:
 def _env_override(setting: str) -> str:
     name, equals, value = setting.partition("=")
     if not equals:
-        raise ConfigError(f"--env {setting}: expected NAME=VALUE")
+        raise ConfigError(f"--env {shorten(setting)}: expected NAME=VALUE")
     return f"env.{name}={json.dumps(value)}"

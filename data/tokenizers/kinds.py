@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import sentencepiece
 
-from ...engine.errors import DataError
+from ...engine.errors import DataError, quote
 
 END_OF_TEXT = "<|endoftext|>"
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes it for a space, and decodes a real one as a space
@@ -130,7 +130,9 @@ class HuggingFaceTokenizer:
         self._name = name or location
         self._tokenizer = _load_automatically(location)
         if self._tokenizer.eos_token_id is None:
-            raise DataError(f"tokenizer {self._name!r} has no end-of-sequence token, which must separate documents")
+            raise DataError(
+                f"tokenizer {quote(self._name)} has no end-of-sequence token, which must separate documents"
+            )
         self.vocab_size: int = len(self._tokenizer)
         self.end_of_text: int = self._tokenizer.eos_token_id
 

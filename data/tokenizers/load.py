@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ...engine.errors import DataError
+from ...engine.errors import DataError, quote, shorten
 from ..files import INDEX_FILE, require_regular
 from .kinds import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from .train import train_sentencepiece
@@ -25,7 +25,7 @@ def check_request(request: str, vocab_size: int | None) -> None:
     ``vocab_size``.
     """
     if request not in ("bytes", "sentencepiece") and not request.startswith(_HF_PREFIX):
-        raise DataError(f"unknown tokenizer {request!r}: choose sentencepiece, bytes or hf:NAME")
+        raise DataError(f"unknown tokenizer {quote(request)}: choose sentencepiece, bytes or hf:NAME")
     if request == _HF_PREFIX:
         raise DataError("hf: must be followed by a directory or a name on the hub, as in hf:gpt2")
     if request == "sentencepiece" and vocab_size is not None and vocab_size <= _SMALLEST_VOCABULARY:
@@ -37,7 +37,7 @@ def check_request(request: str, vocab_size: int | None) -> None:
             f"the bytes tokenizer has {BytesTokenizer.vocab_size} tokens, not {vocab_size}: leave the size out"
         )
     if request.startswith(_HF_PREFIX) and vocab_size is not None:
-        raise DataError(f"the vocabulary of {request!r} is fixed: leave the vocabulary size ({vocab_size}) out")
+        raise DataError(f"the vocabulary of {quote(request)} is fixed: leave the vocabulary size ({vocab_size}) out")
 
 
 def request_of(spec: dict[str, Any]) -> str:
@@ -88,7 +88,7 @@ def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
     for name in (spec.get("file"), spec.get("directory")):
         if isinstance(name, str) and (name in ("", ".", "..") or "/" in name):
             index = directory / INDEX_FILE
-            raise DataError(f"{index}: the tokenizer {name!r} is not in this directory; prepare the data again")
+            raise DataError(f"{index}: the tokenizer {quote(name)} is not in this directory; prepare the data again")
     match spec:
         case {"kind": "bytes"}:
             return BytesTokenizer()
@@ -101,7 +101,7 @@ def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
                 )
             return HuggingFaceTokenizer(str(directory / folder), name)
     raise DataError(
-        f"{directory}: the index does not describe a known kind of tokenizer: {spec}; prepare the data again"
+        f"{directory}: the index does not describe a known kind of tokenizer: {shorten(spec)}; prepare the data again"
     )
 
 

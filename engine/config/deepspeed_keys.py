@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..errors import ConfigError, suggestion
+from ..errors import ConfigError, shorten, suggestion
 
 DEEPSPEED_CLIPS_AT = 1.0  # DeepSpeed's gradient_clipping if the file does not set it
 # Performance hints that have no effect here. They are accepted, and listed once at start.
@@ -173,7 +173,9 @@ def _filter(section: dict[str, Any], prefix: str, hints: list[str], deepspeed: b
                 kept[key] = rest
             elif rest:
                 unknown = next(iter(rest))
-                raise ConfigError(f"{path}.{unknown}: unknown key{suggestion(unknown, _foreign_keys(f'{path}.'))}")
+                raise ConfigError(
+                    f"{path}.{shorten(unknown)}: unknown key{suggestion(unknown, _foreign_keys(f'{path}.'))}"
+                )
         else:
             kept[key] = value
     return kept
@@ -181,7 +183,10 @@ def _filter(section: dict[str, Any], prefix: str, hints: list[str], deepspeed: b
 
 def _refusal(path: str, value: Any, neutral: Any) -> str:
     why = f": {WHY_NOT_DEEPSPEED[path]}" if path in WHY_NOT_DEEPSPEED else ""
-    return f'{path}: {json.dumps(value)} cannot be honoured by sdp.engine "deepspeed"{why}; remove it or set it to {json.dumps(neutral)}'
+    return (
+        f'{path}: {shorten(json.dumps(value))} cannot be honoured by sdp.engine "deepspeed"{why};'
+        f" remove it or set it to {json.dumps(neutral)}"
+    )
 
 
 def _require_neutral(path: str, value: Any, deepspeed: bool) -> None:
@@ -191,7 +196,7 @@ def _require_neutral(path: str, value: Any, deepspeed: bool) -> None:
             raise ConfigError(_refusal(path, value, NEUTRAL[path][0]))
         neutral = json.dumps(NEUTRAL[path][0])
         raise ConfigError(
-            f"{path}: {json.dumps(value)} cannot be honoured by this engine; remove it or set it to {neutral}"
+            f"{path}: {shorten(json.dumps(value))} cannot be honoured by this engine; remove it or set it to {neutral}"
         )
 
 

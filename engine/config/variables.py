@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
+
+from ..errors import quote
 
 # Variables that a launcher sets for a rank, or that a process reads before its configuration.
 _NOT_FOR_ENV = re.compile(
@@ -17,7 +18,7 @@ _NOT_FOR_ENV = re.compile(
 
 def _variable_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(f"{json.dumps(name)} is no name of an environment variable")
+        raise ValueError(f"{quote(name)} cannot be the name of an environment variable; use letters, digits and _")
     if _NOT_FOR_ENV.fullmatch(name):
         raise ValueError(
             f"{name} is the launcher's, or is read before the configuration is; set it where the processes are started"

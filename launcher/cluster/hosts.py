@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.errors import LaunchError, suggestion
+from ...engine.errors import LaunchError, quote, shorten, suggestion
 
 # A shell, pdsh (n[1-3], %h), ssh (-oProxyCommand) and --include must all read a host's name as just
 # a name.
@@ -44,10 +44,10 @@ def read_hostfile(path: Path) -> list[Host]:
             continue
         match = _LINE.fullmatch(text)
         if match is None or int(match[2]) == 0:
-            raise LaunchError(f"{path}:{number}: {text!r} cannot be read; expected the form worker-0 slots=4")
+            raise LaunchError(f"{path}:{number}: {quote(text)} cannot be read; expected the form worker-0 slots=4")
         name = check_host(match[1], f"{path}:{number}")
         if name in hosts:
-            raise LaunchError(f"{path}:{number}: host {name} stands twice; give its slots in one line")
+            raise LaunchError(f"{path}:{number}: host {shorten(name)} is listed twice; give its slots in one line")
         hosts[name] = Host(name, tuple(range(int(match[2]))))
     if not hosts:
         raise LaunchError(f"{path}: names no host; expected lines of the form worker-0 slots=4")
@@ -61,7 +61,7 @@ def check_host(name: str, where: str) -> str:
     """
     if not _HOST.fullmatch(name):
         raise LaunchError(
-            f"{where}: {name!r} is no host name (letters, digits, '.', '_', '-'; users and ports go to ~/.ssh/config)"
+            f"{where}: {quote(name)} is not a host name (letters, digits, '.', '_', '-'; users and ports go to ~/.ssh/config)"
         )
     return name
 
@@ -97,7 +97,7 @@ def select(
         }
         chosen = [Host(name, tuple(slots)) for name, slots in keep.items() if slots]
         if not chosen:
-            raise LaunchError(f"--exclude {exclude}: leaves no slot of the hostfile")
+            raise LaunchError(f"--exclude {shorten(exclude)}: leaves no slot of the hostfile")
         return chosen
     if nodes is not None and nodes > len(hosts):
         raise LaunchError(f"--nodes {nodes}: the hostfile names {len(hosts)} hosts")
@@ -144,13 +144,17 @@ def _parse_filter(text: str, hosts: Sequence[Host], option: str) -> dict[str, se
     for item in text.split("@"):
         name, colon, slots = item.partition(":")
         if name not in known:
-            raise LaunchError(f"{option} {text}: the hostfile has no host {name!r}{suggestion(name, known)}")
+            raise LaunchError(
+                f"{option} {shorten(text)}: the hostfile has no host {quote(name)}{suggestion(name, known)}"
+            )
         if colon and not re.fullmatch(r"\d+(,\d+)*", slots):
-            raise LaunchError(f"{option} {text}: {item!r} cannot be read; expected the form worker-0:0,2@worker-1")
+            raise LaunchError(
+                f"{option} {shorten(text)}: {quote(item)} cannot be read; expected the form worker-0:0,2@worker-1"
+            )
         wanted = {int(slot) for slot in slots.split(",")} if colon else set(known[name])
         if missing := wanted - set(known[name]):
             raise LaunchError(
-                f"{option} {text}: host {name} has {len(known[name])} slots, no slot {min(missing)} (they count from 0)"
+                f"{option} {shorten(text)}: host {name} has {len(known[name])} slots, no slot {min(missing)} (they count from 0)"
             )
         named.setdefault(name, set()).update(wanted)
     return named

@@ -18,7 +18,7 @@ from typing import Literal
 
 from ...engine.distributed.hosts import split_tensor_group
 from ...engine.environment.child import child_environment, variables_with
-from ...engine.errors import ConfigError, LaunchError
+from ...engine.errors import ConfigError, LaunchError, quote
 from ..degrees import Degrees, visible_devices
 from ..own_command import search_path
 from . import slurm
@@ -220,7 +220,7 @@ def _extra(options: LaunchOptions) -> list[str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"--launcher-args {text!r}: {error}") from None
+        raise ConfigError(f"--launcher-args {quote(text)}: {error}") from None
     for word in words:
         if _RANKS[options.launcher].fullmatch(word):
             own = (
@@ -228,7 +228,7 @@ def _extra(options: LaunchOptions) -> list[str]:
                 if options.launcher == "slurm"
                 else "--nodes, --gpus-per-node, --include and --exclude"
             )
-            raise ConfigError(f"--launcher-args {word!r}: the ranks are chosen by {own}; leave it out")
+            raise ConfigError(f"--launcher-args {quote(word)}: the ranks are chosen by {own}; leave it out")
     return words
 
 

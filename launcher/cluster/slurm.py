@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.environment.child import search_program
-from ...engine.errors import LaunchError
+from ...engine.errors import LaunchError, quote
 from .commands import Start, train_command
 
 FOLDER, SCRIPT, EVENTS = "slurm", "job.sh", "events"
@@ -65,7 +65,7 @@ def script(job: Job, start: Start, dump_dir: Path) -> str:
     folder = dump_dir / FOLDER
     if re.search(r'[%\\"\n]', str(folder)):
         raise LaunchError(
-            f"--dump-dir {str(dump_dir)!r}: SLURM replaces % and \\ in the names of log files; choose a name without them"
+            f"--dump-dir {quote(str(dump_dir))}: SLURM replaces % and \\ in the names of log files; choose a name without them"
         )
     asked = {
         "job-name": re.sub(r"[^A-Za-z0-9_.-]", "_", job.name),
@@ -77,7 +77,7 @@ def script(job: Job, start: Start, dump_dir: Path) -> str:
     for name, value in asked.items():
         if not _VALUE.fullmatch(value):
             raise LaunchError(
-                f"--{name} {value!r}: not a value that SLURM could know; letters, digits and _.,:=@+/[]()&|*!- are allowed"
+                f"--{name} {quote(value)}: not a value that SLURM could know; letters, digits and _.,:=@+/[]()&|*!- are allowed"
             )
     lines = [f"#SBATCH --{name}={value}" for name, value in asked.items()]
     lines += [
@@ -111,7 +111,7 @@ def _srun(job: Job, start: Start, folder: Path) -> list[str]:
 def _checked_extra(words: Sequence[str]) -> Sequence[str]:
     for word in words:
         if not word.startswith("-") or not _VALUE.fullmatch(word):
-            raise LaunchError(f"--launcher-args {word!r}: for slurm, options of sbatch in the form --name=value")
+            raise LaunchError(f"--launcher-args {quote(word)}: for slurm, options of sbatch in the form --name=value")
     return words
 
 

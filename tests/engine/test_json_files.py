@@ -20,7 +20,7 @@ from sdp.engine.json_files import MOST_DEPTH, JsonError, parse_json, read_json_f
         ('{"a": "\\ud800"}', "surrogate"),
         ('{"\\udfff": 1}', "surrogate"),
         ('{"a": }', "1:7: not valid JSON"),
-        ('{"a": 1, "a": 2}', "stands twice"),
+        ('{"a": 1, "a": 2}', "has this key twice"),
     ],
 )
 def test_bad_texts_are_refused(tmp_path: Path, text: str, message: str) -> None:

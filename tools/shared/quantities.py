@@ -10,7 +10,7 @@ import math
 import re
 from typing import Literal
 
-from ...engine.errors import ConfigError
+from ...engine.errors import ConfigError, quote
 
 DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB")
 BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -56,7 +56,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMG]i?)B)?", text, re.IGNORECASE)
     size = int(float(match[1]) * _prefix(match[2] or "")) if match is not None else 0
     if size < 1:
-        raise ValueError(f"{text!r} is not a size; use for example 500MB or 5GB")
+        raise ValueError(f"{quote(text)} is not a size; use for example 500MB or 5GB")
     return size
 
 

@@ -133,7 +133,7 @@ def test_files(tmp_path: Path) -> None:
     for text, message in (
         ('{"sdp": {', r"run.json:1:\d+: not valid JSON"),
         ("[1]", "a JSON object is expected, not list"),
-        ('{"sdp": {"groups": 2, "groups": 4}}', "groups: this key stands twice in one section; remove one"),
+        ('{"sdp": {"groups": 2, "groups": 4}}', "groups: one section has this key twice; remove one"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
@@ -177,7 +177,7 @@ def test_env_section() -> None:
         ("RANK", "1", "env.RANK: RANK is the launcher's"),
         ("CUDA_VISIBLE_DEVICES", "1", "CUDA_VISIBLE_DEVICES is the launcher's"),
         ("LD_PRELOAD", "x.so", "is read before the configuration is; set it where the processes are started"),
-        ("A=B", "1", "is no name of an environment variable"),
+        ("A=B", "1", "cannot be the name of an environment variable"),
         ("NCCL_DEBUG", True, "env.NCCL_DEBUG: input should be a valid string"),
         ("NCCL_DEBUG", ["INFO"], "env.NCCL_DEBUG: input should be a valid string"),
         ("NCCL_DEBUG", "a\0b", "env.NCCL_DEBUG: string should match pattern"),

@@ -116,7 +116,7 @@ PYTHON = sys.executable
         ),
         (
             ["--launcher", "deepspeed", "--hostfile", "hosts", "--master-addr", "a;b", "run.json"],
-            "--master-addr: 'a;b' is no host name",
+            "--master-addr: 'a;b' is not a host name",
         ),
         (
             ["--launcher", "deepspeed", "--hostfile", "hosts", "--python", "/a b/python", "run.json"],
@@ -130,11 +130,11 @@ PYTHON = sys.executable
             ["--launcher", "deepspeed", "--hostfile", "hosts", "--launcher-args=--venv_script=/%u/x", "run.json"],
             "passes it through pdsh",
         ),
-        (["--launcher", "deepspeed", "--hostfile", "per-cent", "run.json"], "'n%h' is no host name"),
+        (["--launcher", "deepspeed", "--hostfile", "per-cent", "run.json"], "'n%h' is not a host name"),
         (["--launcher", "deepspeed", "--hostfile", "local-host", "run.json"], "cannot reach rank 0 at localhost"),
         (["--launcher", "local", "--env", "NCCL_DEBUG", "run.json"], "expected NAME=VALUE"),
         (["--launcher", "local", "--env", "RANK=3", "run.json"], "env.RANK: RANK is the launcher's"),
-        (["--launcher", "local", "--env", "A B=3", "run.json"], "is no name of an environment variable"),
+        (["--launcher", "local", "--env", "A B=3", "run.json"], "cannot be the name of an environment variable"),
         (["--launcher", "local", "--launcher-args", "x", "run.json"], "--launcher-args has no effect"),
         (["--launcher", "mpirun", "--hostfile", "hosts", "--launcher-args", "'", "run.json"], "No closing quotation"),
         (["--launcher", "local", "run.json", "--nproc", "2"], "give --gpus-per-node before CONFIG"),
