@@ -36,13 +36,13 @@ def match_patterns(modules: Mapping[str, nn.Module], patterns: Sequence[str], so
         ModelError: a pattern matches nothing. The message names ``source``, the configuration key
             of the patterns.
     """
-    matched: set[str] = set()
-    for pattern in patterns:
-        hits = {name for name in modules if _matches(name, pattern)}
-        if not hits:
-            raise ModelError(f"{source}: {pattern!r} matches no module of the model{suggestion(pattern, modules)}")
-        matched |= hits
-    return matched
+    hits = {pattern: {name for name in modules if _matches(name, pattern)} for pattern in patterns}
+    wrong = [pattern for pattern, names in hits.items() if not names]
+    if len(wrong) > 1:
+        raise ModelError(f"{source}: these patterns match no module of the model: {', '.join(map(repr, wrong))}")
+    if wrong:
+        raise ModelError(f"{source}: {wrong[0]!r} matches no module of the model{suggestion(wrong[0], modules)}")
+    return set().union(*hits.values())
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from torch import nn
 
 from ..errors import ModelError
 from ..model_interface import Branch as Branch  # re-exported
 from ..model_interface import get_neuron_branches, get_unit_flops, get_unit_patterns
-from ..module_paths import match_patterns, resolve_name
+from ..module_paths import match_patterns, parents, resolve_name
+from .chains import find_blocks
 
 SHARED = "shared"
 
@@ -120,8 +120,8 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterab
     """Find the block units of ``model``, in the order of its modules.
 
     ``"auto"`` uses the first of these that exists: the units that an ``explicit`` placement names;
-    the units that the model states (``unit_patterns()``); the longest run of blocks of one class in
-    a ModuleList or Sequential.
+    the units that the model states (``unit_patterns()``); the blocks of all chains in the model
+    (see :func:`find_blocks`).
 
     Args:
         model: the full model.
@@ -140,46 +140,19 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], explicit: Iterab
     elif (stated := get_unit_patterns(model)) is not None:
         names = match_patterns(modules, stated)
     else:
-        names = _longest_chain(model)
+        names = find_blocks(model)
     ordered = [name for name in modules if name in names]
     _refuse_nested(ordered)
     return _units(model, modules, ordered)
 
 
-def _longest_chain(model: nn.Module) -> set[str]:
-    """Find the longest run of neighbours of one class in a ModuleList or Sequential.
-
-    Only modules that have children with parameters count, because a residual block is more than one
-    layer.
-    """
-    best: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            for _, run in groupby(module.named_children(), key=lambda named: type(named[1])):
-                blocks = [f"{name}.{key}" if name else key for key, child in run if _has_layers(child)]
-                best = max(best, blocks, key=len)  # the first of equals
-    if len(best) < 2:
-        raise ModelError(
-            'sdp.units: "auto" finds no ModuleList or Sequential with two or more blocks of one class in a row; '
-            'name the residual blocks by patterns, for example ["encoder.layers.*"]'
-        )
-    return set(best)
-
-
-def _has_layers(module: nn.Module) -> bool:
-    return any(next(child.parameters(), None) is not None for child in module.children())
-
-
 def _refuse_nested(names: Sequence[str]) -> None:
     chosen = set(names)
-    for name in names:
-        parts = name.split(".")
-        for cut in range(1, len(parts)):
-            outer = ".".join(parts[:cut])
-            if outer in chosen:
-                raise ModelError(
-                    f"sdp.units: {name!r} lies inside the unit {outer!r}; units must not nest, keep one of them"
-                )
+    nested = [
+        f"{name!r} lies inside the unit {outer!r}" for name in names for outer in parents(name) if outer in chosen
+    ]
+    if nested:
+        raise ModelError(f"sdp.units: {', '.join(nested)}; units must not nest, keep one of them")
 
 
 def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[str]) -> list[Unit]:
@@ -187,24 +160,28 @@ def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[s
     owner: dict[int, str] = {}
     flops = get_unit_flops(model)
     units = []
+    tied: dict[tuple[str, str], str] = {}
     for index, name in enumerate(names):
         parameters = list(modules[name].parameters())
         for parameter in parameters:
             first = owner.setdefault(id(parameter), name)
             if first != name or not canonical[id(parameter)].startswith(f"{name}."):
                 other = first if first != name else canonical[id(parameter)]
-                raise ModelError(
-                    f"{name}: its parameter {canonical[id(parameter)]!r} is tied to {other!r}; a tied weight cannot lie in a unit, "
-                    "leave that module out of sdp.units so that it is shared by all groups"
-                )
+                tied.setdefault((name, other), canonical[id(parameter)])
         slices = tuple(Slice(canonical[id(parameter)]) for parameter in parameters)
         units.append(Unit(index, name, slices, sum(parameter.numel() for parameter in parameters), flops.get(name, 0)))
-    outside = {id(p) for path, m in modules.items() if not _inside(path, names) for p in m.parameters(recurse=False)}
-    for parameter_id in outside & set(owner):
+    if tied:
+        pairs = "; ".join(f"{name}: its parameter {of!r} is tied to {other!r}" for (name, other), of in tied.items())
         raise ModelError(
-            f"{owner[parameter_id]}: its parameter {canonical[parameter_id]!r} is tied to a module outside the unit; "
-            "leave the unit out of sdp.units so that it is shared by all groups"
+            f"{pairs}; a tied weight cannot lie in a unit, leave that module out of sdp.units so that it is shared by all groups"
         )
+    outside = {id(p) for path, m in modules.items() if not _inside(path, names) for p in m.parameters(recurse=False)}
+    leaving = {owner[of]: canonical[of] for of in owner if of in outside}
+    if leaving:
+        pairs = "; ".join(
+            f"{name}: its parameter {of!r} is tied to a module outside the unit" for name, of in leaving.items()
+        )
+        raise ModelError(f"{pairs}; leave the unit out of sdp.units so that it is shared by all groups")
     return units
 
 

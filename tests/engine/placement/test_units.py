@@ -26,9 +26,10 @@ class Two(nn.Module):
         self.decoder = nn.ModuleDict({"layers": nn.ModuleList(models.Block() for _ in range(3))})
 
 
-def test_auto_takes_the_longest_stack_of_one_class() -> None:
+def test_auto_takes_every_stack_of_one_class() -> None:
     assert names(models.mlp()) == [f"layers.{index}" for index in range(4)]
-    assert names(Two()) == [f"decoder.layers.{index}" for index in range(3)]
+    encoder, decoder = ([f"{half}.layers.{i}" for i in range(n)] for half, n in (("encoder", 2), ("decoder", 3)))
+    assert names(Two()) == encoder + decoder
     mixed = nn.Sequential(
         nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.Sequential(models.Block(), models.Block())
     )
@@ -102,6 +103,26 @@ def test_patterns() -> None:
         names(models.mlp(), ["layers.*", "layer.*"])
     with pytest.raises(ModelError, match=r"'layers.0.up' lies inside the unit 'layers.0'; units must not nest"):
         names(models.mlp(), ["layers.*", "layers.0.up"])
+
+
+def test_a_refusal_names_all_offenders() -> None:
+    with pytest.raises(ModelError, match=r"these patterns match no module of the model: 'a\.\*', 'b\.\*'$"):
+        names(models.mlp(), ["a.*", "layers.*", "b.*"])
+    both = "'layers.0.up' lies inside the unit 'layers.0', 'layers.1.up' lies inside the unit 'layers.1'"
+    with pytest.raises(ModelError, match=f"{both}; units must not nest"):
+        names(models.mlp(), ["layers.*", "layers.[01].up"])
+    tied = models.mlp()
+    for index in (2, 3):
+        tied.get_submodule(f"layers.{index}.up").weight = tied.get_parameter("layers.0.up.weight")
+    pairs = [f"layers.{index}: its parameter 'layers.0.up.weight' is tied to 'layers.0'" for index in (2, 3)]
+    with pytest.raises(ModelError, match=f"^{'; '.join(pairs)}; a tied weight cannot lie in a unit"):
+        names(tied)
+    leaving = models.mlp()
+    leaving.copies = nn.ModuleList(nn.Linear(models.HIDDEN, models.WIDTH) for _ in range(2))
+    for index in range(2):
+        leaving.copies[index].weight = leaving.get_parameter(f"layers.{index}.down.weight")
+    with pytest.raises(ModelError, match=r"^layers\.0: .* outside the unit; layers\.1: .* outside the unit; leave"):
+        names(leaving)
 
 
 def test_explicit_names_and_endings() -> None:
