@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="a variable for every rank (env.NAME); may be repeated",
+        help="a variable for every rank (env.NAME); may be repeated; docs/clusters.md lists the names that are refused",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be run, and run nothing")
     hosts = parser.add_argument_group("deepspeed and mpirun")
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         jobs.add_argument(f"--{name}", metavar="VALUE", help=f"sbatch's --{name}")
     jobs.add_argument("--cpu", action="store_true", default=None, help="ask for no GPUs: the ranks run on CPUs")
     jobs.add_argument("--container", metavar="IMAGE", help="run the tasks in this image, by pyxis")
-    jobs.add_argument("--container-mounts", metavar="SRC:DST,…", help="mounts besides the working directory")
+    jobs.add_argument("--container-mounts", metavar="SRC:DST,…", help="mounts in addition to the working directory")
     jobs.add_argument(
         "--signal-seconds",
         metavar="S",
