@@ -13,6 +13,10 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 RUN    ?= runs/quickstart
+# Processes that run tests. A file's tests stay in one of them, because they share fixtures. Each process computes with one
+# thread: tests start further processes, which need the cores.
+WORKERS ?= 2
+PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 # The GPU machine's Python, and its platforms in the words of wheels, which pip takes to the letter.
 GPU_PYTHON   ?= 3.12
 GPU_PLATFORM ?= $(foreach glibc,2_28 2_27 2_17,manylinux_$(glibc)_x86_64) manylinux2014_x86_64
@@ -33,10 +37,10 @@ quickstart: $(VENV)/.installed
 	$(BIN)/sdp report $(RUN) $(RUN)-dense
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow and not full_table and not cluster"
+	$(PYTEST) -m "not slow and not full_table and not cluster"
 
 test-all: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not cluster"
+	$(PYTEST) -m "not cluster"
 
 # apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin mpich slurm-wlm munge slurmdbd mariadb-server; as root
 test-cluster: $(VENV)/.installed-test $(VENV)/.intel-mpi

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from sdp.data.prepare import prepare
+from sdp.tests.support.shared_folders import fill_once
 
 
 @pytest.fixture(autouse=True)
@@ -26,19 +28,21 @@ def own_environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This project's own sources and README, in a SentencePiece vocabulary of 512."""
-    folder = tmp_path_factory.mktemp("text")
     root = Path(__file__).parent.parent.parent
-    for number, path in enumerate([*sorted((root / "engine").rglob("*.py")), root / "README.md"]):
-        (folder / f"{number}.txt").write_bytes(path.read_bytes())
-    options = {"tokenizer": "sentencepiece", "vocab_size": 512, "held_out": 0.2, "workers": 1, "progress": False}
-    prepare([str(folder / "*.txt")], folder / "shards", **options)
-    return folder / "shards"
+    sources = [*sorted((root / "engine").rglob("*.py")), root / "README.md"]
+
+    def fill(folder: Path) -> None:
+        for number, path in enumerate(sources):
+            (folder / f"{number}.txt").write_bytes(path.read_bytes())
+        options = {"tokenizer": "sentencepiece", "vocab_size": 512, "held_out": 0.2, "workers": 1, "progress": False}
+        prepare([str(folder / "*.txt")], folder / "shards", **options)
+
+    return fill_once(tmp_path_factory, "text", fill) / "shards"
 
 
 @pytest.fixture(scope="session")
 def trained_run(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The dump directory of a run of four processes, 2 groups × fsdp 2 at stage 3, with checkpoints at steps 2 and 4."""
-    folder = tmp_path_factory.mktemp("trained")
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -51,9 +55,15 @@ def trained_run(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "data": {"path": str(text_corpus), "sequence_length": 48},
         "training": {"steps": 4, "evaluate_every": 2, "evaluate_batches": 2, "save_every": 2},
     }  # fmt: skip
-    path = folder / "config.json"
-    path.write_text(json.dumps(config))
-    command = [sys.executable, "-P", "-m", "sdp", "train", path, "--fsdp", "2", "--dump-dir", folder / "run"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stderr
-    return folder / "run"
+
+    def fill(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(config))
+        command = [sys.executable, "-P", "-m", "sdp", "train", path, "--fsdp", "2", "--dump-dir", folder / "run"]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert finished.returncode == 0, finished.stderr
+
+    # A copy for this worker: commands may write into a run.
+    own = tmp_path_factory.mktemp("trained") / "run"
+    shutil.copytree(fill_once(tmp_path_factory, "trained-run", fill) / "run", own)
+    return own
