@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from ..errors import ModelError
 from ..placement.placement import Placement
 from ..placement.units import Unit
 
-_REMEDY = 'leave it out of sdp.units, list it in sdp.protect, or use sdp.masking "backward"'
+
+def _cannot_skip(reasons: Iterable[str]) -> ModelError:
+    """The refusal of all blocks that cannot be skipped, each with its reason."""
+    found = list(dict.fromkeys(reasons))
+    it, them = ("it cannot", "it") if len(found) == 1 else ("they cannot", "them")
+    return ModelError(
+        f"{'; '.join(found)}, so {it} be skipped; leave {them} out of sdp.units, list {them} in sdp.protect, or use "
+        'sdp.masking "backward"'
+    )
 
 
 def signature_of(block: nn.Module) -> inspect.Signature:
@@ -53,9 +61,11 @@ def hidden_state(
 class PassThrough(nn.Module):
     """Replaces a block that is not held: only its skip connection is left.
 
-    It returns its input in the structure that the block would return. For that it keeps the block's
-    skeleton on the meta device, which takes no memory and is not part of the module tree. The
-    skeleton also runs the block as a guest when the full model is evaluated.
+    It returns its input in the structure that the block would return. Other inputs that the block
+    would return unchanged, such as the position bias of T5, are returned, too. To learn the
+    structure it keeps the block's skeleton on the meta device, which takes no memory and is not
+    part of the module tree. The skeleton also runs the block as a guest when the full model is
+    evaluated.
 
     Attributes are those of the block, including children and parameters. They have shapes and
     dtypes but no values.
@@ -65,7 +75,8 @@ class PassThrough(nn.Module):
         super().__init__()
         self.name = name
         self._hidden = (block.to(device="meta"),)  # in a tuple, so that it does not become a child module
-        self._structure: tuple[Any, int] | None = None
+        self._structure: _Structure | None = None
+        self._refusals: list[str] | None = None  # None: raise at once
         self.training = block.training
 
     def train(self, mode: bool = True) -> PassThrough:
@@ -84,19 +95,49 @@ class PassThrough(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_hidden"][0], name)
 
+    def collect_refusals(self, refusals: list[str] | None) -> None:
+        """Add the reason to ``refusals`` if the block cannot be skipped, instead of raising it.
+
+        The forward pass then goes on with zeros, so that it finds other such blocks. None: raise it
+        at once.
+        """
+        self._refusals = refusals
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the first call has shown what the block returns."""
+        return self._structure is not None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = hidden_state(self.name, signature_of(self.skeleton), args, kwargs)
+        signature = signature_of(self.skeleton)
+        hidden = hidden_state(self.name, signature, args, kwargs)
         if self._structure is None:
-            self._structure = self._learn_structure(hidden, args, kwargs)
-        spec, position = self._structure
+            output, inputs = self._try(signature, args, kwargs)
+            learned = _read_structure(output, hidden, inputs)
+            if isinstance(learned, str):
+                return self._refuse(f"{self.name}: {learned}", output, hidden)
+            self._structure = learned
+        spec, position, others = self._structure
         leaves: list[Any] = [None] * spec.num_leaves
         leaves[position] = hidden
+        if others:
+            given = _named_inputs(signature, args, kwargs)
+            for other, name in others.items():
+                leaves[other] = given.get(name)
         return tree_unflatten(leaves, spec)
 
-    def _learn_structure(self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """Run the skeleton. Return the tree that it returns, and which leaf is the hidden state."""
+    def _refuse(self, reason: str, output: Any, hidden: torch.Tensor) -> Any:
+        if self._refusals is None:
+            raise _cannot_skip([reason])
+        self._refusals.append(reason)
+        return tree_map_only(torch.Tensor, lambda tensor: torch.zeros_like(tensor, device=hidden.device), output)
+
+    def _try(
+        self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run the skeleton on zeros. Return what it returns, and its inputs by name."""
         try:
-            output = self._run(self.skeleton, "meta", args, kwargs)
+            return self._run(self.skeleton, "meta", signature, args, kwargs)
         except Exception as on_meta:
             # The block reads values, or an operator does not support the meta device. Run it once
             # on zeros in the host's memory.
@@ -104,29 +145,63 @@ class PassThrough(nn.Module):
             for tensor in (*block.parameters(), *block.buffers()):
                 tensor.detach().zero_()
             try:
-                output = self._run(block, "cpu", args, kwargs)
+                return self._run(block, "cpu", signature, args, kwargs)
             except Exception as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                raise ModelError(
-                    f"{self.name}: what it returns cannot be learned by running it on zeros ({reason[:200]}), so it cannot be skipped; "
-                    f"{_REMEDY}"
-                ) from on_meta
-        leaves, spec = tree_flatten(output)
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        if not tensors or leaves[tensors[0]].shape != hidden.shape:
-            found = f"{tuple(leaves[tensors[0]].shape)} from {tuple(hidden.shape)}" if tensors else "no tensor"
-            raise ModelError(f"{self.name}: returns {found}, so it cannot be skipped; {_REMEDY}")
-        if any(leaf is not None for i, leaf in enumerate(leaves) if i != tensors[0]):
-            raise ModelError(f"{self.name}: returns more than its hidden state, so it cannot be skipped; {_REMEDY}")
-        return spec, tensors[0]
+                reason = f"{self.name}: what it returns cannot be learned by running it on zeros ({reason[:200]})"
+                raise _cannot_skip([*(self._refusals or ()), reason]) from on_meta
 
     @staticmethod
-    def _run(block: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        block: nn.Module, device: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), None)
         with _CopiesAreZeros(device, dtype):  # also inside other objects, such as a cache that the block writes to
             args, kwargs = copy.deepcopy((args, kwargs))
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return block(*args, **kwargs)
+            return block(*args, **kwargs), _named_inputs(signature, args, kwargs)
+
+
+def _named_inputs(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of the parameters, those of ``**kwargs`` included."""
+    named = dict(signature.bind(*args, **kwargs).arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(parameter.name, {})
+    return named
+
+
+def _read_structure(output: Any, hidden: torch.Tensor, inputs: Mapping[str, Any]) -> _Structure | str:
+    """Read from a block's ``output`` how a stand-in returns its input.
+
+    Returns the reason if no stand-in can.
+    """
+    leaves, spec = tree_flatten(output)
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        return "returns no tensor"
+    position = tensors[0]
+    if leaves[position].shape != hidden.shape:
+        return f"returns {tuple(leaves[position].shape)} from {tuple(hidden.shape)}"
+    others: dict[int, str] = {}
+    for index, leaf in enumerate(leaves):
+        if index != position and leaf is not None:
+            name = next((name for name, value in inputs.items() if value is leaf and index in tensors), None)
+            if name is None:
+                return "returns more than its hidden state"
+            others[index] = name
+    return _Structure(spec, position, others)
+
+
+class _Structure(NamedTuple):
+    """What a block returns: a tree, the leaf that is its hidden state, and leaves that are inputs.
+
+    ``others`` has the name of the input by the index of the leaf. Further leaves are None.
+    """
+
+    spec: TreeSpec
+    position: int
+    others: dict[int, str]
 
 
 class _CopiesAreZeros(TorchFunctionMode):
@@ -156,7 +231,30 @@ def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: 
         if not placement.holds(group, unit.index):
             stand_ins[unit.name] = PassThrough(unit.name, model.get_submodule(unit.name))
             model.set_submodule(unit.name, stand_ins[unit.name])
+    refuse_together(model, stand_ins.values())
     return stand_ins
+
+
+def refuse_together(model: nn.Module, stand_ins: Collection[PassThrough]) -> None:
+    """Make the first forward pass of ``model`` name all blocks that cannot be skipped, not only one.
+
+    The error is raised at the end of the pass. ``stand_ins`` are those of one group.
+    """
+    if not stand_ins:
+        return
+    refusals: list[str] = []
+    for stand_in in stand_ins:
+        stand_in.collect_refusals(refusals)
+
+    def refuse(*_: Any) -> None:
+        if refusals or all(stand_in.has_learned for stand_in in stand_ins):
+            handle.remove()
+        if refusals:
+            for stand_in in stand_ins:
+                stand_in.collect_refusals(None)
+            raise _cannot_skip(refusals)
+
+    handle = model.register_forward_hook(refuse)
 
 
 def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int, dtype: torch.dtype) -> None:

@@ -27,7 +27,7 @@ from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
 from ...placement.units import Slice, goes_into_sum
 from ...subnetwork.branch_scale import BranchScale
-from ...subnetwork.carve import PassThrough, frozen_view, masked
+from ...subnetwork.carve import PassThrough, frozen_view, masked, refuse_together
 from ..base import TorchOptimizerBackend
 
 
@@ -65,7 +65,11 @@ class ReferenceBackend(TorchOptimizerBackend):
         ]
         if self.layout.keeps_frozen:
             return {name: frozen_view(self.module.get_submodule(name)) for name in absent}
-        return {name: PassThrough(name, copy.deepcopy(self.module.get_submodule(name))) for name in absent}
+        skipped: dict[str, Any] = {
+            name: PassThrough(name, copy.deepcopy(self.module.get_submodule(name))) for name in absent
+        }
+        refuse_together(self.module, skipped.values())
+        return skipped
 
     @contextmanager
     def _as_group(self, group: int) -> Iterator[None]:

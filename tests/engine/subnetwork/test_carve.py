@@ -10,7 +10,7 @@ import torch
 from sdp.engine.errors import ModelError
 from sdp.engine.placement.placement import Placement
 from sdp.engine.placement.units import find_units
-from sdp.engine.subnetwork.carve import PassThrough, carve, masked
+from sdp.engine.subnetwork.carve import PassThrough, carve, masked, refuse_together
 from sdp.tests.support import models
 from torch import nn
 
@@ -75,6 +75,46 @@ def test_the_blocks_own_structure_is_returned(make: Any, check: Any) -> None:
     wide = torch.randn(5, 4)
     assert check(stand_in(wide), wide), "the structure is learnt once, shapes may change"
     assert list(stand_in.parameters()) == []
+
+
+class Biased(nn.Module):
+    """Returns its bias and a keyword as they are, as blocks of T5 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor, bias: Any = None, **kwargs: Any) -> Any:
+        if bias is None:
+            bias = torch.zeros(3, device=hidden.device)
+        return self.linear(hidden), bias, kwargs.get("cross"), None
+
+
+def test_inputs_that_a_block_returns_are_passed_on() -> None:
+    x, bias, cross = torch.randn(2, 4), torch.randn(3, requires_grad=True), torch.randn(2)
+    stand_in = PassThrough("layers.1", Biased())
+    for _ in range(2):
+        out = stand_in(x, bias, cross=cross)
+        assert type(out) is tuple
+        assert [id(leaf) for leaf in out] == [id(x), id(bias), id(cross), id(None)]
+    with pytest.raises(ModelError, match=r"layers\.0: returns more than its hidden state, so it cannot be skipped"):
+        PassThrough("layers.0", Biased())(x)
+
+
+def test_a_refusal_names_all_blocks() -> None:
+    blocks = [Returns(lambda h: h), Returns(lambda h: h[:1]), Biased()]
+    stand_ins = [PassThrough(str(index), block) for index, block in enumerate(blocks)]
+    model = nn.Sequential(*stand_ins)
+    refuse_together(model, stand_ins)
+    message = (
+        r"^1: returns \(1, 4\) from \(2, 4\); 2: returns more than its hidden state, so they cannot be skipped; "
+        r'leave them out of sdp\.units, list them in sdp\.protect, or use sdp\.masking "backward"$'
+    )
+    x = torch.randn(2, 4)
+    with pytest.raises(ModelError, match=message):
+        model(x)
+    with pytest.raises(ModelError, match=r"^1: returns \(1, 4\) from \(2, 4\), so it cannot be skipped"):
+        model(x)
 
 
 def test_plain_attributes_are_the_blocks() -> None:
