@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine.errors import DataError
+from ..engine.json_files import parse_json
 from .sources import Document, Source
 
 # Tests are a third to two thirds of an installation, and many contain broken text on purpose.
@@ -104,5 +104,5 @@ def _doc_strings(extensions: Path) -> Iterator[tuple[str, bytes]]:
             f"the doc strings of Python's compiled modules could not be read (status {result.returncode}: {last});"
             " name your own files with --input"
         )
-    for module, text in json.loads(result.stdout).items():
-        yield f"{_DOC_STRINGS}{module}", text.encode("utf-8", "replace")
+    for module, text in parse_json(result.stdout.decode()).items():
+        yield f"{_DOC_STRINGS}{module}", text.encode()

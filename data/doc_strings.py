@@ -55,7 +55,8 @@ def _entry(name: str, value: Any, seen: set[str]) -> str:
     if not isinstance(text, str) or not text.strip() or text in seen:
         return ""
     seen.add(text)
-    return f"{name}\n\n{text.strip()}\n"
+    # A doc string may contain half of a surrogate pair, which UTF-8 cannot encode.
+    return f"{name}\n\n{text.strip()}\n".encode("utf-8", "replace").decode()
 
 
 if __name__ == "__main__":

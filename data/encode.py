@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.errors import LaunchError
+from ..engine.json_files import parse_json
 from .sources import Document
 from .tokenizers import Tokenizer, tokenizer_from_spec
 from .tokenizers.long_texts import cut_text
@@ -197,4 +198,4 @@ def _utf8(text: str) -> Iterator[bytes]:
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(spec: str, directory: str) -> Tokenizer:
-    return tokenizer_from_spec(json.loads(spec), Path(directory))
+    return tokenizer_from_spec(parse_json(spec), Path(directory))

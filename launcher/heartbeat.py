@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..engine.json_files import read_json_file
+
 _LOOK_SECONDS = 0.5
 _TELL_SECONDS = 10.0
 SILENT_SECONDS = _TELL_SECONDS + 5.0  # the guard gives the rank's own thread this much more time
@@ -71,7 +73,7 @@ class Whereabouts:
     def read(cls, path: Path) -> Whereabouts | None:
         """What a rank last wrote to ``path``, or None."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            return cls(**read_json_file(path, most_bytes=1 << 16))
         except (OSError, ValueError, TypeError):
             return None
 

@@ -23,10 +23,12 @@ from pathlib import Path
 from ..engine.environment.detect import detect
 from ..engine.environment.supervision import Supervision
 from ..engine.errors import LaunchError, escape
+from ..engine.json_files import read_json_file
 from .heartbeat import Whereabouts
 
 PREFIX = "sdp: error: "
 _PR_SET_PDEATHSIG = 1
+_MOST_BYTES = 1 << 20  # of a report; a traceback has some KB
 # Launchers look at their processes every 0.1 s (torchrun) to 1 s (DeepSpeed), and end all of them after the first failure.
 HOLD_BACK_SECONDS = 2.0
 
@@ -64,7 +66,7 @@ class FatalError:
     def read(cls, path: Path) -> FatalError | None:
         """What a rank wrote to ``path``, or None."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            return cls(**read_json_file(path, most_bytes=_MOST_BYTES))
         except (OSError, ValueError, TypeError):
             return None
 

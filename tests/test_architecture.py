@@ -201,6 +201,28 @@ def test_only_the_environment_reads_variables() -> None:
     assert not readers, "use a function of engine/environment/ instead of os.environ:\n" + "\n".join(readers)
 
 
+# Files that may parse JSON themselves, and why. All other JSON goes through engine/json_files.py.
+OWN_JSON = {
+    "engine/json_files.py": "it sets the limits",
+    "engine/distributed/agreement.py": "ranks of one run send each other values that they made themselves",
+    "engine/checkpoint/files.py": "it follows no symbolic link, and checks the digest of what it has read",
+    "engine/checkpoint/dcp.py": "the size of the metadata grows with the model, and state.json has it",
+    "data/sources.py": "a line may be as long as --max-document-bytes allows, and other columns may hold any text",
+}
+
+
+def test_json_is_read_within_limits() -> None:
+    readers = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources()
+        if str(path.relative_to(ROOT)) not in OWN_JSON
+        for node in ast.walk(parse(path))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.load", "json.loads", "json.JSONDecoder"))
+        or (isinstance(node, ast.ImportFrom) and node.module == "json")
+    ]
+    assert not readers, "use parse_json or read_json_file of engine/json_files.py:\n" + "\n".join(readers)
+
+
 def test_every_package_is_installed() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")

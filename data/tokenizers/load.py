@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ...engine.errors import DataError, quote, shorten
+from ...engine.json_files import read_json_file
 from ..files import INDEX_FILE, require_regular
 from .kinds import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from .train import train_sentencepiece
@@ -74,9 +74,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     index = directory / INDEX_FILE
     require_regular(index, "prepare the data again")
     try:
-        spec = json.loads(index.read_text())["tokenizer"]
+        spec = read_json_file(index)["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{index}: no index of token shards ({error}); run sdp prepare first") from error
+        raise DataError(f"{index}: not an index of token shards ({error}); run sdp prepare first") from error
     return tokenizer_from_spec(spec, directory)
 
 

@@ -47,7 +47,10 @@ def json_schema() -> dict[str, Any]:
 
 def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
-        return json.loads(json.dumps(source))  # a deep copy that contains only JSON values
+        try:
+            return parse_json(json.dumps(source))  # a deep copy that contains only JSON values
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"the configuration must consist of JSON values ({shorten(error)})") from None
     path = Path(source)
     try:
         raw = read_json_file(path, unique_keys=True)

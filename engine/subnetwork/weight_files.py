@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..errors import ModelError
+from ..json_files import read_json_file
 from ..model_interface import get_canonical_name
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
@@ -40,7 +40,7 @@ class WeightFiles:
     def _files(self) -> Iterable[Path]:
         if (index := self.directory / INDEX).is_file():
             try:
-                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                names = set(read_json_file(index)["weight_map"].values())
             except (OSError, ValueError, KeyError, AttributeError, TypeError):
                 raise ModelError(f"{index}: is not an index of weights; download or export the model again") from None
             for name in names:

@@ -1,4 +1,4 @@
-"""A rank that cannot end itself is ended by the process beside it, and one that can is left alone. Whole runs: tests/cluster."""
+"""A rank that cannot end itself is ended by the process that watches it, and one that can is left alone. Whole runs: tests/cluster."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import sdp
+from sdp.launcher.heartbeat import Whereabouts
+from sdp.launcher.supervision import FatalError
 from sdp.tests.support.processes import alive, until
 
 # Says the guard's process id once the guard knows where the rank is, and then stops itself.
@@ -57,3 +59,10 @@ def test_one_that_has_time_is_left_alone(tmp_path: Path, seconds: str) -> None:
     assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == 0
     until(lambda: not alive(guard))
+
+
+def test_damaged_reports_of_a_rank_are_ignored(tmp_path: Path) -> None:
+    for content in ("[" * 100_000, '{"exit_code": ' + "9" * 5000 + "}", '{"text": "\\ud800"}', "[1]", "null", ""):
+        (tmp_path / "rank-0.error").write_text(content)
+        assert FatalError.read(tmp_path / "rank-0.error") is None
+        assert Whereabouts.read(tmp_path / "rank-0.error") is None

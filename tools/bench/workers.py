@@ -14,6 +14,7 @@ from typing import Any
 
 from ...engine.config.load import load_config
 from ...engine.errors import ConfigError, SDPError
+from ...engine.json_files import read_json_file
 from ..runs.plot import plot_lines
 from ..shared.files import write_whole
 from .options import WORKERS, MethodOptions
@@ -70,7 +71,7 @@ def run(
         code = compare(own)
         if code:
             return code
-        reports[count] = json.loads((own.out / REPORT).read_text(encoding="utf-8"))
+        reports[count] = read_json_file(own.out / REPORT)
         _write(options.out, reports)
     print((options.out / "workers.md").read_text(encoding="utf-8"), flush=True)
     return 0

@@ -6,7 +6,6 @@ A row is a configuration and a way to train it. Plans are made on CPU cores whil
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
 import signal
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ import torch
 from ...engine.config.load import load_config
 from ...engine.distributed.mesh import mesh_of
 from ...engine.environment.detect import export
+from ...engine.json_files import read_json_file
 from ...engine.placement.layout import Layout
 from ...engine.tracing.operators import Device
 from ...engine.tracing.step import trace_step
@@ -92,7 +92,7 @@ class Job:
 def job_of(row: Row, *, micro_batch: int | None = None, tiny: bool = False) -> Job:
     """The row's ready configuration, with ``micro_batch`` samples in place of this command's own number."""
     path = Path(__file__).parent.parent.parent / "configs" / f"{row.config}.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json_file(path)
     config["sdp"] |= {"groups": GROUPS, "capacity": row.variant.capacity, "check_interval": 0}
     if row.variant.granularity:
         config["sdp"] |= {"granularity": row.variant.granularity, "masking": row.variant.masking}

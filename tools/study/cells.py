@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ class Cell:
     def config(self, data: Path | None) -> dict[str, Any]:
         """Return the run's configuration as a user would write it."""
         task = TASKS[self.task]
-        config = json.loads(json.dumps(task.config))
+        config = deepcopy(task.config)
         dense = self.granularity == ""
         if self.profile == SMALLER:
             config["model"][task.size] = smaller_size(self.task, self.capacity)

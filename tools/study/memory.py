@@ -37,6 +37,7 @@ from ...engine.distributed.tensors import local_tensor
 from ...engine.engine import SDPEngine
 from ...engine.errors import ConfigError, NonFiniteError, PlacementError, SDPError
 from ...engine.initialize import initialize
+from ...engine.json_files import read_json_file
 from ...engine.placement.layout import Layout
 from ...engine.tracing.ledger import ACTIVATIONS
 from ...engine.tracing.step import trace_step, watched_step
@@ -224,8 +225,8 @@ def _saved(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        rows = read_json_file(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: not the JSON of an earlier table ({error}); remove it or name another directory"
         ) from None

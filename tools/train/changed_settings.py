@@ -16,6 +16,7 @@ import torch
 
 from ...engine.config.schema import Config
 from ...engine.engine import SDPEngine
+from ...engine.json_files import read_json_file
 from ..runs.run_files import CONFIG
 
 _OPTIMIZER_KEYS = ("lr", "weight_decay", "betas", "momentum", "eps")
@@ -28,7 +29,7 @@ def saved_settings(dump_dir: Path) -> dict[str, Any] | None:
     Returns None if its file is missing or damaged.
     """
     try:
-        saved = json.loads((dump_dir / CONFIG).read_text(encoding="utf-8"))
+        saved = read_json_file(dump_dir / CONFIG)
     except (OSError, ValueError):
         return None
     return saved if isinstance(saved, dict) else None

@@ -21,6 +21,7 @@ from ...engine.checkpoint.files import read_state
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import Mesh
 from ...engine.errors import ConfigError
+from ...engine.json_files import read_json_file
 from ...engine.model_interface import get_config
 from ...engine.optim.optimizers import make_optimizer
 from ...engine.optim.schedules import build_scheduler
@@ -121,7 +122,7 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
     check_data(path, state, path_of(config, dump_dir), config.data.name)
     own = dump_dir / CONFIG
     try:
-        changed = changed_key(config.model, json.loads(own.read_text())["model"]) if own.exists() else None
+        changed = changed_key(config.model, read_json_file(own)["model"]) if own.exists() else None
     except (
         ConfigError,
         OSError,

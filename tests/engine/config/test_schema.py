@@ -168,6 +168,12 @@ def test_overrides() -> None:
             load_config(raw, [override])
 
 
+@pytest.mark.parametrize("value", [{1, 2}, b"bytes", float, "\ud800"])
+def test_a_mapping_with_something_other_than_json_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="the configuration must consist of JSON values"):
+        load_config({"train_batch_size": 4, "model": {"name": value}})
+
+
 def test_env_section() -> None:
     assert load_config({"env": {"NCCL_IB_GID_INDEX": 3, "UCX_TLS": "rc,cuda"}}).env == {
         "NCCL_IB_GID_INDEX": 3,
