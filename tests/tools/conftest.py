@@ -1,17 +1,41 @@
 """A corpus and a finished run for the tests of commands that read one."""
 
+import fcntl
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from sdp.data.prepare import prepare
-from sdp.tests.support.shared_folders import fill_once
+
+
+def _fill_once(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], object]) -> Path:
+    """Return a folder that is filled once per test session, also if several workers run tests.
+
+    Tests must not change its content, because other workers may read it at the same time.
+
+    Args:
+        factory: pytest's factory of temporary folders.
+        name: The folder's name, unique in the test session.
+        fill: It gets the empty folder and fills it. If it fails, the next caller tries again.
+    """
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # every worker has a folder of its own below the session's
+        base = base.parent
+    folder, filled = base / name, base / f"{name}.filled"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not filled.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            fill(folder)
+            filled.touch()
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +61,7 @@ def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         options = {"tokenizer": "sentencepiece", "vocab_size": 512, "held_out": 0.2, "workers": 1, "progress": False}
         prepare([str(folder / "*.txt")], folder / "shards", **options)
 
-    return fill_once(tmp_path_factory, "text", fill) / "shards"
+    return _fill_once(tmp_path_factory, "text", fill) / "shards"
 
 
 @pytest.fixture(scope="session")
@@ -65,5 +89,5 @@ def trained_run(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
     # A copy for this worker: commands may write into a run.
     own = tmp_path_factory.mktemp("trained") / "run"
-    shutil.copytree(fill_once(tmp_path_factory, "trained-run", fill) / "run", own)
+    shutil.copytree(_fill_once(tmp_path_factory, "trained-run", fill) / "run", own)
     return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,16 @@ def saved(
     return folder, answers[0][0], merge_moments(answers)
 
 
+@pytest.fixture(scope="session")
+def _saved_by_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that the reference wrote after one step; tests change copies of it."""
+    folder = tmp_path_factory.mktemp("saved-by-reference")
+    save_one_step(folder)
+    return folder
+
+
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
-    """The folder of a checkpoint that the reference wrote after one step."""
-    save_one_step(tmp_path)
+def small(_saved_by_reference: Path, tmp_path: Path) -> Path:
+    """The folder of a checkpoint that the reference wrote after one step, for this test alone."""
+    shutil.copytree(_saved_by_reference, tmp_path, dirs_exist_ok=True)
     return tmp_path

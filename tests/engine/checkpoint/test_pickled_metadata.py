@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,23 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture
-def pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint of format 2, as DCP itself writes its metadata."""
-    with monkeypatch.context() as earlier:
+@pytest.fixture(scope="module")
+def _saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of format 2, as DCP itself writes its metadata; tests change copies of it."""
+    folder = tmp_path_factory.mktemp("format-2")
+    with pytest.MonkeyPatch.context() as earlier:
         earlier.setattr(save, "MetadataWriter", FileSystemWriter)
         earlier.setattr(save, "METADATA", ".metadata")
         earlier.setattr(checkpoint_files, "FORMAT", 2)
-        weights = save_one_step(tmp_path)
-    return tmp_path, weights
+        weights = save_one_step(folder)
+    return folder, weights
+
+
+@pytest.fixture
+def pickled(_saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of format 2 for this test alone, and its weights."""
+    shutil.copytree(_saved[0], tmp_path, dirs_exist_ok=True)
+    return tmp_path, _saved[1]
 
 
 def test_a_new_checkpoint_holds_no_pickle_of_metadata(small: Path) -> None:

@@ -73,7 +73,7 @@ def check(answers: list[Any], weights: dict[str, torch.Tensor], moments: dict[st
     assert bool(compared) == bool(target.neurons)
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.full_table), True])
 def test_checkpoints_of_neurons_blocks_and_dense_runs_are_one_format(
     ranks: RankPool, tmp_path: Path, background: bool
 ) -> None:
@@ -92,7 +92,7 @@ def test_checkpoints_of_neurons_blocks_and_dense_runs_are_one_format(
         check(ranks.run(_load, target, str(tmp_path), world=target.world), weights, moments, target)
 
 
-@pytest.mark.parametrize("masking", ["forward", "backward"])
+@pytest.mark.parametrize("masking", [pytest.param("forward", marks=pytest.mark.full_table), "backward"])
 def test_checkpoints_of_tensor_parallel_parts_of_slices(ranks: RankPool, tmp_path: Path, masking: Any) -> None:
     source = replace(SOURCE, fsdp=1, tp=2, model="wide-llama-tied-meta", masking=masking)
     saved = ranks.run(_train_and_save, source, str(tmp_path), False, world=4)

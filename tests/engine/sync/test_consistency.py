@@ -49,8 +49,12 @@ def _fifty_steps(case: Case) -> tuple[dict[str, str], dict[str, str]]:
     "case",
     [
         Case(2, 2, 3, 1, clip=True, optimizer="adamw"),
-        Case(4, 2, 0, 1, optimizer="momentum", placement="profile", model="mlp-meta"),
-        Case(4, 1, 0, 3, optimizer="adamw", placement="cyclic", model="llama-tied"),
+        pytest.param(
+            Case(4, 2, 0, 1, optimizer="momentum", placement="profile", model="mlp-meta"), marks=pytest.mark.full_table
+        ),
+        pytest.param(
+            Case(4, 1, 0, 3, optimizer="adamw", placement="cyclic", model="llama-tied"), marks=pytest.mark.full_table
+        ),
         Case(2, 2, 2, 1, optimizer="adamw", bf16=True, model="llama"),
         Case(2, 2, 3, 1, optimizer="adamw", model="even-llama", tp=2),
         Case(4, 1, 0, 1, optimizer="adamw", model="llama-of-3", neurons=3),

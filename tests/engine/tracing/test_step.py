@@ -138,7 +138,7 @@ def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
             12,
             {"groups": 1, "stage": 3, "bf16": True, "accumulation": 2, "model": {"hidden_size": 512}},
         ),  # the peak is amid the last blocks
-        (20, {"masking": "backward"}),  # blocks of two kinds take turns
+        (14, {"masking": "backward"}),  # blocks of two kinds take turns
         (
             24,
             {"groups": 4, "masking": "backward", "stage": 3, "placement": "cyclic", "profile": "uniform"},
