@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from .distributed.mesh import mesh_of
 from .engine import SDPEngine
 from .environment.detect import detect
 from .environment.exit import watch
-from .errors import ConfigError
+from .errors import ConfigError, ModelError
 from .optim.optimizers import make_optimizer
 from .optim.param_groups import freeze_others, groups_here, named_groups
 from .optim.schedules import scheduler_of
@@ -35,6 +36,7 @@ from .subnetwork.initialisation import seed_of
 from .sync.consistency import check_placement
 
 log = logging.getLogger("sdp")
+_initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that an engine has cut
 
 
 def initialize(
@@ -75,8 +77,7 @@ def initialize(
     Raises:
         SDPError: An argument or a setting cannot be honoured. The message has one line.
     """
-    if model is None:
-        raise ConfigError("sdp.initialize: model is missing")
+    model = _checked(model)
     if mpu is not None:
         raise ConfigError(
             "sdp.initialize: mpu cannot be honoured; the layout comes from sdp.groups and the number of processes"
@@ -93,6 +94,10 @@ def initialize(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups, grouped = named_groups(model_parameters, optimizer, names)
     freeze_others(model, groups)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            "sdp.initialize: all parameters are frozen, so there is nothing to train; set requires_grad on some of them"
+        )
     layout = Layout.of(model, settings, mesh)
     if draws_of(model):
         torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else dist.get_rank()))
@@ -100,6 +105,7 @@ def initialize(
         check_placement(layout.placement, device)
         check_equal({"the model's parameters": _parameters(layout)}, device)
     plan = values_to_give(model, settings, layout)
+    _initialized.add(model)
     if settings.sdp.engine == "deepspeed":
         from .backends.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional
 
@@ -129,6 +135,25 @@ def _finish(
     if engine.global_rank == 0:
         _announce(engine, note)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _checked(model: Any) -> nn.Module:
+    """Return ``model``. Raise ConfigError or ModelError if it cannot be trained."""
+    if model is None:
+        raise ConfigError("sdp.initialize: model is missing")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"sdp.initialize: model must be a torch.nn.Module, not {type(model).__name__}")
+    if model in _initialized:
+        raise ModelError(
+            "sdp.initialize was called twice on one model, which the first call has cut; use its engine, or build the model again"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ModelError(
+                f"sdp.initialize: parameter {name!r} is complex ({parameter.dtype}), and only real ones can be trained; "
+                "keep real and imaginary parts as two parameters"
+            )
+    return model
 
 
 def _check_launch(port: int | None, init_required: bool | None, *, in_one_process: bool) -> None:
@@ -226,7 +251,7 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         log.warning("sdp.groups is not given: one group, which trains the whole model on all of its ranks")
     if layout.units:
         log.info("placement: %s", layout.placement.describe())
-        for warning in warnings_of(config.sdp, layout.placement) if mesh.sdp > 1 else []:
+        for warning in warnings_of(config.sdp, layout.placement) + layout.warnings() if mesh.sdp > 1 else []:
             log.warning("placement: %s", warning)
     if layout.refreshes and not config.sdp.in_one_process:
         ways = {(refresh.source, refresh.members) for refresh in layout.refreshes}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -14,11 +14,12 @@ from ..config.schema import Config
 from ..distributed.mesh import Coordinates, Holders, Mesh
 from ..distributed.tensor_parallel import parameter_cuts
 from ..errors import ConfigError, ModelError
-from ..model_interface import check_hooks
+from ..model_interface import check_hooks, get_unit_patterns
 from ..module_paths import parents
 from .buckets import Bucket, Refresh, plan_buckets
+from .chains import find_unskippable
 from .placement import Placement
-from .policies import make_placement
+from .policies import make_placement, warn_of_large_share, warn_of_left_out
 from .requirements import require_dense_if_random, require_even, require_inside
 from .tensor_info import Cut, TensorInfo
 from .units import SHARED, Slice, Unit, find_neuron_units, find_units, unit_of_parameters
@@ -39,6 +40,8 @@ class Layout:
         keeps_frozen: whether a group keeps frozen copies of the units that it does not hold
             (backward masking), instead of skipping these units.
         branch_scale: when units are scaled.
+        not_units: blocks that "auto" found and left out, because no group could skip them → the
+            reason.
     """
 
     mesh: Mesh
@@ -50,6 +53,7 @@ class Layout:
     blocks: tuple[str, ...]
     keeps_frozen: bool = False
     branch_scale: Literal["none", "train", "eval"] = "none"
+    not_units: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, config: Config, mesh: Mesh) -> Layout:
@@ -57,6 +61,7 @@ class Layout:
         check_hooks(model)
         section = config.sdp
         explicit = list(section.placement) if isinstance(section.placement, dict) else None
+        not_units: dict[str, str] = {}
         if section.granularity == "neuron":
             units = find_neuron_units(model, section.neuron_groups)
             blocks = tuple(unit.name for unit in _units_if_any(model))
@@ -64,6 +69,10 @@ class Layout:
         else:
             required = mesh.sdp > 1 or explicit or section.units != "auto"
             units = find_units(model, section.units, explicit) if required else _units_if_any(model)
+            guessed = section.units == "auto" and explicit is None and get_unit_patterns(model) is None
+            if mesh.sdp > 1 and section.masking == "forward" and guessed:
+                not_units = find_unskippable(model, [unit.name for unit in units])
+                units = _without(units, not_units)
             if mesh.sdp > 1 and not units:
                 raise ConfigError("sdp.units: [] leaves groups nothing to hold a part of; name modules, or remove it")
             blocks = tuple(unit.name for unit in units)
@@ -94,9 +103,8 @@ class Layout:
         if not section.in_one_process:
             parameters = _with_slices(parameters, units, placement)
         keeps_frozen = section.masking == "backward"
-        return cls(
-            mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, section.branch_scale
-        )
+        scale = section.branch_scale
+        return cls(mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, scale, not_units)
 
     def without(self, blocks: Collection[str]) -> Layout:
         """Return the layout of the model without these blocks.
@@ -173,6 +181,11 @@ class Layout:
     def block_of(self, unit: Unit) -> str:
         """Return the block that the unit is, or that contains its slices."""
         return next(name for name in self.blocks if unit.name == name or unit.name.startswith(f"{name}."))
+
+    def warnings(self) -> list[str]:
+        """Return warnings: blocks that all groups share, and a group that holds most of the model."""
+        numels = {name: slices[0].full_shape.numel() for name, slices in self.wholes.items()}
+        return warn_of_left_out(self.not_units) + warn_of_large_share(numels, self.units, self.placement)
 
     @cached_property
     def refreshes(self) -> tuple[Refresh, ...]:
@@ -252,6 +265,17 @@ def _with_slices(
                 info, name=key, shape=shape, unit=unit.name, holders=placement.holders[unit.index], cut=cut
             )
     return table
+
+
+def _without(units: Sequence[Unit], names: Mapping[str, str]) -> list[Unit]:
+    """Return ``units`` without those that ``names`` has. Refuse if none is left."""
+    left = [unit for unit in units if unit.name not in names]
+    if not left:
+        reasons = "; ".join(f"{name} {reason}" for name, reason in names.items())
+        raise ModelError(
+            f'sdp.units: "auto" finds no block that a group could skip: {reasons}; name other blocks, or use sdp.masking "backward"'
+        )
+    return [replace(unit, index=index) for index, unit in enumerate(left)]
 
 
 def _units_if_any(model: nn.Module) -> list[Unit]:

@@ -6,19 +6,23 @@ strings or on the order of a set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ..config.schema import SDPSection
 from ..distributed.mesh import Holders
 from ..errors import ConfigError, PlacementError
-from ..module_paths import resolve_name
+from ..module_paths import parents, resolve_name
 from .filling import pack
 from .packing import Packing, connect, holders_of
 from .placement import Placement
 from .profiles import holder_counts
 from .units import Unit
+
+MOST_HELD = 0.75  # the share of a model's parameters above which a warning says what a group holds
+MOST_LISTED = 5  # names in a warning
 
 
 def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
@@ -77,6 +81,50 @@ def warnings_of(section: SDPSection, placement: Placement) -> list[str]:
         f'{placement.imbalance:.2f} × the mean work; sdp.placement "balanced" fills groups equally, or says why units do not allow it',
         *placement.warnings(),
     ]
+
+
+def warn_of_left_out(reasons: Mapping[str, str]) -> list[str]:
+    """Return a warning about blocks that all groups share, because no group could skip them."""
+    if not reasons:
+        return []
+    kinds = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
+    shown = "; ".join(f"{_listed(names)} ({reason})" for reason, names in kinds.items())
+    return [
+        f'all groups share blocks that no group could skip: {shown}; sdp.masking "backward", or patterns in sdp.units, makes them units'
+    ]
+
+
+def warn_of_large_share(numels: Mapping[str, int], units: Sequence[Unit], placement: Placement) -> list[str]:
+    """Return a warning if a group holds most of the model, with what all groups share.
+
+    Args:
+        numels: number of elements of each parameter of the full model.
+        units: the units.
+        placement: the holders of the units.
+    """
+    total, costs = sum(numels.values()), sum(placement.costs)
+    held = max(total - costs + placement.held_fraction(group) * costs for group in range(placement.groups))
+    if held <= MOST_HELD * total or all(len(holders) == placement.groups for holders in placement.holders):
+        return []
+    inside = {part.parameter for unit in units for part in unit.slices}
+    above = {path for unit in units for path in parents(unit.name)} | {
+        path for name in inside for path in parents(name)
+    }
+    shared = Counter[str]()
+    for name in numels.keys() - inside:
+        top = next((path for path in [*parents(name)][::-1] if path not in above), name)
+        shared[top] += numels[name]
+    largest = sorted((name for name in shared if 100 * shared[name] >= total), key=lambda name: (-shared[name], name))
+    parts = _listed([f"{name} {shared[name] / total:.0%}" for name in largest])
+    share = f"all groups share {sum(shared.values()) / total:.0%}" + (f": {parts}" if parts else "")
+    return [
+        f"a group holds up to {held / total:.0%} of the model's parameters; {share}; name more blocks in sdp.units, or lower sdp.capacity"
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(names[:MOST_LISTED]) + more
 
 
 def _explicit_holders(section: SDPSection, names: Sequence[str]) -> tuple[Holders, ...]:

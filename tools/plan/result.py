@@ -128,7 +128,9 @@ class Forecast:
     def warnings(self) -> list[str]:
         """Properties of this layout that the user may not have intended."""
         mesh, placement = self.layout.mesh, self.layout.placement
-        placed = warnings_of(self.config.sdp, placement) if placement.units and mesh.sdp > 1 else []
+        placed = []
+        if placement.units and mesh.sdp > 1:
+            placed = warnings_of(self.config.sdp, placement) + self.layout.warnings()
         return placed + _torn_neighbours(mesh, self.machine)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,0 +1,149 @@
+"""Models of other libraries train as a masked model does, and blocks that no group can skip are shared and named."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import sdp
+import torch
+from sdp.engine.config import load_config
+from sdp.engine.distributed.mesh import Mesh
+from sdp.engine.errors import ModelError
+from sdp.engine.placement.chains import find_unskippable
+from sdp.engine.placement.layout import Layout
+from sdp.engine.placement.units import find_units
+from sdp.tests.support import foreign_models, models
+from torch import nn
+
+KINDS = ["llama", "gpt2", "bert", "vit", "t5", "whisper", "swin", "resnet", "torchvision-resnet"]
+RATE = 0.1
+
+
+def config(**section: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": foreign_models.ROWS,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": {"stage": 0},
+        "sdp": {"groups": 2, "capacity": 0.5, "engine": "reference", **section},
+    }
+
+
+class Skip(nn.Module):
+    """A hand-made replacement of a block. It returns the hidden state as a block of ``kind`` does."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.kind == "t5":  # forward(hidden, mask, bias, encoder's states, encoder's mask, cross bias)
+            return hidden, args[1], args[4]
+        return (hidden, None) if self.kind == "swin" else hidden
+
+
+def train_by_hand(kind: str, holders: dict[str, tuple[int, ...]], masking: str) -> dict[str, torch.Tensor]:
+    """Take one step of SGD with a masked copy of the model for each group. Return the new parameters."""
+    full = foreign_models.build(kind)
+    gradients: list[dict[str, torch.Tensor]] = []
+    for group in range(2):
+        masked = copy.deepcopy(full)
+        for name in (name for name, groups in holders.items() if group not in groups):
+            if masking == "forward":
+                masked.set_submodule(name, Skip(kind))
+            else:
+                masked.get_submodule(name).requires_grad_(False)
+        output = masked(**foreign_models.make_batch(kind, group))
+        (output if isinstance(output, torch.Tensor) else output.loss).backward()
+        gradients.append({name: p.grad for name, p in masked.named_parameters() if p.grad is not None})
+    new = {}
+    for name, parameter in full.named_parameters():
+        groups = next((held for unit, held in holders.items() if name.startswith(f"{unit}.")), (0, 1))
+        mean = sum(gradients[group].get(name, torch.zeros(())) for group in groups) / len(groups)
+        new[name] = parameter.detach() - RATE * mean
+    return new
+
+
+@pytest.mark.parametrize("masking", ["backward", "forward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_equals_that_of_masked_models(kind: str, masking: str) -> None:
+    model = foreign_models.build(kind)
+    found = [unit.name for unit in find_units(model, "auto")]
+    engine = sdp.initialize(model=model, config=config(masking=masking))[0]
+    layout = engine.layout
+    shared = find_unskippable(foreign_models.build(kind), found) if masking == "forward" else {}
+    assert layout.placement.units == tuple(name for name in found if name not in shared)
+    holders = dict(zip(layout.placement.units, layout.placement.holders, strict=True))
+    assert min(map(len, holders.values())) == 1
+    rows = [foreign_models.make_batch(kind, group) for group in range(2)]
+    output = engine({key: torch.cat([part[key] for part in rows]) for key in rows[0]})
+    engine.backward(output if isinstance(output, torch.Tensor) else output.loss)
+    engine.step()
+    trained, changed = engine.full_state_dict(), set()
+    start = foreign_models.build(kind).state_dict()
+    for name, expected in train_by_hand(kind, holders, masking).items():
+        torch.testing.assert_close(trained[name], expected, rtol=1e-5, atol=1e-7, msg=name)
+        changed |= {unit for unit in holders if name.startswith(f"{unit}.") and not torch.equal(start[name], expected)}
+    assert changed == set(holders)
+
+
+def warnings_of(model: nn.Module, **section: Any) -> list[str]:
+    return Layout.of(model, load_config(config(**section)), Mesh(2)).warnings()
+
+
+def test_blocks_that_no_group_can_skip_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    shared, held = warnings_of(foreign_models.build("torchvision-resnet"), masking="forward")
+    assert shared == (
+        "all groups share blocks that no group could skip: layer2.0, layer3.0, layer4.0 (changes the shape of its input); "
+        'sdp.masking "backward", or patterns in sdp.units, makes them units'
+    )
+    assert held == (
+        "a group holds up to 89% of the model's parameters; all groups share 45%: layer4.0 32%, layer3.0 8%, fc 2%, "
+        "layer2.0 2%, conv1 1%; name more blocks in sdp.units, or lower sdp.capacity"
+    )
+    with caplog.at_level(logging.WARNING, logger="sdp"):
+        sdp.initialize(model=foreign_models.build("t5"), config=config(masking="forward"))
+    assert "share blocks that no group could skip: encoder.block.0, decoder.block.0 (has an embedding" in caplog.text
+    assert warnings_of(foreign_models.build("t5"), masking="backward") == []
+
+
+def test_named_units_are_not_left_out() -> None:
+    blocks = [f"layer{stage}.{index}" for stage in range(1, 5) for index in range(2)]
+    model = foreign_models.build("torchvision-resnet")
+    assert Layout.of(model, load_config(config(units=["layer*.*"])), Mesh(2)).placement.units == tuple(blocks)
+    model.unit_patterns = lambda: ["layer*.*"]
+    assert Layout.of(model, load_config(config()), Mesh(2)).placement.units == tuple(blocks)
+    engine = sdp.initialize(
+        model=model, config=config(placement={name: [0] for name in blocks} | {"layer1.0": [0, 1]})
+    )[0]
+    refused = r"layer2\.0: returns \(2, 8, 8, 8\) from \(2, 4, 16, 16\); layer3\.0: .*; layer4\.0: .*, so they cannot be skipped"
+    rows = foreign_models.make_batch("torchvision-resnet", 0, rows=4)
+    with pytest.raises(ModelError, match=refused):
+        engine(rows)
+
+
+def test_a_model_of_downsampling_blocks_is_refused() -> None:
+    model = nn.ModuleDict(
+        {"layers": nn.Sequential(*(foreign_models.BasicBlock(2**i, 2 ** (i + 1), 2) for i in (1, 2)))}
+    )
+    with pytest.raises(ModelError, match=r"finds no block that a group could skip: layers\.0 changes .*; layers\.1 ch"):
+        warnings_of(model, masking="forward")
+
+
+def test_a_group_that_holds_most_of_the_model_is_warned_of() -> None:
+    model = models.mlp()
+    model.tables = nn.ModuleDict({"words": nn.Embedding(1000, 8), "places": nn.Embedding(100, 8)})
+    (note,) = warnings_of(model)
+    assert note == (
+        "a group holds up to 93% of the model's parameters; all groups share 87%: tables 86%; "
+        "name more blocks in sdp.units, or lower sdp.capacity"
+    )
+    assert warnings_of(model, capacity=1.0) == [], "every group holds every unit, as asked"
+    assert warnings_of(models.mlp(12)) == []
+    neurons = models.llama(tied=False)
+    assert (
+        warnings_of(neurons, granularity="neuron")
+        == Layout.of(neurons, load_config(config(granularity="neuron", engine="fsdp2")), Mesh(2)).warnings()
+    ), "whole parameters and slices are counted equally"
