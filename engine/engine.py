@@ -19,10 +19,11 @@ from .checkpoint.directory import check_tag
 from .checkpoint.load import find_together
 from .checkpoint.resume import resume
 from .checkpoint.save import Saver
+from .checkpoint.settings import describe_rates, describe_settings, settings_to_save
 from .config.schema import Config
+from .deepspeed_names import DeepSpeedNames
 from .distributed.agreement import Ranks, agree_on_rates, gather_json
 from .distributed.tensors import local_tensor
-from .engine_facts import EngineFacts
 from .errors import ConfigError
 from .optim.param_groups import named_rates
 from .optim.schedules import Schedule
@@ -30,7 +31,7 @@ from .optim.schedules import Schedule
 log = logging.getLogger("sdp")
 
 
-class SDPEngine(EngineFacts):
+class SDPEngine(DeepSpeedNames):
     """Trains one group's subnetwork: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
     :func:`sdp.initialize` makes it. ``step`` acts only at the accumulation boundary, as in DeepSpeed.
@@ -206,6 +207,7 @@ class SDPEngine(EngineFacts):
                 "save_checkpoint: a checkpoint is whole and becomes the newest; leave save_latest and exclude_frozen_parameters at "
                 "DeepSpeed's defaults"
             )
+        tag = check_tag(tag) if tag is not None else f"step-{self.global_steps}"
         self.check_holders()
         state = {
             "global_steps": self.global_steps,
@@ -215,13 +217,13 @@ class SDPEngine(EngineFacts):
             "mesh": self._saved.mesh_shape(),
             "placement": self.layout.placement.to_json(),
             "learning_rates": self.rates_of_parameters(),
+            "settings": settings_to_save(self.config, self.optimizer, self._backend.names_of_param_groups()),
             "scheduler": self._backend.shared_schedule(self.lr_scheduler.state_dict())
             if self.lr_scheduler is not None
             else None,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": dict(client_state or {}),
         }
-        tag = check_tag(tag) if tag is not None else f"step-{self.global_steps}"
         tensors = self._saved.tensors() | self._saved.random_state()
         self._saver.save(
             Path(save_dir), tag, tensors, state, parameters=self.layout.wholes, keep=keep, background=background
@@ -241,10 +243,13 @@ class SDPEngine(EngineFacts):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
+        *,
+        warn_of_changes: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:
         """Continue from ``load_dir/tag`` (default: the newest), written under any layout. Collective.
 
-        The learning rates are the checkpoint's, as in DeepSpeed.
+        The learning rates are the checkpoint's, as in DeepSpeed. Unless ``warn_of_changes`` is False, rank 0 warns
+        if they, or other settings of the optimizer and schedule, differ from the configured ones.
 
         Returns:
             The checkpoint's path and the client state. ``(None, {})``, with a warning, if there is no checkpoint
@@ -267,6 +272,8 @@ class SDPEngine(EngineFacts):
                 log.warning("no checkpoint in %s; starting from the beginning", load_dir)
             return None, {}
         path, state = found
+        names = self._backend.names_of_param_groups()
+        configured = named_rates(self.optimizer, names)
         resume(path, state, self._backend, self._saved, self.lr_scheduler, self.loader, ranks=ranks)
         self._forget_micro_batches()
         self._skips.note(False)
@@ -274,6 +281,15 @@ class SDPEngine(EngineFacts):
         self.micro_steps = self.global_steps * self._batch.accumulation
         self.skipped_steps = state.get("skipped_steps", 0)
         self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
+        if warn_of_changes and self.global_rank == 0:
+            own = settings_to_save(self.config, self.optimizer, names)
+            changes = describe_settings(state.get("settings"), own, names)
+            changes += describe_rates(configured, self.optimizer, names, self.lr_scheduler)
+            if changes:
+                log.warning(
+                    "%s was written with other settings (checkpoint → configured): %s; the checkpoint's learning rates apply until a "
+                    "schedule sets others, all else is as configured", path, "; ".join(changes),
+                )  # fmt: skip
         return str(path), state["client_state"]
 
     def rates_of_parameters(self) -> dict[str, float]:

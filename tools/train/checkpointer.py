@@ -50,7 +50,7 @@ class Checkpointer:
         # Read the file first: rank 0 replaces it once all ranks have loaded.
         before = saved_settings(self._dump_dir)
         configured = [float(rate) for rate in engine.get_lr()]
-        path, _ = engine.load_checkpoint(self._directory)
+        path, _ = engine.load_checkpoint(self._directory, warn_of_changes=False)
         if path is None:
             return False
         log.info("resumed from %s", path)
