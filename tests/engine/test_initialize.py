@@ -1,14 +1,19 @@
-"""Arguments of ``sdp.initialize`` about torch.distributed, and the names of errors of earlier versions."""
+"""Arguments that ``sdp.initialize`` refuses, and the names of errors of earlier versions."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
 import sdp
 import torch
 from sdp.engine import errors
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case
+from sdp.tests.support.ranks import RankPool
 
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "sdp": {"groups": 1}}
 
 
@@ -27,3 +32,56 @@ def test_refuses_what_it_cannot_honour(argument: dict[str, Any], match: str) -> 
 def test_earlier_names_of_errors_stay() -> None:
     assert errors.DivergedError is errors.NonFiniteError is sdp.NonFiniteError
     assert errors.DivergenceError is errors.HolderMismatchError is sdp.HolderMismatchError is sdp.DivergenceError
+
+
+class _Complex(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
+ENGINES = ["fsdp2", "reference", "vectorized", pytest.param("deepspeed", marks=needs_deepspeed)]
+
+
+def _case(engine: str) -> Case:
+    return Case(
+        1, 1, placement="full", model="llama" if engine == "vectorized" else "mlp", neurons=4 * (engine == "vectorized")
+    )
+
+
+def _of(engine: str, **section: Any) -> dict[str, Any]:
+    return _case(engine).config(engine) | section
+
+
+def _misuses(engine: str) -> dict[str, str]:
+    """The refusal of each misuse on this rank."""
+    frozen = models.mlp().requires_grad_(False)
+    calls: dict[str, Any] = {
+        "no module": lambda: sdp.initialize(model={"weight": 1}, config=_of(engine)),  # type: ignore[arg-type]
+        "set": lambda: sdp.initialize(model=models.mlp(), config=_of(engine, sdp={"engine": engine, "units": {"a"}})),
+        "complex": lambda: sdp.initialize(model=_Complex(), config=_of(engine)),
+        "frozen": lambda: sdp.initialize(model=frozen, config=_of(engine)),
+        "none trained": lambda: sdp.initialize(model=models.mlp(), model_parameters=[], config=_of(engine)),
+    }
+    twice = models.build(_case(engine).model)
+    sdp.initialize(model=twice, config=_of(engine))
+    calls["twice"] = lambda: sdp.initialize(model=twice, config=_of(engine))
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except sdp.SDPError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_misuse_is_one_line(ranks: RankPool, engine: str) -> None:
+    (found,) = ranks.run(_misuses, engine, world=1)
+    assert "model must be a torch.nn.Module, not dict" in found["no module"]
+    assert "must consist of JSON values" in found["set"]
+    assert "parameter 'weight' is complex (torch.complex64)" in found["complex"]
+    assert "all parameters are frozen" in found["frozen"]
+    assert "all parameters are frozen" in found["none trained"]
+    assert "called twice on one model" in found["twice"]
+    assert not any("\n" in message for message in found.values())
