@@ -135,6 +135,7 @@ class SDPEngine(DeepSpeedNames):
         self._forget_micro_batches()
         self.global_steps += 1
         self.global_samples += self._batch.train
+        self.tput_timer.global_samples += self._batch.train
         if self._skips.in_a_row:
             self._skips.report(self.global_steps, self._grad_norm, self.get_loss_scale())
         interval = self.config.sdp.check_interval

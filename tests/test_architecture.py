@@ -20,8 +20,8 @@ LEVELS = {"engine": 0, "data": 1, "models": 1, "launcher": 1, "tools": 2}
 # A file of engine/ may import its own package and the packages before it.
 ENGINE_ORDER = (
     "errors", "json_files", "module_paths", "model_interface", "environment", "config", "distributed", "batch", "placement",
-    "optim", "subnetwork", "sync", "accounting", "full_model", "backend", "checkpoint", "engine_facts", "engine", "backends",
-    "construct", "tracing", "initialize",
+    "optim", "subnetwork", "sync", "accounting", "full_model", "backend", "checkpoint", "engine_facts", "deepspeed_names", "engine",
+    "backends", "construct", "tracing", "initialize",
 )  # fmt: skip
 # The same inside tools/; a command that is not listed is above all of these.
 TOOLS_ORDER = ("shared", "runs", "report", "train", "plan")

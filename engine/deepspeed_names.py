@@ -1,0 +1,179 @@
+"""The names of ``deepspeed.DeepSpeedEngine`` beyond the training loop, and the model's own names."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from .backend import Backend
+from .batch.size import BatchSize
+from .config.schema import Config
+from .engine_facts import EngineFacts
+from .errors import ConfigError
+
+# Names of DeepSpeed's engine that this project does not offer, with the reason.
+METHODS_OUT_OF_SCOPE = {
+    "train_batch": "pipelines are not supported; call engine(batch), engine.backward(loss) and engine.step()",
+    "eval_batch": "pipelines are not supported; call engine.evaluate(batches)",
+    "reset_activation_shape": "pipelines are not supported",
+    "register_comm_hook": "gradients are averaged among holders, so a hook of torch's DDP does not apply",
+    "set_train_batch_size": "the batch size of a run is fixed; give train_batch_size in the configuration",
+    "set_train_micro_batch_size": "the batch size of a run is fixed; give train_micro_batch_size_per_gpu",
+    "float": "the configuration chooses the model's type, with bf16 or fp16",
+    "double": "the configuration chooses the model's type, with bf16 or fp16",
+    "compile": "give training.compile in the configuration",
+}
+ATTRIBUTES_OUT_OF_SCOPE = {
+    "random_ltd_scheduler": "DeepSpeed's random layer-wise token dropping is not supported",
+    "curriculum_scheduler_legacy": "DeepSpeed's curricula are not supported; order the data set itself",
+    "compression_scheduler": "DeepSpeed's compression is not supported",
+    "quantizer": "DeepSpeed's compression is not supported",
+    "eigenvalue": "DeepSpeed's compression is not supported",
+    "progressive_layer_drop": "DeepSpeed's progressive layer drop is not supported",
+    "has_moe_layers": "DeepSpeed's MoE layers are not supported",
+    "monitor": "give tensorboard, csv_monitor or wandb in the configuration; sdp train writes to them",
+}
+
+
+class OutOfScopeError(ConfigError, AttributeError):
+    """A part of DeepSpeed was used that this project does not offer. ``hasattr`` is False for such an attribute."""
+
+
+class ThroughputTimer:
+    """The part of DeepSpeed's ``engine.tput_timer`` that scripts use."""
+
+    def __init__(self) -> None:
+        self.epoch_count = 0
+        self.global_samples = 0
+        self._start = time.perf_counter()
+
+    def update_epoch_count(self) -> None:
+        """Count one epoch more."""
+        self.epoch_count += 1
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples of all ranks per second since the engine was made."""
+        return self.global_samples / (time.perf_counter() - self._start)
+
+
+def _refuse_call(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise OutOfScopeError(f"engine.{name}: {METHODS_OUT_OF_SCOPE[name]}")
+
+
+class DeepSpeedNames(EngineFacts):
+    """Makes scripts for DeepSpeed run: a name that the engine does not have is looked up in the model.
+
+    A name that belongs to a part of DeepSpeed that is out of scope says so when it is used.
+    """
+
+    def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer):
+        super().__init__(backend, config, batch, optimizer)
+        self.tput_timer = ThroughputTimer()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the model's attribute, as DeepSpeed does. Called only for names that the engine does not have."""
+        if name.startswith("__") or "_backend" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in ATTRIBUTES_OUT_OF_SCOPE:
+            raise OutOfScopeError(f"engine.{name}: {ATTRIBUTES_OUT_OF_SCOPE[name]}")
+        if name in METHODS_OUT_OF_SCOPE:
+            return functools.partial(_refuse_call, name)
+        try:
+            return getattr(self._backend.module, name)
+        except AttributeError:
+            model = type(self._backend.module).__name__
+            raise AttributeError(f"neither the engine nor the model ({model}) has the attribute {name!r}") from None
+
+    # -- the configuration -----------------------------------------------------------------------
+
+    def gradient_clipping(self) -> float | None:
+        """The largest norm of the full model's gradient, or None if gradients are not clipped."""
+        return self.config.gradient_clipping
+
+    def steps_per_print(self) -> int:
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.config.wall_clock_breakdown
+
+    def get_mom(self) -> list[Any]:
+        """By parameter group, Adam's betas or SGD's momentum."""
+        groups = self.optimizer.param_groups
+        return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in groups]
+
+    # -- the model -------------------------------------------------------------------------------
+
+    def to(self, *args: Any, **kwargs: Any) -> DeepSpeedNames:
+        """Do nothing if the model is asked to stay as it is. The engine has put it on its device already.
+
+        Args:
+            args: A device, a type or a tensor that has both, as for ``torch.nn.Module.to``.
+            kwargs: ``device`` and ``dtype`` by name. Other options have no effect.
+
+        Raises:
+            ConfigError: Another device or another floating-point type is asked for.
+        """
+        asked = [*args, kwargs.get("device"), kwargs.get("dtype")]
+        asked += [fact for value in args if isinstance(value, torch.Tensor) for fact in (value.device, value.dtype)]
+        for value in asked:
+            if isinstance(value, torch.dtype):
+                self._refuse_other_dtype("to", value)
+            elif isinstance(value, str | int | torch.device) and not isinstance(value, bool):
+                device = torch.device(value)
+                if device.type != self.device.type or device.index not in (None, self.device.index):
+                    raise ConfigError(f"engine.to: the model stays on {self.device}, but {device} was asked for")
+        return self
+
+    def cuda(self, device: int | torch.device | None = None) -> DeepSpeedNames:
+        """The same as ``to("cuda")``."""
+        return self.to(
+            "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
+        )
+
+    def cpu(self) -> DeepSpeedNames:
+        """The same as ``to("cpu")``."""
+        return self.to("cpu")
+
+    def half(self) -> DeepSpeedNames:
+        return self._refuse_other_dtype("half", torch.float16)
+
+    def bfloat16(self) -> DeepSpeedNames:
+        return self._refuse_other_dtype("bfloat16", torch.bfloat16)
+
+    def _refuse_other_dtype(self, method: str, dtype: torch.dtype) -> DeepSpeedNames:
+        fp16, bf16 = self.config.fp16.enabled, self.config.bf16.enabled
+        own = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
+        if dtype != own:
+            raise ConfigError(f"engine.{method}: the model computes in {own}; choose another type with bf16 or fp16")
+        return self
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's ``generate``. All ranks of a group call it together.
+
+        Raises:
+            ConfigError: The group skips some units in the forward pass, so its output would not be the full model's.
+        """
+        sdp = self.config.sdp
+        if sdp.masking == "forward" and sdp.groups > 1 and not self._is_reference:
+            raise ConfigError(
+                "engine.generate: this group runs only a part of the model. Gather the whole model with "
+                "engine.full_state_dict(), load it into a model on rank 0 and generate there"
+            )
+        return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+
+    def _zero3_consolidated_16bit_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """:meth:`full_state_dict` in the type that the model computes in. Collective. None except on rank 0."""
+        state = self.full_state_dict()
+        own = torch.float16 if self.config.fp16.enabled else torch.bfloat16 if self.config.bf16.enabled else None
+        if state is None or own is None:
+            return state
+        return {name: tensor.to(own) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+
+    # -- without effect here ---------------------------------------------------------------------
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: no gathered parameters are kept between steps."""
