@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..errors import CheckpointError, DataError, SDPError
+from ..errors import CheckpointError, DataError, SDPError, quote
 
 
 class ResumableBatchSampler:
@@ -87,8 +87,8 @@ class ResumableBatchSampler:
         """
         for key in ("seed", "consumed", "num_samples"):
             value = state.get(key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise CheckpointError(f"data loader state: {key!r} must be an integer of at least 0, it is {value!r}")
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise CheckpointError(f"data loader state: {key!r} must be an integer from 0, it is {quote(value)}")
         if state["num_samples"] != self.num_samples:
             raise CheckpointError(
                 f"data loader state: the checkpoint read a data set of {state['num_samples']:,} samples, this one has"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import CheckpointError
-from .files import file_sizes, open_regular, read_state
+from .files import file_sizes, open_regular, parse_json_bytes, read_state
 from .metadata import METADATA, build_metadata
 from .pickled_metadata import read_pickled_metadata
 
@@ -67,7 +66,7 @@ class SafeReader(FileSystemReader):
                 raise ValueError("it is missing")
             with open_regular(path / name) as file:
                 content = file.read()
-            decoded = json.loads(content) if name == METADATA else read_pickled_metadata(content)
+            decoded = parse_json_bytes(content) if name == METADATA else read_pickled_metadata(content)
             return build_metadata(decoded, sizes, self.load_id)
         except (OSError, ValueError, RecursionError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -12,26 +12,37 @@ import os
 import shutil
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, quote
 from .files import INCOMPLETE, PARTIAL, STATE, encode_state, is_ours, is_plain, is_whole, read_json, write_durably
+from .metadata import METADATA
 
 log = logging.getLogger("sdp")
 
 LATEST = "latest.json"
+MOST_TAG_BYTES = 200  # a name has at most 255 bytes, and hidden names are longer than the tag
 REPLACED = ".sdp-replaced"  # ends the hidden name of a checkpoint that is being replaced
+
+_OWN_NAMES = (LATEST, STATE, METADATA)
 
 
 def check_tag(tag: str) -> str:
-    """Return ``tag`` if it can name a checkpoint's directory.
+    """Return ``tag`` as text, if it can name a checkpoint's directory. A number becomes text, as in DeepSpeed.
 
     Raises:
         CheckpointError: ``tag`` is not a name that a checkpoint's directory may have.
     """
-    if tag.startswith(".") or tag == LATEST or not is_plain(tag):
-        raise CheckpointError(
-            f"the tag {tag!r} is not the name of one directory; use letters, digits and dashes, such as step-100"
-        )
-    return tag
+    tag = str(tag) if type(tag) is int and abs(tag) < 2**63 else tag
+    if not isinstance(tag, str):
+        problem: str | None = "is not text"
+    elif tag in _OWN_NAMES:
+        problem = "is the name of one of this engine's own files"
+    elif tag.startswith(".") or not is_plain(tag) or not tag.isprintable():
+        problem = "is not the name of one directory"
+    elif len(tag.encode()) > MOST_TAG_BYTES:
+        problem = f"is longer than {MOST_TAG_BYTES} bytes"
+    else:
+        return tag
+    raise CheckpointError(f"the tag {quote(tag)} {problem}; use letters, digits and dashes, such as step-100")
 
 
 def point_to(directory: Path, tag: str) -> None:
@@ -68,10 +79,10 @@ def latest(directory: Path) -> str | None:
         raise CheckpointError(f"{pointer}: cannot be read; {remedy}") from None
     try:
         if not isinstance(tag, str):
-            raise CheckpointError(f"{tag!r} is not a name")
+            raise CheckpointError("not text")
         check_tag(tag)
     except CheckpointError:
-        found = f"names {tag!r}, which is not a checkpoint of this directory"
+        found = f"names {quote(tag)}, which is not a checkpoint of this directory"
         raise CheckpointError(f"{pointer}: {found}; {remedy}") from None
     if locate(directory, tag).is_dir():
         return tag

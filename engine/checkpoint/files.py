@@ -16,11 +16,13 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, quote
+from ..json_files import parse_json
 
 FORMAT = 3
 READ_FORMATS = (2, 3)  # 2: the list of tensors is a pickle
 STATE = "state.json"
+MOST_BYTES = 1 << 30  # of a JSON file; the list of a large model's tensors has tens of megabytes
 PARTIAL = ".sdp-partial"  # a name ends with this while its file or directory is being written
 INCOMPLETE = "incomplete"  # the state has this key while the checkpoint is being written
 
@@ -36,8 +38,10 @@ def encode_state(state: Mapping[str, Any]) -> str:
     """
     try:
         whole = {"format": FORMAT, **state}
-        return json.dumps({**whole, "sha256": _digest(whole)}, indent=1)
-    except (TypeError, ValueError) as error:
+        text = json.dumps({**whole, "sha256": _digest(whole)}, indent=1)
+        parse_json(text)  # refuse now what no load could read
+        return text
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the client state or the scheduler's state is not JSON ({error}); give plain numbers, text, lists"
         ) from None
@@ -62,9 +66,9 @@ def read_state(path: Path) -> dict[str, Any]:
         state = None
     if not isinstance(state, dict) or not state.keys() >= {"format"}:
         raise CheckpointError(f"{path / STATE}: damaged; {_OLDER}")
-    if state["format"] not in READ_FORMATS:
+    if not _is_known_format(state["format"]):
         known = " and ".join(map(str, READ_FORMATS))
-        found = f"has format {state['format']!r}, this version reads {known}"
+        found = f"has format {quote(state['format'])}, this version reads {known}"
         raise CheckpointError(f"{path}: {found}; use the version that wrote it")
     if INCOMPLETE in state:
         raise CheckpointError(f"{path}: the save that wrote it did not finish; {_OLDER}")
@@ -75,11 +79,72 @@ def read_state(path: Path) -> dict[str, Any]:
     files = state["files"]
     if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
         raise CheckpointError(f"{path / STATE}: damaged, 'files' does not give a hash for each file; {_OLDER}")
+    if wrong := _wrong_field(state):
+        raise CheckpointError(f"{path / STATE}: damaged, {wrong}; {_OLDER}")
     for name in files:
         if not is_plain(name):
-            found = f"names the file {name!r}, which is not in this directory"
+            found = f"names the file {quote(name)}, which is not in this directory"
             raise CheckpointError(f"{path / STATE}: {found}; do not use this checkpoint")
     return state
+
+
+def _is_known_format(value: Any) -> bool:
+    return type(value) is int and value in READ_FORMATS
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 2**63
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_object_or_null(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+def _is_mesh(value: Any) -> bool:
+    return isinstance(value, list) and 2 <= len(value) <= 4 and all(map(_is_count, value[:3]))
+
+
+def _are_rates(value: Any) -> bool:
+    rates = list(value.values()) if isinstance(value, dict) else value
+    return isinstance(rates, list) and all(map(_is_number, rates))
+
+
+def _is_loss_scale(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(map(_is_number, value.values())))
+
+
+# What the fields must be. Those of the second table are absent from checkpoints of earlier versions.
+_REQUIRED = {
+    "global_steps": (_is_count, "a count"),
+    "global_samples": (_is_count, "a count"),
+    "mesh": (_is_mesh, "a list of sizes"),
+    "placement": (_is_object, "an object"),
+    "scheduler": (_is_object_or_null, "an object or null"),
+    "loader": (_is_object_or_null, "an object or null"),
+    "client_state": (_is_object, "an object"),
+}
+_OPTIONAL = {
+    "skipped_steps": (_is_count, "a count"),
+    "loss_scale": (_is_loss_scale, "an object of numbers or null"),
+    "learning_rates": (_are_rates, "numbers"),
+    "settings": (_is_object, "an object"),
+}
+
+
+def _wrong_field(state: Mapping[str, Any]) -> str | None:
+    """Describe the first field that has a wrong type, or return None."""
+    for key, (is_valid, kind) in {**_REQUIRED, **_OPTIONAL}.items():
+        if (key in state or key in _REQUIRED) and not is_valid(state[key]):
+            return f"{key!r} is {quote(state[key])}, not {kind}"
+    return None
 
 
 def is_ours(path: Path) -> bool:
@@ -103,7 +168,7 @@ def _own_state(path: Path) -> dict[str, Any] | None:
         state = read_json(path / STATE)
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(state, dict) or state.get("format") not in READ_FORMATS:
+    if not isinstance(state, dict) or not _is_known_format(state.get("format")):
         return None
     return state if state.pop("sha256", None) == _digest(state) else None
 
@@ -122,8 +187,21 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_json(path: Path) -> Any:
+    """Return the value in ``path``.
+
+    Raises:
+        OSError: ``path`` cannot be read, or is not a regular file.
+        ValueError: It is not JSON within the limits.
+    """
     with open_regular(path) as file:
-        return json.loads(file.read().decode("utf-8"))
+        return parse_json_bytes(file.read(MOST_BYTES + 1))
+
+
+def parse_json_bytes(content: bytes) -> Any:
+    """Return the value of a JSON text in UTF-8. Raises ValueError if it exceeds a limit."""
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
+    return parse_json(content.decode("utf-8"))
 
 
 def is_plain(name: str) -> bool:

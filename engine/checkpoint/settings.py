@@ -60,7 +60,9 @@ def describe_settings(saved: Any, own: Mapping[str, Any], names: Sequence[Sequen
     for members in names:
         before = next((options[name] for name in members if name in options), None)
         after = own["options"].get(members[0]) if members else None
-        for key in _OPTIONS if before is not None and after is not None else ():
+        if before is None or after is None:
+            continue
+        for key in _OPTIONS:
             old, new = _mapping(before).get(key), after.get(key)
             if old != new:
                 pairs.setdefault(key, (old, new))

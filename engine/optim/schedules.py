@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..config.schema import Config
 from ..config.section import NonNegative, NonNegativeInt, PositiveInt, Section, parse_section
-from ..errors import CheckpointError, ConfigError, suggestion
+from ..errors import CheckpointError, ConfigError, quote, suggestion
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +122,8 @@ class Schedule(ABC):
             CheckpointError: ``state`` does not have a valid ``last_batch_iteration``.
         """
         iteration = state.get("last_batch_iteration")
-        if type(iteration) is not int or iteration < -1:
-            raise CheckpointError(f"scheduler state: last_batch_iteration is {iteration!r}, not an integer from -1")
+        if type(iteration) is not int or not -1 <= iteration < 2**63:
+            raise CheckpointError(f"scheduler state: last_batch_iteration {quote(iteration)} is not an integer from -1")
         self.last_batch_iteration = iteration
         self._set_rates()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from sdp.engine.checkpoint import save
 from sdp.engine.checkpoint.directory import latest
-from sdp.engine.checkpoint.files import is_ours, is_whole, read_state
+from sdp.engine.checkpoint.files import encode_state, is_ours, is_whole, read_state
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import engine_of
 from sdp.tests.support.checkpoints import SOURCE, load_by_reference, refusal_of_load, reseal
@@ -125,7 +126,7 @@ def test_the_pointer_names_an_entry_of_its_directory(small: Path, tag: Any) -> N
 
 @pytest.mark.parametrize("tag", ["../x", "/etc", "latest.json"])
 def test_a_tag_that_is_asked_for_names_an_entry_of_the_directory(small: Path, tag: str) -> None:
-    assert "is not the name of one directory" in refusal_of_load(small, tag)
+    assert "use letters, digits and dashes" in refusal_of_load(small, tag)
 
 
 def test_an_unnamed_file_is_refused(small: Path) -> None:
@@ -266,3 +267,81 @@ def test_a_save_killed_at_its_very_start_is_no_obstacle(small: Path, left: list[
         (partial / name).write_text("{")
     engine_of(SOURCE, "reference").save_checkpoint(small, "best")
     assert {path.name for path in small.iterdir()} == {"best", "latest.json", "step-1"}
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "latest.json",
+        "state.json",
+        "metadata.json",
+        "a\0b",
+        "a\nb",
+        "a" * 5000,
+        "..",
+        ".",
+        "",
+        "/etc/x",
+        "a/b",
+        ".x",
+        None,
+        1.5,
+    ],
+    ids=lambda tag: str(tag)[:20],
+)
+def test_a_wrong_tag_is_refused_before_anything_is_written(tmp_path: Path, tag: Any) -> None:
+    engine = engine_of(SOURCE, "reference")
+    if tag is None:
+        tag = ["step-1"]
+    with pytest.raises(CheckpointError, match=r"the tag .* use letters, digits and dashes") as error:
+        engine.save_checkpoint(tmp_path / "new", tag)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_number_is_a_tag_as_in_deepspeed(tmp_path: Path) -> None:
+    engine_of(SOURCE, "reference").save_checkpoint(tmp_path, 7)  # type: ignore[arg-type]
+    assert latest(tmp_path) == "7"
+    assert load_by_reference(tmp_path, 7)[0] == f"{tmp_path}/7"  # type: ignore[arg-type]
+
+
+WRONG_VALUES = [None, [], {}, "x", -1, 1.5, True, 10**30, [[]], {"a": {"b": [None]}}, [1, "x"]]
+
+
+def test_wrong_types_in_a_sealed_state_are_one_line(small: Path) -> None:
+    """Every field is replaced by every wrong value. Either the load is refused in one line, or it succeeds."""
+    engine, seen = engine_of(SOURCE, "reference"), set[str]()
+    state = read_state(small / "step-1")
+    original = (small / "step-1" / "state.json").read_text()
+    fields = [(key,) for key in state]
+    fields += [(key, inner) for key in state if isinstance(state[key], dict) for inner in [*state[key]][:1]]
+    refused = 0
+    for field in fields:
+        for value in WRONG_VALUES:
+            changed = copy.deepcopy(state)
+            into = changed if len(field) == 1 else changed[field[0]]
+            into[field[-1]] = value
+            (small / "step-1" / "state.json").write_text(encode_state(changed))
+            try:
+                read_state(small / "step-1")
+                if field[0] not in seen:  # one whole load for each field is enough where the value is possible
+                    engine.load_checkpoint(small)
+                    seen.add(field[0])
+            except CheckpointError as error:
+                assert "\n" not in str(error), (field, value)
+                refused += 1
+    assert refused > 5 * len(state)
+    (small / "step-1" / "state.json").write_text(original)
+    assert engine.load_checkpoint(small)[0] is not None
+
+
+def test_a_state_nested_too_deep_is_refused_when_it_is_saved_and_when_it_is_read(small: Path) -> None:
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        engine_of(SOURCE, "reference").save_checkpoint(small, "deep", client_state={"deep": deep})
+    assert not (small / "deep").exists()
+    (small / "step-1" / "state.json").write_text("[" * 100_000 + "]" * 100_000)
+    assert "state.json: damaged" in refusal_of_load(small)
