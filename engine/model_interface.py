@@ -146,7 +146,7 @@ class ModelHooks(Protocol):
     def unit_patterns(self) -> list[str]:
         """Module paths of the blocks that are units; ``*`` stands for one path component.
 
-        Without it, ``sdp.units = "auto"`` looks for the longest run of blocks of one class.
+        Without it, ``sdp.units = "auto"`` takes the blocks of all chains; see docs/your_model.md.
         """
         ...
 

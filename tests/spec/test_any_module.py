@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -214,7 +215,7 @@ def test_models_that_cannot_be_cut() -> None:
     with pytest.raises(
         sdp.ModelError, match=rf"resnet\.encoder\.stages\.1: returns \(2, 8, 2, 2\) from \(2, 4, 4, 4\), .*; {remedy}"
     ):
-        _cut(stages, pixels, units=["resnet.encoder.stages.*"])
+        _cut(copy.deepcopy(stages), pixels, units=["resnet.encoder.stages.*"])
     _cut(stages, pixels, units=["resnet.encoder.stages.*"], masking="backward")
 
 
