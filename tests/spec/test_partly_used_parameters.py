@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from sdp.tests.support.cases import Case, assert_same_run, native, reference
 from sdp.tests.support.ranks import RankPool
 

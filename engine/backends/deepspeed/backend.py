@@ -24,6 +24,7 @@ from ...placement.layout import Layout
 from ...subnetwork.carve import PassThrough
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
+from .checks import UsedParameters
 from .groups import GroupsOfRanks
 from .optimizer import LossScale, MasterCopies, ZeroState, local_part
 from .parameters import Gathered
@@ -69,6 +70,7 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         self.scale = LossScale(engine.optimizer)
         self.bundles = [bundle for bundle in bundles if self.at.sdp in bundle.holders]
         self._exposed = 0.0
+        self._usage = self._watch_use() if self.zero is not None else None
         self.options = [bundle.options for bundle in self.bundles]
         self.options_count = 1 + max(bundle.options for bundle in bundles)
         self._install(bundles)
@@ -138,6 +140,15 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
             )
             self.zero.on_reduced(self._early.ready)
 
+    def _watch_use(self) -> UsedParameters:
+        return UsedParameters(
+            {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad},
+            group=self.at.sdp,
+            rank_inside=self.rank_inside,
+            ranks_inside=self.ranks_inside,
+            must_stay_equal=self.zero is not None and self.zero.offloaded,
+        )
+
     @property
     def exposed_seconds(self) -> float:
         return self._exposed + (self._hooked.exposed_seconds if self._hooked else 0.0)
@@ -167,6 +178,8 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         except BaseException:
             self._abandon()
             raise
+        if self._usage is not None:
+            self._usage.end_micro_batch()
         if self._hooked is not None and boundary:
             self._hooked.finish()
 
@@ -222,8 +235,14 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
             ]
         squared = squared_norm(counted, self.device) / self.scale.value**2
         totals = torch.stack([squared, (loss / self.layout.mesh.world_size).to(self.device)])
+        if self._usage is None:
+            self.all_reduce_control(totals)
+            return totals
+        totals = torch.cat([totals, totals.new_tensor(self._usage.differences())])
         self.all_reduce_control(totals)
-        return totals
+        totals = totals.cpu()
+        self._usage.check(totals[2:])
+        return totals[:2]
 
     def zero_grad(self) -> None:
         if self.zero is not None:
@@ -234,6 +253,8 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
             self._hooked.dropped()
         if self._early is not None:
             self._early.drop()
+        if self._usage is not None:
+            self._usage.start_step()
 
     def planned_traffic(self, accumulation: int) -> Traffic:
         """The bytes that this rank sends in a step.

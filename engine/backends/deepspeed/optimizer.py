@@ -197,6 +197,9 @@ class ZeroState:
         optimizer = self._optimizer
         optimizer.zero_grad()
         if self._stage == 3:
+            # The first micro-batch of the next step overwrites only the sums of parameters that it
+            # uses. The others would keep the gradients of this step.
+            optimizer.grad_partitions_flat_buffer.zero_()
             return
         for reduced in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             for index in reduced:

@@ -53,5 +53,6 @@ def plan_traffic(
             numels = (infos[name].numel for name in refresh.names if infos[name].trainable)
             sent = sum(-(-numel // ranks_inside) if stage == 3 else numel for numel in numels)
             planned.record("between groups", "broadcast", sent * compute_bytes, len(refresh.members))
-    planned.record("control", "all_reduce", 16, mesh.world_size)  # the gradient norm and the loss
+    # The gradient norm and the loss. Under ZeRO, also two checks of the parameters used.
+    planned.record("control", "all_reduce", 32 if stage else 16, mesh.world_size)
     return planned
