@@ -12,6 +12,7 @@ from ..engine.distributed.mesh import mesh_of
 from ..engine.errors import LaunchError
 from ..engine.placement.profiles import capacities
 
+_MOST_RANKS = 2**20  # also the bound of sdp.groups; a list of more ranks would fill the memory
 # One of these exists where a driver is loaded: NVIDIA, NVIDIA under WSL, AMD.
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
@@ -54,6 +55,8 @@ class Degrees:
             LaunchError: the processes do not make a whole grid. The message has every factor.
             ConfigError: the samples of a step do not divide equally, or the groups cannot have the capacity.
         """
+        if processes > _MOST_RANKS:
+            raise LaunchError(f"{processes} processes ({source}) are more than the {_MOST_RANKS:,} of the largest run")
         self._check_grid(processes, source)
         if self.groups > 1 and not isinstance(self.config.sdp.placement, dict):
             capacities(self.config.sdp)

@@ -67,6 +67,8 @@ def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in override):  # bytes of the command line
+        raise ConfigError(f"--set {shorten(override)}: it is not text in UTF-8")
     path, separator, text = override.partition("=")
     if not separator or not all(part.strip() for part in path.split(".")):
         raise ConfigError(f"--set {shorten(override)}: expected section.key=value")

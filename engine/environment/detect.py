@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from ..errors import LaunchError
+from ..errors import LaunchError, quote
 from .hostlist import expand_counts, expand_hosts
 from .launchers import LAUNCHERS, Launcher
 
 LOOPBACK = "127.0.0.1"
 # torch's own default. It is used on a single host if no job id is known to derive a port from.
 _DEFAULT_PORT = 29500
+_MOST_DIGITS = 18  # of a number in a variable
 
 
 @dataclass(frozen=True)
@@ -252,8 +253,8 @@ def _integer(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
     name = next((name for name in names if environ.get(name)), None)
     if name is None:
         return None
-    if not environ[name].strip().isdecimal():
-        raise LaunchError(f"{name}={environ[name]!r} is not a non-negative whole number")
+    if not environ[name].strip().isdecimal() or len(environ[name]) > _MOST_DIGITS:
+        raise LaunchError(f"{name}={quote(environ[name])} is not a non-negative whole number")
     return int(environ[name])
 
 

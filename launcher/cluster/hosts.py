@@ -16,6 +16,7 @@ from ...engine.errors import LaunchError, quote, shorten, suggestion
 # A shell, pdsh (n[1-3], %h), ssh (-oProxyCommand) and --include must all read a host's name as just
 # a name.
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_MOST_SLOTS = 2**16  # far above every host; more would fill the memory
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
 
 
@@ -35,7 +36,7 @@ def read_hostfile(path: Path) -> list[Host]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise LaunchError(f"--hostfile {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, 1):
@@ -43,6 +44,10 @@ def read_hostfile(path: Path) -> list[Host]:
         if not text or text.startswith("#"):
             continue
         match = _LINE.fullmatch(text)
+        if match is not None and (len(match[2]) > 9 or int(match[2]) > _MOST_SLOTS):
+            raise LaunchError(
+                f"{path}:{number}: slots={shorten(match[2])} is more than the {_MOST_SLOTS:,} of one host"
+            )
         if match is None or int(match[2]) == 0:
             raise LaunchError(f"{path}:{number}: {quote(text)} cannot be read; expected the form worker-0 slots=4")
         name = check_host(match[1], f"{path}:{number}")
@@ -147,7 +152,7 @@ def _parse_filter(text: str, hosts: Sequence[Host], option: str) -> dict[str, se
             raise LaunchError(
                 f"{option} {shorten(text)}: the hostfile has no host {quote(name)}{suggestion(name, known)}"
             )
-        if colon and not re.fullmatch(r"\d+(,\d+)*", slots):
+        if colon and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", slots):
             raise LaunchError(
                 f"{option} {shorten(text)}: {quote(item)} cannot be read; expected the form worker-0:0,2@worker-1"
             )

@@ -28,7 +28,7 @@ FOLDER, SCRIPT, EVENTS = "slurm", "job.sh", "events"
 # The value of an option is not quoted in a script. These characters are enough for a partition, a
 # constraint (a100&nvlink) or a time (1-12:00:00).
 _VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/\[\]()&|*!-]+")
-_EVENT = re.compile(r"\d+ \d+ (submitted|running|requeued|time-limit-near|told-to-end|ended \d+)")
+_EVENT = re.compile(r"\d{1,18} \d{1,18} (submitted|running|requeued|time-limit-near|told-to-end|ended \d+)")
 _STOPPED = 143  # 128 + SIGTERM: sdp train wrote its checkpoint
 
 
@@ -142,8 +142,8 @@ def status(dump_dir: Path) -> str:
     Raises :class:`LaunchError` if no job was submitted for ``dump_dir``.
     """
     try:
-        lines = (dump_dir / FOLDER / EVENTS).read_text(encoding="utf-8").splitlines()
-    except OSError:
+        lines = (dump_dir / FOLDER / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except (OSError, ValueError):  # a NUL in the name raises ValueError
         lines = []
     noted = [line.split() for line in lines if _EVENT.fullmatch(line)]  # the last may be incomplete
     if not noted:

@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        message = " ".join(map(shorten, message.split()))  # it repeats words of the command line
+        message = " ".join(shorten(word, 300) for word in message.split())  # it repeats words of the command line
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
@@ -37,14 +37,14 @@ def add_set_option(parser: argparse._ActionsContainer, help_text: str = SET_HELP
 
 def positive_int(text: str) -> int:
     """The argparse type of a whole number above zero."""
-    if not text.isdecimal() or int(text) == 0:
+    if not text.isdecimal() or len(text) > 18 or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{quote(text)} is not a positive whole number")
     return int(text)
 
 
 def port(text: str) -> int:
     """The argparse type of a TCP port."""
-    if not text.isdecimal() or not 0 < int(text) < 2**16:
+    if not text.isdecimal() or len(text) > 5 or not 0 < int(text) < 2**16:
         raise argparse.ArgumentTypeError(f"{quote(text)} is not a port; use a number from 1 to 65535")
     return int(text)
 

@@ -168,6 +168,12 @@ def test_overrides() -> None:
             load_config(raw, [override])
 
 
+@pytest.mark.parametrize("override", ["data.path=a\udcff", "a\udcff=1"])
+def test_an_override_that_is_not_text_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set .*: it is not text in UTF-8"):
+        load_config({"train_batch_size": 4}, [override])
+
+
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", float, "\ud800"])
 def test_a_mapping_with_something_other_than_json_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="the configuration must consist of JSON values"):

@@ -279,6 +279,17 @@ def test_expands_task_counts() -> None:
         expand_counts("2(3)")
 
 
+def test_lists_that_would_fill_the_memory_are_refused() -> None:
+    for text in ("1(x99999999999)", "1(x1048576),1"):
+        with pytest.raises(LaunchError, match=r"has more than 1,048,576 entries; check the variables of SLURM"):
+            expand_counts(text)
+    for text in ("n[0-99999999999]", "n[1-2000][1-2000]", "a[1-1048576],b"):
+        with pytest.raises(LaunchError, match=r"has more than 1,048,576 entries; check the variables of SLURM"):
+            expand_hosts(text)
+    with pytest.raises(LaunchError, match="cannot be read"):
+        expand_hosts(f"n[{'9' * 5000}]")
+
+
 def test_settings_leave_what_the_user_set() -> None:
     assert thread_settings(4, {"OMP_NUM_THREADS": "3"}) == {}
     assert thread_settings(10_000, {}) == {"OMP_NUM_THREADS": "1"}
