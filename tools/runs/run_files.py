@@ -17,13 +17,14 @@ from ...engine.config.schema import Config
 from ...engine.errors import ConfigError, DataError
 from ...engine.json_files import parse_json, read_json_file
 from ...engine.placement.placement import Placement
-from ..shared.files import WriteError, write_whole
+from ..shared.files import WriteError, refuse_link, write_whole
 
 log = logging.getLogger("sdp")
 
 LOCK = ".lock"
 CONFIG, PLACEMENT, SUMMARY = "config.json", "placement.json", "summary.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+DIRECTORIES = ("checkpoints", "csv", "logs", "plots", "profile", "tensorboard")
 PLOT = "plots/loss.png"
 
 
@@ -33,12 +34,15 @@ class RunFiles:
     The directory is locked against a second run until :meth:`close`. Every line reaches the file before the
     call returns, so a killed run loses at most the line being written. NaN and Inf are written as null,
     because JSON has neither. Raises ConfigError if ``dump_dir`` holds a run and ``resume`` is false, if
-    another run is writing to it, or if it cannot be written.
+    another run is writing to it, or if it cannot be written. Raises WriteError if one of the run's files
+    is a symbolic link. ``dump_dir`` itself and its parents may be links.
     """
 
     def __init__(self, dump_dir: Path, resume: bool):
         self.dump_dir = dump_dir
         self._open: dict[str, TextIO] = {}
+        for name in (LOCK, CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS, *DIRECTORIES):
+            refuse_link(dump_dir / name)
         require_no_other_run(dump_dir, resume=resume)
         try:
             dump_dir.mkdir(parents=True, exist_ok=True)
@@ -74,6 +78,7 @@ class RunFiles:
         """Remove the lines after ``step`` and the summary, so that a resumed run has every step once."""
         self._close_lines()
         for name in (METRICS, EVALUATIONS):
+            refuse_link(self.dump_dir / name)
             if (self.dump_dir / name).exists():
                 kept = [line for line in _read_lines(self.dump_dir / name) if line["step"] <= step]
                 write_whole(self.dump_dir / name, "".join(f"{json.dumps(line)}\n" for line in kept))
@@ -92,6 +97,8 @@ class RunFiles:
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         path = self.dump_dir / name
+        if name not in self._open:
+            refuse_link(path)
         try:
             # Line-buffered. Opened at the first line, so that a run that fails before it leaves no empty file.
             if name not in self._open:
@@ -105,6 +112,7 @@ class RunFiles:
 
     def _replace(self, name: str, data: Mapping[str, Any]) -> None:
         text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
+        refuse_link(self.dump_dir / name)
         try:
             write_whole(self.dump_dir / name, text)
         except OSError as error:

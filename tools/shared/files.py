@@ -22,16 +22,27 @@ class WriteError(SDPError):
         return cls(f"{path}: cannot be written ({error.strerror}){remedy}")
 
 
+def refuse_link(path: Path) -> None:
+    """Raise WriteError if ``path`` is a symbolic link. Its parents may be links.
+
+    Somebody else may have put a link among the files of a run, to have another file overwritten.
+    """
+    if path.is_symlink():
+        raise WriteError(f"{path}: is a symbolic link, which a run does not follow; remove the link")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write ``text`` to ``path``. A reader sees the old content or all of the new one, also if the disk fills up.
 
-    A path that is not a regular file, such as a pipe, is written directly. Raises OSError.
+    A path that is not a regular file, such as a pipe, is written directly. Raises OSError, and WriteError if the
+    draft of the file is a symbolic link.
     """
     path = Path(os.path.realpath(path))  # writes to the target of a link, and keeps the link
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
     new = path.with_name(path.name + ".partial")
+    refuse_link(new)
     try:
         new.write_text(text, encoding="utf-8")
         new.replace(path)

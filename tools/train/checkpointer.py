@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ...engine.checkpoint.directory import latest, locate
+from ...engine.checkpoint.directory import LATEST, latest, locate
 from ...engine.engine import SDPEngine
 from ...engine.errors import CheckpointError
 from ...launcher.heartbeat import Heartbeat
@@ -78,10 +78,17 @@ class Checkpointer:
     def write(self, *, background: bool = False) -> None:
         """Write a checkpoint. Collective. Raises CheckpointError."""
         self._beat.at(self._engine.global_steps, "checkpoint", self._training.save_timeout)
+        self._refuse_links()
         with self._recalibrated():
             self._engine.save_checkpoint(
                 self._directory, client_state=self._client_state, keep=self._training.keep, background=background
             )
+
+    def _refuse_links(self) -> None:
+        """Raise CheckpointError on all ranks if the directory or its pointer is a symbolic link."""
+        found = [str(path) for path in (self._directory, self._directory / LATEST) if path.is_symlink()]
+        if links := self._engine.gather_facts(found)[0]:
+            raise CheckpointError(f"{links[0]}: is a symbolic link, which a run does not follow; remove the link")
 
     def settle(self, *, block: bool) -> None:
         """Report a save in the background that failed. ``block``: wait until it has ended."""

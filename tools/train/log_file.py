@@ -6,11 +6,17 @@ import logging
 import sys
 from pathlib import Path
 
+from ..shared.files import refuse_link
+
 
 class LogFile(logging.FileHandler):
-    """Appends to ``path``. If that fails, it reports it once on stderr, and the run goes on."""
+    """Appends to ``path``. If that fails, it reports it once on stderr, and the run goes on.
+
+    Raises WriteError if ``path`` is a symbolic link.
+    """
 
     def __init__(self, path: Path):
+        refuse_link(path)
         super().__init__(path, encoding="utf-8")
         self._failed = False
 

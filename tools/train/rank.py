@@ -28,7 +28,7 @@ from ...models.registry import build_model
 from ..runs.dataset import open_corpus
 from ..runs.run_config import with_initial_model
 from ..runs.run_files import RunFiles
-from ..shared.files import NO_ROOM, WriteError
+from ..shared.files import NO_ROOM, WriteError, refuse_link
 from . import preflight
 from .checkpointer import newest_checkpoint
 from .log_file import LogFile
@@ -184,6 +184,7 @@ def _set_up_logging(rank: int, dump_dir: Path) -> None:
         terminal = logging.StreamHandler()
         terminal.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(terminal)
+    refuse_link(dump_dir / "logs")
     try:
         (dump_dir / "logs").mkdir(parents=True, exist_ok=True)
         handler = LogFile(dump_dir / "logs" / f"rank-{rank}.log")

@@ -11,6 +11,7 @@ from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError, DataError
 from sdp.engine.placement.placement import Placement
 from sdp.tests.support.fabricated_runs import make_run
+from sdp.tests.support.small_runs import read_metrics
 from sdp.tools.runs.run_files import RunFiles, read_run
 from sdp.tools.shared.files import WriteError
 
@@ -139,9 +140,9 @@ def test_a_dump_dir_that_cannot_be_made(tmp_path: Path):
         RunFiles(tmp_path / "file" / "run", resume=False)
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     files = RunFiles(tmp_path, resume=True)
+    monkeypatch.setattr(Path, "open", lambda path, *arguments, **options: open("/dev/full", *arguments, **options))  # noqa: PTH123, SIM115
     with pytest.raises(WriteError, match=r"metrics.jsonl: cannot be written \(No space left on device\); free space"):
         files.step(line(1))
     files.close()
@@ -156,3 +157,46 @@ def test_a_directory_that_was_removed_is_noticed_at_the_next_line(tmp_path: Path
     with pytest.raises(WriteError, match=r"evaluations\.jsonl: cannot be written"):
         files.evaluation(line(2))
     files.close()
+
+
+NAMES = [
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "config.json",
+    "placement.json",
+    "summary.json",
+    ".lock",
+    "checkpoints",
+    "logs",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_link_in_the_dump_directory_is_refused(tmp_path: Path, name: str):
+    run, target = tmp_path / "run", tmp_path / "precious"
+    target.write_text("kept")
+    run.mkdir()
+    (run / name).symlink_to(target)
+    with pytest.raises(WriteError, match=rf"{name}: is a symbolic link, which a run does not follow; remove the link"):
+        RunFiles(run, resume=False)
+    assert target.read_text() == "kept"
+    assert (run / name).is_symlink()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "config.json.partial"])
+def test_a_link_that_appears_during_the_run_is_refused(tmp_path: Path, name: str):
+    target = tmp_path / "precious"
+    target.write_text("kept")
+    files = RunFiles(tmp_path / "run", resume=False)
+    (tmp_path / "run" / name).symlink_to(target)
+    with pytest.raises(WriteError, match=f"{name}: is a symbolic link"):
+        files.step(line(1)) if name == "metrics.jsonl" else files.write_config({})
+    assert target.read_text() == "kept"
+
+
+def test_a_dump_directory_may_itself_be_a_link(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    RunFiles(tmp_path / "link" / "run", resume=False).step(line(1))
+    RunFiles(tmp_path / "link", resume=False).step(line(1))
+    assert read_metrics(tmp_path / "real") == read_metrics(tmp_path / "real" / "run") == [line(1)]

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from ....engine.config.schema import Config, MonitorSection
 from ....engine.errors import ConfigError
+from ...shared.files import refuse_link
 from .observer import Line, Observer
 
 # The key of a line in metrics.jsonl or evaluations.jsonl → the name of its curve.
@@ -138,6 +139,7 @@ class _CSV:
 
     def _start(self, tag: str, step: int) -> tuple[Any, Any]:
         path = self._directory / (tag.replace("/", "_").replace(" ", "_") + ".csv")
+        refuse_link(path)
         earlier: list[list[str]] = []
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
