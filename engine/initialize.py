@@ -82,6 +82,7 @@ def initialize(
         raise ConfigError(
             "sdp.initialize: mpu cannot be honoured; the layout comes from sdp.groups and the number of processes"
         )
+    _check_scheduler(lr_scheduler, optimizer)
     settings = _settings(args, config if config is not None else config_params)
     reference = settings.sdp.in_one_process
     _check_launch(distributed_port, dist_init_required, in_one_process=reference)
@@ -154,6 +155,16 @@ def _checked(model: Any) -> nn.Module:
                 "keep real and imaginary parts as two parameters"
             )
     return model
+
+
+def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
+    """Raise ConfigError for a scheduler that sets the rates of an optimizer that is not used."""
+    steered = getattr(scheduler, "optimizer", None)
+    if steered is not None and steered is not optimizer and steered is not getattr(optimizer, "optimizer", None):
+        raise ConfigError(
+            f"sdp.initialize: the {type(scheduler).__name__} in lr_scheduler was built on another optimizer, so the learning rate would "
+            "never change; pass that optimizer as optimizer=, or a function that makes the scheduler from the optimizer"
+        )
 
 
 def _check_launch(port: int | None, init_required: bool | None, *, in_one_process: bool) -> None:
