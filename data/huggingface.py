@@ -32,6 +32,14 @@ _TOKENIZER_CONFIG = {
     "split_special_tokens": True,
 }
 
+# Our SentencePiece models are trained without a space before the text, and no token begins a text.
+_SENTENCEPIECE_CONFIG = {
+    "add_prefix_space": False,
+    "legacy": False,
+    "add_bos_token": False,
+    "add_eos_token": False,
+}
+
 
 @dataclass(frozen=True)
 class SpecialIds:
@@ -53,6 +61,8 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> SpecialIds:
         vocabulary = {piece.text: number for number, piece in enumerate(pieces)}
         scores = {piece.text: piece.score for piece in pieces if piece.mergeable}
         model = _byte_fallback_bpe(vocabulary, list(_merges(scores, vocabulary)))
+        # llama.cpp's converter reads pieces, scores and types from this file.
+        tokenizer.save(directory)
     elif isinstance(tokenizer, BytesTokenizer):
         model = _byte_fallback_bpe(
             {f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_TEXT: tokenizer.end_of_text}, []
@@ -65,7 +75,8 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> SpecialIds:
     _write(
         directory / "tokenizer.json", _tokenizer_json(model, tokenizer.end_of_text, spaces_are_tokens=spaces_are_tokens)
     )
-    _write(directory / "tokenizer_config.json", _TOKENIZER_CONFIG)
+    of_sentencepiece = _SENTENCEPIECE_CONFIG if isinstance(tokenizer, SentencePieceTokenizer) else {}
+    _write(directory / "tokenizer_config.json", _TOKENIZER_CONFIG | of_sentencepiece)
     return SpecialIds(None, tokenizer.end_of_text)
 
 

@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sdp.data.huggingface import SpecialIds, write_tokenizer
@@ -57,3 +58,23 @@ def test_end_of_text_is_decoded_and_skipped_on_demand(pair):
     ids = [*ours.encode("ab"), ours.end_of_text]
     assert theirs.decode(ids, skip_special_tokens=True) == "ab"
     assert theirs.decode(ids) == "ab<|endoftext|>"
+
+
+def test_llama_cpp_reads_pieces_and_scores(tmp_path):
+    """The converter ``convert_hf_to_gguf.py`` reads ``tokenizer.model``. Its fallback gives all pieces the score -1000."""
+    texts, size = CORPORA["code"]
+    ours = SentencePieceTokenizer(train_sentencepiece(texts, size))
+    write_tokenizer(ours, tmp_path)
+    found = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+
+    assert found.vocab_size() == ours.vocab_size
+    for number, piece in enumerate(ours.pieces()):
+        assert found.id_to_piece(number).replace("▁", " ") == piece.text
+        assert found.get_score(number) == piece.score
+    merged = [number for number in range(size) if len(found.id_to_piece(number)) > 1 and not found.is_byte(number)]
+    assert len({found.get_score(number) for number in merged}) > 10, "the scores give the order of the merges"
+    assert not any(" " in found.id_to_piece(number) for number in range(size)), "spaces have SentencePiece's symbol"
+    assert found.encode("def f") == ours.encode("def f"), "no space is added before the text"
+    keys = ("add_prefix_space", "legacy", "add_bos_token", "add_eos_token")
+    assert [settings[key] for key in keys] == [False] * 4
