@@ -75,6 +75,14 @@ def test_tensorboard_goes_where_the_configuration_says(tmp_path: Path):
     assert read_tensorboard(tmp_path / "job") == {1: 5.0}
 
 
+@pytest.mark.parametrize("section", ["tensorboard", "csv_monitor"])
+@pytest.mark.parametrize("where", ["file/x", "nul\0", "x" * 300])
+def test_a_directory_that_cannot_be_created_is_a_mistake_of_the_user(tmp_path: Path, section: str, where: str):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"^{section}\.output_path: .* cannot be created \(.*\); choose another"):
+        open_monitors(load_config({section: {"enabled": True, "output_path": f"{tmp_path}/{where}"}}), tmp_path)
+
+
 @pytest.mark.parametrize(("section", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
 def test_a_missing_package_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, module: str):
     monkeypatch.setitem(sys.modules, module, None)

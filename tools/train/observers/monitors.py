@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ....engine.config.schema import Config, MonitorSection
-from ....engine.errors import ConfigError
+from ....engine.errors import ConfigError, shorten
 from ...shared.files import refuse_link
 from .observer import Line, Observer
 
@@ -68,13 +68,13 @@ def open_monitors(config: Config, dump_dir: Path) -> Monitors:
 
     An empty ``output_path`` means ``tensorboard`` and ``csv`` in ``dump_dir``. When a run is
     resumed, its points replace the older ones from the first step that it writes. Raises
-    ConfigError if a package is missing or refuses to start.
+    ConfigError if a package is missing or refuses to start, or if a directory cannot be created.
     """
     monitors: list[Monitor] = []
     if config.tensorboard.enabled:
-        monitors.append(_TensorBoard(_directory(config.tensorboard, dump_dir / "tensorboard")))
+        monitors.append(_TensorBoard(_directory("tensorboard", config.tensorboard, dump_dir)))
     if config.csv_monitor.enabled:
-        monitors.append(_CSV(_directory(config.csv_monitor, dump_dir / "csv")))
+        monitors.append(_CSV(_directory("csv_monitor", config.csv_monitor, dump_dir)))
     if config.wandb.enabled:
         monitors.append(_WeightsAndBiases(config, dump_dir))
     return Monitors(monitors)
@@ -123,7 +123,6 @@ class _CSV:
     def __init__(self, directory: Path):
         self._directory = directory
         self._files: dict[str, tuple[Any, Any]] = {}
-        directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         for tag, value in scalars.items():
@@ -178,8 +177,18 @@ class _WeightsAndBiases:
         self._run.finish()
 
 
-def _directory(section: MonitorSection, default: Path) -> Path:
-    return Path(section.output_path) / section.job_name if section.output_path else default
+def _directory(name: str, section: MonitorSection, dump_dir: Path) -> Path:
+    """Create the directory of a monitor now, so that a wrong path is found before the first step."""
+    default = dump_dir / name.removesuffix("_monitor")
+    directory = Path(section.output_path) / section.job_name if section.output_path else default
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # a NUL in the path raises ValueError
+        key = f"{name}.output_path" if section.output_path else name
+        reason = getattr(error, "strerror", None) or error
+        message = f"{key}: {shorten(directory)} cannot be created ({reason}); choose another directory"
+        raise ConfigError(message) from None
+    return directory
 
 
 def _import(module: str, package: str) -> Any:
