@@ -16,6 +16,7 @@ from sdp.engine.placement.chains import find_unskippable
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.units import find_units
 from sdp.tests.support import foreign_models, models
+from sdp.tests.support.ranks import RankPool
 from torch import nn
 
 KINDS = ["llama", "gpt2", "bert", "vit", "t5", "whisper", "swin", "resnet", "torchvision-resnet"]
@@ -147,3 +148,24 @@ def test_a_group_that_holds_most_of_the_model_is_warned_of() -> None:
         warnings_of(neurons, granularity="neuron")
         == Layout.of(neurons, load_config(config(granularity="neuron", engine="fsdp2")), Mesh(2)).warnings()
     ), "whole parameters and slices are counted equally"
+
+
+def train(engine_name: str) -> tuple[dict[str, torch.Tensor] | None, float]:
+    """Train a T5 for one step under forward masking. Return the weights and the full model's loss."""
+    settings = config(masking="forward", engine=engine_name)
+    engine = sdp.initialize(model=foreign_models.build("t5"), config=settings)[0]
+    ranks = (0, 1) if engine_name == "reference" else (engine.global_rank,)
+    rows = [foreign_models.make_batch("t5", rank) for rank in ranks]
+    batch = {key: torch.cat([part[key] for part in rows]) for key in rows[0]}
+    engine.backward(engine(batch).loss)
+    engine.step()
+    return engine.full_state_dict(), engine.evaluate([batch])
+
+
+def test_native_equals_the_reference_on_t5(ranks: RankPool) -> None:
+    expected, loss = train("reference")
+    results = ranks.run(train, "fsdp2", world=2)
+    assert expected is not None
+    for name, weight in expected.items():
+        torch.testing.assert_close(results[0][0][name], weight, rtol=1e-5, atol=1e-7, msg=name)
+    assert [result[1] for result in results] == [pytest.approx(loss, rel=1e-5)] * 2
