@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .distributed.traffic import Traffic
 from .environment.detect import detect
 from .full_model.evaluation import in_eval_mode
 from .full_model.recalibration import tracks_statistics, with_statistics
+from .full_model.whole_files import warn_of_partial_state, write_configuration, write_weights
 from .optim.skipped_steps import SkippedSteps
 from .placement.layout import Layout
 
@@ -32,6 +34,8 @@ class EngineFacts:
         self._grad_norm: float | None = None
         self._loss: float | None = None
         self._skips = SkippedSteps(config.training.max_skips)
+        if not self._is_reference and getattr(backend, "stand_ins", None):
+            warn_of_partial_state(self.module)
 
     @property
     def module(self) -> nn.Module:
@@ -197,6 +201,28 @@ class EngineFacts:
         if self.global_rank != 0:
             return None
         return state | {alias: state[name] for alias, name in self.layout.aliases.items()}
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write the whole model's weights to ``save_directory/model.safetensors``. Collective.
+
+        A Hugging Face model's configuration is written too, so that ``from_pretrained`` loads the directory.
+        """
+        self._write_whole(Path(save_directory), "model.safetensors", None)
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
+        """Write the whole model's weights as safetensors in the precision of the computation. Collective."""
+        self._write_whole(Path(save_dir), save_filename, getattr(torch, self.config.precision))
+        return True
+
+    def _write_whole(self, directory: Path, name: str, dtype: torch.dtype | None) -> None:
+        state = self.full_state_dict()
+        if state is not None:
+            # Safetensors refuses tied tensors. Models tie them again when they load.
+            own = {key: value for key, value in state.items() if key not in self.layout.aliases}
+            write_weights(own, directory / name, dtype)
+            write_configuration(self.module, directory)
+        if not self._is_reference:
+            dist.barrier()  # no rank reads the files before they are complete
 
     @property
     def _is_reference(self) -> bool:

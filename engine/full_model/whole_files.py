@@ -1,0 +1,60 @@
+"""Writes the whole model to files, and warns about files that would hold a subnetwork only."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+log = logging.getLogger("sdp")
+
+
+def warn_of_partial_state(module: nn.Module) -> None:
+    """Make ``module.state_dict()`` warn once that it lacks the blocks of other groups."""
+    module.register_state_dict_pre_hook(_make_warning())
+
+
+def _make_warning() -> Callable[[nn.Module, str, bool], None]:
+    warned = False
+
+    def warn(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        nonlocal warned
+        if not warned:
+            log.warning(
+                "module.state_dict() has only the subnetwork of this rank's group; engine.full_state_dict() and "
+                "engine.save_pretrained(DIR) give the whole model"
+            )
+        warned = True
+
+    return warn
+
+
+def write_weights(state: Mapping[str, torch.Tensor], path: Path, dtype: torch.dtype | None) -> None:
+    """Write ``state`` as safetensors. Floating-point tensors get ``dtype``, if it is given."""
+    tensors = {
+        name: (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in state.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def write_configuration(module: nn.Module, directory: Path) -> None:
+    """Write the files of a Hugging Face model that describe it. A no-op for other models."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    # FSDP2 gives the module a class of its own, which inherits from FSDPModule and the model's class.
+    kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+    config = copy.deepcopy(config)
+    config.architectures = [kind.__name__]
+    config.save_pretrained(directory)
+    if getattr(module, "generation_config", None) is not None:
+        module.generation_config.save_pretrained(directory)  # type: ignore[union-attr, operator]

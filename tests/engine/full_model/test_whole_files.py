@@ -1,0 +1,61 @@
+"""Files of the whole model, from ranks that hold a part of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from sdp.tests.support.cases import Case
+from sdp.tests.support.ranks import RankPool
+
+transformers = pytest.importorskip("transformers")
+
+
+def _save(folder: Path) -> tuple[list[str], int]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
+    )
+    case = Case(2, 1)
+    engine = sdp.initialize(model=transformers.LlamaForCausalLM(config), config=_configuration(case))[0]
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("sdp").addHandler(handler)
+    partial = engine.module.state_dict()
+    engine.module.state_dict()
+    logging.getLogger("sdp").removeHandler(handler)
+    engine.save_pretrained(folder)
+    engine.save_16bit_model(folder / "16bit", "weights.safetensors")
+    state = engine.full_state_dict()
+    if dist.get_rank() == 0:
+        torch.save(state, folder / "state.pt")
+    return records, len(partial)
+
+
+def _configuration(case: Case) -> dict:
+    configuration = case.config()
+    holders = [[0], [0, 1], [1], [1]]
+    configuration["sdp"]["placement"] = {f"model.layers.{index}": held for index, held in enumerate(holders)}
+    return configuration
+
+
+def test_the_whole_model_is_written_and_a_partial_state_warns(ranks: RankPool, tmp_path: Path) -> None:
+    results = ranks.run(_save, tmp_path, world=2)
+    state = torch.load(tmp_path / "state.pt")
+    for records, tensors in results:
+        assert len(records) == 1 and "engine.full_state_dict()" in records[0]
+        assert tensors < len(state)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.LlamaForCausalLM
+    whole = transformers.LlamaForCausalLM(loaded.config)
+    whole.load_state_dict(state)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, whole(tokens).logits, rtol=0, atol=1e-6)
+    assert load_file(tmp_path / "16bit" / "weights.safetensors").keys() == state.keys()
