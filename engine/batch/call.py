@@ -169,7 +169,7 @@ def target_count(module: nn.Module, batch: Any) -> int:
     if labels is None:
         tensors = tensors_in(batch)
         if not tensors:
-            raise DataError(f"a batch of type {type(batch).__name__} holds no tensor")
+            raise DataError(f"a batch of type {type(batch).__name__} has no tensor")
         labels = tensors[-1]
     if labels.is_floating_point():
         return labels.numel()

@@ -120,7 +120,7 @@ def _obstacle(path: Path, reader: SafeReader, tensors: Mapping[str, Any]) -> str
         if not isinstance(entry, TensorStorageMetadata):
             return f"{path}: holds no {key!r}; it was written for another model or optimizer, choose the configuration that wrote it"
         if tuple(entry.size) != tuple(tensor.shape):
-            return f"{path}: {key!r} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} here; it is of another model"
+            return f"{path}: {key!r} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} here; it belongs to another model"
     return None
 
 
@@ -133,7 +133,7 @@ def _left_out(path: Path, names: Collection[str], unread: Iterable[str]) -> str 
     other = "it was written for another {}, choose the configuration that wrote it"
     for key in unread:
         if key.startswith("model/") and key.removeprefix("model/") not in names:
-            return f"{path}: holds {key!r}, which this model has not; {other.format('model')}"
+            return f"{path}: holds {key!r}, which this model does not have; {other.format('model')}"
         if key.startswith("optimizer/") and key.rpartition("/")[2] != COUNT:
             return (
                 f"{path}: holds {key!r}, which this optimizer does not keep from its first step on; "

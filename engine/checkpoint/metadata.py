@@ -116,7 +116,7 @@ def _chunk(key: str, size: torch.Size, chunk: Any) -> ChunkStorageMetadata:
     offsets = _shape(chunk["offsets"], f"the offsets of a chunk of {key!r}")
     sizes = _shape(chunk["sizes"], f"the sizes of a chunk of {key!r}")
     if not len(offsets) == len(sizes) == len(size):
-        raise ValueError(f"a chunk of {key!r} has not as many dimensions as the tensor")
+        raise ValueError(f"a chunk of {key!r} does not have as many dimensions as the tensor")
     if any(start + length > whole for start, length, whole in zip(offsets, sizes, size, strict=True)):
         raise ValueError(f"a chunk of {key!r} reaches beyond the tensor")
     return ChunkStorageMetadata(offsets, sizes)

@@ -108,7 +108,7 @@ WHY_NOT_DEEPSPEED: dict[str, str] = {
     "sparse_attention": _NOT_BUILT,
     "fp16.auto_cast": "inputs would be cast in training alone; cast them in the model",
     "fp16.fp16_master_weights_and_grads": _ROUNDED,
-    "amp.enabled": "DeepSpeed has it no more; use bf16, or fp16",
+    "amp.enabled": "DeepSpeed has removed it; use bf16, or fp16",
 }
 
 # Sections with a switch. While the switch is off, the other keys of the section do not matter.

@@ -48,7 +48,7 @@ def named_groups(
         unknown = [p for p in parameters if id(p) not in names]
         if unknown:
             raise ConfigError(
-                f"sdp.initialize: a parameter of shape {tuple(unknown[0].shape)} is given to the optimizer but is none of the model's"
+                f"sdp.initialize: a parameter of shape {tuple(unknown[0].shape)} is given to the optimizer but is not in the model"
             )
         groups.append({**group, "params": [names[id(p)] for p in parameters]})
     return groups, grouped

@@ -153,7 +153,7 @@ def test_a_named_checkpoint_that_the_run_removes_is_one_line(trained_run, tmp_pa
         (["unsaved"], "this run has no checkpoint"),
         (["alone/checkpoints/step-4"], "a script wrote this checkpoint, not sdp train"),
         (["run", "--set", "data.path=nowhere"], "nowhere: no prepared data here"),
-        (["run", "--set", "model.hidden_size=64"], "it is of another model"),
+        (["run", "--set", "model.hidden_size=64"], "it belongs to another model"),
         (["run", "--batches", "0"], "at least one batch"),
     ],
 )

@@ -76,7 +76,7 @@ def _latest(directory: Path) -> str | None:
         return None
     except UnicodeDecodeError as error:
         raise CheckpointError(
-            f"{directory / 'latest'}: is no text, but must name the checkpoint to read ({error.reason})"
+            f"{directory / 'latest'}: must name the checkpoint to read, but it is not text in UTF-8 ({error.reason})"
         ) from None
     try:
         return check_tag(tag)

@@ -62,7 +62,7 @@ def _refused(optimizer: str, model: str, folder: str, engine: str = "fsdp2", sta
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [
-        (("adamw", "mlp"), ("adamw", "mlp-of-3"), "holds 'model/layers.3.{}', which this model has not"),
+        (("adamw", "mlp"), ("adamw", "mlp-of-3"), "holds 'model/layers.3.{}', which this model does not have"),
         (("adamw", "mlp-of-3"), ("adamw", "mlp"), "holds no 'model/layers.3.{}'"),
         (("adamw", "mlp"), ("sgd", "mlp"), "holds 'optimizer/{}/exp_avg', which this optimizer does not keep"),
         (("momentum", "mlp"), ("adamw", "mlp"), "holds no 'optimizer/{}/step'"),

@@ -231,7 +231,7 @@ def test_an_optimizer_function_gets_what_the_user_gave(given: str | None) -> Non
 def test_wrong_parameters_and_optimizers() -> None:
     config = Case(2, 1).config("reference")
     stranger = nn.Parameter(torch.zeros(3, 2))
-    with pytest.raises(sdp.ConfigError, match=r"shape \(3, 2\) is given to the optimizer but is none of the model's"):
+    with pytest.raises(sdp.ConfigError, match=r"shape \(3, 2\) is given to the optimizer but is not in the model"):
         sdp.initialize(model=models.mlp(), config=config, model_parameters=[stranger])
     model = models.mlp()
     used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

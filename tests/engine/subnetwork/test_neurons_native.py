@@ -325,4 +325,4 @@ def _save_with_adafactor(folder: str) -> str:
 
 def test_state_that_is_of_no_slice_is_not_lost_unsaid(ranks: RankPool, tmp_path: Path) -> None:
     for message in ranks.run(_save_with_adafactor, str(tmp_path), world=2):
-        assert "has not the shape of its parameter" in message and "use AdamW or SGD" in message
+        assert "does not have the shape of its parameter" in message and "use AdamW or SGD" in message

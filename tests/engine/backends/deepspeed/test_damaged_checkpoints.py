@@ -37,7 +37,7 @@ def test_a_damaged_checkpoint_of_deepspeeds_is_told_in_one_line(tmp_path: Path, 
     assert str(caught.value).startswith(f"{tmp_path}: ")
     assert "\n" not in str(caught.value)
     (tmp_path / "latest").write_bytes(b"\xff")
-    with pytest.raises(CheckpointError, match="latest: is no text"):
+    with pytest.raises(CheckpointError, match="latest: must name the checkpoint to read, but it is not text"):
         is_zero_checkpoint(tmp_path)
 
 

@@ -27,7 +27,7 @@ REFUSED = [
     ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast: true cannot be honoured"),
     (
         {"amp": {"enabled": True}},
-        'amp.enabled: true cannot be honoured by sdp.engine "deepspeed": DeepSpeed has it no more; use',
+        'amp.enabled: true cannot be honoured by sdp.engine "deepspeed": DeepSpeed has removed it; use',
     ),
     (
         {"sdp": {"engine": "fsdp2"}},
