@@ -212,27 +212,31 @@ _STATES = {
 _TEMPLATE = """\
 #!/bin/bash
 {options}
-# Written by sdp launch. Near the time limit the run writes a checkpoint and the job goes back to the queue; it resumes there, as it does
-# after a node failed.
+# Written by sdp launch. Near the time limit the run writes a checkpoint, and the job goes back to
+# the queue. When the job starts again, the run resumes. The same happens after a node failure.
 cd {directory} || exit 1
 {exports}export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-${{SLURM_CPUS_PER_TASK:-1}}}}"
-# Since SLURM 22.05 srun takes it from nowhere else; sbatch sets it only where --cpus-per-task was given.
+# Since SLURM 22.05, srun reads only SRUN_CPUS_PER_TASK. sbatch sets SLURM_CPUS_PER_TASK only if
+# --cpus-per-task was given.
 if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
-# Starts no program: SLURM may be ending all that the job starts.
+# This function starts no program, because SLURM may be ending everything that the job starts.
 note() {{ printf '%(%s)T %s %s\n' -1 "$SLURM_JOB_ID" "$*" >> {events}; }}
 
 resume=()
 if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then resume=(--resume); fi
 out_of_time=
 trap 'out_of_time=1; note time-limit-near; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
-trap 'note told-to-end' TERM  # of scancel and of a preemption: every task gets it too and writes its checkpoint, for which this waits
+# SIGTERM comes from scancel or a preemption. Every task gets it too and writes its checkpoint. This
+# script waits for the tasks.
+trap 'note told-to-end' TERM
 
 note running
 said={folder}/job-$SLURM_JOB_ID-srun.log
 {srun} "${{resume[@]}}" 2> "$said" &
 srun=$!
-while wait "$srun"; code=$?; kill -0 "$srun" 2> /dev/null; do :; done  # the trap interrupts wait
-# srun returns the highest code, often that of a task that it killed after another had failed. It says first what failed first.
+while wait "$srun"; code=$?; kill -0 "$srun" 2> /dev/null; do :; done  # a trap interrupts wait
+# srun returns the highest exit code. That is often the code of a task that srun killed after another
+# task had failed. The first line that srun wrote is about the task that failed first.
 first=$(grep -m 1 -E '^srun: error: [^ ]+: tasks? ' "$said")
 if [[ "$first" =~ "Exited with exit code "([0-9]+) ]]; then code="${{BASH_REMATCH[1]}}"; fi
 if [[ "$first" =~ ": "(Killed|Out Of Memory)$ ]]; then code=137; fi
