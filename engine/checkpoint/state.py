@@ -140,8 +140,8 @@ def tensors_of(
             if value.shape != parameter.shape:
                 if value.dim() and canonical != name:
                     raise CheckpointError(
-                        f"the optimizer's {key.rpartition('/')[2]!r} of {name} does not have the shape of its parameter, so no other layout "
-                        'could continue with it; use AdamW or SGD, or sdp.granularity "block"'
+                        f"the optimizer's {key.rpartition('/')[2]!r} of {name} does not have the shape of its parameter, so no other "
+                        'layout could continue with it; use AdamW or SGD, or sdp.granularity "block"'
                     )
                 tensors.setdefault(key, value)
             elif isinstance(part, Part) and key in tensors:

@@ -169,7 +169,7 @@ def _cyclic(section: SDPSection, costs: Sequence[int], work: Sequence[int], prot
     """
     if isinstance(section.capacity, list) and len(set(section.capacity)) > 1:
         raise ConfigError(
-            'sdp.capacity: a cyclic placement needs one capacity for all groups; give one number, or use sdp.placement "balanced" or "random"'
+            'sdp.capacity: a cyclic placement needs one capacity for all groups: one number, or use sdp.placement "balanced" or "random"'
         )
     groups, counts = section.groups, holder_counts(section, costs, protected)
     held = np.zeros((groups, len(counts)), dtype=bool)

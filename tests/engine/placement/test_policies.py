@@ -282,7 +282,7 @@ def test_profile_auto_is_the_best_rule_known() -> None:
         (
             {"capacity": [0.5, 1.0, 1.0, 1.0], "placement": "cyclic"},
             ConfigError,
-            'needs one capacity for all groups; .* sdp.placement "balanced"',
+            'needs one capacity for all groups: .* sdp.placement "balanced"',
         ),
         (
             {"capacity": 0.3},
