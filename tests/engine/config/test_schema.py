@@ -233,3 +233,8 @@ def test_group_sizes_say_how_many_processes_there_are() -> None:
     with pytest.raises(ConfigError, match=r"data ranks 3 \(sdp.group_sizes \[2, 1\]\) = 3; change one of them"):
         BatchSize.resolve(load_config({"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}), mesh_of(config, 3))
     assert load_config(config.resolved()).sdp.group_sizes == [2, 1]
+
+
+def test_a_sample_of_one_token_has_nothing_to_predict() -> None:
+    with pytest.raises(ConfigError, match=r"data.sequence_length: .* greater than or equal to 2"):
+        load_config({"data": {"path": "corpus", "sequence_length": 1}})
