@@ -201,7 +201,7 @@ def test_collate_function_is_used():
         ({"seed": 4, "consumed": 0, "num_samples": 10}, "shuffled with seed 4, this run with 3"),
         ({"seed": 3, "num_samples": 10}, "'consumed' must be an integer"),
         ({"seed": 3, "consumed": "8", "num_samples": 10}, "'consumed' must be an integer"),
-        ({"seed": 3, "consumed": -1, "num_samples": 10}, "at least 0, it is -1"),
+        ({"seed": 3, "consumed": -1, "num_samples": 10}, "must be an integer from 0, it is -1"),
     ],
 )
 def test_foreign_state_is_refused(state, message):
