@@ -150,7 +150,7 @@ class DataSection(Section):
 
     name: Literal["digits", "cifar10", "cifar100", "folder"] | None = None
     path: str | None = None
-    sequence_length: Annotated[Tokens, Field(ge=2)] = 512  # one token has no next token to predict
+    sequence_length: Tokens = 512
     tokenizer: str | None = None
     vocab_size: Width | None = None
     num_workers: NonNegativeInt = 0

@@ -20,7 +20,7 @@ Layers = Annotated[int, Field(gt=0, le=2**16)]
 
 Width = Annotated[int, Field(gt=0, le=2**24)]
 
-Tokens = Annotated[int, Field(gt=0, le=2**24)]
+Tokens = Annotated[int, Field(ge=2, le=2**24)]  # of a sample; one token alone has no next token to predict
 
 Pixels = Annotated[int, Field(gt=0, le=2**16)]
 

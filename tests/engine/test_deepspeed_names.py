@@ -111,7 +111,8 @@ def test_names_that_public_scripts_use_exist() -> None:
     """A script counts if the engine or the model has every name that it uses."""
     of_the_models = {"gradient_checkpointing_enable", "no_weight_decay", "no_weight_decay_keywords"}
     of_the_models |= {"model", "features", "encoder", "parallelize"}
-    # One script tries this in a try block, and falls back; the other calls both on torch's wrappers only.
+    # These belong to torch's wrappers. The engine refuses the first, which one of the two scripts that use it catches.
+    # The other script was not read; it uses both.
     of_torchs_wrappers = {"register_comm_hook", "clip_grad_norm_"}
     names = {*dir(_engine()), *dir(nn.Module()), *of_the_models, *of_torchs_wrappers}
     scripts = json.loads(USED_NAMES.read_text())
