@@ -93,8 +93,8 @@ def initialize(
     mesh = mesh_of(settings, 1 if reference else dist.get_world_size())
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups, grouped = named_groups(model_parameters, optimizer, names)
-    freeze_others(model, groups)
+    param_groups, grouped = named_groups(model_parameters, optimizer, names)
+    freeze_others(model, param_groups)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             "sdp.initialize: all parameters are frozen, so there is nothing to train; set requires_grad on some of them"
@@ -111,11 +111,11 @@ def initialize(
         from .backends.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional
 
         backend, built, scheduler, note = initialize_deepspeed(
-            model, settings, layout, batch, device, plan, groups, optimizer, lr_scheduler, grouped=grouped
+            model, settings, layout, batch, device, plan, param_groups, optimizer, lr_scheduler, grouped=grouped
         )
     else:
         backend = build_backend(model, settings, layout, device, plan)
-        here = groups_here(groups, layout, backend.parameters)
+        here = groups_here(param_groups, layout, backend.parameters)
         built, note = make_optimizer(settings.optimizer, optimizer, here, device, grouped=grouped)
         scheduler = scheduler_of(settings, lr_scheduler, built)
     return _finish(SDPEngine(backend, settings, batch, built, scheduler), note, training_data, collate_fn, device)

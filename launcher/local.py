@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..engine.environment.child import allocator_settings, child_environment, thread_settings
+from ..engine.environment.child import allocator_settings, child_environment, loopback_settings, thread_settings
 from ..engine.environment.detect import LOOPBACK, free_port, local_environment, publish, set_default
 from ..engine.environment.launchers import LISTENING_SOCKET
 from ..engine.errors import escape
@@ -28,8 +28,6 @@ _LOOK_SECONDS = 1.0
 # A rank that fails breaks the collectives of the others, which fail too. This long after the first failure, those
 # that have ended are compared, so that the cause is reported and not its consequences.
 _SETTLE_SECONDS = 0.5
-# gloo listens on this interface, so that other hosts cannot connect: neither gloo nor torch's store asks who connects.
-_LOOPBACK_INTERFACE = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
 def start_local(
@@ -95,7 +93,7 @@ def become_single(*, on_cpu: bool = True) -> None:
     """Make this process a run of one rank. On a CPU it gets the allocator settings that started ranks get."""
     if on_cpu:
         tune_allocator()
-    for name, value in _LOOPBACK_INTERFACE.items():
+    for name, value in loopback_settings().items():
         set_default(name, value)
     publish(local_environment(0, 1, free_port()))
 
@@ -105,7 +103,7 @@ def _start_all(
 ) -> None:
     """Append the started ranks to ``ranks`` one by one, so that the caller can end them if a later start fails."""
     settings = {**search_path(), **thread_settings(processes)}
-    defaults = _LOOPBACK_INTERFACE | (allocator_settings() if on_cpu else {})
+    defaults = loopback_settings() | (allocator_settings() if on_cpu else {})
     # Rank 0 inherits the socket on which it serves torch's store. No other process can take the port in between.
     with socket.create_server((LOOPBACK, 0)) as listening:
         port, handle = listening.getsockname()[1], listening.fileno()

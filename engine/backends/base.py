@@ -112,9 +112,9 @@ class TorchOptimizerBackend:
     def names_of_param_groups(self) -> list[list[str]]:
         infos = self.layout.parameters
         names = {id(parameter): infos[name].canonical for name, parameter in self.parameters.items()}
-        groups = ([names.get(id(parameter)) for parameter in group["params"]] for group in self.optimizer.param_groups)
+        members = ([names.get(id(parameter)) for parameter in group["params"]] for group in self.optimizer.param_groups)
         # A user's optimizer may have parameters that the model does not have.
-        return [[name for name in group if name is not None] for group in groups]
+        return [[name for name in group if name is not None] for group in members]
 
     def shared_schedule(self, state: dict[str, Any]) -> dict[str, Any]:
         return state

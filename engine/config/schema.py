@@ -8,13 +8,14 @@ DeepSpeed's own keys keep DeepSpeed's meaning. The sections ``sdp``, ``model``, 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from .section import NonNegativeInt, Pixels, PositiveInt, Ranks, Samples, Section, Tokens, Width
+from .data_section import DataSection
+from .section import NonNegativeInt, PositiveInt, Ranks, Samples, Section, Seed, Width
+from .training_section import TrainingSection
 from .variables import VariableName, VariableValue
 
 
@@ -93,9 +94,6 @@ class WandbSection(Section):
     project: str = "sdp"
 
 
-Seed = Annotated[int, Field(ge=0, lt=2**63)]  # the range that torch's generators accept
-
-
 class SDPSection(Section):
     """Subnetwork Data Parallelism: which group of ranks holds which part of the model.
 
@@ -134,95 +132,6 @@ class SDPSection(Section):
     def in_one_process(self) -> bool:
         """Whether one process runs all groups, on one device."""
         return self.engine in ("reference", "vectorized")
-
-
-class DataSection(Section):
-    """The data to train on: token shards, or images if ``name`` is given.
-
-    ``path``: the token shards. Without it, the sources of Python's standard library are prepared.
-    ``tokenizer`` (None: sentencepiece) and ``vocab_size`` say how. Shards at ``path`` must have
-    been prepared with the same values. ``verify``: hash the shards at the start of a run. "auto"
-    skips this if the shards are so large that hashing takes minutes.
-    ``name``: "digits" comes with scikit-learn. "cifar10" and "cifar100" are read from their binary
-    archive at ``path``. "folder" has one directory of images per class in ``path``, and reads
-    squares of ``image_size`` pixels (224). ``augment``: crop and mirror the images at random.
-    """
-
-    name: Literal["digits", "cifar10", "cifar100", "folder"] | None = None
-    path: str | None = None
-    sequence_length: Tokens = 512
-    tokenizer: str | None = None
-    vocab_size: Width | None = None
-    num_workers: NonNegativeInt = 0
-    verify: Literal["auto", "always", "never"] = "auto"
-    image_size: Pixels | None = None
-    augment: bool | None = None
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        of_tokens, of_images = ("sequence_length", "tokenizer", "vocab_size", "verify"), ("image_size", "augment")
-        for key in of_images if self.name is None else of_tokens:
-            # Compare with the default, because a run's own configuration file sets every key.
-            if getattr(self, key) != type(self).model_fields[key].default:
-                whose = (
-                    "images (data.name)" if self.name is None else f"tokens, and data.name is {json.dumps(self.name)}"
-                )
-                raise ValueError(f"{key} is for {whose}; remove it")
-        if self.name == "digits" and self.path is not None:
-            raise ValueError(
-                'path has no meaning for "digits", which scikit-learn brings; remove it, or name another set'
-            )
-        if self.name not in (None, "digits") and self.path is None:
-            raise ValueError(f"path is required for {json.dumps(self.name)}: {_WHERE[self.name]}")
-        if self.name != "folder" and self.image_size is not None:
-            raise ValueError(
-                f'image_size is for "folder"; the images of {json.dumps(self.name)} have a size of their own, remove it'
-            )
-        return self
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """The number of tokens in one sample. An image counts as one token."""
-        return 1 if self.name is not None else self.sequence_length
-
-
-_WHERE = {
-    "cifar10": "cifar-10-binary.tar.gz, or the directory that it was unpacked to",
-    "cifar100": "cifar-100-binary.tar.gz, or the directory that it was unpacked to",
-    "folder": "the directory with train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg",
-}
-
-
-class TrainingSection(Section):
-    """The length of the run, and how often it evaluates and saves.
-
-    ``evaluate_every``, ``save_every``: numbers of steps. 0 evaluates only before the first step and
-    after the last, and saves only when a signal ends the run.
-    ``max_skips``: how many steps in a row may be skipped for a gradient that is NaN or infinite.
-    ``start_timeout``: seconds for the start with the first step, or for an evaluation.
-    ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. Any
-    collective may take the longest of the three.
-    ``init_from``: a directory with the first weights, from Hugging Face or a DeepSpeed checkpoint.
-    ``compile``: compile the units with ``torch.compile``.
-    ``recalibrate_batches``: training batches per rank, which measure batch norm's statistics of the
-    full model before it is evaluated or saved. 0 takes the means over the holders' subnetworks.
-    """
-
-    steps: PositiveInt | None = None
-    tokens: PositiveInt | None = None
-    evaluate_every: NonNegativeInt = 0
-    evaluate_batches: PositiveInt = 8
-    recalibrate_batches: NonNegativeInt = 8
-    save_every: NonNegativeInt = 0
-    keep: PositiveInt = 2
-    max_skips: NonNegativeInt = 10
-    init_from: str | None = None
-    async_save: bool = False
-    start_timeout: Annotated[float, Field(gt=0)] = 1800.0
-    save_timeout: Annotated[float, Field(gt=0)] = 1800.0
-    step_timeout: Annotated[float, Field(gt=0)] = 600.0
-    seed: Seed = 0
-    compile: bool = False
 
 
 class Config(Section):

@@ -32,6 +32,8 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # the range that torch's generators accept
+
 
 KeyPath = tuple[str, ...]
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..environment.detect import detect, publish
+from ..environment.child import loopback_settings
+from ..environment.detect import detect, publish, set_default
 from ..errors import ConfigError
 from .rendezvous import serve_store
 
@@ -20,7 +21,8 @@ def join(timeout_seconds: float | None = None) -> torch.device:
     """Join the processes that a launcher started, and choose this rank's device.
 
     Without a launcher, this process is the only rank. The backend is gloo on a CPU and NCCL on
-    CUDA. If a process group exists already, it stays as it is.
+    CUDA. If a process group exists already, it stays as it is. If all ranks are on this host, gloo
+    and NCCL listen on the loopback interface, unless the user chose another one.
 
     Args:
         timeout_seconds: how long a collective may take. None means torch's default.
@@ -35,6 +37,9 @@ def join(timeout_seconds: float | None = None) -> torch.device:
     if dist.is_initialized():  # the user's own script did this, and it also chose its device
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     found = detect()
+    if found is None or found.local_world_size == found.world_size:
+        for name, value in loopback_settings().items():
+            set_default(name, value)
     device = torch.device("cuda", found.local_rank if found else 0) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -73,6 +73,12 @@ def _bound(found: Environment) -> socket.socket | None:
         )[0]
         # A host may resolve its own name to a loopback address, which other hosts cannot reach.
         if found.local_world_size != found.world_size and ipaddress.ip_address(address[0]).is_loopback:
+            log.warning(
+                "rank 0 listens on all interfaces, because its host resolves %s to %s; set MASTER_ADDR to an address"
+                " that the other hosts can reach",
+                found.master_addr,
+                address[0],
+            )
             return None
         return socket.create_server(address, family=family)
     except OSError as error:

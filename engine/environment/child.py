@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,6 +40,15 @@ def allocator_settings() -> dict[str, str]:
     228 MB.
     """
     return {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+
+
+def loopback_settings() -> dict[str, str]:
+    """Return variables with which gloo and NCCL listen on the loopback interface only.
+
+    They are for a run on one host. Neither library asks who connects.
+    """
+    interface = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def thread_settings(processes: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:

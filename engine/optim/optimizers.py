@@ -80,19 +80,19 @@ def build_optimizer(
 def make_optimizer(
     section: NamedParams | None,
     given: Any,
-    groups: list[dict[str, Any]],
+    param_groups: list[dict[str, Any]],
     device: torch.device,
     *,
     grouped: bool,
     arrangement: str = "",
 ) -> tuple[Optimizer, str]:
-    """Make this rank's optimizer over ``groups``.
+    """Make this rank's optimizer over ``param_groups``.
 
     Args:
         section: The configuration's ``optimizer`` section. None means AdamW.
         given: The user's choice, or None. It takes precedence over ``section``. It is an optimizer
             over the uncut model, whose groups are replaced, or a function that makes an optimizer.
-        groups: The parameter groups of this rank.
+        param_groups: The parameter groups of this rank.
         device: The device of the parameters.
         grouped: Whether a ``given`` function gets the groups. If not, it gets the list of
             parameters of the only group, as with DeepSpeed.
@@ -103,14 +103,14 @@ def make_optimizer(
     """
     if isinstance(given, Optimizer):
         given.param_groups.clear()
-        for group in groups:
+        for group in param_groups:
             given.add_param_group(group)
         return given, f"optimizer: {type(given).__name__}, as given to sdp.initialize{arrangement}"
     if given is not None:
-        built = given(groups if grouped else groups[0]["params"])
+        built = given(param_groups if grouped else param_groups[0]["params"])
         return built, f"optimizer: {type(built).__name__}, as given to sdp.initialize{arrangement}"
     built, note = build_optimizer(
-        section.type if section else "AdamW", section.params if section else {}, groups, device
+        section.type if section else "AdamW", section.params if section else {}, param_groups, device
     )
     return built, f"optimizer: {note}{arrangement}{'' if section else ' (the configuration names none)'}"
 

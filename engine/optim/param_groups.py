@@ -41,7 +41,7 @@ def named_groups(
     grouped = bool(given) and isinstance(given[0], Mapping)
     if not grouped:
         given = [{"params": given}]
-    groups = []
+    param_groups = []
     for group in given:
         parameters = group["params"]
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -50,30 +50,30 @@ def named_groups(
             raise ConfigError(
                 f"sdp.initialize: a parameter of shape {tuple(unknown[0].shape)} is given to the optimizer but is not in the model"
             )
-        groups.append({**group, "params": [names[id(p)] for p in parameters]})
-    return groups, grouped
+        param_groups.append({**group, "params": [names[id(p)] for p in parameters]})
+    return param_groups, grouped
 
 
-def freeze_others(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+def freeze_others(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]) -> None:
     """Freeze the parameters that no group trains.
 
     Their gradients would be averaged and stored for nothing, and would count in the norm.
     """
-    trained = {name for group in groups for name in group["params"]}
+    trained = {name for group in param_groups for name in group["params"]}
     for name, parameter in model.named_parameters():
         if name not in trained:
             parameter.requires_grad_(False)
 
 
 def groups_here(
-    groups: list[dict[str, Any]], layout: Layout, parameters: Mapping[str, nn.Parameter]
+    param_groups: list[dict[str, Any]], layout: Layout, parameters: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
     """Return the groups with the parameters, or slices of them, that this rank holds.
 
     A group may become empty. It is kept, so that all ranks have the same groups.
     """
     here = []
-    for group in groups:
+    for group in param_groups:
         held = [
             parameters[info.name] for name in group["params"] for info in layout.wholes[name] if info.name in parameters
         ]
@@ -86,8 +86,8 @@ def named_rates(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[st
 
     ``names``: for each parameter group, the canonical names of its parameters.
     """
-    groups = zip(optimizer.param_groups, names, strict=True)
-    return {name: float(group["lr"]) for group, members in groups for name in members}
+    pairs = zip(optimizer.param_groups, names, strict=True)
+    return {name: float(group["lr"]) for group, members in pairs for name in members}
 
 
 def conflicting_rates(names: Sequence[Sequence[str]], rates: Mapping[str, float] | Sequence[float]) -> str | None:

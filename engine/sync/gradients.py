@@ -102,7 +102,7 @@ class GradientSync:
     Args:
         buckets: the global list, in launch order.
         parameters: this rank's parameters, by canonical name.
-        groups: the communicator for each holder set that includes other ranks.
+        communicators: the communicator for each holder set that includes other ranks.
         traffic: counts the bytes sent.
         partial: names of parameters whose gradient is this tensor-parallel rank's share of a sum.
         tensor_ranks: the ranks over which partial gradients are summed.
@@ -117,7 +117,7 @@ class GradientSync:
         self,
         buckets: Sequence[Bucket],
         parameters: Mapping[str, nn.Parameter],
-        groups: Mapping[Holders, dist.ProcessGroup],
+        communicators: Mapping[Holders, dist.ProcessGroup],
         traffic: Traffic,
         partial: Sequence[str] = (),
         tensor_ranks: TensorRanks | None = None,
@@ -137,11 +137,11 @@ class GradientSync:
             held = [parameters[name] for name in bucket.names if name in parameters]
             if not held:
                 continue
-            group = groups.get(bucket.holders)
-            if group is None:
+            communicator = communicators.get(bucket.holders)
+            if communicator is None:
                 self._alone += held
                 continue
-            pending = PendingBucket(held, group)
+            pending = PendingBucket(held, communicator)
             self._pending.append(pending)
             for parameter in held:
                 parameter.register_post_accumulate_grad_hook(self._make_hook(pending))

@@ -24,7 +24,7 @@ class WeightRefresh:
     Args:
         refreshes: all refreshes of the layout, in one order on all ranks.
         parameters: this rank's parameters, held and frozen, by canonical name.
-        groups: the communicators by source and members. One is absent if this rank is not a member.
+        communicators: by source and members. One is absent if this rank is not a member.
         traffic: counts the bytes sent.
         dtype: the dtype of the frozen copies. Weights are cast to it before they are sent.
         broadcast: starts to send the tensor of the member ``source``.
@@ -34,7 +34,7 @@ class WeightRefresh:
         self,
         refreshes: Sequence[Refresh],
         parameters: Mapping[str, torch.Tensor],
-        groups: Mapping[tuple[int, Holders], dist.ProcessGroup],
+        communicators: Mapping[tuple[int, Holders], dist.ProcessGroup],
         traffic: Traffic,
         dtype: torch.dtype,
         broadcast: Callable[[torch.Tensor, int, dist.ProcessGroup], Any] = lambda tensor, source, group: dist.broadcast(
@@ -42,8 +42,9 @@ class WeightRefresh:
         ),
     ):
         self._broadcast = broadcast
-        self._refreshes = [refresh for refresh in refreshes if (refresh.source, refresh.members) in groups]
-        self._parameters, self._groups, self._traffic, self._dtype = parameters, groups, traffic, dtype
+        self._refreshes = [refresh for refresh in refreshes if (refresh.source, refresh.members) in communicators]
+        self._parameters, self._communicators = parameters, communicators
+        self._traffic, self._dtype = traffic, dtype
         self._pending: dict[str, list[tuple[dist.Work, torch.Tensor]]] = {}
 
     @property
@@ -77,7 +78,7 @@ class WeightRefresh:
 
         Each part comes with its communicator and the sender's position in it.
         """
-        group = self._groups[refresh.source, refresh.members]
+        group = self._communicators[refresh.source, refresh.members]
         yield local_tensor(self._parameters[name].detach()), group, refresh.members.index(refresh.source)
 
     def wait(self, block: str, stream: torch.Stream | None = None) -> None:

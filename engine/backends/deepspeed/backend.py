@@ -25,11 +25,11 @@ from ...subnetwork.carve import PassThrough
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
 from .checks import UsedParameters
-from .groups import GroupsOfRanks
 from .optimizer import LossScale, MasterCopies, ZeroState, local_part
 from .parameters import Gathered
 from .partitions import Bundle, RoutedRefresh
 from .private import logged_all_reduce, logged_broadcast
+from .process_groups import ProcessGroups
 from .shard_sync import EarlyLaunch, ShardSync
 from .stepping import SteppedByDeepSpeed
 from .traffic_plan import plan_traffic
@@ -46,7 +46,7 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         engine: Any,
         layout: Layout,
         bundles: Sequence[Bundle],
-        groups: GroupsOfRanks,
+        process_groups: ProcessGroups,
         stand_ins: dict[str, PassThrough],
         device: torch.device,
         *,
@@ -59,7 +59,7 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         self.rank = dist.get_rank()
         self.at: Coordinates = layout.mesh.coordinates(self.rank)
         self.stage, self.compute_dtype, self.traffic = stage, compute_dtype, traffic
-        self.communicators, self._groups = groups.communicators, groups
+        self.communicators, self._process_groups = process_groups.communicators, process_groups
         self.installed = layout.mesh.sdp > 1  # whether anything is added to DeepSpeed
         self.clock: Callable[[], float] = time.perf_counter
         everything = dict(self.module.named_parameters())
@@ -83,15 +83,15 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
             self._refresh: WeightRefresh = RoutedRefresh(
                 layout.refreshes,
                 local,
-                groups.routes,
-                groups.between,
+                process_groups.routes,
+                process_groups.between,
                 self.rank,
                 traffic,
                 compute_dtype,
                 logged_broadcast,
             )
         else:
-            between = groups.communicators.refresh
+            between = process_groups.communicators.refresh
             self._refresh = WeightRefresh(layout.refreshes, local, between, traffic, compute_dtype, logged_broadcast)
         for name in self._refresh.blocks if stage < 3 else ():
             self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
@@ -129,7 +129,7 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
             self.stage,
             self.layout.mesh,
             self.rank,
-            self._groups.between,
+            self._process_groups.between,
             self.traffic,
             logged_all_reduce,
         )
@@ -263,7 +263,7 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         """
         return plan_traffic(
             self.layout,
-            self._groups,
+            self._process_groups,
             self._sync,
             rank=self.rank,
             stage=self.stage,

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from ...placement.tensor_info import Shard
 from ..sharded import ShardedBackend
-from .groups import GroupsOfRanks
 from .optimizer import LossScale, MasterCopies, ZeroState
 from .partitions import Bundle, Piece, pieces_of
+from .process_groups import ProcessGroups
 
 
 class HeldByDeepSpeed(ShardedBackend):
@@ -28,7 +28,7 @@ class HeldByDeepSpeed(ShardedBackend):
     zero: ZeroState | None
     copies: MasterCopies | None
     scale: LossScale
-    _groups: GroupsOfRanks
+    _process_groups: ProcessGroups
 
     @property
     def stepped(self) -> dict[str, torch.Tensor]:
@@ -45,12 +45,12 @@ class HeldByDeepSpeed(ShardedBackend):
     @property
     def ranks_inside(self) -> int:
         """The number of ranks among which DeepSpeed partitions this group's state."""
-        return dist.get_world_size(self._groups.inside)
+        return dist.get_world_size(self._process_groups.inside)
 
     @property
     def rank_inside(self) -> int:
         """This rank's index among them."""
-        return dist.get_rank(self._groups.inside)
+        return dist.get_rank(self._process_groups.inside)
 
     @property
     def shard(self) -> Shard:
@@ -66,4 +66,4 @@ class HeldByDeepSpeed(ShardedBackend):
         """Sum a tensor over the ranks of the group in place."""
         if self.ranks_inside > 1:
             self.traffic.record("inside groups", "all_reduce", tensor.nbytes, self.ranks_inside)
-            dist.all_reduce(tensor, group=self._groups.inside)
+            dist.all_reduce(tensor, group=self._process_groups.inside)

@@ -30,10 +30,10 @@ from ...subnetwork.initialisation import ModuleInit
 from ...subnetwork.materialise import cut, give_values, take_values_of_rank_0
 from .backend import DeepSpeedBackend
 from .checks import check_partitions, refuse_small_sub_groups
-from .groups import GroupsOfRanks
 from .optimizer import unstepped
 from .partitions import Bundle
 from .private import check_engine, forget_process_groups, let_groups_differ, load, require_float16, set_verbosity
+from .process_groups import ProcessGroups
 
 log = logging.getLogger("sdp")
 
@@ -64,7 +64,7 @@ def initialize_deepspeed(
     batch: BatchSize,
     device: torch.device,
     plan: Sequence[ModuleInit] | None,
-    groups: Sequence[Mapping[str, Any]],
+    param_groups: Sequence[Mapping[str, Any]],
     optimizer: Any,
     lr_scheduler: Any,
     *,
@@ -79,7 +79,7 @@ def initialize_deepspeed(
         batch: Samples per micro-batch and step.
         device: This rank's device.
         plan: How parameters get their first values. None: rank 0's values are used.
-        groups: The user's parameter groups, with canonical names as ``params``.
+        param_groups: The user's parameter groups, with canonical names as ``params``.
         optimizer: The user's optimizer, a function that makes one, or None.
         lr_scheduler: The user's schedule, a function that makes one, or None.
         grouped: Whether the user gave parameter groups.
@@ -90,16 +90,16 @@ def initialize_deepspeed(
     package = _prepare_package(config)
     at = layout.mesh.coordinates(dist.get_rank())
     stand_ins = _cut_and_fill(model, config, layout, device, plan, at)
-    bundles = bundles_of(layout, groups)
+    bundles = bundles_of(layout, param_groups)
     parameters = dict(model.named_parameters())
     held = [bundle for bundle in bundles if at.sdp in bundle.holders]
     handover = _Handover(_settings(config, batch), optimizer, lr_scheduler)
     if layout.mesh.sdp > 1 or (optimizer is None and config.optimizer is None):
-        _take_optimizer_over(handover, config, layout, groups, held, parameters, device)
-    process_groups = GroupsOfRanks(layout, bundles, config.zero_optimization.stage)
+        _take_optimizer_over(handover, config, layout, param_groups, held, parameters, device)
+    process_groups = ProcessGroups(layout, bundles, config.zero_optimization.stage)
     _keep_units_whole(handover.settings, config, bundles, layout)
     unbuilt = not isinstance(handover.optimizer, Optimizer)
-    model_parameters = _as_given(groups, parameters, grouped=grouped) if unbuilt else None
+    model_parameters = _as_given(param_groups, parameters, grouped=grouped) if unbuilt else None
     engine, scheduler = _build(package, model, handover, model_parameters, process_groups)
     check_engine(package, engine, config.zero_optimization.stage, config.precision)
     backend = DeepSpeedBackend(
@@ -162,7 +162,7 @@ def _take_optimizer_over(
     handover: _Handover,
     config: Config,
     layout: Layout,
-    groups: Sequence[Mapping[str, Any]],
+    param_groups: Sequence[Mapping[str, Any]],
     held: Sequence[Bundle],
     parameters: Mapping[str, nn.Parameter],
     device: torch.device,
@@ -173,7 +173,8 @@ def _take_optimizer_over(
     """
     several = layout.mesh.sdp > 1
     ours = [
-        {**_options(groups[bundle.options]), "params": [parameters[name] for name in bundle.names]} for bundle in held
+        {**_options(param_groups[bundle.options]), "params": [parameters[name] for name in bundle.names]}
+        for bundle in held
     ]
     arrangement = ", a parameter group for each unit" if several else ""
     handover.optimizer, handover.note = make_optimizer(
@@ -203,7 +204,7 @@ def _keep_units_whole(settings: dict[str, Any], config: Config, bundles: Sequenc
 
 
 def _build(
-    package: Any, model: nn.Module, handover: _Handover, model_parameters: Any, process_groups: GroupsOfRanks
+    package: Any, model: nn.Module, handover: _Handover, model_parameters: Any, process_groups: ProcessGroups
 ) -> tuple[Any, Any]:
     """Build DeepSpeed's engine and its schedule."""
     try:
@@ -224,14 +225,14 @@ def _build(
     return engine, scheduler
 
 
-def bundles_of(layout: Layout, groups: Sequence[Mapping[str, Any]]) -> list[Bundle]:
+def bundles_of(layout: Layout, param_groups: Sequence[Mapping[str, Any]]) -> list[Bundle]:
     """Return the parameters that DeepSpeed partitions together, in one order on all ranks.
 
     With several SDP groups, each of the user's parameter groups is split by unit. With one SDP
     group, the user's parameter groups stay as they are.
     """
     collected: dict[tuple[str, int], list[str]] = {}
-    for options, group in enumerate(groups):
+    for options, group in enumerate(param_groups):
         for canonical in group["params"]:
             for info in layout.wholes[canonical]:
                 if info.trainable:
@@ -257,12 +258,12 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_given(
-    groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter], *, grouped: bool
+    param_groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter], *, grouped: bool
 ) -> list[Any]:
     """Return the parameters in the form in which the user gave ``model_parameters``."""
-    lists = [[parameters[name] for name in group["params"] if parameters[name].requires_grad] for group in groups]
+    lists = [[parameters[name] for name in group["params"] if parameters[name].requires_grad] for group in param_groups]
     return (
-        [{**_options(group), "params": members} for group, members in zip(groups, lists, strict=True)]
+        [{**_options(group), "params": members} for group, members in zip(param_groups, lists, strict=True)]
         if grouped
         else lists[0]
     )

@@ -93,10 +93,10 @@ class MasterCopies:
         """``parameters`` are those of the model, by canonical name."""
         self._optimizer, self._parameters = engine.optimizer, parameters
         names = {id(parameter): name for name, parameter in parameters.items()}
-        groups = zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True)
+        pairs = zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True)
         self.masters: dict[str, torch.Tensor] = {
             names[id(parameter)]: master
-            for group, masters in groups
+            for group, masters in pairs
             for parameter, master in zip(group, masters, strict=True)
         }
 
@@ -252,9 +252,9 @@ class ZeroState:
 
     def basic_groups(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
         """Pairs of a parameter group of torch's optimizer and its partition."""
-        groups = self._engine.basic_optimizer.param_groups
-        indices = self._optimizer.sub_group_to_group_id if self._stage == 3 else range(len(groups))
-        return [(groups[indices[index]], master) for index, master in enumerate(self.masters)]
+        param_groups = self._engine.basic_optimizer.param_groups
+        indices = self._optimizer.sub_group_to_group_id if self._stage == 3 else range(len(param_groups))
+        return [(param_groups[indices[index]], master) for index, master in enumerate(self.masters)]
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:

@@ -23,8 +23,8 @@ class ShardSync:
     It counts each element once in the gradient norm. All-reduces are asynchronous: those of a unit
     overlap with the preparation and the all-reduces of the next ones.
 
-    ``here`` gives the index on this rank of every bundle of the full model, or None. ``groups`` are
-    communicators by their ranks.
+    ``here`` gives the index on this rank of every bundle of the full model, or None.
+    ``communicators`` has the communicators by their ranks.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class ShardSync:
         stage: int,
         mesh: Mesh,
         rank: int,
-        groups: dict[tuple[int, ...], dist.ProcessGroup],
+        communicators: dict[tuple[int, ...], dist.ProcessGroup],
         traffic: Traffic,
         all_reduce: Callable[[torch.Tensor, dist.ProcessGroup], Any],
     ):
         self._traffic, self._all_reduce = traffic, all_reduce
-        self._groups, self._rank = groups, rank
+        self._communicators, self._rank = communicators, rank
         # By index, in the order of launch, which is the same on all ranks.
         self._plan: dict[int, tuple[float, list[tuple[int, Shared]]]] = {}
         self._works: list[Any] = []
@@ -64,7 +64,7 @@ class ShardSync:
             if len(stretch.ranks) > 1:
                 part = gradient.narrow(0, at, stretch.length)
                 self._traffic.record("between groups", "all_reduce", part.nbytes, len(stretch.ranks))
-                self._works.append(self._all_reduce(part, self._groups[stretch.ranks]))
+                self._works.append(self._all_reduce(part, self._communicators[stretch.ranks]))
 
     def finish(self) -> None:
         """Wait for all launched all-reduces."""

@@ -150,14 +150,14 @@ def materialise_state(backend: HeldByDeepSpeed) -> None:
     """Give every partition the optimizer state that its first step would make, without changing any weight."""
     assert backend.zero is not None
     optimizer = backend.deepspeed.basic_optimizer
-    groups = optimizer.param_groups
+    param_groups = optimizer.param_groups
     for group, master in backend.zero.basic_groups():
         kept, rate, gradient = group["params"], group["lr"], master.grad
         group["params"], group["lr"], master.grad = [master], 0.0, torch.zeros_like(master)
         optimizer.param_groups = [group]
         optimizer.step()
         group["params"], group["lr"], master.grad = kept, rate, gradient
-    optimizer.param_groups = groups
+    optimizer.param_groups = param_groups
 
 
 def check_holders(backend: HeldByDeepSpeed) -> None:

@@ -111,9 +111,9 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
 
         A group without parameters on this rank gets the first group's rate.
         """
-        groups = self.optimizer.param_groups
-        first = {options: groups[index]["lr"] for index, options in reversed(list(enumerate(self.options)))}
-        return [first.get(options, groups[0]["lr"]) for options in range(self.options_count)]
+        param_groups = self.optimizer.param_groups
+        first = {options: param_groups[index]["lr"] for index, options in reversed(list(enumerate(self.options)))}
+        return [first.get(options, param_groups[0]["lr"]) for options in range(self.options_count)]
 
     def names_of_param_groups(self) -> list[list[str]]:
         infos = self.layout.parameters

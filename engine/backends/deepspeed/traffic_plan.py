@@ -6,13 +6,13 @@ import torch.distributed as dist
 
 from ...distributed.traffic import Traffic
 from ...placement.layout import Layout
-from .groups import GroupsOfRanks
+from .process_groups import ProcessGroups
 from .shard_sync import ShardSync
 
 
 def plan_traffic(
     layout: Layout,
-    groups: GroupsOfRanks,
+    process_groups: ProcessGroups,
     shard_sync: ShardSync | None,
     *,
     rank: int,
@@ -24,7 +24,7 @@ def plan_traffic(
 
     Args:
         layout: the layout of the full model.
-        groups: the communicators of this rank.
+        process_groups: the communicators of this rank.
         shard_sync: the average of partitions between groups; None where there is none.
         rank: the global rank.
         stage: the ZeRO stage.
@@ -42,12 +42,12 @@ def plan_traffic(
         if group in bucket.holders:
             numel = sum(infos[name].numel for name in bucket.names)
             planned.record("between groups", "all_reduce", 4 * numel, mesh.data_ranks_of(bucket.holders))
-    for (name, _), routes in groups.routes.items():
+    for (name, _), routes in process_groups.routes.items():
         for route in routes:
             if route.sent_by(rank) and infos[name].trainable:
                 nbytes = route.shared.length * compute_bytes
                 planned.record("between groups", "broadcast", nbytes, len(route.shared.ranks))
-    ranks_inside = dist.get_world_size(groups.inside)
+    ranks_inside = dist.get_world_size(process_groups.inside)
     for refresh in layout.refreshes if not mesh.sizes else ():
         if refresh.sent_by(group):
             numels = (infos[name].numel for name in refresh.names if infos[name].trainable)

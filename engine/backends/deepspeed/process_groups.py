@@ -15,7 +15,7 @@ from ...placement.layout import Layout
 from .partitions import Bundle, Route, rank_sets, routes_of
 
 
-class GroupsOfRanks:
+class ProcessGroups:
     """The process groups of one rank. Every rank must create them, with the same arguments."""
 
     def __init__(self, layout: Layout, bundles: Sequence[Bundle], stage: int):
