@@ -1,0 +1,41 @@
+"""The section ``training`` of the configuration: how long a run trains, and what it does on the way."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from .section import NonNegativeInt, PositiveInt, Section, Seed
+
+
+class TrainingSection(Section):
+    """The length of the run, and how often it evaluates and saves.
+
+    ``evaluate_every``, ``save_every``: numbers of steps. 0 evaluates only before the first step and
+    after the last, and saves only when a signal ends the run.
+    ``max_skips``: how many steps in a row may be skipped for a gradient that is NaN or infinite.
+    ``start_timeout``: seconds for the start with the first step, or for an evaluation.
+    ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. Any
+    collective may take the longest of the three.
+    ``init_from``: a directory with the first weights, from Hugging Face or a DeepSpeed checkpoint.
+    ``compile``: compile the units with ``torch.compile``.
+    ``recalibrate_batches``: training batches per rank, which measure batch norm's statistics of the
+    full model before it is evaluated or saved. 0 takes the means over the holders' subnetworks.
+    """
+
+    steps: PositiveInt | None = None
+    tokens: PositiveInt | None = None
+    evaluate_every: NonNegativeInt = 0
+    evaluate_batches: PositiveInt = 8
+    recalibrate_batches: NonNegativeInt = 8
+    save_every: NonNegativeInt = 0
+    keep: PositiveInt = 2
+    max_skips: NonNegativeInt = 10
+    init_from: str | None = None
+    async_save: bool = False
+    start_timeout: Annotated[float, Field(gt=0)] = 1800.0
+    save_timeout: Annotated[float, Field(gt=0)] = 1800.0
+    step_timeout: Annotated[float, Field(gt=0)] = 600.0
+    seed: Seed = 0
+    compile: bool = False
