@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from sdp.engine.distributed import join as joining
 from sdp.engine.distributed.rendezvous import serve_store
-from sdp.engine.environment.detect import Environment
+from sdp.engine.environment.detect import Environment, free_port
 from sdp.engine.errors import LaunchError
+from sdp.launcher.local import start_local
 
 psutil = pytest.importorskip("psutil")
 
@@ -67,3 +75,59 @@ def test_an_occupied_port_is_one_line() -> None:
         with pytest.raises(LaunchError, match=f"127.0.0.1:{port}: the port is in use on the host of rank 0") as error:
             serve_store(found, timeout=timedelta(seconds=1))
     assert "\n" not in str(error.value)
+
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.mark.parametrize("chosen", [None, "eth7"])
+def test_local_ranks_use_the_loopback_interface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    for name in INTERFACES:
+        monkeypatch.setenv(name, chosen) if chosen else monkeypatch.delenv(name, raising=False)
+    show = ["/bin/sh", "-c", f"env > {tmp_path}/$RANK"]
+    assert start_local([], 2, tmp_path / "logs", command=show) == 0
+    for rank in "01":
+        lines = (tmp_path / rank).read_text().splitlines()
+        assert {f"{name}={chosen or 'lo'}" for name in INTERFACES} <= {*lines}
+
+
+@pytest.mark.parametrize(("on_this_host", "chosen"), [(2, None), (2, "eth7"), (1, None)])
+def test_ranks_of_another_launcher_on_one_host_use_the_loopback_interface(
+    monkeypatch: pytest.MonkeyPatch, on_this_host: int, chosen: str | None
+) -> None:
+    for name in INTERFACES:
+        monkeypatch.setenv(name, "to be restored")
+        os.environ.pop(name)
+        if chosen:
+            os.environ[name] = chosen
+    found = Environment(1, 2, 1, on_this_host, 0, "host-a", 29500, "torchrun")
+    process_groups: Any = SimpleNamespace(is_initialized=lambda: False, init_process_group=lambda *_, **__: None)
+    for name, value in (("detect", lambda: found), ("publish", lambda _: None), ("dist", process_groups)):
+        monkeypatch.setattr(joining, name, value)
+    joining.join()
+    expected = chosen or ("lo" if on_this_host == 2 else None)
+    assert [os.environ.get(name) for name in INTERFACES] == [expected, expected]
+
+
+def test_the_store_listens_on_the_master_address_only() -> None:
+    found = Environment(0, 2, 0, 2, 0, "127.0.0.2", free_port(), "torchrun")
+    # Rank 0 waits for the other rank.
+    other = threading.Thread(target=lambda: dist.TCPStore("127.0.0.2", found.master_port, 2, is_master=False))
+    other.start()
+    store = serve_store(found, timeout=timedelta(seconds=20))
+    other.join()
+    assert store is not None
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", found.master_port), timeout=5)
+
+
+def test_a_name_that_the_host_resolves_to_itself_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("sdp"), "propagate", True)
+    found = Environment(0, 2, 0, 1, 0, "localhost", free_port(), "torchrun")
+    with caplog.at_level("WARNING", logger="sdp"):
+        assert serve_store(found, timeout=timedelta(seconds=1)) is None
+    assert "rank 0 listens on all interfaces, because its host resolves localhost to" in caplog.text
