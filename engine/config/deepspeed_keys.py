@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -206,12 +206,19 @@ def known_keys(parents: Sequence[str], root: type[BaseModel]) -> list[str]:
     They are the candidates for a suggestion.
     """
     prefix = "".join(f"{parent}." for parent in parents)
-    model: Any = root
+    models: list[type[BaseModel]] = [root]
     for parent in parents:
-        field = model.model_fields.get(parent) if isinstance(model, type) and issubclass(model, BaseModel) else None
-        model = field.annotation if field else None
-    ours = list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+        fields = [model.model_fields[parent] for model in models if parent in model.model_fields]
+        models = [model for field in fields for model in _sections_in(field.annotation)]
+    ours = [key for model in models for key in model.model_fields]
     return list(dict.fromkeys(ours + _foreign_keys(prefix)))
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that a field may hold: one, or the members of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in _sections_in(inner)]
 
 
 def _foreign_keys(prefix: str) -> list[str]:

@@ -15,6 +15,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from .data_section import DataSection
 from .section import NonNegativeInt, PositiveInt, Ranks, Samples, Section, Seed, Width
+from .sync import SyncSection
 from .training_section import TrainingSection
 from .variables import VariableName, VariableValue
 
@@ -107,6 +108,8 @@ class SDPSection(Section):
     ``branch_scale``: a factor for what a unit adds to its input, under forward masking. If k of N
     groups hold it, the factor is N / k in training ("train"). For "eval" it is k / N, in
     evaluations of the full model.
+    ``sync``: local steps. Groups average their weights every few steps, not their gradients in
+    every step.
     ``group_sizes``: the ranks of each group, in rank order, if groups differ. [8, 4] is a big and a
     small node. Ranks weigh the same, so a group with twice the ranks has twice the samples.
     """
@@ -127,6 +130,7 @@ class SDPSection(Section):
     seed: Seed = 0
     engine: Literal["fsdp2", "deepspeed", "reference", "vectorized"] = "fsdp2"
     check_interval: NonNegativeInt = 100
+    sync: SyncSection | None = None
 
     @property
     def in_one_process(self) -> bool:
