@@ -243,8 +243,6 @@ def test_only_the_environment_reads_variables() -> None:
 OWN_JSON = {
     "engine/json_files.py": "it sets the limits",
     "engine/distributed/agreement.py": "ranks of one run send each other values that they made themselves",
-    "engine/checkpoint/files.py": "it follows no symbolic link, and checks the digest of what it has read",
-    "engine/checkpoint/dcp.py": "the size of the metadata grows with the model, and state.json has it",
     "data/sources.py": "a line may be as long as --max-document-bytes allows, and other columns may hold any text",
 }
 
