@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..engine.json_files import read_json_file
+from .own_files import open_own_file
 
 _LOOK_SECONDS = 0.5
 _TELL_SECONDS = 10.0
@@ -96,8 +97,8 @@ class Heartbeat:
         self, rank: int, file: Path | None, log: Path, on_stall: Callable[[str], None], *, guarded: bool = False
     ):
         self._rank, self._host, self._on_stall = rank, socket.gethostname(), on_stall
-        self._log = log.open("a", encoding="utf-8")
-        self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) if file is not None else None
+        self._log = os.fdopen(open_own_file(log), "a", encoding="utf-8")
+        self._file = _open_for_whereabouts(file) if file is not None else None
         self._whereabouts = Whereabouts(rank, self._host, 0, "starting", time.time())
         self._seconds: float | None = None
         self._started = time.monotonic()
@@ -146,6 +147,12 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             faulthandler.dump_traceback(file=self._log)
         self._on_stall(message)
+
+
+def _open_for_whereabouts(file: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    # An entry of /dev/fd is a link to a file that the witness has opened.
+    return os.open(file, flags) if file.parent == Path("/dev/fd") else open_own_file(file, flags)
 
 
 def _start_guard() -> subprocess.Popen[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -13,9 +14,10 @@ from pathlib import Path
 from ..engine.environment.child import allocator_settings, child_environment, loopback_settings, thread_settings
 from ..engine.environment.detect import LOOPBACK, free_port, local_environment, publish, set_default
 from ..engine.environment.launchers import LISTENING_SOCKET
-from ..engine.errors import escape
+from ..engine.errors import LaunchError, escape
 from .allocator import tune_allocator
 from .own_command import own_command, search_path
+from .own_files import open_own_file
 from .rank_process import RankProcess
 from .signals import CAUGHT, GRACE_SECONDS, caught_signals
 from .supervision import FatalError, described_end
@@ -184,7 +186,10 @@ def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) ->
         return 0
     rank, failure = min(failures, key=lambda item: _lateness(*item))
     if rank.rank == 0 and failure.text:
-        with contextlib.suppress(OSError), rank.log.open("a", encoding="utf-8") as log:
+        with (
+            contextlib.suppress(OSError, LaunchError),
+            os.fdopen(open_own_file(rank.log), "a", encoding="utf-8") as log,
+        ):
             log.write(failure.text.rstrip() + "\n")
     if failure.exit_code == 2:
         if failure.text:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ..engine.environment.launchers import ERROR_FILE, PARENT_PID, WHEREABOUTS_FILE
 from ..engine.errors import LaunchError
 from .heartbeat import Whereabouts
+from .own_files import open_own_file, refuse_link
 from .supervision import FatalError
 
 _LAST_LOG_BYTES = 4096
@@ -44,17 +45,19 @@ class RankProcess:
             pass_fds: open files that the process inherits.
 
         Raises:
-            LaunchError: the process cannot be started, or its log cannot be written.
+            LaunchError: the process cannot be started, its log cannot be written, or a symbolic link is in place of the
+                log or its directory.
         """
         log, error_file = log_dir / f"rank-{rank}.log", log_dir / f"rank-{rank}.{os.getpid()}.error"
         whereabouts_file = error_file.with_suffix(".place")
         environ |= {PARENT_PID: str(os.getpid())}
         environ |= {ERROR_FILE: str(error_file.absolute()), WHEREABOUTS_FILE: str(whereabouts_file.absolute())}
         try:
+            refuse_link(log_dir)
             log_dir.mkdir(parents=True, exist_ok=True)
             error_file.unlink(missing_ok=True)
             whereabouts_file.unlink(missing_ok=True)
-            with log.open("ab") as output:
+            with os.fdopen(open_own_file(log), "ab") as output:
                 process = subprocess.Popen(
                     command,
                     env=environ,

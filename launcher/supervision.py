@@ -25,6 +25,7 @@ from ..engine.environment.supervision import Supervision
 from ..engine.errors import LaunchError, escape
 from ..engine.json_files import read_json_file
 from .heartbeat import Whereabouts
+from .own_files import open_own_file
 
 PREFIX = "sdp: error: "
 _PR_SET_PDEATHSIG = 1
@@ -59,7 +60,8 @@ class FatalError:
     def write(self, path: Path) -> None:
         """Write to ``path`` in one step. A reader sees all of it or nothing."""
         aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        with os.fdopen(open_own_file(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(self)))
         aside.replace(path)
 
     @classmethod
@@ -108,7 +110,7 @@ def report_fatal(
     """
     rank, text = _rank(), escape(text)  # the text may repeat bytes of the input
     if supervision is not None and supervision.error_file is not None:
-        with contextlib.suppress(OSError):  # on a full disk the error is printed instead
+        with contextlib.suppress(OSError, LaunchError):  # on a full disk the error is printed instead
             FatalError(exit_code, text, time.time(), stalled, follows).write(supervision.error_file)
             if rank == 0:
                 return

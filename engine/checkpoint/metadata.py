@@ -7,6 +7,7 @@ files are DCP's own.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -36,8 +37,19 @@ _CHUNK = ("offsets", "sizes", "file", "offset", "length")
 _TOO_LARGE = 2**63
 
 
+class _ExistingDirectories(FileSystem):
+    def mkdir(self, path: Any) -> None:
+        """Check that the directory exists. torch would make it again, with all parents."""
+        if not Path(path).is_dir():
+            raise FileNotFoundError(errno.ENOENT, "it was removed while the checkpoint was written", str(path))
+
+
 class MetadataWriter(FileSystemWriter):
-    """DCP's writer of a directory, which writes the metadata as JSON."""
+    """DCP's writer of a directory, which must exist. It writes the metadata as JSON."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.fs = _ExistingDirectories()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors.

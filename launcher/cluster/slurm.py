@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ...engine.environment.child import search_program
 from ...engine.errors import LaunchError, quote
+from ..own_files import refuse_link
 from .commands import Start, train_command
 
 FOLDER, SCRIPT, EVENTS = "slurm", "job.sh", "events"
@@ -121,8 +122,13 @@ def submit(text: str, dump_dir: Path) -> str:
     Raises :class:`LaunchError` if ``sbatch`` refuses the script.
     """
     folder = dump_dir / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SCRIPT).write_text(text, encoding="utf-8")
+    for path in (folder, folder / SCRIPT, folder / EVENTS):
+        refuse_link(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SCRIPT).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{folder}: cannot be written ({error.strerror}); choose another --dump-dir") from None
     answer = subprocess.run(["sbatch", "--parsable", str(folder / SCRIPT)], capture_output=True, text=True, check=False)
     if answer.returncode:
         raise LaunchError(f"sbatch refused {folder / SCRIPT}: {answer.stderr.strip()}")

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from ...data.files import INDEX_FILE
+from ...data.image_sets import INDEX_FILE as IMAGE_INDEX
 from ...data.image_sets import prepare_images
 from ...data.images import Batches, ImageArrays, ImageFolder
 from ...data.index import load_index
@@ -26,6 +28,7 @@ from ...engine import errors
 from ...engine.config.schema import Config
 from ...engine.distributed.agreement import gather_json
 from ...engine.errors import ConfigError, SDPError
+from ..shared.files import refuse_link
 
 log = logging.getLogger("sdp")
 
@@ -36,6 +39,7 @@ VERIFIED_BYTES = 4_000_000_000  # some 3 s of four cores, or half a minute of a 
 _LOOK_SECONDS = 2.0
 
 _ARRAYS = ("digits", "cifar10", "cifar100")  # sets that are made into arrays in the run's own directory
+_INDEXES = (INDEX_FILE, IMAGE_INDEX)  # data that has one is only read
 FOLDER_IMAGE_SIZE = 224  # pixels a side of a folder's images, unless the configuration says otherwise
 
 
@@ -108,6 +112,9 @@ def _while_rank_0_works(action: Callable[[], None]) -> None:
 def _make_ready(config: Config, path: Path) -> None:
     """Prepare the data if the run makes it, and verify token shards."""
     data = config.data
+    if (data.path is None or data.name in _ARRAYS) and not any((path / name).is_file() for name in _INDEXES):
+        for each in (path, *path.glob("*")):
+            refuse_link(each)
     if data.name in _ARRAYS:
         prepare_images(data.name, Path(data.path) if data.path is not None else None, path)
     if data.name is not None:

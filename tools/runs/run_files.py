@@ -24,7 +24,7 @@ log = logging.getLogger("sdp")
 LOCK = ".lock"
 CONFIG, PLACEMENT, SUMMARY = "config.json", "placement.json", "summary.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
-DIRECTORIES = ("checkpoints", "csv", "logs", "plots", "profile", "tensorboard")
+DIRECTORIES = ("checkpoints", "csv", "logs", "plots", "profile", "tensorboard", "wandb")
 PLOT = "plots/loss.png"
 
 

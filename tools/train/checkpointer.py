@@ -12,6 +12,7 @@ from ...engine.checkpoint.directory import LATEST, latest, locate
 from ...engine.engine import SDPEngine
 from ...engine.errors import CheckpointError
 from ...launcher.heartbeat import Heartbeat
+from ..shared.files import WriteError
 from .changed_settings import apply_rates, describe_changes, saved_settings
 
 log = logging.getLogger("sdp")
@@ -34,6 +35,7 @@ class Checkpointer:
     ):
         self._engine, self._dump_dir, self._beat = engine, dump_dir, beat
         self._client_state, self._recalibrated = client_state, recalibrated
+        self._has_directory = False  # whether this run has made or seen its directory of checkpoints
 
     @property
     def _directory(self) -> Path:
@@ -53,6 +55,7 @@ class Checkpointer:
         path, _ = engine.load_checkpoint(self._directory, warn_of_changes=False)
         if path is None:
             return False
+        self._has_directory = True
         log.info("resumed from %s", path)
         changes = describe_changes(before, engine.config) if before is not None else []
         changes += apply_rates(engine, configured, told=bool(changes))
@@ -70,25 +73,49 @@ class Checkpointer:
             self.write(background=self._training.async_save)
         except CheckpointError as error:
             log.error(
-                "WARNING: no checkpoint at step %d: %s; the one before stays, the run goes on",
+                "WARNING: no checkpoint at step %d: %s; %sthe run goes on",
                 self._engine.global_steps,
                 error,
+                "the one before stays, " if self._directory.is_dir() else "",
             )
 
     def write(self, *, background: bool = False) -> None:
         """Write a checkpoint. Collective. Raises CheckpointError."""
         self._beat.at(self._engine.global_steps, "checkpoint", self._training.save_timeout)
-        self._refuse_links()
+        self._make_directory()
         with self._recalibrated():
             self._engine.save_checkpoint(
                 self._directory, client_state=self._client_state, keep=self._training.keep, background=background
             )
 
-    def _refuse_links(self) -> None:
-        """Raise CheckpointError on all ranks if the directory or its pointer is a symbolic link."""
-        found = [str(path) for path in (self._directory, self._directory / LATEST) if path.is_symlink()]
-        if links := self._engine.gather_facts(found)[0]:
-            raise CheckpointError(f"{links[0]}: is a symbolic link, which a run does not follow; remove the link")
+    def _make_directory(self) -> None:
+        """Make the directory before the first save. Collective.
+
+        Raises:
+            WriteError: On all ranks, if the directory of the run was removed during the run.
+            CheckpointError: On all ranks, if the directory or its pointer is a symbolic link, or if
+                the directory was removed during the run. It is not made again.
+        """
+        problem = self._try_to_make_directory() if self._engine.global_rank == 0 else None
+        problem, run_is_gone = self._engine.gather_facts([problem, not self._dump_dir.is_dir()])[0]
+        if run_is_gone:
+            raise WriteError(f"{self._dump_dir}: was removed while the run was writing to it")
+        if problem is not None:
+            raise CheckpointError(problem)
+
+    def _try_to_make_directory(self) -> str | None:
+        """Return why the directory cannot be used, or None."""
+        links = [path for path in (self._directory, self._directory / LATEST) if path.is_symlink()]
+        if links:
+            return f"{links[0]}: is a symbolic link, which a run does not follow; remove the link"
+        if self._has_directory and not self._directory.is_dir():
+            return f"{self._directory}: was removed while the run was writing to it; make it again to have checkpoints"
+        try:
+            self._directory.mkdir(exist_ok=True)
+        except OSError as error:
+            return f"{self._directory}: cannot be made ({error.strerror})"
+        self._has_directory = True
+        return None
 
     def settle(self, *, block: bool) -> None:
         """Report a save in the background that failed. ``block``: wait until it has ended."""

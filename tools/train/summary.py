@@ -17,6 +17,7 @@ from ..report.command import render
 from ..runs.dataset import Corpus
 from ..runs.plot import plot_loss
 from ..runs.run_files import PLOT, RunFiles, read_run
+from ..shared.files import refuse_link
 from .meter import StepFacts
 
 WARM_UP_STEPS = 3  # step 1 allocates optimizer state, step 2 is probed, step 3 follows the probe
@@ -36,6 +37,8 @@ def write_summary(
     """
     files.summary(run_summary(engine, corpus, files.dump_dir, ranks, seconds))
     finished = read_run(files.dump_dir)
+    for path in (files.dump_dir / PLOT, (files.dump_dir / PLOT).parent):
+        refuse_link(path)
     plot_loss([finished], files.dump_dir / PLOT)
     print(render([finished]))
 

@@ -239,6 +239,16 @@ def test_a_kill_before_the_renames_leaves_the_checkpoint(small: Path, monkeypatc
     assert load_by_reference(small)[1] == {"third": True}
 
 
+def test_a_directory_that_is_removed_during_a_save_is_not_made_again(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(SOURCE, "reference")
+    monkeypatch.setattr(save, "_unless_shared", lambda *_: shutil.rmtree(small))
+    with pytest.raises(CheckpointError, match="it was removed while the checkpoint was written"):
+        engine.save_checkpoint(small, "step-2")
+    assert not small.exists()
+
+
 def test_a_whole_load_changes_nothing(small: Path) -> None:
     before = everything_in(small)
     load_by_reference(small)

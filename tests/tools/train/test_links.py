@@ -1,36 +1,53 @@
-"""Links that somebody put into the dump directory are not followed when a run writes there."""
+"""Links that somebody put into the dump directory are not followed, and what somebody removed is not made again."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from sdp.engine.config.load import load_config
-from sdp.engine.errors import CheckpointError
+from sdp.engine.errors import CheckpointError, LaunchError
+from sdp.launcher.cluster import slurm
+from sdp.launcher.heartbeat import Heartbeat
+from sdp.launcher.local import start_local
+from sdp.launcher.supervision import FatalError
+from sdp.tools.runs.dataset import open_corpus
+from sdp.tools.runs.run_files import RunFiles
 from sdp.tools.shared.files import WriteError
+from sdp.tools.train import summary
 from sdp.tools.train.checkpointer import Checkpointer
 from sdp.tools.train.log_file import LogFile
 from sdp.tools.train.observers.monitors import open_monitors
+from sdp.tools.train.observers.profiler import StepProfiler
+
+
+def make_checkpointer(run: Path) -> tuple[Checkpointer, list[Path]]:
+    """Return a Checkpointer for ``run``, and the directories to which its engine was asked to save."""
+    saved: list[Path] = []
+    engine: Any = SimpleNamespace(
+        global_steps=1,
+        global_rank=0,
+        config=SimpleNamespace(training=SimpleNamespace(save_timeout=1.0, keep=1, async_save=False)),
+        gather_facts=lambda facts: [facts],
+        save_checkpoint=lambda directory, **_: saved.append(directory),
+        wait_for_checkpoint=lambda **_: None,
+    )
+    return Checkpointer(engine, run, {}, contextlib.nullcontext, cast(Any, SimpleNamespace(at=lambda *_: None))), saved
 
 
 @pytest.mark.parametrize("link", ["checkpoints", "checkpoints/latest.json"])
 def test_a_link_among_the_checkpoints_is_refused(tmp_path: Path, link: str) -> None:
-    saved: list[Any] = []
-    engine: Any = SimpleNamespace(
-        global_steps=1,
-        config=SimpleNamespace(training=SimpleNamespace(save_timeout=1.0, keep=1)),
-        gather_facts=lambda facts: [facts],
-        save_checkpoint=lambda *_, **__: saved.append(1),
-    )
-    beat: Any = SimpleNamespace(at=lambda *_: None)
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (run / link).parent.mkdir(parents=True)
     (run / link).symlink_to(elsewhere)
-    checkpointer = Checkpointer(engine, run, {}, contextlib.nullcontext, beat)
+    checkpointer, saved = make_checkpointer(run)
     with pytest.raises(CheckpointError, match=rf"{link}: is a symbolic link, which a run does not follow"):
         checkpointer.write()
     assert not saved
@@ -53,3 +70,120 @@ def test_a_link_in_place_of_a_curve_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match=r"Train_Samples_lr\.csv: is a symbolic link"):
         monitors.write(1, {"Train/Samples/lr": 0.1})
     assert not (tmp_path / "precious").exists()
+
+
+def test_a_link_in_place_of_a_tensorboard_file_is_refused(tmp_path: Path) -> None:
+    monitors = open_monitors(load_config({"tensorboard": {"enabled": True}, "sdp": {"groups": 1}}), tmp_path)
+    (tmp_path / "tensorboard" / "events.out.tfevents.1").symlink_to(tmp_path / "precious")
+    with pytest.raises(WriteError, match=r"events\.out\.tfevents\.1: is a symbolic link"):
+        monitors.write(1, {"Train/Samples/lr": 0.1})
+    assert not (tmp_path / "precious").exists()
+
+
+def profile_one_step(directory: Path, before_the_end: Callable[[], None]) -> None:
+    profiler = StepProfiler(1, 1, directory, torch.device("cpu"), records=True)
+    profiler.around_step(1, before_the_end)
+    profiler.on_step({})
+
+
+def test_a_link_in_place_of_a_profile_is_refused(tmp_path: Path) -> None:
+    def plant() -> None:
+        (tmp_path / "profile" / "rank-0-trace.json.gz").symlink_to(tmp_path / "precious")
+
+    for action in (plant, lambda: None):  # the link appears during the profile, and is there before it
+        with pytest.raises(WriteError, match=r"rank-0-trace\.json\.gz: is a symbolic link"):
+            profile_one_step(tmp_path / "profile", action)
+    assert not (tmp_path / "precious").exists()
+
+
+def test_a_profile_does_not_make_a_removed_run_again(tmp_path: Path) -> None:
+    with pytest.raises(WriteError, match=r"profile: cannot be written"):
+        profile_one_step(tmp_path / "removed" / "profile", lambda: None)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(WriteError, match=r"profile: cannot be written"):
+        profile_one_step(tmp_path / "run" / "profile", lambda: shutil.rmtree(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("link", ["plots", "plots/loss.png"])
+def test_a_link_in_place_of_the_plot_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str) -> None:
+    monkeypatch.setattr(summary, "run_summary", lambda *_: {})
+    files = RunFiles(tmp_path / "run", resume=False)
+    files.write_config({})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / link).parent.mkdir(exist_ok=True)
+    (tmp_path / "run" / link).symlink_to(tmp_path / "elsewhere" / ("" if link == "plots" else "precious"))
+    with pytest.raises(WriteError, match=rf"{link}: is a symbolic link"):
+        summary.write_summary(files, cast(Any, None), cast(Any, None), [], 1.0)
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+@pytest.mark.parametrize("link", ["logs", "logs/rank-1.log"])
+def test_the_launcher_follows_no_link_among_the_logs(tmp_path: Path, link: str) -> None:
+    logs, elsewhere = tmp_path / "run" / "logs", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "run" / link).parent.mkdir(parents=True)
+    (tmp_path / "run" / link).symlink_to(elsewhere / ("" if link == "logs" else "precious"))
+    with pytest.raises(LaunchError, match=rf"{link}: is a symbolic link"):
+        start_local([], 2, logs, command=["/bin/sh", "-c", "echo output"])
+    assert not [*elsewhere.iterdir()]
+
+
+def test_ranks_follow_no_link_among_their_reports(tmp_path: Path) -> None:
+    for name in ("rank-1.7.tmp", "rank-1.7.place", "rank-1.log"):
+        (tmp_path / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(LaunchError, match=r"rank-1\.7\.tmp: is a symbolic link"):
+        FatalError(1, "text", 0.0).write(tmp_path / "rank-1.7.error")
+    with pytest.raises(LaunchError, match=r"rank-1\.log: is a symbolic link"):
+        Heartbeat(1, None, tmp_path / "rank-1.log", lambda _: None)
+    with pytest.raises(LaunchError, match=r"rank-1\.7\.place: is a symbolic link"):
+        Heartbeat(1, tmp_path / "rank-1.7.place", tmp_path / "other.log", lambda _: None)
+    assert not (tmp_path / "precious").exists()
+
+
+@pytest.mark.parametrize("link", ["slurm", "slurm/job.sh", "slurm/events"])
+def test_a_job_follows_no_link(tmp_path: Path, link: str) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run / link).parent.mkdir(parents=True)
+    (run / link).symlink_to(elsewhere / ("" if link == "slurm" else "precious"))
+    with pytest.raises(LaunchError, match=rf"{link}: is a symbolic link"):
+        slurm.submit("text", run)
+    assert not [*elsewhere.iterdir()]
+
+
+def test_a_job_in_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(LaunchError, match=r"slurm: cannot be written \(Not a directory\)"):
+        slurm.submit("text", tmp_path / "run")
+
+
+@pytest.mark.parametrize("link", ["corpus", "corpus/train-00000.bin.tmp"])
+def test_data_is_not_prepared_through_a_link(tmp_path: Path, link: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / link).parent.mkdir(exist_ok=True)
+    (tmp_path / link).symlink_to(tmp_path / "elsewhere" / ("" if link == "corpus" else "precious"))
+    with pytest.raises(WriteError, match=rf"{link}: is a symbolic link"):
+        open_corpus(load_config({"sdp": {"groups": 1}, "model": {"name": "llama"}}), tmp_path)
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+def test_a_removed_directory_of_checkpoints_is_not_made_again(tmp_path: Path) -> None:
+    checkpointer, saved = make_checkpointer(tmp_path)
+    checkpointer.save()
+    assert len(saved) == 1
+    (tmp_path / "checkpoints").rmdir()
+    with pytest.raises(CheckpointError, match=r"checkpoints: was removed while the run was writing to it; make it"):
+        checkpointer.write()
+    checkpointer.save()  # a warning
+    assert len(saved) == 1 and not (tmp_path / "checkpoints").exists()
+    (tmp_path / "checkpoints").mkdir()
+    checkpointer.save()
+    assert len(saved) == 2
+
+
+def test_a_removed_run_is_not_made_again_by_a_save(tmp_path: Path) -> None:
+    checkpointer, saved = make_checkpointer(tmp_path / "run")
+    with pytest.raises(WriteError, match=r"run: was removed while the run was writing to it"):
+        checkpointer.save()
+    assert not saved and not (tmp_path / "run").exists()

@@ -105,6 +105,8 @@ class _TensorBoard:
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         if self._writer is None:
+            for path in self._directory.glob("events.out.tfevents*"):
+                refuse_link(path)
             self._writer = self._open(log_dir=str(self._directory), purge_step=step)
         for tag, value in scalars.items():
             self._writer.add_scalar(tag, value, step)

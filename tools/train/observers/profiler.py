@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ....engine.errors import ConfigError
+from ...shared.files import WriteError, refuse_link
 from .observer import Line, Observer
 
 log = logging.getLogger("sdp")
@@ -71,7 +72,12 @@ class StepProfiler(Observer):
             )
 
     def _start(self) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        for path in (self._directory, self._trace, self._memory):
+            refuse_link(path)
+        try:
+            self._directory.mkdir(exist_ok=True)  # the directory of the run exists, unless somebody removed it
+        except OSError as error:
+            raise WriteError.of(self._directory, error) from None
         warmup = min(1, self._first - 1)  # the first step after the profiler's start is slow
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])],
@@ -89,9 +95,14 @@ class StepProfiler(Observer):
     def _write(self, recorded: profile) -> None:
         recorded.stop()
         self._profile = None
-        recorded.export_chrome_trace(str(self._trace))
-        if self._cuda:
-            torch.cuda.memory._dump_snapshot(str(self._memory))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        for path in (self._directory, self._trace, self._memory):
+            refuse_link(path)
+        try:
+            recorded.export_chrome_trace(str(self._trace))
+            if self._cuda:
+                torch.cuda.memory._dump_snapshot(str(self._memory))
+                torch.cuda.memory._record_memory_history(enabled=None)
+        except OSError as error:
+            raise WriteError.of(self._directory, error) from None
         memory = f"{self._memory} (pytorch.org/memory_viz)" if self._cuda else "no memory snapshot on a CPU"
         log.info("profile of %s: %s (ui.perfetto.dev); %s", self._steps, self._trace, memory)

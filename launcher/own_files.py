@@ -1,0 +1,30 @@
+"""Opens files that a launcher and its ranks write in the directory of a run, without following symbolic links."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from ..engine.errors import LaunchError
+
+
+def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEND) -> int:
+    """Open ``path`` and return the file descriptor. By default it is made if it is missing, and appended to.
+
+    Raises:
+        LaunchError: ``path`` is a symbolic link, which somebody may have put there to have another file overwritten.
+        OSError: ``path`` cannot be opened.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            refuse_link(path)
+        raise
+
+
+def refuse_link(path: Path) -> None:
+    """Raise LaunchError if ``path`` is a symbolic link. Its parents may be links."""
+    if path.is_symlink():
+        raise LaunchError(f"{path}: is a symbolic link, which a run does not follow; remove the link")
