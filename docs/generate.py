@@ -155,6 +155,8 @@ def _round_number(value: float) -> str:
 
 def _deepspeed_keys() -> str:
     hints = ", ".join(f"`{key}`" for key in sorted(deepspeed_keys.HINTS))
+    kept = ", ".join(f"`{key}`" for key in sorted(deepspeed_keys.HINTS & deepspeed_keys.KEPT_FROM_DEEPSPEED))
+    sections = "".join(f"| `{key}` | {why} |\n" for key, why in deepspeed_keys.HINT_SECTIONS.items())
     refused = "".join(
         f"| `{key}` | {_any_of(values)} | {_any_of(deepspeed_keys.HONOURED_BY_DEEPSPEED.get(key, values))} |\n"
         for key, values in deepspeed_keys.NEUTRAL.items()
@@ -162,7 +164,11 @@ def _deepspeed_keys() -> str:
     return (
         "\n## DeepSpeed's other keys\n\n"
         f"These performance hints are accepted and listed once at the start. They have no effect with `sdp.engine` "
-        f'`"fsdp2"`. With `"deepspeed"`, DeepSpeed acts on them, except on those of `activation_checkpointing`.\n\n{hints}\n\n'
+        f'`"fsdp2"`. With `"deepspeed"`, DeepSpeed acts on them, except on those of `activation_checkpointing` and on {kept}.\n\n'
+        f"{hints}\n\n"
+        "These sections are accepted in the same way:\n\n| section | why it has no effect |\n|---|---|\n"
+        + sections
+        + "\n"
         "These keys would change what is computed. Each is accepted only with the values listed here, and is an error "
         "with any other value.\n\n"
         '| key | `"fsdp2"` accepts | `"deepspeed"` accepts |\n|---|---|---|\n' + refused

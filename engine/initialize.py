@@ -189,7 +189,7 @@ def _settings(args: Any, config: Any) -> Config:
     config = from_arguments if config is None else config
     if config is None:
         raise ConfigError("sdp.initialize: config is missing; give a path to a JSON file or a dict")
-    return config if isinstance(config, Config) else load_config(config)
+    return config if isinstance(config, Config) else load_config(config, arguments=args)
 
 
 def _settings_of_all(config: Config) -> dict[str, Any]:
@@ -287,6 +287,8 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
                     "fp16.%s has no effect at zero_optimization.stage 0, where DeepSpeed halves the scale at every overflow",
                     key,
                 )
+    for line in config.autos:
+        log.info('"auto": %s', line)
     if config.hints:
         log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(config.hints))
 

@@ -10,34 +10,47 @@ from typing import Any
 
 from ..errors import ConfigError, shorten
 from ..json_files import JsonError, parse_json, read_json_file
-from .deepspeed_keys import DEEPSPEED_CLIPS_AT, for_deepspeed, known_keys, split_foreign_keys
+from .auto_values import resolve_auto, resolve_spellings
+from .deepspeed_filter import for_deepspeed, known_keys, split_foreign_keys
+from .deepspeed_keys import DEEPSPEED_CLIPS_AT
 from .schema import Config
 from .section import parse_section
 
 
-def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), arguments: Any = None) -> Config:
     """Read and validate a configuration.
 
     Args:
-        source: The path of a JSON file, or a mapping.
+        source: The path of a JSON or hjson file, or a mapping.
         overrides: Strings of the form ``section.key=value``. The value is JSON or a bare string.
+        arguments: The script's arguments, from which Hugging Face's "auto" values come. They are
+            looked up under the names of Hugging Face's TrainingArguments.
 
     Raises:
         ConfigError: A key is unknown (with a suggestion), a type is wrong, a value is out of range,
             or this version cannot honour a setting. The message has one line.
     """
     raw = _read(source)
+    _refuse_gpt_neox(raw)
     for override in overrides:
         _apply_override(raw, override)
+    raw, autos = resolve_auto(resolve_spellings(raw), arguments, _is_known)
     section = raw.get("sdp")
     to_deepspeed = isinstance(section, dict) and section.get("engine") == "deepspeed"
     if to_deepspeed:
         raw.setdefault("gradient_clipping", DEEPSPEED_CLIPS_AT)  # the same for one group and for several
     ours, hints = split_foreign_keys(raw, deepspeed=to_deepspeed)
     config = parse_section(Config, ours, known_keys=partial(known_keys, root=Config))
-    config._hints, config._deepspeed = hints, for_deepspeed(raw) if to_deepspeed else {}
+    config._hints, config._autos = hints, autos
+    config._deepspeed = for_deepspeed(raw) if to_deepspeed else {}
     _refuse_unavailable(config)
     return config
+
+
+def _is_known(path: str) -> bool:
+    """Whether the schema has a key with this path."""
+    *parents, key = path.split(".")
+    return key in known_keys(parents, Config)
 
 
 def json_schema() -> dict[str, Any]:
@@ -57,6 +70,9 @@ def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file") from None
     except JsonError as error:
+        lenient = _read_hjson(path) if "not valid JSON" in str(error) else None
+        if lenient is not None:
+            return lenient
         colon = ":" if str(error)[:1].isdigit() else ": "  # the line and the column follow the name directly
         raise ConfigError(f"{path}{colon}{error}") from None
     except (OSError, ValueError) as error:  # a NUL in the name raises ValueError
@@ -64,6 +80,40 @@ def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a JSON object is expected, not {type(raw).__name__}")
     return raw
+
+
+def _read_hjson(path: Path) -> dict[str, Any] | None:
+    """Return the file as DeepSpeed reads it: with comments, trailing commas and names without quotes.
+
+    None if it is not hjson either, or not an object.
+    """
+    import hjson  # only few files need it
+
+    def take(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({key for key, _ in pairs}) < len(pairs):
+            raise ValueError("one section has a key twice")
+        return dict(pairs)
+
+    try:
+        raw = parse_json(json.dumps(hjson.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=take)))
+    except (
+        Exception
+    ):  # hjson raises various errors on damaged files; the message of the JSON parser says where the mistake is
+        return None
+    return raw if isinstance(raw, dict) else None
+
+
+def _refuse_gpt_neox(raw: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a file of GPT-NeoX, which mixes DeepSpeed's keys with keys of its own."""
+    theirs = next((key for key in raw if key.replace("_", "-") in _GPT_NEOX), None)
+    if theirs is not None:
+        raise ConfigError(
+            f"{theirs}: this is a key of GPT-NeoX, whose files describe a model for GPT-NeoX alone; "
+            "put DeepSpeed's keys into a file of their own"
+        )
+
+
+_GPT_NEOX = frozenset({"pipe-parallel-size", "model-parallel-size", "num-layers", "hidden-size", "train-iters"})
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -130,14 +180,27 @@ def _refuse_with_deepspeed(config: Config) -> None:
 def _refuse_fp16(config: Config) -> None:
     if not config.fp16.enabled:
         return
-    if config.sdp.engine != "deepspeed":
+    if config.sdp.engine not in ("deepspeed", "fsdp2", "reference"):
         raise ConfigError(
-            f'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "{config.sdp.engine}" use bf16'
+            f'fp16.enabled: true is not available with sdp.engine "{config.sdp.engine}", which does not scale the loss; use bf16, or '
+            '"fsdp2"'
         )
     if config.bf16.enabled:
         raise ConfigError(
             "fp16.enabled: true together with bf16.enabled; a model computes in one of them, leave one out"
         )
+
+
+def _refuse_unfinished(config: Config) -> None:
+    if config.sdp.engine == "deepspeed":
+        return
+    for path, on in {
+        "fp16.enabled": config.fp16.enabled,
+        "torch_autocast.enabled": config.torch_autocast.enabled,
+        "zero_optimization.offload_optimizer": config.zero_optimization.offloads,
+    }.items():
+        if on:
+            raise ConfigError(f'{path}: not available in this version with sdp.engine "{config.sdp.engine}"')
 
 
 def _refuse_group_sizes(config: Config) -> None:
@@ -159,6 +222,7 @@ def _refuse_unavailable(config: Config) -> None:
     sdp = config.sdp
     _refuse_group_sizes(config)
     _refuse_fp16(config)
+    _refuse_unfinished(config)
     if sdp.granularity == "neuron":
         _refuse_with_neurons(config)
     if sdp.engine == "deepspeed":

@@ -2,7 +2,7 @@
 
 DeepSpeed's own keys keep DeepSpeed's meaning. The sections ``sdp``, ``model``, ``data`` and
 ``training`` are ours. An unknown key is an error everywhere, with a suggestion. Before this,
-``deepspeed_keys.py`` removes the keys that only DeepSpeed acts on.
+``deepspeed_filter.py`` removes the keys that only DeepSpeed acts on.
 """
 
 from __future__ import annotations
@@ -49,21 +49,50 @@ class FP16Section(Section):
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False
-    min_loss_scale: PositiveInt = 1
+    min_loss_scale: Annotated[float, Field(gt=0)] = 1
+    auto_cast: bool = False
 
     @model_validator(mode="after")
     def _begins_above_the_minimum(self) -> Self:
         if self.loss_scale == 0 and self.min_loss_scale > 2**self.initial_scale_power:
             raise ValueError(
-                f"min_loss_scale {self.min_loss_scale} is more than the scale at the start, 2^{self.initial_scale_power}"
+                f"min_loss_scale {self.min_loss_scale:g} is more than the scale at the start, 2^{self.initial_scale_power}"
             )
         return self
+
+
+class OffloadSection(Section):
+    """DeepSpeed's ``offload_optimizer`` or ``offload_param``: keep a part of the state on the host.
+
+    ``pin_memory``: whether its memory is page-locked, so that copies overlap with computation.
+    """
+
+    device: Literal["none", "cpu"] = "none"
+    pin_memory: bool = True
 
 
 class ZeroSection(Section):
     """What an SDP group shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also parameters."""
 
     stage: Literal[0, 1, 2, 3] = 0
+    offload_optimizer: OffloadSection | None = None
+    offload_param: OffloadSection | None = None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether a part of the state is on the host."""
+        return any(section.device == "cpu" for section in (self.offload_optimizer, self.offload_param) if section)
+
+
+class TorchAutocastSection(Section):
+    """DeepSpeed's ``torch_autocast``: run the forward pass under ``torch.autocast``.
+
+    ``dtype``: the type of the operations that autocast lowers. Parameters, gradients and the
+    averages stay float32.
+    """
+
+    enabled: bool = False
+    dtype: Literal["bfloat16", "float16", "torch.bfloat16", "torch.float16", "bf16", "fp16"] = "bfloat16"
 
 
 class TensorParallelSection(Section):
@@ -155,6 +184,7 @@ class Config(Section):
     scheduler: NamedParams | None = None
     bf16: Enabled = Enabled()
     fp16: FP16Section = FP16Section()
+    torch_autocast: TorchAutocastSection = TorchAutocastSection()
     zero_optimization: ZeroSection = ZeroSection()
     tensor_parallel: TensorParallelSection = TensorParallelSection()
     activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
@@ -168,6 +198,7 @@ class Config(Section):
     env: dict[VariableName, VariableValue] = Field(default_factory=dict)
 
     _hints: tuple[str, ...] = PrivateAttr(default=())
+    _autos: tuple[str, ...] = PrivateAttr(default=())
     _deepspeed: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
@@ -196,6 +227,11 @@ class Config(Section):
             key: value for key, value in self._deepspeed.items() if key not in ("tensorboard", "csv_monitor", "wandb")
         }
         return changed
+
+    @property
+    def autos(self) -> tuple[str, ...]:
+        """What the file's "auto" values became, a line for each."""
+        return self._autos
 
     @property
     def hints(self) -> tuple[str, ...]:

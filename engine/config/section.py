@@ -6,13 +6,21 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..errors import ConfigError, shorten, suggestion
 
-PositiveInt = Annotated[int, Field(gt=0)]
 
-NonNegativeInt = Annotated[int, Field(ge=0)]
+def _take_whole_float(value: Any) -> Any:
+    """Return ``value`` as an integer if it is a whole float: JSON files write 100000 as 1e5."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = BeforeValidator(_take_whole_float)
+
+PositiveInt = Annotated[int, Field(gt=0), Whole]
+
+NonNegativeInt = Annotated[int, Field(ge=0), Whole]
 
 # These bounds are far above every real run. Without them, one digit too many overflows torch's
 # 64-bit sizes, or builds lists that fill the memory of the machine.
@@ -24,7 +32,7 @@ Tokens = Annotated[int, Field(ge=2, le=2**24)]  # of a sample; one token alone h
 
 Pixels = Annotated[int, Field(gt=0, le=2**16)]
 
-Samples = Annotated[int, Field(gt=0, le=2**32)]
+Samples = Annotated[int, Field(gt=0, le=2**32), Whole]
 
 Ranks = Annotated[int, Field(gt=0, le=2**20)]
 

@@ -57,18 +57,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     # DeepSpeed's semantics that cannot be honoured.
     (
-        {"fp16": {"enabled": True}},
-        'fp16.enabled: true needs sdp.engine "deepspeed", which scales the loss; with "fsdp2" use bf16',
+        {"fp16": {"enabled": True}, "sdp": {"engine": "vectorized"}},
+        'fp16.enabled: true is not available with sdp.engine "vectorized", which does not scale the loss',
     ),
-    ({"prescale_gradients": True}, "prescale_gradients: true cannot be honoured"),
     (
-        {"gradient_predivide_factor": 2.0},
-        "gradient_predivide_factor: 2.0 cannot be honoured by this engine; remove it or set it to 1",
+        {"gradient_allreduce_op": "sum"},
+        'gradient_allreduce_op: "sum" cannot be honoured by this engine; remove it or set it to "mean"',
     ),
     ({"communication_data_type": "fp16"}, 'communication_data_type: "fp16" cannot be honoured'),
     (
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-        'zero_optimization.offload_optimizer.device: "cpu" cannot be honoured',
+        {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+        'zero_optimization.offload_optimizer.device: "nvme" cannot be honoured',
     ),
     (
         {"zero_optimization": {"zero_hpz_partition_size": 8}},

@@ -56,9 +56,8 @@ REFUSED = [
     ),
     ({"communication_data_type": "bf16"}, 'communication_data_type: "bf16" cannot be honoured'),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: "bf16" cannot be honoured'),
-    ({"prescale_gradients": True}, "prescale_gradients: true cannot be honoured"),
     ({"elasticity": {"enabled": True}}, "elasticity.enabled: true cannot be honoured"),
-    ({"compression_training": {"layer_reduction": {}}}, "compression_training: "),
+    ({"quantize_training": {"quantize_groups": 1}}, "quantize_training: "),
     ({"autotuning": {"enabled": True}}, "autotuning.enabled: true cannot be honoured"),
     ({"mesh_param": [2, 2]}, "mesh_param: unknown key"),
 ]

@@ -1,0 +1,153 @@
+"""What a file for DeepSpeed may have: "auto" values, old spellings, comments, and sections that are switched off."""
+
+from __future__ import annotations
+
+import io
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import hjson
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+from sdp.engine.config.deepspeed_keys import KEPT_FROM_DEEPSPEED
+from sdp.engine.config.load import load_config
+from sdp.engine.errors import ConfigError
+
+TRAINER: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": "auto", "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "steps_per_print": 1e5,
+}  # fmt: skip
+
+
+def test_auto_values_come_from_the_arguments_of_the_trainer() -> None:
+    arguments = Namespace(
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, max_grad_norm=0.5, fp16=False, bf16=True,
+        learning_rate=3e-4, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, weight_decay=0.1, warmup_steps=10, max_steps=500,
+    )  # fmt: skip
+    config = load_config(TRAINER, arguments=arguments)
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (
+        None,
+        4,
+        2,
+    )
+    assert (config.gradient_clipping, config.precision, config.steps_per_print) == (0.5, "bfloat16", 100000)
+    assert config.optimizer is not None and config.scheduler is not None
+    assert config.optimizer.params == {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}
+    assert config.scheduler.params == {"warmup_max_lr": 3e-4, "warmup_num_steps": 10, "total_num_steps": 500}
+    assert "optimizer.params.betas = [0.8, 0.95] (the script's adam_beta1 and adam_beta2)" in config.autos
+    assert "zero_optimization.reduce_bucket_size" not in " ".join(config.autos), "hints have no effect"
+
+
+def test_auto_values_without_arguments_are_defaults_and_said() -> None:
+    config = load_config({**TRAINER, "training": {"steps": 70}}, arguments=Namespace(max_steps=-1))
+    assert (config.gradient_clipping, config.precision, config.train_micro_batch_size_per_gpu) == (1.0, "float32", None)
+    assert config.optimizer is not None and config.scheduler is not None
+    assert config.optimizer.params == {}
+    assert config.scheduler.params == {"warmup_max_lr": None, "total_num_steps": 70}
+    said = "\n".join(config.autos)
+    for line in (
+        "gradient_clipping = 1.0",
+        "optimizer.params.lr = its default",
+        "total_num_steps = 70 (training.steps)",
+    ):
+        assert line in said
+    assert load_config({"sdp": {"units": "auto"}}).autos == (), "our own sections have an auto of their own"
+    with pytest.raises(ConfigError, match="gradient_clippin: unknown key, did you mean gradient_clipping"):
+        load_config({"gradient_clippin": "auto"})
+
+
+HJSON = """// a comment
+{
+  "train_batch_size": 8,  # another
+  /* and
+     one more */
+  zero_optimization: {
+    stage: 2
+    "overlap_comm": true,
+  },
+  "steps_per_print": inf
+}
+"""
+
+
+def test_hjson_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(HJSON)
+    config = load_config(path)
+    theirs = hjson.load(io.StringIO(HJSON))
+    assert config.train_batch_size == theirs["train_batch_size"] == 8
+    assert config.zero_optimization.stage == theirs["zero_optimization"]["stage"] == 2
+    assert config.steps_per_print > 10**9 and theirs["steps_per_print"] == "inf"
+    path.write_text('{"train_batch_size": 8, # twice\n "train_batch_size": 4}')
+    with pytest.raises(ConfigError, match=r"ds.json:1:\d+: not valid JSON"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+        {"amp": {"enabled": False, "opt_level": "O2"}},
+        {"autotuning": {"enabled": False, "fast": True}},
+        {"elasticity": {"enabled": False, "max_train_batch_size": 10}},
+        {"hybrid_engine": {"enabled": False, "max_out_tokens": 512}},
+        {"curriculum_learning": {"enabled": False, "curriculum_type": "seqlen"}},
+        {"quantize_training": {"enabled": False, "quantize_groups": 1}},
+        {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+        {"sparse_gradients": False},
+        {"fp16": {"enabled": False, "opt_level": "O2", "min_loss_scale": 0.5}},
+        {"bf16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}},
+        {"bfloat16": {"enabled": True}},
+        {"optimizer": {"type": "adam", "adam_w_mode": True, "params": {"lr": 0.1}}},
+        {"zero_optimization": {"stage": 2, "find_unused_parameters": True, "cpu_offload": False}},
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none", "pin_memory": True}}},
+        {"zero_optimization": True},
+        {"checkpoint": {"tag_validation": "WARN"}},
+        {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True, "number_checkpoints": 4}},
+        {"tensorboard": None, "gradient_accumulation_dtype": "fp32", "_comment": "ours", "comment": "too"},
+    ],
+    ids=lambda section: next(iter(section)),
+)  # fmt: skip
+def test_neutral_and_old_settings_are_accepted(section: dict[str, Any]) -> None:
+    """Both engines accept them, and DeepSpeed itself accepts what it gets of them."""
+    load_config({"train_batch_size": 4, **section})
+    config = load_config({"train_batch_size": 4, **section, "sdp": {"engine": "deepspeed"}})
+    handed = config.deepspeed
+    assert not set(handed) & KEPT_FROM_DEEPSPEED
+    fp16 = handed.get("fp16", {})
+    fp16.pop("min_loss_scale", None)  # DeepSpeed allows integers alone
+    DeepSpeedConfig({"train_batch_size": 4, **handed, "train_micro_batch_size_per_gpu": 4})
+    assert load_config(config.resolved()).resolved() == config.resolved()
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"quantize_training": {"quantize_groups": 16}}, "quantize_training: {\"quantize_groups\": 16} cannot be honoured"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size: 2 cannot be honoured by this engine: there is no sequence"),
+        ({"num-layers": 2}, "num-layers: this is a key of GPT-NeoX"),
+        ({"bf16": {"enable": True}}, "bf16.enable: unknown key, did you mean enabled?"),
+        ({"optimizer": {"type": "Adam", "adam_w_mode": False}}, "optimizer.adam_w_mode: false cannot be honoured"),
+        ({"fp16": {"enabled": True, "auto_cast": True}, "sdp": {"engine": "deepspeed"}}, "fp16.auto_cast: true cannot be honoured"),
+        ({"torch_autocast": {"enabled": True}, "sdp": {"engine": "deepspeed"}}, "torch_autocast.enabled: true cannot be honoured"),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(raw)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
