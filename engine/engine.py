@@ -22,7 +22,7 @@ from .checkpoint.save import Saver
 from .checkpoint.settings import describe_rates, describe_settings, settings_to_save
 from .config.schema import Config
 from .deepspeed_names import DeepSpeedNames
-from .distributed.agreement import Ranks, agree_on_rates, gather_json
+from .distributed.agreement import Ranks, agree_on_rates
 from .distributed.tensors import local_tensor
 from .errors import ConfigError
 from .optim.param_groups import named_rates
@@ -100,6 +100,7 @@ class SDPEngine(DeepSpeedNames):
         skips the step: weights, optimizer state and schedule are unchanged, and ``skipped_steps`` counts it.
 
         Raises:
+            SpikeError: The step is a spike, and ``training.on_spike`` is "rollback" or "stop".
             NonFiniteError: More than ``training.max_skips`` steps in a row were skipped. Steps at a dynamic loss
                 scale above its minimum do not count.
         """
@@ -119,15 +120,21 @@ class SDPEngine(DeepSpeedNames):
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
         # The host waits for the device only here: it must know whether to skip the step, and by what norm to clip.
         loss = torch.stack(self._losses).double().mean()
-        squared_norm, self._loss = backend.squared_grad_norm_and_loss(loss).tolist()
+        squared_norm, mean_loss = backend.squared_grad_norm_and_loss(loss).tolist()
         norm, may_lower = math.sqrt(squared_norm), backend.may_lower_loss_scale
-        if math.isfinite(norm):  # the norm covers all groups' gradients, so all ranks decide the same
+        self._loss = mean_loss
+        # Norm and loss cover all groups, so all ranks decide the same.
+        is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self._forget_micro_batches)
+        if math.isfinite(norm) and not is_spike:
             update = backend.update(gradients, norm, self.lr_scheduler)
         else:
+            scale = backend.loss_scale_state()
             update = backend.skip_update(norm)
+            if is_spike:  # nothing overflowed
+                backend.load_loss_scale(scale)
         self._grad_norm = update.norm
         self.skipped_steps += update.skipped
-        self._skips.note(update.skipped, excused=may_lower)
+        self._skips.note(update.skipped and not is_spike, excused=may_lower)
         self._count_step()
 
     def _count_step(self) -> None:
@@ -224,6 +231,7 @@ class SDPEngine(DeepSpeedNames):
             else None,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": dict(client_state or {}),
+            "spikes": self.spikes.state_dict(),
         }
         tensors = self._saved.tensors() | self._saved.random_state()
         self._saver.save(
@@ -278,6 +286,7 @@ class SDPEngine(DeepSpeedNames):
         resume(path, state, self._backend, self._saved, self.lr_scheduler, self.loader, ranks=ranks)
         self._forget_micro_batches()
         self._skips.note(False)
+        self.spikes.load_state_dict(state.get("spikes") or {})
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
         self.skipped_steps = state.get("skipped_steps", 0)
@@ -300,16 +309,3 @@ class SDPEngine(DeepSpeedNames):
         """
         rates = named_rates(self.optimizer, self._backend.names_of_param_groups())
         return rates if self.world_size == 1 else agree_on_rates(rates, list(self.layout.wholes), self.device)
-
-    # -- among ranks ---------------------------------------------------------------------------------
-
-    def gather_facts(self, facts: Any) -> list[Any]:
-        """The ``facts`` (a small JSON value) of every rank, in rank order. Collective. Tuples arrive as lists."""
-        return gather_json(facts) if self.world_size > 1 else [facts]
-
-    def check_holders(self) -> None:
-        """Compare weights and optimizer state bit by bit between holders. Collective.
-
-        Raises HolderMismatchError, which names the unit.
-        """
-        self._backend.check_holders()

@@ -16,12 +16,14 @@ from .accounting.memory import StateBytes
 from .backend import Backend
 from .batch.size import BatchSize
 from .config.schema import Config
+from .distributed.agreement import gather_json
 from .distributed.traffic import Traffic
 from .environment.detect import detect
 from .full_model.evaluation import in_eval_mode
 from .full_model.recalibration import tracks_statistics, with_statistics
 from .full_model.whole_files import warn_of_partial_state, write_configuration, write_weights
 from .optim.skipped_steps import SkippedSteps
+from .optim.spikes import SpikeDetector
 from .placement.layout import Layout
 
 
@@ -34,6 +36,8 @@ class EngineFacts:
         self._grad_norm: float | None = None
         self._loss: float | None = None
         self._skips = SkippedSteps(config.training.max_skips)
+        training = config.training
+        self.spikes = SpikeDetector(training.on_spike, training.spike_sigma, training.spike_window)
         if not self._is_reference and getattr(backend, "stand_ins", None):
             warn_of_partial_state(self.module)
 
@@ -96,6 +100,17 @@ class EngineFacts:
     def world_size(self) -> int:
         """The number of processes that train together. A reference engine is one process by itself."""
         return 1 if self._is_reference else dist.get_world_size()
+
+    def gather_facts(self, facts: Any) -> list[Any]:
+        """The ``facts`` (a small JSON value) of every rank, in rank order. Collective. Tuples arrive as lists."""
+        return gather_json(facts) if self.world_size > 1 else [facts]
+
+    def check_holders(self) -> None:
+        """Compare weights and optimizer state bit by bit between holders. Collective.
+
+        Raises HolderMismatchError, which names the unit.
+        """
+        self._backend.check_holders()
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the full model's averaged gradient before clipping, at the last step. None before the first."""

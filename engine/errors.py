@@ -1,9 +1,9 @@
 """Exceptions whose class says whose fault an error is.
 
-The user can correct most of these errors, and the command line then ends with exit code 2. Four
+The user can correct most of these errors, and the command line then ends with exit code 2. Five
 classes end with exit code 1, because the program failed: :class:`HolderMismatchError`,
-:class:`NonFiniteError`, :class:`OutOfMemoryError` and :class:`PeerLostError`. A message is one
-line. It says what is wrong, where, and what to do.
+:class:`NonFiniteError`, :class:`OutOfMemoryError`, :class:`PeerLostError` and :class:`SpikeError`.
+A message is one line. It says what is wrong, where, and what to do.
 """
 
 import difflib
@@ -53,6 +53,15 @@ class CheckpointError(SDPError):
 
 class NonFiniteError(SDPError):
     """The loss or the gradient became NaN or infinite."""
+
+    exit_code = 1
+
+
+class SpikeError(SDPError):
+    """A loss or gradient norm spiked, and ``training.on_spike`` does not allow the update.
+
+    The weights are those before the step.
+    """
 
     exit_code = 1
 

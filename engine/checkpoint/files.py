@@ -136,6 +136,7 @@ _OPTIONAL = {
     "loss_scale": (_is_loss_scale, "an object of numbers or null"),
     "learning_rates": (_are_rates, "numbers"),
     "settings": (_is_object, "an object"),
+    "spikes": (_is_object, "an object"),
 }
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .section import NonNegativeInt, PositiveInt, Section, Seed
 
@@ -15,6 +15,10 @@ class TrainingSection(Section):
     ``evaluate_every``, ``save_every``: numbers of steps. 0 evaluates only before the first step and
     after the last, and saves only when a signal ends the run.
     ``max_skips``: how many steps in a row may be skipped for a gradient that is NaN or infinite.
+    ``on_spike``: what happens to a step whose loss or gradient norm is a spike, before its update.
+    "skip" leaves the update out. "rollback" returns to the last checkpoint, from which the run
+    continues with other data. "stop" ends the run. A spike is more than ``spike_sigma`` standard
+    deviations above the mean of the last ``spike_window`` steps.
     ``start_timeout``: seconds for the start with the first step, or for an evaluation.
     ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. Any
     collective may take the longest of the three.
@@ -32,6 +36,9 @@ class TrainingSection(Section):
     save_every: NonNegativeInt = 0
     keep: PositiveInt = 2
     max_skips: NonNegativeInt = 10
+    on_spike: Literal["none", "skip", "rollback", "stop"] = "none"
+    spike_sigma: Annotated[float, Field(gt=0)] = 6.0
+    spike_window: Annotated[int, Field(ge=2, le=2**16)] = 128
     init_from: str | None = None
     async_save: bool = False
     start_timeout: Annotated[float, Field(gt=0)] = 1800.0
@@ -39,3 +46,11 @@ class TrainingSection(Section):
     step_timeout: Annotated[float, Field(gt=0)] = 600.0
     seed: Seed = 0
     compile: bool = False
+
+    @model_validator(mode="after")
+    def _can_roll_back(self) -> Self:
+        if self.on_spike == "rollback" and not self.save_every:
+            raise ValueError(
+                'on_spike "rollback" returns to the last checkpoint, but save_every is 0; set how often to save'
+            )
+        return self

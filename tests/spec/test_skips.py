@@ -15,9 +15,11 @@ from sdp.tests.support.ranks import RankPool
 STEPS = 4
 
 
-def _train(case: Case, bad: dict[int, float], max_skips: int, engine_name: str = "fsdp2") -> dict[str, Any]:
-    """A run in which the loss of data rank 1 is multiplied by ``bad[step]``."""
-    engine = engine_of(case, engine_name, training={"max_skips": max_skips})
+def _train(
+    case: Case, bad: dict[int, float], max_skips: int, engine_name: str = "fsdp2", spikes: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A run in which the loss of data rank 1 is multiplied by ``bad[step]``. ``spikes``: settings of on_spike."""
+    engine = engine_of(case, engine_name, training={"max_skips": max_skips, **(spikes or {})})
     seen: dict[str, Any] = {"norms": [], "rates": [], "skipped": [], "error": ""}
     for step in range(STEPS):
         if engine_name == "reference":
@@ -68,3 +70,23 @@ def test_more_in_a_row_than_allowed_ends_the_run_everywhere(ranks: RankPool) -> 
             "step 3, for the 2. time in a row (training.max_skips 1); the weights are those after step 1"
             in answer["error"]
         )
+
+
+@pytest.mark.parametrize(
+    ("case", "engine_name"),
+    [
+        (Case(2, 2, stage=3, optimizer="momentum", clip=True), "fsdp2"),
+        (Case(2, 1, stage=2, optimizer="adamw"), "deepspeed"),
+    ],
+    ids=str,
+)
+def test_a_spike_of_one_group_makes_all_skip(ranks: RankPool, case: Case, engine_name: str) -> None:
+    bad, spikes = {2: 1e6}, {"on_spike": "skip", "spike_window": 2, "spike_sigma": 1000}
+    answers = ranks.run(_train, case, bad, 0, engine_name, spikes, world=case.world)
+    expected = _train(case, bad, 0, "reference", spikes)
+    for answer in [*answers, expected]:
+        assert answer["skipped"] == [0, 0, 1, 1]
+        assert answer["error"] == ""
+        assert answer["rates"] == pytest.approx(expected["rates"])
+    for name, weights in expected["after"].items():
+        torch.testing.assert_close(answers[0]["after"][name], weights, rtol=1e-5, atol=1e-6)

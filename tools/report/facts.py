@@ -61,6 +61,8 @@ class Facts:
     sent_deviation: float | None = None
     dense_state: dict[str, float] = field(default_factory=dict)
     data_parallel_sent: float | None = None
+    spikes_skipped: int | None = None  # None if the run did not look for spikes
+    rollbacks: int | None = None
 
     @property
     def sent_per_second(self) -> float | None:
@@ -145,6 +147,8 @@ def facts_of(run: Run) -> Facts:
         sent_deviation=_sent_deviation(ranks),
         dense_state=dense_state | ({"together": sum(dense_state.values())} if dense_state else {}),
         data_parallel_sent=summary.get("ddp_comm_bytes_per_step"),
+        spikes_skipped=last.get("spikes_skipped"),
+        rollbacks=last.get("rollbacks"),
     )
 
 

@@ -63,6 +63,19 @@ class Checkpointer:
             log.info("%s, from step %d on", change, engine.global_steps + 1)
         return True
 
+    def roll_back(self) -> bool:
+        """Load the newest checkpoint, but leave the position in the data as it is. Collective.
+
+        Returns whether there is a checkpoint.
+        """
+        engine = self._engine
+        self.settle(block=True)
+        self._beat.at(engine.global_steps, "loading the checkpoint", self._training.start_timeout)
+        position = engine.loader.state_dict()
+        path, _ = engine.load_checkpoint(self._directory, warn_of_changes=False)
+        engine.loader.load_state_dict(position)
+        return path is not None
+
     def save(self) -> None:
         """Write a checkpoint. If that fails, the run goes on. Collective.
 

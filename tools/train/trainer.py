@@ -18,7 +18,7 @@ from typing import Any
 from ...engine.batch.call import loss_of, to_device
 from ...engine.config.schema import Config
 from ...engine.engine import SDPEngine
-from ...engine.errors import NonFiniteError
+from ...engine.errors import NonFiniteError, SpikeError
 from ...launcher.heartbeat import Heartbeat
 from ..runs.dataset import Corpus
 from ..runs.run_files import RunFiles
@@ -68,6 +68,7 @@ class Trainer:
         self.steps = 0  # the last step of the run
         self.stop_signal = 0  # the signal for which all ranks agreed to stop
         self.last_step: StepFacts | None = None
+        self._returned_to, self._returns = -1, 0  # the step of the newest rollback's target, rollbacks to it in a row
 
     def train(self, *, resume: bool) -> int:
         """Run to the last step, from the newest checkpoint if ``resume``. Returns the exit code."""
@@ -82,9 +83,15 @@ class Trainer:
         with self.signals.caught():
             if start == 0:
                 self._evaluate()
+            self._save_for_rollback(start)
             batches = iter(self.engine.loader)
             while self.engine.global_steps < self.steps and not self.stop_signal:
-                self._step(batches)
+                try:
+                    self._step(batches)
+                except SpikeError as spike:
+                    self._roll_back(spike)
+                    batches = iter(self.engine.loader)
+                    continue
                 self._evaluate_and_save_if_due()
             self.checkpoints.settle(block=True)
             for observer in self.observers:
@@ -156,9 +163,44 @@ class Trainer:
             "comm_bytes_by_kind": busiest,
             "skipped_steps": engine.skipped_steps,
         }
+        if self.config.training.on_spike != "none":
+            line |= {"spikes_skipped": engine.spikes.skipped, "rollbacks": engine.spikes.rollbacks}
         if engine.get_loss_scale() is not None:
             line["loss_scale"] = engine.get_loss_scale()
         return line | facts.seconds if self.meter.times_parts else line
+
+    # -- spikes ------------------------------------------------------------------------------------
+
+    def _save_for_rollback(self, start: int) -> None:
+        """Write a checkpoint of the first weights, so that a rollback always has a target."""
+        if start == 0 and self.config.training.on_spike == "rollback":
+            self.checkpoints.save()
+
+    def _roll_back(self, spike: SpikeError) -> None:
+        """Return to the newest checkpoint, and go on with the data that follows the spike. Collective.
+
+        Raises SpikeError if the policy is "stop", if there is no checkpoint, or if more rollbacks
+        than ``training.max_skips`` ended at the same checkpoint.
+        """
+        engine, training = self.engine, self.config.training
+        rollbacks = engine.spikes.rollbacks + 1
+        if training.on_spike == "stop":
+            self.checkpoints.settle(block=True)
+            raise SpikeError(f"{spike}; the last checkpoint: {self.checkpoints.newest()}") from None
+        if not self.checkpoints.roll_back():
+            raise SpikeError(f"{spike}; there is no checkpoint to return to") from None
+        self._returns = self._returns + 1 if engine.global_steps == self._returned_to else 1
+        self._returned_to = engine.global_steps
+        if self._returns > training.max_skips:
+            raise SpikeError(
+                f"{spike}, and {training.max_skips} rollbacks to step {engine.global_steps} did not help (training.max_skips); "
+                "lower the learning rate, or resume from an earlier checkpoint"
+            ) from None
+        engine.spikes.rollbacks = rollbacks
+        if self.files is not None:
+            log.warning("%s: back to step %d, with the data that follows", spike, engine.global_steps)
+        for observer in self.observers:
+            observer.on_rollback(engine.global_steps)
 
     # -- between steps -----------------------------------------------------------------------------
 

@@ -38,6 +38,10 @@ class Monitor(Protocol):
 
     def write(self, step: int, scalars: dict[str, float]) -> None: ...
 
+    def rewind(self) -> None:
+        """The next point replaces those from its step on."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -49,6 +53,10 @@ class Monitors(Observer):
 
     def on_step(self, line: Line) -> None:
         self.write(line["step"], train_scalars(line))
+
+    def on_rollback(self, step: int) -> None:
+        for monitor in self._monitors:
+            monitor.rewind()
 
     def on_evaluation(self, line: Line) -> None:
         self.write(line["step"], evaluation_scalars(line))
@@ -111,6 +119,10 @@ class _TensorBoard:
         for tag, value in scalars.items():
             self._writer.add_scalar(tag, value, step)
 
+    def rewind(self) -> None:
+        self.close()
+        self._writer = None
+
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
@@ -133,6 +145,10 @@ class _CSV:
             file, writer = self._files[tag]
             writer.writerow([step, value])
             file.flush()
+
+    def rewind(self) -> None:
+        self.close()
+        self._files.clear()
 
     def close(self) -> None:
         for file, _ in self._files.values():
@@ -174,6 +190,9 @@ class _WeightsAndBiases:
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         self._run.log(scalars, step=step)
+
+    def rewind(self) -> None:
+        """A no-op: a run of Weights & Biases cannot go back."""
 
     def close(self) -> None:
         self._run.finish()

@@ -27,6 +27,9 @@ class Observer:
     def on_evaluation(self, line: Line) -> None:
         """Called after the full model was evaluated. ``line`` is a line of evaluations.jsonl."""
 
+    def on_rollback(self, step: int) -> None:
+        """Called after the run returned to the checkpoint of ``step``. Later steps are made again."""
+
     def on_end(self) -> None:
         """Called after the loop: the run is done, or a signal stopped it."""
 

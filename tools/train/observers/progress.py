@@ -44,6 +44,11 @@ class Progress(Observer):
             print(f"step {step:>{width}}/{self._steps}  {shown}", file=sys.stderr, flush=True)
         self._shown = step
 
+    def on_rollback(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(step - self._shown)
+        self._shown = step
+
     def on_evaluation(self, line: Line) -> None:
         accuracy = f", accuracy {line['accuracy']:.2%}" if "accuracy" in line else ""
         own = line["subnetwork_losses"]

@@ -15,5 +15,8 @@ class Recorder(Observer):
     def on_step(self, line: Line) -> None:
         self._files.step(line)
 
+    def on_rollback(self, step: int) -> None:
+        self._files.truncate_after(step)
+
     def on_evaluation(self, line: Line) -> None:
         self._files.evaluation(line)

@@ -1,0 +1,104 @@
+"""Finds spikes of the loss and of the gradient's norm, by the rule of OLMo.
+
+A step is a spike if its loss or its gradient's norm lies more than ``sigma`` standard deviations
+above the mean of the last ``window`` steps (OLMo-core, ``SkipStepOptimizer``). A spike stays in the
+window. So a loss that stays high is the new normal after some steps, and training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from ..errors import SpikeError
+
+log = logging.getLogger("sdp")
+
+_FEWEST_STEPS = 20  # with fewer steps, the standard deviation is too uncertain
+
+
+class SpikeDetector:
+    """Judges one step after the other. All ranks see the same numbers, so they decide the same.
+
+    NaN and infinite values are not judged. They are handled elsewhere, and they would make the mean
+    of the window NaN.
+
+    Attributes:
+        skipped: The steps that were skipped because of a spike.
+        rollbacks: How often the run returned to a checkpoint because of a spike.
+    """
+
+    def __init__(self, policy: Literal["none", "skip", "rollback", "stop"], sigma: float, window: int):
+        self._policy, self._sigma = policy, sigma
+        # Half a window is enough to begin with, but a small window must be full.
+        self._needed = min(window, max(_FEWEST_STEPS, window // 2))
+        self._history = {name: deque[float](maxlen=window) for name in ("loss", "grad_norm")}
+        self.skipped = 0
+        self.rollbacks = 0
+
+    def check(self, step: int, loss: float, norm: float, before_error: Callable[[], None]) -> bool:
+        """Judge a step before its update.
+
+        Args:
+            step: The number of the step.
+            loss: Its loss.
+            norm: The norm of its gradient before clipping.
+            before_error: Called before SpikeError is raised. It drops the gradients.
+
+        Returns:
+            Whether the update must be left out.
+
+        Raises:
+            SpikeError: The step is a spike, and the policy is "rollback" or "stop".
+        """
+        spike = self.judge(loss, norm) if self._policy != "none" else None
+        if spike is None:
+            return False
+        if self._policy != "skip":
+            before_error()
+            raise SpikeError(f"step {step}: {spike} (training.on_spike {self._policy})")
+        self.skipped += 1
+        log.warning("step %d was skipped by all groups: %s", step, spike)
+        return True
+
+    def judge(self, loss: float, norm: float) -> str | None:
+        """Add a step to the window. Return a description if the step is a spike, else None."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return None
+        found = [
+            text
+            for name, value, label in (("loss", loss, "the loss"), ("grad_norm", norm, "the gradient's norm"))
+            if (text := self._describe(self._history[name], value, label)) is not None
+        ]
+        self._history["loss"].append(loss)
+        self._history["grad_norm"].append(norm)
+        return " and ".join(found) or None
+
+    def _describe(self, before: deque[float], value: float, label: str) -> str | None:
+        if len(before) < self._needed:
+            return None
+        mean, deviation = statistics.fmean(before), statistics.stdev(before)
+        if value - mean <= self._sigma * deviation:
+            return None
+        return (
+            f"{label} {value:.4g} is more than {self._sigma:g} standard deviations above its mean over the last "
+            f"{len(before)} steps ({mean:.4g} ± {deviation:.2g})"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window and the counts as JSON; nothing without a policy."""
+        if self._policy == "none":
+            return {}
+        history = {name: list(values) for name, values in self._history.items()}
+        return {**history, "skipped": self.skipped, "rollbacks": self.rollbacks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``. An empty mapping starts again, for checkpoints of earlier versions."""
+        for name, values in self._history.items():
+            values.clear()
+            values.extend(state.get(name, ()))
+        self.skipped, self.rollbacks = state.get("skipped", 0), state.get("rollbacks", 0)
