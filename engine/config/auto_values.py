@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .deepspeed_keys import ALIASES, DEEPSPEED_CLIPS_AT, HINT_SECTIONS, HINTS, NEUTRAL, OFFLOAD_HINTS
+from .deepspeed_keys import ALIASES, DEEPSPEED_CLIPS_AT, HINT_SECTIONS, HINTS, NEUTRAL, OFFLOAD_HINTS, SCHEDULES
 
 AUTO = "auto"
 NEVER = 2**40  # a number of steps that no run reaches
@@ -54,6 +54,10 @@ def resolve_spellings(raw: dict[str, Any]) -> dict[str, Any]:
             known[new] = known.pop(old)
     if "steps_per_print" in known and _is_infinite(known["steps_per_print"]):
         known["steps_per_print"] = NEVER
+    scheduler = known.get("scheduler")
+    if isinstance(scheduler, dict) and isinstance(scheduler.get("type"), str):
+        names = {name.lower(): name for name in SCHEDULES}
+        known["scheduler"] = scheduler | {"type": names.get(scheduler["type"].lower(), scheduler["type"])}
     zero = known.get("zero_optimization")
     if isinstance(zero, bool):
         known["zero_optimization"] = {"stage": int(zero)}
@@ -127,6 +131,8 @@ def _resolve_one(path: str, raw: dict[str, Any], arguments: Any, kept: dict[str,
     given = [getattr(arguments, name, None) for name in names]
     if names and all(_is_usable(path, value) for value in given):
         kept[key] = given[0] if len(given) == 1 else given
+        if key == "warmup_num_steps":
+            kept[key] = max(1, given[0])  # DeepSpeed refuses 0, and treats 1 as 2
         notes.append(f"{path} = {json.dumps(kept[key])} (the script's {' and '.join(names)})")
     elif path == "scheduler.params.total_num_steps":
         steps = (raw.get("training") or {}).get("steps")

@@ -185,3 +185,6 @@ OFFLOAD_HINTS = frozenset(
 
 # Other names of a key, from earlier versions of DeepSpeed.
 ALIASES: dict[str, str] = {"bfloat16": "bf16"}
+
+# DeepSpeed's schedules. It compares names with upper and lower case; we do not.
+SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")

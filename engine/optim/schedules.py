@@ -1,6 +1,6 @@
-"""Learning-rate schedules: DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, and WSD.
+"""Learning-rate schedules: DeepSpeed's five, by name, and WSD.
 
-The first three give DeepSpeed 0.19.8's values at every step, also at the first ones. The rate that
+DeepSpeed's schedules give DeepSpeed 0.19.8's values at every step, also at the first ones. The rate that
 is set on construction is used in the first optimizer step. The first ``step()`` sets the rate of
 iteration 0, which is used in the second optimizer step.
 """
@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
 from torch.optim import Optimizer
 
 from ..config.schema import Config
-from ..config.section import NonNegative, NonNegativeInt, PositiveInt, Section, parse_section
-from ..errors import CheckpointError, ConfigError, quote, suggestion
+from ..config.section import NonNegativeInt, PositiveInt, Section, parse_section
+from ..errors import ConfigError, suggestion
+from .cycles import LRRangeTest, LRRangeTestParams, OneCycle, OneCycleParams
+from .schedule import Rates, Schedule
 
 log = logging.getLogger(__name__)
 
-Rates = NonNegative | list[NonNegative]  # one rate for all parameter groups, or one for each
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -77,65 +76,6 @@ class WSDParams(Section):
         return self
 
 
-class Schedule(ABC):
-    """Sets the rates of the parameter groups of ``optimizer``, on construction and in ``step()``.
-
-    It has the methods of DeepSpeed's schedulers. It reads the base rates from the optimizer on
-    construction, so build it before a checkpoint is loaded. Its own state is one integer.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self.last_batch_iteration = -1
-
-    @abstractmethod
-    def rates_at(self, iteration: int) -> list[float]:
-        """Return the rate of each parameter group after ``step()`` number ``iteration``.
-
-        The first ``step()`` has number 0. -1 means before the first ``step()``.
-        """
-
-    def get_lr(self) -> list[float]:
-        """Return the rate of each parameter group at the current iteration."""
-        return self.rates_at(self.last_batch_iteration)
-
-    def get_last_lr(self) -> list[float]:
-        """Return the rates that were set last."""
-        return list(self._last_lr)
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to ``last_batch_iteration``, and set its rates."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
-        self._set_rates()
-
-    def state_dict(self) -> dict[str, int]:
-        """Return all that a restart needs in addition to the configuration."""
-        return {"last_batch_iteration": self.last_batch_iteration}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state`` and set its rates.
-
-        Raises:
-            CheckpointError: ``state`` does not have a valid ``last_batch_iteration``.
-        """
-        iteration = state.get("last_batch_iteration")
-        if type(iteration) is not int or not -1 <= iteration < 2**63:
-            raise CheckpointError(f"scheduler state: last_batch_iteration {quote(iteration)} is not an integer from -1")
-        self.last_batch_iteration = iteration
-        self._set_rates()
-
-    def _set_rates(self) -> None:
-        self._last_lr = self.get_lr()
-        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            if isinstance(group["lr"], torch.Tensor):  # compiled or captured steps read this tensor
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-
-
 class _Warmup(Schedule):
     def __init__(self, optimizer: Optimizer, params: WarmupParams) -> None:
         super().__init__(optimizer)
@@ -174,16 +114,6 @@ class WarmupLR(_Warmup):
 
     def _after_warmup(self, iteration: int) -> float:
         return 1.0
-
-    def _per_group(self, rates: float | list[float], key: str) -> list[float]:
-        if not isinstance(rates, list):
-            return [rates] * len(self.base_lrs)
-        if len(rates) != len(self.base_lrs):
-            raise ConfigError(
-                f"scheduler.params.{key}: {len(rates)} rates for {len(self.base_lrs)} parameter groups; "
-                "give one number, or one for each group"
-            )
-        return list(rates)
 
 
 class WarmupDecayLR(WarmupLR):
@@ -260,6 +190,8 @@ SCHEDULES: Mapping[str, tuple[type[Section], type[Schedule]]] = {
     "WarmupLR": (WarmupLRParams, WarmupLR),
     "WarmupDecayLR": (WarmupDecayLRParams, WarmupDecayLR),
     "WarmupCosineLR": (WarmupCosineLRParams, WarmupCosineLR),
+    "OneCycle": (OneCycleParams, OneCycle),
+    "LRRangeTest": (LRRangeTestParams, LRRangeTest),
     "WSD": (WSDParams, WSD),
 }
 
@@ -270,6 +202,12 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
     Raises:
         ConfigError: The type or a key is unknown, or a value has the wrong type.
     """
+    unresolved = next((key for key, value in params.items() if value == "auto"), None)
+    if unresolved is not None:
+        raise ConfigError(
+            f'scheduler.params.{unresolved}: "auto" needs a number of steps; set it, or training.steps, or give sdp.initialize the '
+            "script's arguments as args, with max_steps"
+        )
     if type not in SCHEDULES:
         hint = suggestion(type, list(SCHEDULES)) or f"; known: {', '.join(SCHEDULES)}"
         raise ConfigError(f'scheduler.type: unknown schedule "{type}"{hint}')
