@@ -20,7 +20,7 @@ LEVELS = {"engine": 0, "data": 1, "models": 1, "launcher": 1, "tools": 2}
 # A file of engine/ may import its own package and the packages before it.
 ENGINE_ORDER = (
     "errors", "json_files", "module_paths", "model_interface", "environment", "config", "distributed", "batch", "placement",
-    "optim", "subnetwork", "sync", "accounting", "full_model", "backend", "checkpoint", "engine_facts", "deepspeed_names", "engine",
+    "optim", "subnetwork", "sync", "accounting", "full_model", "backend", "checkpoint", "local_training", "engine_facts", "deepspeed_names", "engine",
     "backends", "construct", "tracing", "initialize",
 )  # fmt: skip
 # The same inside tools/; a command that is not listed is above all of these.
@@ -257,6 +257,38 @@ def test_json_is_read_within_limits() -> None:
         or (isinstance(node, ast.ImportFrom) and node.module == "json")
     ]
     assert not readers, "use parse_json or read_json_file of engine/json_files.py:\n" + "\n".join(readers)
+
+
+# torch's collectives that pickle what they send.
+PICKLES = {
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list",
+}  # fmt: skip
+SAFE_LOAD = {"engine/backends/deepspeed/zero_checkpoint.py": "it adds weights_only to what DeepSpeed passes on"}
+
+
+def unpickles(path: Path) -> Iterator[str]:
+    """Yield what a file does that could run the code in a pickle, with its line."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Attribute) and node.attr in PICKLES:
+            yield f"{node.lineno}: {node.attr}"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in (
+            "pickle.load",
+            "pickle.loads",
+            "pickle.Unpickler",
+        ):
+            yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.ImportFrom) and node.module == "pickle":
+            yield f"{node.lineno}: from pickle import"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            is_safe = "weights_only=True" in ast.unparse(node) or path.relative_to(ROOT).as_posix() in SAFE_LOAD
+            if not is_safe:
+                yield f"{node.lineno}: torch.load without weights_only=True"
+
+
+def test_nothing_is_unpickled() -> None:
+    found = [f"{path.relative_to(ROOT)}:{what}" for path in sources() for what in unpickles(path)]
+    assert not found, "send JSON (gather_json) or tensors, and read no pickle:\n" + "\n".join(found)
 
 
 def test_every_package_is_installed() -> None:

@@ -147,10 +147,7 @@ def status(dump_dir: Path) -> str:
 
     Raises :class:`LaunchError` if no job was submitted for ``dump_dir``.
     """
-    try:
-        lines = (dump_dir / FOLDER / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except (OSError, ValueError):  # a NUL in the name raises ValueError
-        lines = []
+    lines = _read_regular(dump_dir / FOLDER / EVENTS).splitlines()
     noted = [line.split() for line in lines if _EVENT.fullmatch(line)]  # the last may be incomplete
     if not noted:
         raise LaunchError(f"--status {dump_dir}: sdp launch --launcher slurm submitted no job for it")
@@ -163,6 +160,14 @@ def status(dump_dir: Path) -> str:
         state = "out of memory"
     code = events[-1][1] if events and events[-1][0] == "ended" and state != "done" else None
     return f"job {job}: {state}" + (f", exit code {code}" if code else "")
+
+
+def _read_regular(path: Path) -> str:
+    """Return the text in ``path``, or nothing if it cannot be read. A FIFO would wait forever."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except (OSError, ValueError):  # a NUL in the name raises ValueError
+        return ""
 
 
 def _asked(job: str) -> str:
@@ -200,7 +205,7 @@ def _by_events(events: Sequence[Sequence[str]]) -> str:
 
 
 def _says_out_of_memory(log: Path) -> bool:
-    return _OUT_OF_MEMORY.search(log.read_text(encoding="utf-8", errors="replace")) is not None
+    return _OUT_OF_MEMORY.search(_read_regular(log)) is not None
 
 
 # Messages of torch and of SLURM. SLURM has one if it uses cgroups and one if it samples memory.

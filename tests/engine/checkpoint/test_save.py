@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from sdp.engine.checkpoint.files import read_state
+from sdp.engine.checkpoint.save import write
+from sdp.engine.distributed.agreement import Ranks
 from sdp.engine.errors import CheckpointError
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
 from sdp.tests.support.checkpoints import SOURCE, TENSOR_SOURCES, load_case, merge_moments, moments_of
@@ -72,8 +74,20 @@ def test_a_save_without_room_leaves_the_one_before(ranks: RankPool, tmp_path: Pa
     for errors in answers:
         assert errors == answers[0]
         assert all("cannot write the checkpoint" in error for error in errors)
+        assert all("File too large" in error and "unexpected pos" not in error for error in errors)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-1"]
     assert read_state(tmp_path / "step-1")["global_steps"] == 1
+
+
+def test_a_large_tensor_without_room_is_reported_with_the_reason(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        with pytest.raises(CheckpointError, match=r"cannot write the checkpoint: .*File too large"):
+            write(tmp_path, "step-1", {"model/w": torch.zeros(100_000)}, {}, Ranks(alone=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("tag", ["", ".", "../up", "a/b", ".hidden"])

@@ -1,5 +1,6 @@
 """How a SLURM job is, from the run's own files and from what sacct and scontrol say. Real jobs: tests/cluster."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,21 @@ def test_from_files(
 ) -> None:
     assert not list(bin_folder.iterdir())
     assert status(capsys, tmp_path, events, log) == expected
+
+
+@pytest.mark.usefixtures("bin_folder")
+def test_binary_events_and_a_fifo_among_the_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "slurm"
+    folder.mkdir(parents=True)
+    (folder / "events").write_bytes(b"\xff\xfe\n100 7 running\n100 7 ended 1\n\x80\x00")
+    os.mkfifo(folder / "job-7.log")
+    words = ["launch", "--launcher", "slurm", "--status", str(tmp_path / "run")]
+    assert main(words) == 0
+    assert capsys.readouterr().out == "job 7: failed, exit code 1\n"
+    (folder / "events").unlink()
+    os.mkfifo(folder / "events")
+    assert main(words) == 2
+    assert "submitted no job" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""A full disk is one line, which names the newest checkpoint if the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from sdp.tools.shared.files import WriteError
+from sdp.tools.train.log_file import LogFile
+from sdp.tools.train.rank import explained
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_no_room_is_a_write_error_that_names_the_newest_checkpoint(tmp_path: Path, number: int) -> None:
+    (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
+    full = OSError(number, "no room", "events.out")
+    for error, start in (
+        (full, "events.out: cannot be written"),
+        (WriteError("metrics.jsonl: full"), "metrics.jsonl: f"),
+    ):
+        with pytest.raises(WriteError) as found, explained(cast(Any, None), cast(Any, None), dump_dir=tmp_path):
+            raise error
+        assert str(found.value).startswith(start)
+        assert str(found.value).endswith(f"; the newest checkpoint: {tmp_path}/checkpoints/step-4")
+        assert "\n" not in str(found.value)
+
+
+def test_another_error_of_the_system_is_not_explained(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), explained(cast(Any, None), cast(Any, None), dump_dir=tmp_path):
+        raise PermissionError(errno.EACCES, "no permission", "x")
+
+
+def test_a_log_that_cannot_be_written_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = LogFile(Path("/dev/full"))
+    for text in ("first", "second"):
+        handler.handle(logging.LogRecord("sdp", logging.INFO, "", 0, text, None, None))
+    assert capsys.readouterr().err == "sdp: WARNING: /dev/full: cannot be written (No space left on device)\n"
+    with contextlib.suppress(OSError):  # its buffer can never be written
+        handler.close()
