@@ -23,8 +23,8 @@ from .sources import Document
 from .tokenizers import Tokenizer, tokenizer_from_spec
 from .tokenizers.long_texts import cut_text
 
-_BATCH_CHARACTERS = 1_000_000
-_LONG_CHARACTERS = 8_000_000  # longer documents are encoded in pieces, in this process
+BATCH_CHARACTERS = 1_000_000
+LONG_CHARACTERS = 8_000_000  # longer documents are encoded in pieces, in this process
 _HASHED_CHARACTERS = 2**20
 _AHEAD_PER_WORKER = 3
 
@@ -144,15 +144,15 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     characters = 0
     for document in documents:
         length = len(document.text)
-        if length > _LONG_CHARACTERS:
+        if length > LONG_CHARACTERS:
             if batch:
                 yield batch
-            batch, characters = [document], _BATCH_CHARACTERS
+            batch, characters = [document], BATCH_CHARACTERS
         else:
             batch.append(document)
             characters += max(length, 1)  # a million empty documents also make a batch
         del document  # else it would stay in memory while the next one is read
-        if characters >= _BATCH_CHARACTERS:
+        if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
@@ -160,7 +160,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _is_long(batch: list[Document]) -> bool:
-    return len(batch) == 1 and len(batch[0].text) > _LONG_CHARACTERS
+    return len(batch) == 1 and len(batch[0].text) > LONG_CHARACTERS
 
 
 def _encode_batch(spec: str, directory: str, held_out: float, documents: list[Document]) -> EncodedBatch:

@@ -60,7 +60,7 @@ class ImageArrays(Dataset[Sample]):
     def __init__(self, directory: Path, split: str) -> None:
         index = load_image_index(directory)
         self.images, self.labels = load_arrays(directory, split, index)
-        self._directory, self._split, self._index = directory, split, index
+        self._directory, self._split, self.index = directory, split, index
         self.about = Images(
             index.name, directory, index.num_classes, index.image_size, index.mean, index.std, index.sha256, index.mirrors,
             crop=index.image_size // 8,
@@ -79,7 +79,7 @@ class ImageArrays(Dataset[Sample]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.images, self.labels = load_arrays(self._directory, self._split, self._index)
+        self.images, self.labels = load_arrays(self._directory, self._split, self.index)
 
 
 class ImageFolder(Dataset[Sample]):
@@ -104,7 +104,7 @@ class ImageFolder(Dataset[Sample]):
                 f"{root}: no images for the split {split!r}; expected train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg"
             )
         # Arrays, because worker processes would copy the pages of a list.
-        self._paths = np.array([path for path, _ in files])
+        self.paths = np.array([path for path, _ in files])
         self._labels = np.array([label for _, label in files])
         identity = hashlib.sha256("\n".join(path for path, _ in files).encode()).hexdigest()
         size = image_size
@@ -119,7 +119,7 @@ class ImageFolder(Dataset[Sample]):
         from PIL import Image
 
         epoch, item = divmod(position, len(self))
-        path = self.root / str(self._paths[item])
+        path = self.root / str(self.paths[item])
         require_regular(path, "remove it")
         try:
             with Image.open(path) as file:

@@ -1,4 +1,7 @@
-"""What the engine needs of a backend. ``reference.py`` is the specification; every other backend must match it."""
+"""What the engine needs of a backend.
+
+``backends/reference/`` is the specification; every other backend must match it.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,16 @@ class Backend(Protocol):
     @property
     def frozen(self) -> dict[str, nn.Parameter]:
         """Frozen copies, up to date, of the parameters that this process does not train (backward masking), by canonical name."""
+        ...
+
+    @property
+    def stand_ins(self) -> Mapping[str, nn.Module]:
+        """The stand-ins of the blocks that this process skips, by name. The reference skips none: it has the full model."""
+        ...
+
+    @property
+    def library_engine(self) -> Any:
+        """The engine of the library that this backend wraps, or None."""
         ...
 
     @property

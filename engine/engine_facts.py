@@ -38,8 +38,13 @@ class EngineFacts:
         self._skips = SkippedSteps(config.training.max_skips)
         training = config.training
         self.spikes = SpikeDetector(training.on_spike, training.spike_sigma, training.spike_window)
-        if not self._is_reference and getattr(backend, "stand_ins", None):
+        if backend.stand_ins:
             warn_of_partial_state(self.module)
+
+    @property
+    def backend(self) -> Backend:
+        """This process's part of the model. Training loops have no need of it; tools and tests have."""
+        return self._backend
 
     @property
     def module(self) -> nn.Module:
@@ -49,7 +54,9 @@ class EngineFacts:
     @property
     def deepspeed(self) -> Any:
         """DeepSpeed's own engine of this group. Raises AttributeError with other backends."""
-        return self._backend.deepspeed  # type: ignore[attr-defined]
+        if self._backend.library_engine is None:
+            raise AttributeError(f"sdp.engine {self.config.sdp.engine!r} has no engine of DeepSpeed")
+        return self._backend.library_engine
 
     @property
     def layout(self) -> Layout:

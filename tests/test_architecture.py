@@ -299,28 +299,55 @@ def test_every_package_is_installed() -> None:
     assert listed == there, f"setup.cfg's packages: add {sorted(there - listed)} and remove {sorted(listed - there)}"
 
 
-def private_names(path: Path) -> Iterator[str]:
-    """Yield the private names of ``sdp`` modules that a file imports or reaches, each with its module."""
-    modules: dict[str, str] = {}
-    for node in ast.walk(parse(path)):
+# Private names that tests may reach, and whose they are. Those of SDP are not among them.
+FOREIGN_PRIVATE_NAMES = {
+    "_dynamo": "torch",
+    "_local_scalar_dense": "torch.ops.aten",
+    "_world": "torch.distributed.distributed_c10d",
+    "_get_fsdp_state": "FSDPModule of torch",
+    "_fsdp_param_groups": "the state of torch's FSDPModule",
+    "_param_fqn": "FSDPParam of torch",
+    "_unsharded_param": "FSDPParam of torch",
+    "_str": "pathlib.Path",
+    "_zero3_consolidated_16bit_state_dict": "DeepSpeedEngine, so users call it on SDP's engine too",
+    "_register_deepspeed_module": "DeepSpeedZeRoOffload",
+    "_attn_implementation": "the configurations of transformers",
+    "_option_string_actions": "argparse.ArgumentParser",
+}
+PRIVATE = re.compile(r"_[^_]")
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the private names that a test imports from ``sdp``, or reaches in an object, each with its line.
+
+    Strings of several lines that are Python code are scripts that a test runs, and count too.
+    """
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "sdp":
-            below = tuple((node.module or "").split(".")[1:])
-            for alias in node.names:
-                if re.match(r"_[^_]", alias.name):
-                    yield ".".join((*below, alias.name))
-                elif below and exists((*below, alias.name)):
-                    modules[alias.asname or alias.name] = ".".join((*below, alias.name))
-    for node in ast.walk(parse(path)):
-        if (
-            isinstance(node, ast.Attribute)
-            and re.match(r"_[^_]", node.attr)
-            and isinstance(node.value, ast.Name)
-            and node.value.id in modules
-        ):
-            yield f"{modules[node.value.id]}.{node.attr}"
+            yield from (f"{node.lineno}: {alias.name}" for alias in node.names if PRIVATE.match(alias.name))
+        elif isinstance(node, ast.Attribute) and PRIVATE.match(node.attr) and node.attr not in FOREIGN_PRIVATE_NAMES:
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("getattr", "setattr", "delattr")):
+            names = (word.value for word in node.args[1:2] if isinstance(word, ast.Constant))
+            yield from (
+                f"{node.lineno}: {name!r}"
+                for name in map(str, names)
+                if PRIVATE.match(name) and name not in FOREIGN_PRIVATE_NAMES
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count("\n") > 1:
+            try:
+                script = ast.parse(node.value)
+            except (SyntaxError, ValueError):
+                continue
+            yield from (f"{node.lineno}, in a script at its line {found}" for found in private_names(script))
 
 
 def test_tests_use_public_names() -> None:
-    used = {name: path.relative_to(ROOT) for path in files_of_tests() for name in private_names(path)}
-    found = [f"{path}: {name}" for name, path in sorted(used.items())]
+    found = [
+        f"{path.relative_to(ROOT)}:{name}"
+        for path in files_of_tests()
+        for name in private_names(parse(path))
+        if path != Path(__file__)
+    ]
     assert not found, "test through the public interface, or make these names public:\n" + "\n".join(found)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from .kinds import Tokenizer
 
-_PIECE_CHARACTERS = 2**18
+PIECE_CHARACTERS = 2**18
 _CONTEXT_CHARACTERS = 256
 _CANDIDATES = 8
 
@@ -27,19 +27,19 @@ def cut_text(text: str, tokenizer: Tokenizer) -> Iterator[str]:
     still decode to the same text. If there is no such position either, the piece gets longer. This
     happens with tokenizers that add a space to the start of every text.
     """
-    start, end = 0, _PIECE_CHARACTERS
+    start, end = 0, PIECE_CHARACTERS
     while end < len(text):
         cut = _find_cut(text, end, tokenizer)
         if cut is not None:
             yield text[start:cut]
             start, end = cut, cut
-        end += _PIECE_CHARACTERS
+        end += PIECE_CHARACTERS
     yield text[start:]
 
 
 def _find_cut(text: str, end: int, tokenizer: Tokenizer) -> int | None:
     """Find a position for a cut at ``end`` or at most half a piece before it, or return None."""
-    first = end - _PIECE_CHARACTERS // 2
+    first = end - PIECE_CHARACTERS // 2
     for boundary in _BOUNDARIES:
         boundaries = [match.end() for match in boundary.finditer(text, first, end)]
         for cut in boundaries[: -_CANDIDATES - 1 : -1]:

@@ -48,6 +48,10 @@ class TorchOptimizerBackend:
     def stepped(self) -> Mapping[str, torch.Tensor]:
         return self.parameters
 
+    @property
+    def library_engine(self) -> Any:
+        return None
+
     # -- steps -------------------------------------------------------------------------------------
 
     def gradients(self) -> list[torch.Tensor]:

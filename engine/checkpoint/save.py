@@ -136,8 +136,8 @@ def write(
 
     _on_rank_0(lambda: make_room(directory, tag), ranks)
     try:
-        ranks.agree(_unless_shared(aside, ranks.rank))
-        _write_tensors(aside, tensors, ranks)
+        ranks.agree(refuse_unless_shared(aside, ranks.rank))
+        write_tensors(aside, tensors, ranks)
         own = _attempt(lambda: hash_files(aside.glob(f"__{ranks.rank}_*.distcp")))
         everyones = ranks.gather(own)
         ranks.agree(own if isinstance(own, str) else None)
@@ -149,7 +149,8 @@ def write(
     return directory / tag
 
 
-def _write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
+def write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
+    """Write every rank's ``tensors`` to the directory ``aside``. Collective."""
     try:
         with _without_single_process_warning():
             dcp.save(
@@ -163,7 +164,7 @@ def _write_tensors(aside: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
         raise CheckpointError(f"cannot write the checkpoint: {_cause(error)}") from None
 
 
-def _unless_shared(aside: Path, rank: int) -> str | None:
+def refuse_unless_shared(aside: Path, rank: int) -> str | None:
     """Return a message if this rank does not see the directory that rank 0 made, else None."""
     deadline = time.monotonic() + _SHARED_SECONDS
     while not aside.is_dir():

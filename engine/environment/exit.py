@@ -16,7 +16,7 @@ import gc
 import time
 
 # The threads need microseconds once they have a core.
-_SECONDS = 0.25
+SECONDS = 0.25
 
 _watched = False
 
@@ -26,7 +26,7 @@ def watch() -> None:
     global _watched
     if not _watched:
         _watched = True
-        atexit.register(_let_go)
+        atexit.register(wait_for_threads)
 
 
 def leaves_at_once() -> None:
@@ -35,6 +35,7 @@ def leaves_at_once() -> None:
     _watched = True
 
 
-def _let_go() -> None:
+def wait_for_threads() -> None:
+    """Release tensors, and let gloo's threads take the GIL."""
     gc.collect()  # otherwise tensors in reference cycles would be released later
-    time.sleep(_SECONDS)  # sleeping releases the GIL
+    time.sleep(SECONDS)  # sleeping releases the GIL

@@ -139,7 +139,7 @@ class StreamedEvaluation:
             buffers = self._broadcast_buffers(name, holders[0]) if unit.is_block else {}
             if backend.at.sdp in holders:
                 continue
-            tensors = self._assemble(unit, gather_inside(backend, shard))
+            tensors = self.assemble_guest(unit, gather_inside(backend, shard))
             if unit.is_block:
                 self._guest = {path.removeprefix(f"{name}."): tensor for path, tensor in tensors.items()} | buffers
             else:
@@ -190,7 +190,7 @@ class StreamedEvaluation:
             for name, buffer in module.named_buffers()
         }
 
-    def _assemble(self, unit: Unit, shards: torch.Tensor) -> dict[str, torch.Tensor]:
+    def assemble_guest(self, unit: Unit, shards: torch.Tensor) -> dict[str, torch.Tensor]:
         """The unit's parameters, or slices, by name."""
         infos = self._backend.layout.members.get(unit.name, [])
         pieces = shards.split([info.padded_shard_numel(self._backend.shards) for info in infos], dim=1)

@@ -178,7 +178,7 @@ def test_a_folder_that_is_not_split_is_split_by_name(folder):
     train, held_out = ImageFolder(folder / "train", "train", 8), ImageFolder(folder / "train", "held_out", 8)
     assert len(train) + len(held_out) == 68
     assert 1 <= len(held_out) <= 20
-    assert not {*train._paths} & {*held_out._paths}
+    assert not {*train.paths} & {*held_out.paths}
 
 
 def test_a_folder_without_classes_is_refused(folder):
@@ -192,7 +192,7 @@ def test_a_folder_without_classes_is_refused(folder):
 def test_held_out_batches_are_normalised_alone(digits):
     dataset = ImageArrays(digits, "held_out")
     batch = next(iter(evaluation_batches(dataset, 360, collate_fn=Batches(dataset.about, len(dataset)))))
-    images, labels = load_arrays(digits, "held_out", dataset._index)
+    images, labels = load_arrays(digits, "held_out", dataset.index)
     expected = (torch.tensor(images / 255) - dataset.about.mean[0]) / dataset.about.std[0]
     torch.testing.assert_close(batch["images"], expected.float().expand(-1, 3, -1, -1))
     assert batch["labels"].tolist() == labels.tolist()

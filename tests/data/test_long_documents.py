@@ -111,7 +111,7 @@ def tokenizers(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["bytes", "sentencepiece", "hf", "hf with a prefix"])
 def test_pieces_have_the_tokens_of_the_whole(monkeypatch, tokenizers, name):
-    monkeypatch.setattr(long_texts, "_PIECE_CHARACTERS", 60)
+    monkeypatch.setattr(long_texts, "PIECE_CHARACTERS", 60)
     draw, tokenizer = random.Random(1), tokenizers[name]
     for _ in range(20):
         text = "".join(draw.choices([*WORDS, " the", " over", "\n", "12"], k=800))
@@ -123,7 +123,7 @@ def test_pieces_have_the_tokens_of_the_whole(monkeypatch, tokenizers, name):
 
 @pytest.mark.parametrize("name", ["bytes", "sentencepiece", "hf"])
 def test_a_text_without_any_boundary_is_cut_and_comes_back(monkeypatch, tokenizers, name):
-    monkeypatch.setattr(long_texts, "_PIECE_CHARACTERS", 60)
+    monkeypatch.setattr(long_texts, "PIECE_CHARACTERS", 60)
     tokenizer, text = tokenizers[name], "x" * 1000
     pieces = list(long_texts.cut_text(text, tokenizer))
     assert max(map(len, pieces)) <= 60
@@ -136,8 +136,8 @@ def test_shards_are_those_of_documents_in_one_piece(tmp_path, monkeypatch, token
     path = write_lines(tmp_path / "a.jsonl.zst", WORDS * 100)
     more = {"tokenizer": tokenizer, "vocab_size": vocab_size}
     whole = prepare(**arguments(path, tmp_path / "whole", **more))
-    monkeypatch.setattr(encode, "_LONG_CHARACTERS", 1000)
-    monkeypatch.setattr(long_texts, "_PIECE_CHARACTERS", 500)
+    monkeypatch.setattr(encode, "LONG_CHARACTERS", 1000)
+    monkeypatch.setattr(long_texts, "PIECE_CHARACTERS", 500)
     cut = prepare(**arguments(path, tmp_path / "cut", **more, workers=workers))
     assert cut == whole
     for file in (tmp_path / "whole").iterdir():

@@ -55,7 +55,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("tokenizer", "vocab_size"), [("bytes", None), ("sentencepiece", 310)])
 def test_result_does_not_depend_on_the_workers(tmp_path, monkeypatch, tokenizer, vocab_size):
-    monkeypatch.setattr(encode, "_BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 300)
     inputs = [write_json_lines(tmp_path / "a.jsonl"), write_json_lines(tmp_path / "b.jsonl.gz", TEXTS[::-1])]
     for workers in (1, 2):
         arguments = {"tokenizer": tokenizer, "vocab_size": vocab_size, "shard_tokens": 1000, "workers": workers}

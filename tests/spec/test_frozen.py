@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.distributed.tensors import local_tensor
+from sdp.engine.sync.weights import WeightRefresh
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
@@ -151,16 +152,16 @@ def _order(case: Case) -> list[str]:
     engine = engine_of(case)
     one_step(engine, case, 0, data_rank=data_rank_of(case))
     events: list[str] = []
-    broadcast, wait = dist.broadcast, engine._backend._refresh.wait
+    broadcast, wait = dist.broadcast, WeightRefresh.wait
     dist.broadcast = lambda *args, **kwargs: events.append("broadcast") or broadcast(*args, **kwargs)  # type: ignore[func-returns-value]
-    engine._backend._refresh.wait = lambda unit, stream=None: events.append(f"await {unit}") or wait(unit, stream)
+    WeightRefresh.wait = lambda self, unit, stream=None: events.append(f"await {unit}") or wait(self, unit, stream)  # type: ignore
     for index in range(4):
         engine.module.layers[index].register_forward_hook(lambda *_, index=index: events.append(f"run layers.{index}"))
     try:
         engine.step()
         engine(models.micro_batch(case.model, 1, 0, data_rank_of(case)))
     finally:
-        dist.broadcast = broadcast
+        dist.broadcast, WeightRefresh.wait = broadcast, wait  # type: ignore[method-assign]
     return events
 
 
@@ -169,13 +170,13 @@ def _gradients_at_refresh(case: Case) -> int:
     engine = engine_of(case)
     one_step(engine, case, 0, data_rank=data_rank_of(case))
     found: list[int] = []
-    refresh = engine._backend.refresh
+    refresh = engine.backend.refresh
 
     def watched(*, after_step: bool) -> None:
         found.append(sum(parameter.grad is not None for parameter in engine.parameters_here.values()))
         refresh(after_step=after_step)
 
-    engine._backend.refresh = watched
+    engine.backend.refresh = watched
     engine.step()
     (left,) = found
     return left
@@ -248,7 +249,7 @@ def test_copies_of_the_reference_follow_the_model() -> None:
     case = Case(2, 1, masking="backward")
     torch.manual_seed(0)
     engine = sdp.initialize(model=NormedModel(), config=case.config("reference"))[0]
-    copied, own = engine._backend._stand_ins[0]["layers.3"], engine.module.layers[3]
+    copied, own = engine.backend.stand_ins_of_group[0]["layers.3"], engine.module.layers[3]
     for step in range(2):
         engine.backward(engine(models.rows_of_all("mlp", step, 0, 2)))
         engine.step()

@@ -18,7 +18,7 @@ from .process_groups import ProcessGroups
 class HeldByDeepSpeed(ShardedBackend):
     """What DeepSpeed holds for this rank. The backend fills the attributes."""
 
-    deepspeed: Any
+    deepspeed: Any  # DeepSpeed's own engine of this group
     stage: int
     compute_dtype: torch.dtype
     installed: bool  # whether there are several groups, so that averages between them are installed
@@ -29,6 +29,10 @@ class HeldByDeepSpeed(ShardedBackend):
     copies: MasterCopies | None
     scale: LossScale
     _process_groups: ProcessGroups
+
+    @property
+    def library_engine(self) -> Any:
+        return self.deepspeed
 
     @property
     def stepped(self) -> dict[str, torch.Tensor]:

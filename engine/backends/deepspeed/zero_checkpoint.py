@@ -115,7 +115,7 @@ def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
         convert.torch = kept
 
 
-_FILE_BYTES = 2**30
+FILE_BYTES = 2**30
 
 
 def converted(directory: Path, ranks: Ranks) -> WeightFiles:
@@ -167,7 +167,7 @@ def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     where: dict[str, str] = {}
     while tensors:
         part: dict[str, torch.Tensor] = {}
-        while tensors and sum(tensor.nbytes for tensor in part.values()) < _FILE_BYTES:
+        while tensors and sum(tensor.nbytes for tensor in part.values()) < FILE_BYTES:
             name = next(iter(tensors))
             # Tensors of a parameter group share one storage, which safetensors refuses.
             part[name] = tensors.pop(name).clone(memory_format=torch.contiguous_format)

@@ -45,7 +45,7 @@ class ReferenceBackend(TorchOptimizerBackend):
         self.parameters = dict(model.named_parameters())
         self._compute_dtype = compute_dtype
         self._averaged = False  # whether ``.grad`` holds means, not sums
-        self._stand_ins = [self._make_stand_ins(group) for group in range(layout.mesh.sdp)]
+        self.stand_ins_of_group = [self._make_stand_ins(group) for group in range(layout.mesh.sdp)]
         self._scale = BranchScale(layout)
         # Stand-ins are copies that were made before, so skipped blocks are not scaled.
         self._scale.install(model)
@@ -74,7 +74,7 @@ class ReferenceBackend(TorchOptimizerBackend):
     @contextmanager
     def _as_group(self, group: int) -> Iterator[None]:
         """Make the model that of ``group`` inside the context: other units are skipped or not trained."""
-        stand_ins = self._stand_ins[group]
+        stand_ins = self.stand_ins_of_group[group]
         for name, stand_in in stand_ins.items():
             if self.layout.keeps_frozen:
                 for module, original in zip(stand_in.modules(), self.module.get_submodule(name).modules(), strict=True):
@@ -124,9 +124,15 @@ class ReferenceBackend(TorchOptimizerBackend):
         def cast(leaf: Any) -> Any:
             return leaf.to(self._compute_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-        views = [view for stand_ins in self._stand_ins for view in stand_ins.values() if self.layout.keeps_frozen]
+        views = [
+            view for stand_ins in self.stand_ins_of_group for view in stand_ins.values() if self.layout.keeps_frozen
+        ]
         for module in [self.module, *map(self.module.get_submodule, names), *views]:
             module.register_forward_pre_hook(lambda _, args, kwargs: tree_map(cast, (args, kwargs)), with_kwargs=True)
+
+    @property
+    def stand_ins(self) -> dict[str, nn.Module]:
+        return {}
 
     def refresh(self, *, after_step: bool) -> None:
         """A no-op: there is one model, and no copies."""

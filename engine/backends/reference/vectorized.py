@@ -166,8 +166,8 @@ class VectorizedBackend(ReferenceBackend):
             self._group_of_row = torch.full_like(rows, group)
             ours = functional_call(module, values, args, kwargs)
             self._group_of_row = None
-            if name in self._stand_ins[group]:
-                theirs = self._stand_ins[group][name](*args, **kwargs)
+            if name in self.stand_ins_of_group[group]:
+                theirs = self.stand_ins_of_group[group][name](*args, **kwargs)
             else:
                 held = {key: self._held[group].get(f"{name}.{key}", torch.ones(())) for key in values}
                 theirs = functional_call(

@@ -128,7 +128,7 @@ def test_a_forged_pickle_changes_nothing(pickled: tuple[Path, Any], how: str, mo
         assert not (folder / "planted").exists()
     finally:
         if "_str" in vars(pathlib.PosixPath):  # every path of the process would be the planted one
-            del pathlib.PosixPath._str
+            delattr(pathlib.PosixPath, "_str")
 
 
 def _change_place(metadata: Any, key: str, value: Any) -> None:

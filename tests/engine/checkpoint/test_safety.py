@@ -243,7 +243,7 @@ def test_a_directory_that_is_removed_during_a_save_is_not_made_again(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(SOURCE, "reference")
-    monkeypatch.setattr(save, "_unless_shared", lambda *_: shutil.rmtree(small))
+    monkeypatch.setattr(save, "refuse_unless_shared", lambda *_: shutil.rmtree(small))
     with pytest.raises(CheckpointError, match="it was removed while the checkpoint was written"):
         engine.save_checkpoint(small, "step-2")
     assert not small.exists()
@@ -260,7 +260,7 @@ def test_what_is_half_written_is_not_a_checkpoint(small: Path, monkeypatch: pyte
         raise _Killed
 
     with monkeypatch.context() as until, pytest.raises(_Killed):
-        until.setattr(save, "_write_tensors", killed)
+        until.setattr(save, "write_tensors", killed)
         engine_of(SOURCE, "reference").save_checkpoint(small, "step-7")
     partial = small / ".step-7.sdp-partial"
     assert is_ours(partial)

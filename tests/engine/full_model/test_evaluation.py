@@ -139,7 +139,7 @@ def _train_with_evaluations(case: Case) -> Any:
             engine.step()
             engine.evaluate(_batches(case, dist.get_rank())[:2])
             assert engine.full_state_dict() is None or dist.get_rank() == 0
-    assert all("forward" not in vars(stand_in) for stand_in in engine._backend.stand_ins.values())
+    assert all("forward" not in vars(stand_in) for stand_in in engine.backend.stand_ins.values())
     return engine.full_state_dict()
 
 
@@ -231,7 +231,7 @@ def _live_guests(stage: int) -> tuple[int, int]:
     case = Case(4, 1, stage, model="llama", placement="profile")
     engine = engine_of(case)
     guests: list[list[weakref.ref[torch.Tensor]]] = []
-    peak, original = 0, StreamedEvaluation._assemble
+    peak, original = 0, StreamedEvaluation.assemble_guest
 
     def assemble(self: StreamedEvaluation, *args: Any) -> dict[str, torch.Tensor]:
         nonlocal peak
@@ -240,11 +240,11 @@ def _live_guests(stage: int) -> tuple[int, int]:
         peak = max(peak, sum(any(reference() is not None for reference in guest) for guest in guests))
         return made
 
-    StreamedEvaluation._assemble = assemble  # type: ignore[method-assign]
+    StreamedEvaluation.assemble_guest = assemble  # type: ignore[method-assign]
     try:
         engine.evaluate(_batches(case, dist.get_rank()))
     finally:
-        StreamedEvaluation._assemble = original  # type: ignore[method-assign]
+        StreamedEvaluation.assemble_guest = original  # type: ignore[method-assign]
     return len(guests), peak
 
 

@@ -17,7 +17,7 @@ def gather(case: Case) -> tuple[list[tuple[str, Any]], int]:
     """Stream the full model; return it as this rank sees it, and the bytes that were gathered in groups."""
     engine = engine_of(case)
     engine.traffic.reset()
-    streamed = list(stream_full_state(engine._backend))
+    streamed = list(stream_full_state(engine.backend))
     gathered = engine.traffic.buffers("inside groups")
     dist.barrier()
     return streamed, sum(gathered.values())

@@ -130,7 +130,7 @@ def _started_from(case: Case, folder: str, scratch: str) -> tuple[Any, int]:
         patch.setattr(
             zero_checkpoint, "weights_of_zero_checkpoint", lambda path: (conversions.append(path), convert(path))[1]
         )
-        patch.setattr(zero_checkpoint, "_FILE_BYTES", 4096)  # several files
+        patch.setattr(zero_checkpoint, "FILE_BYTES", 4096)  # several files
         return engine_of(case, "fsdp2", training={"init_from": folder}).full_state_dict(), len(conversions)
 
 

@@ -82,7 +82,7 @@ def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
         for u in engine.layout.units
         if any(n.startswith(f"{u.name}.") for n, _ in engine.module.named_parameters())
     ]
-    expected = [u.name for u in engine.layout.units if engine.layout.placement.holds(engine._backend.at.sdp, u.index)]
+    expected = [u.name for u in engine.layout.units if engine.layout.placement.holds(engine.backend.at.sdp, u.index)]
     assert units == expected
     return whole, handed_over[0], held, units
 
