@@ -19,6 +19,7 @@ from .distributed.traffic import Traffic
 from .full_model.recalibration import Statistics
 from .placement.layout import Layout
 from .placement.tensor_info import Shard
+from .sync.outer import OuterFacts
 
 
 class Update(NamedTuple):
@@ -26,6 +27,49 @@ class Update(NamedTuple):
 
     norm: float
     skipped: bool
+
+
+class LocalUpdate(NamedTuple):
+    """The outcome of a local step of all groups.
+
+    Attributes:
+        loss: the mean loss of all ranks.
+        norm: the mean of the groups' gradient norms before clipping, without those of groups that skipped.
+        skipped: the number of groups that skipped the step, because their gradient is NaN or infinite.
+    """
+
+    loss: float
+    norm: float
+    skipped: int
+
+
+class LocalSteps(Protocol):
+    """Steps that groups take on their own, and the averages between them (``sdp.sync``)."""
+
+    def step(self, loss: torch.Tensor, scheduler: Any) -> LocalUpdate:
+        """Let every group clip and take a step of its own. ``loss`` is this process's mean loss. Collective."""
+        ...
+
+    @property
+    def travelling(self) -> int | None:
+        """The fragment whose average was started and is not applied yet."""
+        ...
+
+    def common_state(self) -> tuple[Mapping[str, torch.Tensor], Optimizer]:
+        """The weights and the optimizer that are equal at all holders: anchors, and the outer optimizer."""
+        ...
+
+    def start(self, fragment: int) -> None:
+        """Start to average the weights of ``fragment`` among their holders. Collective."""
+        ...
+
+    def arrive(self) -> OuterFacts:
+        """Apply the average that was started. Collective."""
+        ...
+
+    def anchored(self) -> AbstractContextManager[None]:
+        """A context in which the module has the weights and buffers of the anchors. Collective."""
+        ...
 
 
 class StateToSave(Protocol):
@@ -139,6 +183,21 @@ class Backend(Protocol):
 
     def shard_parameters(self) -> None:
         """Bring every parameter into its sharded form, with the values of the last update."""
+        ...
+
+    # -- local steps ---------------------------------------------------------------------------------
+
+    @property
+    def local(self) -> LocalSteps | None:
+        """The local steps. None while gradients are averaged in every step."""
+        ...
+
+    def begin_local_steps(self) -> None:
+        """From now on groups take steps of their own. Their weights become the anchors. Collective."""
+        ...
+
+    def end_local_steps(self) -> None:
+        """Average gradients in every step again. Weights must be equal at all holders."""
         ...
 
     # -- the optimizer, from the moment when it is attached ----------------------------------------

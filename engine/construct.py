@@ -122,6 +122,7 @@ def build_native(
         traffic=traffic,
         tensor_ranks=tensor_ranks,
         scale=scale,
+        sync=config.sdp.sync,
     )
 
 

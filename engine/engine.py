@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .backend import Backend
+from .backend import Backend, LocalUpdate
 from .batch.call import call_model, loss_of
 from .batch.size import BatchSize
 from .checkpoint.directory import check_tag
@@ -42,6 +42,7 @@ class SDPEngine(DeepSpeedNames):
     ):
         super().__init__(backend, config, batch, optimizer)
         backend.attach(optimizer, config)
+        self.local_training.follow(0)
         self.lr_scheduler = scheduler
         self.loader: Any = None
         self.training_dataloader: Any = None  # the third value of sdp.initialize, which ends with the epoch
@@ -120,6 +121,9 @@ class SDPEngine(DeepSpeedNames):
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
         # The host waits for the device only here: it must know whether to skip the step, and by what norm to clip.
         loss = torch.stack(self._losses).double().mean()
+        if backend.local is not None:
+            self._note_local_step(backend.local.step(loss, self.lr_scheduler))
+            return
         squared_norm, mean_loss = backend.squared_grad_norm_and_loss(loss).tolist()
         norm, may_lower = math.sqrt(squared_norm), backend.may_lower_loss_scale
         self._loss = mean_loss
@@ -137,12 +141,19 @@ class SDPEngine(DeepSpeedNames):
         self._skips.note(update.skipped and not is_spike, excused=may_lower)
         self._count_step()
 
+    def _note_local_step(self, update: LocalUpdate) -> None:
+        self._loss, self._grad_norm = update.loss, update.norm
+        self.skipped_steps += update.skipped > 0
+        self._skips.note(update.skipped > 0, groups=f"{update.skipped} of {self.layout.mesh.sdp} groups")
+        self._count_step()
+
     def _count_step(self) -> None:
         """Count a step that was taken, or that all groups skipped."""
         self._forget_micro_batches()
         self.global_steps += 1
         self.global_samples += self._batch.train
         self.tput_timer.global_samples += self._batch.train
+        self.local_training.after_step(self.global_steps)
         if self._skips.in_a_row:
             self._skips.report(self.global_steps, self._grad_norm, self.get_loss_scale())
         interval = self.config.sdp.check_interval

@@ -22,6 +22,7 @@ from .environment.detect import detect
 from .full_model.evaluation import in_eval_mode
 from .full_model.recalibration import tracks_statistics, with_statistics
 from .full_model.whole_files import warn_of_partial_state, write_configuration, write_weights
+from .local_training import LocalTraining
 from .optim.skipped_steps import SkippedSteps
 from .optim.spikes import SpikeDetector
 from .placement.layout import Layout
@@ -36,6 +37,7 @@ class EngineFacts:
         self._grad_norm: float | None = None
         self._loss: float | None = None
         self._skips = SkippedSteps(config.training.max_skips)
+        self.local_training = LocalTraining(backend, config.sdp.sync)
         training = config.training
         self.spikes = SpikeDetector(training.on_spike, training.spike_sigma, training.spike_window)
         if backend.stand_ins:
@@ -186,7 +188,8 @@ class EngineFacts:
         batches. Under backward masking nothing is streamed. Running statistics are those of
         :meth:`full_state_dict`. Ranks may bring different numbers of batches, but each needs at least one.
         """
-        return self._evaluate(self._backend.evaluate, batches)
+        with self.local_training.anchored():
+            return self._evaluate(self._backend.evaluate, batches)
 
     def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
         """By group, the token-weighted mean loss of its subnetwork over the batches of its own ranks. Collective."""
@@ -204,7 +207,10 @@ class EngineFacts:
         if not tracks_statistics(self.layout.buffers):
             yield
             return
-        with with_statistics(self.module, self._evaluate(self._backend.batch_statistics, batches)):
+        with (
+            self.local_training.anchored(),
+            with_statistics(self.module, self._evaluate(self._backend.batch_statistics, batches)),
+        ):
             yield
 
     def _evaluate(self, evaluation: Callable[[list[Any]], Any], batches: Iterable[Any]) -> Any:
@@ -217,9 +223,9 @@ class EngineFacts:
         Other ranks get None. Tied parameters appear under each of their names. Parameters cross the network one
         at a time.
         """
-        state = {
-            name: tensor.detach().cpu().clone() for name, tensor in self._backend.stream_state() if tensor is not None
-        }
+        with self.local_training.anchored():
+            streamed = ((name, tensor) for name, tensor in self._backend.stream_state() if tensor is not None)
+            state = {name: tensor.detach().cpu().clone() for name, tensor in streamed}
         if self.global_rank != 0:
             return None
         return state | {alias: state[name] for alias, name in self.layout.aliases.items()}

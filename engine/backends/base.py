@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..accounting.memory import StateBytes, measure_state_bytes, predict_state_bytes
 from ..accounting.traffic_plan import describe_formula, plan_traffic
-from ..backend import StateToSave, Update
+from ..backend import LocalSteps, StateToSave, Update
 from ..checkpoint.state import SavedState
 from ..config.schema import Config
 from ..distributed.traffic import Traffic
@@ -57,6 +57,11 @@ class TorchOptimizerBackend:
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
+    @property
+    def clipping(self) -> float:
+        """The largest norm of a gradient, or 0 for no clipping."""
+        return self._config.gradient_clipping
+
     def clip(self, gradients: list[torch.Tensor], norm: float) -> None:
         """Scale ``gradients`` in place so that the full model's norm is at most ``gradient_clipping``."""
         if self._config.gradient_clipping > 0:
@@ -90,6 +95,18 @@ class TorchOptimizerBackend:
         raise NotImplementedError
 
     def zero_grad(self) -> None:
+        raise NotImplementedError
+
+    # -- local steps -------------------------------------------------------------------------------
+
+    @property
+    def local(self) -> LocalSteps | None:
+        return None
+
+    def begin_local_steps(self) -> None:
+        raise NotImplementedError
+
+    def end_local_steps(self) -> None:
         raise NotImplementedError
 
     # -- loss scale: none --------------------------------------------------------------------------
@@ -127,7 +144,8 @@ class TorchOptimizerBackend:
 
     def check_holders(self) -> None:
         if self._world_size > 1:
-            check_holders(self.layout, self.stepped, self.optimizer, self._rank, sharded=self._shards > 1)
+            weights, optimizer = (self.stepped, self.optimizer) if self.local is None else self.local.common_state()
+            check_holders(self.layout, weights, optimizer, self._rank, sharded=self._shards > 1)
 
     def materialise_optimizer_state(self) -> None:
         materialise_state(self.basic_optimizer)

@@ -56,6 +56,9 @@ class Communicators:
             in them. The source sends frozen copies. Each source has its own communicator: a
             communicator runs its operations one by one, and a network link carries both directions
             at once.
+        group: for local steps, all ranks of this rank's SDP group. None if it is alone in it.
+        replicas: for local steps, the ranks that average gradients inside this group. None if the
+            group's state is sharded, or if this rank is alone.
     """
 
     mesh: Mesh
@@ -64,6 +67,8 @@ class Communicators:
     fsdp: dist.ProcessGroup | None = None
     holders: dict[Holders, dist.ProcessGroup] = field(default_factory=dict)
     refresh: dict[tuple[int, Holders], dist.ProcessGroup] = field(default_factory=dict)
+    group: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
 
     @classmethod
     def build(
@@ -74,6 +79,7 @@ class Communicators:
         replicate_inside: bool,
         alone: bool = False,
         refreshes: Iterable[tuple[int, Holders]] = (),
+        local_steps: bool = False,
     ) -> Communicators:
         """Create all process groups of the world.
 
@@ -89,10 +95,13 @@ class Communicators:
                 of this rank alone, which overlaps no other.
             refreshes: for each message of frozen copies, the source group and the groups that take
                 part.
+            local_steps: whether groups take steps on their own (``sdp.sync``).
         """
         self = cls(mesh, dist.get_rank(), replicate_inside)
         at = mesh.coordinates(self.rank)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
+        if local_steps:  # control messages use the world; they must not wait for averages that travel
+            made.clear()
 
         def group_of(ranks: list[int]) -> dist.ProcessGroup:
             key = tuple(ranks)
@@ -122,6 +131,15 @@ class Communicators:
                 own = dist.new_group(list(ranks), backend=_backend())
                 if self.rank in ranks:
                     self.refresh[source, groups] = own  # type: ignore[assignment]
+        if local_steps:
+            own_ranks = mesh.ranks_of(at.sdp)
+            for sdp in range(mesh.sdp):
+                ranks = mesh.ranks_of(sdp)
+                for members in [ranks, *([ranks[tp :: mesh.tp] for tp in range(mesh.tp)] if replicate_inside else [])]:
+                    if len(members) > 1:
+                        group_of(members)
+            self.group = made.get(tuple(own_ranks))
+            self.replicas = made.get(tuple(own_ranks[at.tp :: mesh.tp])) if replicate_inside else None
         return self
 
     def fsdp_mesh(self, device_type: str) -> DeviceMesh:

@@ -15,12 +15,13 @@ batches) are taken from the first rank of the first holder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import nn
 
 from ..placement.layout import Layout
+from ..placement.tensor_info import TensorInfo
 from .backend_view import SubnetworkBackend
 
 
@@ -52,8 +53,9 @@ class BufferMean:
     Sums are in float64, so the mean of equal values is that value.
     """
 
-    def __init__(self, layout: Layout, device: torch.device):
-        shapes = {name: info.shape for name, info in layout.buffers.items() if info.dtype.is_floating_point}
+    def __init__(self, buffers: Mapping[str, TensorInfo], device: torch.device):
+        """``buffers`` are those to average. The same on all ranks."""
+        shapes = {name: info.shape for name, info in buffers.items() if info.dtype.is_floating_point}
         self._shapes = shapes
         total = sum(shape.numel() for shape in shapes.values())
         # The first row sums the values, the second one counts them.
@@ -84,24 +86,30 @@ class BufferMean:
         return self._sums.split([shape.numel() for shape in self._shapes.values()], dim=1)
 
 
-def agree_on_buffers(backend: SubnetworkBackend) -> None:
-    """Set persistent buffers to the full model's values, bit-identical on all ranks. Collective."""
+def agree_on_buffers(backend: SubnetworkBackend, names: Collection[str] | None = None) -> None:
+    """Set persistent buffers to the full model's values, bit-identical on all ranks. Collective.
+
+    ``names`` are the buffers to set, the same on all ranks. The default is all.
+    """
     layout = backend.layout
-    if layout.mesh.world_size == 1 or not layout.buffers:
+    infos = {name: info for name, info in layout.buffers.items() if names is None or name in names}
+    if layout.mesh.world_size == 1 or not infos:
         return
-    here = persistent_buffers(backend.module, layout)
-    mean = BufferMean(layout, backend.device)
+    here = {name: buffer for name, buffer in persistent_buffers(backend.module, layout).items() if name in infos}
+    mean = BufferMean(infos, backend.device)
     mean.add(here, held_entries(layout, backend.at.sdp, backend.device))
     mean.over(backend.all_reduce_control).give(here)
-    _take_first_holders(backend, here)
+    _take_first_holders(backend, here, infos)
 
 
-def _take_first_holders(backend: SubnetworkBackend, here: Mapping[str, torch.Tensor]) -> None:
+def _take_first_holders(
+    backend: SubnetworkBackend, here: Mapping[str, torch.Tensor], infos: Mapping[str, TensorInfo]
+) -> None:
     """Take buffers that are not floating-point from their first holder.
 
     They are summed as bytes, where all ranks but one contribute zeros.
     """
-    others = {name: info for name, info in backend.layout.buffers.items() if not info.dtype.is_floating_point}
+    others = {name: info for name, info in infos.items() if not info.dtype.is_floating_point}
     if not others:
         return
     own = []

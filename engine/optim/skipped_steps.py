@@ -20,9 +20,11 @@ class SkippedSteps:
         self._allowed = allowed
         self.in_a_row = 0
         self._excused = 0
+        self._groups = "all groups"
 
-    def note(self, skipped: bool, *, excused: bool = False) -> None:
-        """Count one step. A step that was not skipped resets the count."""
+    def note(self, skipped: bool, *, excused: bool = False, groups: str = "all groups") -> None:
+        """Count one step. A step that was not skipped resets the count. ``groups`` says who skipped it."""
+        self._groups = groups
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self._excused = self._excused + excused if skipped else 0
 
@@ -42,6 +44,6 @@ class SkippedSteps:
             )
         scale = "" if loss_scale is None else f", the loss scale is now {loss_scale:g}"
         log.warning(
-            "step %d was skipped by all groups: the gradient's norm is %s%s (%d in a row, training.max_skips %d)",
-            *(step, norm, scale, counted, self._allowed),
+            "step %d was skipped by %s: the gradient's norm is %s%s (%d in a row, training.max_skips %d)",
+            *(step, self._groups, norm, scale, counted, self._allowed),
         )

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from ..distributed.mesh import Holders
 from ..distributed.tensor_collectives import TensorRanks
 from ..distributed.tensors import local_tensor
-from ..distributed.traffic import Traffic
+from ..distributed.traffic import Scope, Traffic
 from ..placement.buckets import Bucket
 
 AllReduce = Callable[[torch.Tensor, dist.ProcessGroup], Any]
@@ -41,10 +41,12 @@ class PendingBucket:
     Args:
         parameters: this rank's parameters of the bucket, in the bucket's order.
         group: the ranks that hold these parameters.
+        scope: how the bytes sent are counted.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup):
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, scope: Scope = "between groups"):
         self.parameters, self._group = parameters, group
+        self._scope: Scope = scope
         self._ranks = dist.get_world_size(group)
         self._missing = 0
         self._buffer: torch.Tensor | None = None
@@ -79,7 +81,7 @@ class PendingBucket:
         self._buffer = _coalesce(self.parameters, self._ranks)
         if self._buffer.numel() == 0:
             return  # no rank of this communicator has a row of these parameters
-        traffic.record("between groups", "all_reduce", self._buffer.nbytes, self._ranks)
+        traffic.record(self._scope, "all_reduce", self._buffer.nbytes, self._ranks)
         self._work = all_reduce(self._buffer, self._group)
 
     def wait(self) -> None:
@@ -107,7 +109,8 @@ class GradientSync:
         partial: names of parameters whose gradient is this tensor-parallel rank's share of a sum.
         tensor_ranks: the ranks over which partial gradients are summed.
         clock: measures the time left to wait after backward, in seconds.
-        all_reduce: starts a sum over a group.
+        all_reduce: starts a sum over a communicator.
+        scope: how the bytes sent are counted.
 
     Attributes:
         exposed_seconds: the time spent waiting after backward, since the start.
@@ -124,6 +127,7 @@ class GradientSync:
         *,
         clock: Callable[[], float] = time.perf_counter,
         all_reduce: AllReduce = start_all_reduce,
+        scope: Scope = "between groups",
     ):
         self._traffic, self._clock, self._all_reduce = traffic, clock, all_reduce
         self.exposed_seconds = 0.0
@@ -141,7 +145,7 @@ class GradientSync:
             if communicator is None:
                 self._alone += held
                 continue
-            pending = PendingBucket(held, communicator)
+            pending = PendingBucket(held, communicator, scope)
             self._pending.append(pending)
             for parameter in held:
                 parameter.register_post_accumulate_grad_hook(self._make_hook(pending))

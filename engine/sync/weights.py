@@ -52,16 +52,17 @@ class WeightRefresh:
         """The names of the blocks that this rank sends or receives, without repetition."""
         return list(dict.fromkeys(refresh.block for refresh in self._refreshes))
 
-    def start(self, names: Collection[str]) -> None:
+    def start(self, names: Collection[str], weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Start to send and receive those parameters of ``names`` that concern this rank.
 
-        The order is the same on all ranks.
+        The order is the same on all ranks. ``weights`` are sent in place of the parameters of the
+        same names.
         """
         self.finish()
         for refresh in self._refreshes:
             pending = self._pending.setdefault(refresh.block, [])
             for name in refresh.names:
-                for tensor, group, source in self._parts(refresh, name) if name in names else ():
+                for tensor, group, source in self._parts(refresh, name, weights or {}) if name in names else ():
                     if tensor.numel() == 0:  # an empty shard is empty in all groups
                         continue
                     here, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -73,13 +74,19 @@ class WeightRefresh:
                     assert work is not None
                     pending.append((work, tensor))  # the tensor must live until it is sent
 
-    def _parts(self, refresh: Refresh, name: str) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
+    def _parts(
+        self, refresh: Refresh, name: str, weights: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
         """Yield this rank's parts of a parameter.
 
         Each part comes with its communicator and the sender's position in it.
         """
         group = self._communicators[refresh.source, refresh.members]
-        yield local_tensor(self._parameters[name].detach()), group, refresh.members.index(refresh.source)
+        yield self._weight(name, weights), group, refresh.members.index(refresh.source)
+
+    def _weight(self, name: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        own = local_tensor(self._parameters[name].detach())
+        return weights[name].detach().to(own.device) if name in weights else own
 
     def wait(self, block: str, stream: torch.Stream | None = None) -> None:
         """Wait for the weights of one block.

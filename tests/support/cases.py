@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -39,6 +41,7 @@ class Case:
     neurons: int = 0  # the number of groups into which a branch is cut; 0 means that units are blocks
     branch_scale: Literal["none", "train", "eval"] = "none"
     sizes: tuple[int, ...] = ()  # the number of ranks of each group, if groups are unequal
+    sync: str = ""  # local steps: the section as JSON
 
     @property
     def data_ranks(self) -> int:
@@ -54,6 +57,7 @@ class Case:
         parts += ["clip"] * self.clip + ["bf16"] * self.bf16 + [self.checkpointing] * (self.checkpointing != "none")
         parts += ["backward"] * (self.masking == "backward") + [f"neurons{self.neurons}"] * (self.neurons > 0)
         parts += [f"scale-{self.branch_scale}"] * (self.branch_scale != "none")
+        parts += [re.sub(r"[^\w.]+", "-", self.sync).strip("-")] * bool(self.sync)
         return "-".join(parts)
 
     def config(self, engine: str = "fsdp2", **sections: Any) -> dict[str, Any]:
@@ -98,6 +102,7 @@ class Case:
                 **({"group_sizes": list(self.sizes), "check_interval": 1} if self.sizes else {}),
                 **self._placement(),
                 **self._neurons(),
+                **({"sync": json.loads(self.sync)} if self.sync else {}),
             },
             **sections,
         }

@@ -169,11 +169,13 @@ class RoutedRefresh(WeightRefresh):
         super().__init__(here, parameters, communicators, traffic, dtype, broadcast)
         self._routes, self._between, self._rank = routes, between, rank
 
-    def _parts(self, refresh: Refresh, name: str) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
+    def _parts(
+        self, refresh: Refresh, name: str, weights: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup, int]]:
         for route in self._routes[name, refresh.source]:
             if self._rank in route.shared.ranks:
                 at = route.shared.at[route.shared.ranks.index(self._rank)]
-                part = self._parameters[name].detach().view(-1).narrow(0, at, route.shared.length)
+                part = self._weight(name, weights).view(-1).narrow(0, at, route.shared.length)
                 yield part, self._between[route.shared.ranks], route.shared.ranks.index(route.source)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ...config.sync import SyncSection
 from ...distributed.process_groups import Communicators
 from ...distributed.tensor_collectives import TensorRanks
+from ...distributed.tensors import local_tensor
 from ...distributed.traffic import Traffic
 from ...errors import ModelError
 from ...full_model.evaluation import StreamedEvaluation, mean_loss
@@ -27,6 +29,7 @@ from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
+from ..local_steps import ShardedLocalSteps
 from ..sharded import ShardedBackend
 from .collectives import (
     CountingAllGather,
@@ -57,6 +60,7 @@ class FSDP2Backend(ShardedBackend):
         traffic: Traffic,
         tensor_ranks: TensorRanks | None,
         scale: BranchScale,
+        sync: SyncSection | None = None,
     ):
         self.layout, self.module, self.device, self.stand_ins = layout, model, device, stand_ins
         self.rank = dist.get_rank()
@@ -64,6 +68,8 @@ class FSDP2Backend(ShardedBackend):
         self.stage, self.compute_dtype = stage, compute_dtype
         self.traffic, self.tensor_ranks, self._scale = traffic, tensor_ranks, scale
         self.clock: Callable[[], float] = time.perf_counter
+        self._local: ShardedLocalSteps | None = None
+        self._local_settings = sync
         self._accumulated = False  # whether an earlier micro-batch of this step left gradients
         # One shard in float32 does not need FSDP2. Plain parameters avoid a second copy of the
         # weights.
@@ -79,6 +85,7 @@ class FSDP2Backend(ShardedBackend):
             replicate_inside=stage == 0,
             alone=self.uses_fsdp and self.shards == 1,
             refreshes={(refresh.source, refresh.members) for refresh in layout.refreshes},
+            local_steps=sync is not None,
         )
         if self.uses_fsdp:
             self._refuse_scalars()
@@ -90,7 +97,10 @@ class FSDP2Backend(ShardedBackend):
 
     @property
     def exposed_seconds(self) -> float:
-        return self._sync.exposed_seconds
+        waited = self._sync.exposed_seconds
+        if self._inner_sync is not None:
+            waited += self._inner_sync.exposed_seconds
+        return waited + (self.local.outer.exposed_seconds if self.local is not None else 0.0)
 
     def _refuse_scalars(self) -> None:
         # Look at the full model's parameters, so that all ranks raise.
@@ -146,6 +156,7 @@ class FSDP2Backend(ShardedBackend):
             self.tensor_ranks,
             clock=self.clock,
         )
+        self._inner_sync = self._make_inner_sync(partial)
         self._counted = [
             self.parameters[name]
             for name, info in self.layout.parameters.items()
@@ -158,6 +169,52 @@ class FSDP2Backend(ShardedBackend):
             # This hook must run before FSDP2's own hook, which gathers the shards.
             self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
         self.refresh(after_step=False)
+
+    # -- local steps -------------------------------------------------------------------------------
+
+    def _make_inner_sync(self, partial: Sequence[str]) -> GradientSync | None:
+        """Make what averages the gradients of local steps: among this group's replicas only."""
+        if self._local_settings is None:
+            return None
+        holder_sets = {info.holders for info in self.layout.parameters.values()}
+        replicas = self.communicators.replicas
+        return GradientSync(
+            self.layout.buckets(self._in_root_group),
+            self.parameters,
+            dict.fromkeys(holder_sets, replicas) if replicas is not None else {},
+            self.traffic,
+            partial,
+            self.tensor_ranks,
+            clock=self.clock,
+            scope="inside groups",
+        )
+
+    @property
+    def _reducer(self) -> GradientSync:
+        """What averages the gradients of the present step."""
+        if self.local is None:
+            return self._sync
+        assert self._inner_sync is not None
+        return self._inner_sync
+
+    @property
+    def local(self) -> ShardedLocalSteps | None:
+        return self._local
+
+    def begin_local_steps(self) -> None:
+        assert self._local_settings is not None
+        self._local = ShardedLocalSteps(self, self._local_settings)
+
+    def end_local_steps(self) -> None:
+        self._local = None
+
+    def local_weight(self, name: str) -> torch.Tensor:
+        """This rank's part of a parameter. Its memory may change when FSDP2 shards again."""
+        return local_tensor(self.parameters[name].detach())
+
+    def refresh_from(self, anchors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+        """Send the ``anchors`` of ``names`` to the frozen copies of other groups. Collective."""
+        self._refresh.start(names, anchors)
 
     def _wait_for_weights(self, block: str) -> Callable[..., None]:
         return lambda module, _: self._refresh.wait(block, gather_stream(module))
@@ -180,22 +237,23 @@ class FSDP2Backend(ShardedBackend):
             if boundary and self._accumulated and self.stage < 2:
                 zero_missing_gradients(self.module)
         self._accumulated = not boundary
-        self._sync.begin()
+        reducer = self._reducer
+        reducer.begin()
         if not boundary:
             loss.backward()
             return
-        self._sync.arm()
+        reducer.arm()
         try:
             loss.backward()
         except BaseException:
-            self._sync.abandon()
+            reducer.abandon()
             raise
-        self._sync.finish()
+        reducer.finish()
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._sync.dropped()
+        self._reducer.dropped()
         self._accumulated = False
         for module in self.module.modules():
             if isinstance(module, FSDPModule):

@@ -19,16 +19,19 @@ from torch.utils._pytree import tree_map
 
 from ...batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
 from ...distributed.traffic import Traffic
-from ...full_model.buffers import BufferMean, held_entries, persistent_buffers
+from ...full_model.buffers import held_entries
 from ...full_model.recalibration import Statistics, batch_statistics
 from ...model_interface import get_sharding_groups
 from ...optim.clip import squared_norm
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
-from ...placement.units import Slice, goes_into_sum
+from ...placement.units import goes_into_sum
 from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough, frozen_view, masked, refuse_together
 from ..base import TorchOptimizerBackend
+from .local_steps import ReferenceLocalSteps, range_of
+from .other_values import Backward, Valued, cast_parameters
+from .worker_buffers import WorkerBuffers
 
 
 class ReferenceBackend(TorchOptimizerBackend):
@@ -54,6 +57,7 @@ class ReferenceBackend(TorchOptimizerBackend):
             self._all = self._held_indices(None)
         self._workers = self._count_workers()
         self._held_entries = [held_entries(layout, group, device) for group in range(layout.mesh.sdp)]
+        self._local: ReferenceLocalSteps | None = None
         if compute_dtype != torch.float32:
             self._cast_inputs()
 
@@ -95,8 +99,8 @@ class ReferenceBackend(TorchOptimizerBackend):
                 factor = self._scale.factor(unit) if goes_into_sum(part.parameter, part.dim) else 1.0
                 factor = factor if group is None or group in holders else 0.0
                 if factor != 1.0:
-                    held.setdefault(part.parameter, self._ones_along(part.parameter, part.dim))
-                    _indices(held[part.parameter], part).fill_(factor)
+                    held.setdefault(part.parameter, self.ones_along(part.parameter, part.dim))
+                    range_of(held[part.parameter], part).fill_(factor)
         return held
 
     def _count_workers(self) -> dict[str, Any]:
@@ -109,11 +113,11 @@ class ReferenceBackend(TorchOptimizerBackend):
         workers: dict[str, Any] = {name: ranks_of(info.holders) for name, info in self.layout.parameters.items()}
         for part, holders in self.layout.slices():
             if isinstance(workers[part.parameter], int):
-                workers[part.parameter] = workers[part.parameter] * self._ones_along(part.parameter, part.dim)
-            _indices(workers[part.parameter], part).fill_(ranks_of(holders))
+                workers[part.parameter] = workers[part.parameter] * self.ones_along(part.parameter, part.dim)
+            range_of(workers[part.parameter], part).fill_(ranks_of(holders))
         return workers
 
-    def _ones_along(self, name: str, dim: int | None) -> torch.Tensor:
+    def ones_along(self, name: str, dim: int | None) -> torch.Tensor:
         shape = self.parameters[name].shape
         return torch.ones([size if axis == dim else 1 for axis, size in enumerate(shape)], device=self.device)
 
@@ -130,9 +134,19 @@ class ReferenceBackend(TorchOptimizerBackend):
         for module in [self.module, *map(self.module.get_submodule, names), *views]:
             module.register_forward_pre_hook(lambda _, args, kwargs: tree_map(cast, (args, kwargs)), with_kwargs=True)
 
+<<<<<<<
+=======
     @property
     def stand_ins(self) -> dict[str, nn.Module]:
         return {}
+
+    def refresh(self, *, after_step: bool) -> None:
+        """A no-op: there is one model, and no copies."""
+
+>>>>>>>
+    def held_entries(self, group: int) -> dict[str, torch.Tensor]:
+        """Per floating-point buffer, a mask of the entries that ``group`` holds."""
+        return self._held_entries[group]
 
     def refresh(self, *, after_step: bool) -> None:
         """A no-op: there is one model, and no copies."""
@@ -154,51 +168,49 @@ class ReferenceBackend(TorchOptimizerBackend):
         return 0.0
 
     def _run(
-        self, call: Callable[[nn.Module, Any], Any], batch: Any, held: Mapping[str, torch.Tensor] | None = None
+        self,
+        call: Callable[[nn.Module, Any], Any],
+        batch: Any,
+        held: Mapping[str, torch.Tensor] | None = None,
+        own: Mapping[str, torch.Tensor] | None = None,
     ) -> Any:
-        """``call`` with the module in compute precision.
+        """``call`` with the module in compute precision, and with the weights ``own`` of a group.
 
-        Slices that are not ``held`` are zero or not trained.
+        Slices that are not ``held`` are zero, or copies that are not trained.
         """
-        values = {}
+        values = {name: weight.to(self._compute_dtype) for name, weight in (own or {}).items()}
         if self._compute_dtype != torch.float32:
-            values = _cast_parameters(self.module, self._compute_dtype)
+            values = cast_parameters(self.module, self._compute_dtype) | values
         for name, indices in (held or {}).items():
+            copy_of = self.parameters[name].detach().to(self._compute_dtype)
             value = values.get(name, self.parameters[name])
             indices = indices.to(value.dtype)
-            values[name] = value * indices + (value.detach() * (1 - indices) if self.layout.keeps_frozen else 0)
-        return call(_Valued(self.module, values) if values else self.module, batch)
+            values[name] = value * indices + (copy_of * (1 - indices) if self.layout.keeps_frozen else 0)
+        return call(Valued(self.module, values) if values else self.module, batch)
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        """Run all workers. Each starts with the same buffers (running statistics).
-
-        Afterwards, each buffer is the mean over the workers of its holders.
-        """
-        mesh, buffers = self.layout.mesh, persistent_buffers(self.module, self.layout)
-        before = {name: buffer.clone() for name, buffer in buffers.items()}
-        mean, firsts = BufferMean(self.layout, self.device), {}
+        """Run all workers in turn."""
+        local = self.local
+        of_groups = [group.buffers for group in local.groups] if local is not None else None
+        buffers = WorkerBuffers(self.module, self.layout, self.held_entries, self.device, of_groups)
         outputs = []
-        for worker, rows in enumerate(split_rows(batch, mesh.data_ranks)):
-            group = mesh.coordinates(worker).sdp
-            for name, buffer in buffers.items():
-                buffer.copy_(before[name])
+        for worker, rows in enumerate(split_rows(batch, self.layout.mesh.data_ranks)):
+            group = self.layout.mesh.coordinates(worker).sdp
+            buffers.before(worker)
             with self._as_group(group):
-                outputs.append(self._run(call, rows, self._held[group]))
-            mean.add(buffers, self._held_entries[group])
-            firsts |= {
-                name: buffers[name].clone()
-                for name, info in self.layout.buffers.items()
-                if worker == mesh.rank(info.holders[0])
-            }
-        for name, buffer in buffers.items():
-            buffer.copy_(firsts[name])
-        mean.give(buffers)
+                weights = local.groups[group].weights if local is not None else {}
+                outputs.append(self._run(call, rows, self._held[group], weights))
+            buffers.after(worker)
+        buffers.finish()
         return merge_outputs(outputs)
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
         # ``loss`` is the mean over the workers. A unit's gradient is the mean over its holders'
         # workers.
         scaled = loss * self.layout.mesh.data_ranks
+        if self.local is not None:
+            self._backward_locally(scaled, boundary=boundary)
+            return
         if self._averaged:  # a second pass before the step adds to these gradients, so make them sums again
             self._scale_gradients(lambda workers: workers)
             self._averaged = False
@@ -206,12 +218,36 @@ class ReferenceBackend(TorchOptimizerBackend):
             scaled.backward()
         else:  # recomputed activations need the cast parameters again
             functional_call(
-                _Backward(self.module), _cast_parameters(self.module, self._compute_dtype, "_module."), (scaled,)
+                Backward(self.module), cast_parameters(self.module, self._compute_dtype, "_module."), (scaled,)
             )
         if not boundary:
             return
         self._scale_gradients(lambda workers: 1 / workers)
         self._averaged = True
+
+    def _backward_locally(self, loss: torch.Tensor, *, boundary: bool) -> None:
+        """A group's gradient is the mean over its own workers."""
+        assert self.local is not None
+        if self._averaged:
+            self.local.scale_gradients(to_means=False)
+        loss.backward()
+        self._averaged = boundary
+        if boundary:
+            self.local.scale_gradients(to_means=True)
+
+    @property
+    def local(self) -> ReferenceLocalSteps | None:
+        return self._local
+
+    def begin_local_steps(self) -> None:
+        assert self._config.sdp.sync is not None
+        self._local = ReferenceLocalSteps(self, self._config.sdp.sync)
+
+    def end_local_steps(self) -> None:
+        self._local = None
+
+    def gradients(self) -> list[torch.Tensor]:
+        return super().gradients() if self.local is None else self.local.gradients()
 
     def _scale_gradients(self, factor: Callable[[Any], Any]) -> None:
         """Multiply every unit's gradient by a function of the number of workers that hold it.
@@ -229,6 +265,8 @@ class ReferenceBackend(TorchOptimizerBackend):
         self._averaged = False
         for parameter in self.parameters.values():
             parameter.grad = None
+        if self.local is not None:
+            self.local.zero_grad()
 
     def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
         norm = squared_norm([p.grad for p in self.parameters.values() if p.grad is not None], self.device)
@@ -253,16 +291,22 @@ class ReferenceBackend(TorchOptimizerBackend):
         for group in range(mesh.sdp):
             first = mesh.rank(group)
             own = [part for parts in rows for part in parts[first : first + mesh.size(group)]]
+            weights = self.local.groups[group].weights if self.local is not None else {}
             with self._as_group(group):
-                losses.append(self._mean_loss(own, self._held[group]))
+                losses.append(self._mean_loss(own, self._held[group], weights))
         return losses
 
-    def _mean_loss(self, batches: Sequence[Any], held: Mapping[str, torch.Tensor] | None = None) -> float:
+    def _mean_loss(
+        self,
+        batches: Sequence[Any],
+        held: Mapping[str, torch.Tensor] | None = None,
+        own: Mapping[str, torch.Tensor] | None = None,
+    ) -> float:
         total = weight = 0.0
         for batch in batches:
             count = target_count(self.module, batch)
             if count:  # the mean over no targets is NaN
-                total += loss_of(self._run(call_model, to_device(batch, self.device), held)).item() * count
+                total += loss_of(self._run(call_model, to_device(batch, self.device), held, own)).item() * count
                 weight += count
         return total / weight
 
@@ -279,37 +323,3 @@ class ReferenceBackend(TorchOptimizerBackend):
 
     def shard_parameters(self) -> None:
         """A no-op: nothing is sharded."""
-
-
-def _indices(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
-    """The view of ``tensor`` at the one range of ``part``."""
-    assert part.dim is not None
-    ((first, last),) = part.ranges
-    return tensor.narrow(part.dim, first, last - first)
-
-
-def _cast_parameters(module: nn.Module, dtype: torch.dtype, prefix: str = "") -> dict[str, torch.Tensor]:
-    return {prefix + name: p.to(dtype) if p.is_floating_point() else p for name, p in module.named_parameters()}
-
-
-class _Backward(nn.Module):
-    """A backward pass as a module, so that ``functional_call`` can replace parameters while it runs."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self._module = module
-
-    def forward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-
-class _Valued(nn.Module):
-    """The module, called with ``values`` in place of its parameters of these names."""
-
-    def __init__(self, module: nn.Module, values: Mapping[str, torch.Tensor]):
-        super().__init__()
-        self._hidden, self._values = (module,), dict(values)
-        self.forward = module.forward  # for its signature
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return functional_call(self._hidden[0], self._values, args, kwargs)

@@ -187,10 +187,15 @@ class VectorizedBackend(ReferenceBackend):
         pairs = zip(tensors_in(ours), tensors_in(theirs), strict=True)
         return all(are_close(mine, other, _RELATIVE[self._compute_dtype]) for mine, other in pairs)
 
-    def _mean_loss(self, batches: Sequence[Any], held: Mapping[str, torch.Tensor] | None = None) -> float:
+    def _mean_loss(
+        self,
+        batches: Sequence[Any],
+        held: Mapping[str, torch.Tensor] | None = None,
+        own: Mapping[str, torch.Tensor] | None = None,
+    ) -> float:
         before, self._group_of_row = self._group_of_row, None
         try:
-            return super()._mean_loss(batches, held)
+            return super()._mean_loss(batches, held, own)
         finally:  # a backward pass that runs blocks again may still follow
             self._group_of_row = before
 

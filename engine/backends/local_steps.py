@@ -1,0 +1,147 @@
+"""Local steps of a backend with one process per rank: inner steps, outer steps, and the anchors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ..backend import LocalUpdate
+from ..config.sync import SyncSection
+from ..full_model.buffers import agree_on_buffers, persistent_buffers
+from ..optim.clip import squared_norm
+from ..sync.outer import OuterFacts, OuterSteps
+from ..sync.rounds import fragments_of
+
+if TYPE_CHECKING:
+    from .fsdp2.backend import FSDP2Backend
+
+
+class ShardedLocalSteps:
+    """The local steps of one rank.
+
+    Batch norm's running statistics have anchors too: those of a unit are averaged in its outer
+    step.
+    """
+
+    def __init__(self, backend: FSDP2Backend, sync: SyncSection):
+        self._backend, self._layout, self._at = backend, backend.layout, backend.at
+        infos, self._sharded = backend.layout.parameters, backend.shards > 1
+        self._fragments = fragments_of(backend.layout, sync.fragments)
+        trained = [name for name in backend.parameters if infos[name].trainable]
+        self.outer = OuterSteps(
+            sync,
+            backend.layout.buckets(lambda _: False),
+            backend.local_weight,
+            trained,
+            self._fragments,
+            backend.communicators.holders,
+            counts=self._counts,
+            counts_once=lambda name: self._counts(name) and infos[name].holders[0] == self._at.sdp,
+            device=backend.device,
+            traffic=backend.traffic,
+            sum_over_ranks=backend.all_reduce_control,
+            clock=backend.clock,
+        )
+        backend.agree_on_buffers()
+        self.buffers = {name: buffer.clone() for name, buffer in self._buffers_here().items()}
+
+    def _counts(self, name: str) -> bool:
+        """Return whether this rank counts its part of a parameter in the norm over its group."""
+        info, at = self._layout.parameters[name], self._at
+        return (self._sharded or at.fsdp == 0) and (info.tp_dim is not None or at.tp == 0)
+
+    def _buffers_here(self) -> dict[str, torch.Tensor]:
+        return persistent_buffers(self._backend.module, self._layout)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def step(self, loss: torch.Tensor, scheduler: Any) -> LocalUpdate:
+        """Clip by the norm of this group's gradient, and take a step of its own. Collective.
+
+        A group whose norm is NaN or infinite leaves its weights and optimizer state as they are.
+        """
+        backend, mesh = self._backend, self._layout.mesh
+        gradients = backend.gradients()
+        norm = self._norm_in_group()
+        is_finite = math.isfinite(norm)
+        if is_finite:
+            backend.clip(gradients, norm)
+            backend.shard_parameters()
+            backend.optimizer.step()
+        gradients.clear()
+        backend.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        first = self._at.fsdp == 0 and self._at.tp == 0
+        own = [loss.item() / mesh.world_size, norm if first and is_finite else 0.0, float(first and is_finite)]
+        totals = torch.tensor(own, dtype=torch.float64, device=backend.device)
+        backend.all_reduce_control(totals)
+        mean_loss, norms, stepped = totals.tolist()
+        return LocalUpdate(mean_loss, norms / stepped if stepped else math.nan, mesh.sdp - round(stepped))
+
+    def _norm_in_group(self) -> float:
+        backend = self._backend
+        counted = [p.grad for name, p in backend.parameters.items() if p.grad is not None and self._counts(name)]
+        squared = squared_norm(counted, backend.device)
+        group = backend.communicators.group
+        if group is not None:
+            backend.traffic.record("control", "all_reduce", squared.nbytes, dist.get_world_size(group))
+            dist.all_reduce(squared, group=group)
+        return math.sqrt(squared.item())
+
+    @property
+    def travelling(self) -> int | None:
+        return self.outer.fragment_under_way
+
+    def common_state(self) -> tuple[Mapping[str, torch.Tensor], Optimizer]:
+        infos = self._layout.parameters
+        untrained = {name: p for name, p in self._backend.parameters.items() if not infos[name].trainable}
+        return {**untrained, **self.outer.anchors}, self.outer.optimizer
+
+    def start(self, fragment: int) -> None:
+        """Start to average ``fragment``. Collective."""
+        self.outer.start(fragment)
+
+    def arrive(self) -> OuterFacts:
+        """Apply the average that is under way. Collective."""
+        facts, _ = self.outer.arrive()
+        names = [name for name in self._layout.buffers if self._fragments[name] == facts.fragment]
+        if names:
+            agree_on_buffers(self._backend, names)
+            here = self._buffers_here()
+            for name in names:
+                if name in here:
+                    self.buffers[name].copy_(here[name])
+        refreshed = {name for name, fragment in self._fragments.items() if fragment == facts.fragment}
+        self._backend.refresh_from(self.outer.anchors, refreshed)
+        return facts
+
+    # -- the full model ----------------------------------------------------------------------------
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """A context in which weights and buffers of the module are the anchors."""
+        if self.outer.is_swapped:
+            yield
+            return
+        self._backend.shard_parameters()
+        with self.outer.swapped():
+            self._swap_buffers()
+            try:
+                yield
+            finally:
+                self._backend.shard_parameters()
+                self._swap_buffers()
+
+    @torch.no_grad()
+    def _swap_buffers(self) -> None:
+        for name, buffer in self._buffers_here().items():
+            own = buffer.clone()
+            buffer.copy_(self.buffers[name])
+            self.buffers[name].copy_(own)

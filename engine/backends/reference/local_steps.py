@@ -1,0 +1,252 @@
+"""Local steps of the reference: every group has weights and optimizer state of its own.
+
+The module has the anchors. So it is the full model, and the frozen copies of the groups are views
+of it. A group's own weights replace the module's parameters while its workers run.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from ...backend import LocalUpdate
+from ...config.sync import SyncSection
+from ...full_model.buffers import BufferMean, persistent_buffers
+from ...optim.clip import clip_, squared_norm
+from ...placement.units import Slice
+from ...sync.compression import rounded
+from ...sync.outer import OuterFacts, make_outer_optimizer
+from ...sync.rounds import fragments_of
+
+if TYPE_CHECKING:
+    from .backend import ReferenceBackend
+
+Tensors = dict[str, torch.Tensor]
+
+
+class GroupState:
+    """What one virtual group has: weights with gradients, optimizer state, buffers, and sending errors."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], buffers: Tensors):
+        self.weights = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+        self.state: dict[str, dict[str, Any]] = {}
+        self.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        self.errors = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self.before: Tensors = {}  # the weights when the average that is under way started
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [weight.grad for weight in self.weights.values() if weight.grad is not None]
+
+
+class ReferenceLocalSteps:
+    """The local steps of all groups of the reference."""
+
+    def __init__(self, backend: ReferenceBackend, sync: SyncSection):
+        self._backend, self._sync, self._layout = backend, sync, backend.layout
+        layout = backend.layout
+        trained = {name: p for name, p in backend.parameters.items() if layout.parameters[name].trainable}
+        self._anchors = trained
+        self._fragments = fragments_of(layout, sync.fragments)
+        buffers = persistent_buffers(backend.module, layout)
+        self.groups = [
+            GroupState({n: p for n, p in trained.items() if group in layout.parameters[n].holders}, buffers)
+            for group in layout.everyone
+        ]
+        self._take_optimizer_state()
+        self._shares = [self._share_of(group) for group in layout.everyone]
+        self._single = self._held_once()
+        self.optimizer = make_outer_optimizer(sync, list(trained.values()))
+        self.under_way: tuple[int, Tensors] | None = None
+
+    def _take_optimizer_state(self) -> None:
+        """Give every group a copy of the optimizer's state, which is common to all before local steps."""
+        state = self._backend.optimizer.state
+        for group in self.groups:
+            for name in group.weights:
+                common = state.get(self._backend.parameters[name])
+                if common:
+                    group.state[name] = copy.deepcopy(common)
+
+    def _share_of(self, group: int) -> dict[str, Any]:
+        """Return, by parameter, this group's share of the mean: F_w / Σ F of the holders, or 0. Broadcasts."""
+        layout, workers = self._layout, self._layout.mesh.size(group)
+        shares: dict[str, Any] = {}
+        for name in self._anchors:
+            info = layout.parameters[name]
+            shares[name] = workers / layout.mesh.data_ranks_of(info.holders) if group in info.holders else 0.0
+        for part, holders in layout.slices():
+            if part.parameter in shares:
+                share = workers / layout.mesh.data_ranks_of(holders) if group in holders else 0.0
+                if not isinstance(shares[part.parameter], torch.Tensor):
+                    ones = self._backend.ones_along(part.parameter, part.dim)
+                    shares[part.parameter] = ones * shares[part.parameter]
+                range_of(shares[part.parameter], part).fill_(share)
+        return shares
+
+    def _held_once(self) -> dict[str, Any]:
+        """Return, by parameter, whether an element has one holder. Broadcasts."""
+        layout = self._layout
+        once: dict[str, Any] = {name: len(layout.parameters[name].holders) == 1 for name in self._anchors}
+        for part, holders in layout.slices():
+            if part.parameter in once:
+                if not isinstance(once[part.parameter], torch.Tensor):
+                    ones = self._backend.ones_along(part.parameter, part.dim)
+                    once[part.parameter] = ones.bool() & once[part.parameter]
+                range_of(once[part.parameter], part).fill_(len(holders) == 1)
+        return once
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [gradient for group in self.groups for gradient in group.gradients()]
+
+    def scale_gradients(self, *, to_means: bool) -> None:
+        """Make the groups' gradients means over their workers, or sums again. Missing ones become zeros."""
+        for index, group in enumerate(self.groups):
+            workers = self._layout.mesh.size(index)
+            for weight in group.weights.values():
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                weight.grad *= 1 / workers if to_means else workers
+
+    def zero_grad(self) -> None:
+        for group in self.groups:
+            for weight in group.weights.values():
+                weight.grad = None
+
+    def step(self, loss: torch.Tensor, scheduler: Any) -> LocalUpdate:
+        limit, norms = self._backend.clipping, []
+        for group in self.groups:
+            gradients = group.gradients()
+            norm = math.sqrt(squared_norm(gradients, self._backend.device).item())
+            if not math.isfinite(norm):
+                continue
+            norms.append(norm)
+            if limit > 0:
+                clip_(gradients, norm, limit)
+            with self._as_parameters(group):
+                self._backend.optimizer.step()
+        self._backend.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        mean = sum(norms) / len(norms) if norms else math.nan
+        return LocalUpdate(loss.item(), mean, len(self.groups) - len(norms))
+
+    @contextmanager
+    def _as_parameters(self, group: GroupState) -> Iterator[None]:
+        """A context in which the optimizer has the weights, gradients and state of ``group``."""
+        optimizer, parameters = self._backend.optimizer, self._backend.parameters
+        anchors = {name: parameters[name].data for name in group.weights}
+        optimizer.state.clear()
+        for name, weight in group.weights.items():
+            parameters[name].data, parameters[name].grad = weight.data, weight.grad
+            if name in group.state:
+                optimizer.state[parameters[name]] = group.state[name]
+        try:
+            yield
+        finally:
+            for name in group.weights:
+                group.state[name] = optimizer.state.get(parameters[name], {})
+                parameters[name].data, parameters[name].grad = anchors[name], None
+
+    # -- averages ----------------------------------------------------------------------------------
+
+    @property
+    def travelling(self) -> int | None:
+        return self.under_way[0] if self.under_way is not None else None
+
+    @torch.no_grad()
+    def start(self, fragment: int) -> None:
+        means: Tensors = {}
+        for name, anchor in self._anchors.items():
+            if self._fragments[name] != fragment:
+                continue
+            means[name] = torch.zeros_like(anchor)
+            for group, shares in zip(self.groups, self._shares, strict=True):
+                if name in group.weights:
+                    change = (anchor - group.weights[name]) * shares[name]
+                    if self._sync.compression != "none":
+                        sent = rounded(change + group.errors[name], group.errors[name], self._sync.compression)
+                        change = torch.where(torch.as_tensor(self._single[name], device=anchor.device), change, sent)
+                    means[name] += change
+                    group.before[name] = group.weights[name].detach().clone()
+        self.under_way = fragment, means
+
+    @torch.no_grad()
+    def arrive(self) -> OuterFacts:
+        assert self.under_way is not None
+        (fragment, means), self.under_way = self.under_way, None
+        facts = self._measure(fragment, means)
+        for name, mean in means.items():
+            self._anchors[name].grad = mean
+        self.optimizer.step()
+        for name in means:
+            anchor = self._anchors[name]
+            anchor.grad = None
+            once = torch.as_tensor(self._single[name] if self._sync.single_holder == "skip" else False)
+            for group, shares in zip(self.groups, self._shares, strict=True):
+                if name in group.weights:
+                    alone = once.to(anchor.device) & (torch.as_tensor(shares[name], device=anchor.device) > 0)
+                    anchor.copy_(torch.where(alone, group.weights[name], anchor))
+            for group in self.groups:
+                if name in group.weights:
+                    weight, before = group.weights[name], group.before.pop(name)
+                    moved = anchor + (weight - before) if self._sync.overlap else anchor
+                    weight.copy_(torch.where(once.to(anchor.device), weight, moved))
+        self._average_buffers(fragment)
+        return facts
+
+    def _measure(self, fragment: int, means: Mapping[str, torch.Tensor]) -> OuterFacts:
+        device = self._backend.device
+        moved, anchors = [], []
+        for group, shares in zip(self.groups, self._shares, strict=True):
+            for name in means:
+                if name in group.weights:
+                    held = torch.as_tensor(shares[name], device=device) > 0
+                    moved.append((self._anchors[name] - group.before[name]) * held)
+                    anchors.append(self._anchors[name] * held)
+        drift, anchor, gradient = (
+            math.sqrt(squared_norm(tensors, device).item()) for tensors in (moved, anchors, list(means.values()))
+        )
+        return OuterFacts(fragment, drift / anchor if anchor else 0.0, gradient)
+
+    # -- buffers -----------------------------------------------------------------------------------
+
+    def _average_buffers(self, fragment: int) -> None:
+        """Make the buffers of a fragment, in the module and in all groups, the means over the holders' workers."""
+        infos = {name: info for name, info in self._layout.buffers.items() if self._fragments[name] == fragment}
+        if not infos:
+            return
+        here = {n: b for n, b in persistent_buffers(self._backend.module, self._layout).items() if n in infos}
+        mean = BufferMean(infos, self._backend.device)
+        for index, group in enumerate(self.groups):
+            for _ in range(self._layout.mesh.size(index)):
+                mean.add({name: group.buffers[name] for name in infos}, self._backend.held_entries(index))
+        mean.give(here)
+        for name, info in infos.items():
+            if not info.dtype.is_floating_point:
+                here[name].copy_(self.groups[info.holders[0]].buffers[name])
+            for group in self.groups:
+                group.buffers[name].copy_(here[name])
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def common_state(self) -> tuple[Mapping[str, torch.Tensor], Optimizer]:
+        return self._backend.parameters, self.optimizer
+
+    def anchored(self) -> nullcontext[None]:
+        """A no-op: the module has the anchors."""
+        return nullcontext()
+
+
+def range_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+    """The view of ``tensor`` at the one range of ``part``."""
+    assert part.dim is not None
+    ((first, last),) = part.ranges
+    return tensor.narrow(part.dim, first, last - first)

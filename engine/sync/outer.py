@@ -1,0 +1,291 @@
+"""Local steps: the anchors of a rank's weights, and the outer steps that average what groups learned.
+
+The anchor of a unit is its weights after the last outer step, equal at all holders. An outer step
+sums the holders' changes, anchor − weights, divides by their number, and gives the result to the
+outer optimizer as the gradient of the anchor. Then every holder continues from the anchor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..config.sync import SyncSection
+from ..distributed.mesh import Holders
+from ..distributed.traffic import Traffic
+from ..optim.clip import squared_norm
+from ..placement.buckets import Bucket
+from .compression import Exchange, GatheredExchange, ReducedExchange
+from .gradients import AllReduce, start_all_reduce
+
+
+class OuterFacts(NamedTuple):
+    """What an outer step did.
+
+    Attributes:
+        fragment: the fragment that was averaged.
+        drift: the norm of the holders' weights − anchor, divided by the norm of the anchor.
+        gradient_norm: the norm of the outer gradient.
+    """
+
+    fragment: int
+    drift: float
+    gradient_norm: float
+
+
+@dataclass
+class _Average:
+    """A bucket whose changes are under way."""
+
+    names: tuple[str, ...]
+    changes: list[torch.Tensor]
+    exchange: Exchange | None  # None: this group is the only holder
+    before: list[torch.Tensor] | None  # with overlap: the weights when the average started
+
+    def means(self) -> list[torch.Tensor]:
+        """Wait for the average, and return the mean changes of the holders."""
+        if self.exchange is not None:
+            self.changes, self.exchange = self.exchange.wait(), None
+        return self.changes
+
+
+def make_outer_optimizer(sync: SyncSection, anchors: Sequence[torch.Tensor]) -> Optimizer:
+    """Make the optimizer of the anchors."""
+    kind = getattr(torch.optim, sync.outer_optimizer.type)
+    return kind(list(anchors), **sync.outer_optimizer.params.model_dump())
+
+
+class OuterSteps:
+    """The anchors of one rank, and the averages among the holders of its weights.
+
+    Args:
+        sync: the section of the configuration.
+        buckets: the messages, in the order of all ranks. All parameters of one bucket have one fragment.
+        weights: returns this rank's part of a trained parameter by name. The parts may move in memory.
+        names: the trained parameters that this rank holds.
+        fragments: the fragment of each parameter, by name.
+        communicators: by holder set, the ranks that average. Absent if only this rank does.
+        counts: whether this rank counts its part of a parameter in norms over one copy of each unit.
+        counts_once: whether this rank counts its part in norms over one copy of each parameter.
+        device: the device of the weights.
+        traffic: counts the bytes sent.
+        sum_over_ranks: sums a few float64 values over all ranks, in place.
+        clock: measures the time spent waiting, in seconds.
+        all_reduce: starts a sum over a communicator.
+    """
+
+    def __init__(
+        self,
+        sync: SyncSection,
+        buckets: Sequence[Bucket],
+        weights: Callable[[str], torch.Tensor],
+        names: Sequence[str],
+        fragments: Mapping[str, int],
+        communicators: Mapping[Holders, dist.ProcessGroup],
+        *,
+        counts: Callable[[str], bool],
+        counts_once: Callable[[str], bool],
+        device: torch.device,
+        traffic: Traffic,
+        sum_over_ranks: Callable[[torch.Tensor], None],
+        clock: Callable[[], float] = time.perf_counter,
+        all_reduce: AllReduce = start_all_reduce,
+    ):
+        self._sync, self._weights, self._names, self._fragments = sync, weights, list(names), fragments
+        self._counts, self._counts_once = counts, counts_once
+        self._device, self._traffic, self._sum = device, traffic, sum_over_ranks
+        self._clock, self._all_reduce = clock, all_reduce
+        self.exposed_seconds = 0.0
+        self._buckets: dict[int, list[tuple[tuple[str, ...], Holders, dist.ProcessGroup | None]]] = {}
+        here = set(self._names)
+        for bucket in buckets:
+            held = tuple(name for name in bucket.names if name in here)
+            if held:
+                group = communicators.get(bucket.holders) if len(bucket.holders) > 1 else None
+                self._buckets.setdefault(fragments[held[0]], []).append((held, bucket.holders, group))
+        home = device if sync.offload == "none" else torch.device("cpu")
+        self.anchors = {name: nn.Parameter(_copy(weights(name), home), requires_grad=False) for name in self._names}
+        self.optimizer = make_outer_optimizer(sync, [*self.anchors.values()] or [torch.zeros(0)])
+        self.errors: dict[str, torch.Tensor] = {}
+        if sync.compression == "int8":
+            shared = [name for held in self._buckets.values() for names, _, group in held if group for name in names]
+            self.errors = {name: torch.zeros_like(self.anchors[name]) for name in shared}
+        self._travelling: tuple[int, list[_Average]] | None = None
+        self.is_swapped = False
+
+    # -- averages ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def start(self, fragment: int) -> None:
+        """Start to average ``fragment``. Every rank must call this after the same step."""
+        assert self._travelling is None, "an average has arrived before the next one starts"
+        averages = []
+        for names, _, group in self._buckets.get(fragment, ()):
+            changes = [self.anchors[name].to(self._device) - self._weights(name) for name in names]
+            before = [self._weights(name).clone() for name in names] if self._sync.overlap else None
+            exchange = self._exchange(names, changes, group) if group is not None else None
+            averages.append(_Average(names, changes if exchange is None else [], exchange, before))
+        self._travelling = fragment, averages
+
+    def _exchange(self, names: Sequence[str], changes: list[torch.Tensor], group: dist.ProcessGroup) -> Exchange:
+        ranks = dist.get_world_size(group)
+        shares = torch._foreach_div(changes, ranks)
+        changes.clear()
+        if self._sync.compression == "int8":
+            errors = [self.errors[name] for name in names]
+            shares = [share + error.to(self._device) for share, error in zip(shares, errors, strict=True)]
+            return GatheredExchange(shares, errors, group, self._traffic)
+        dtype = torch.bfloat16 if self._sync.compression == "bf16" else torch.float32
+        return ReducedExchange(shares, group, dtype, self._traffic, self._all_reduce)
+
+    @torch.no_grad()
+    def arrive(self) -> tuple[OuterFacts, list[str]]:
+        """Take the outer step of the fragment that is under way. Collective.
+
+        Returns:
+            What the step did, and the names of this rank's parameters that have new anchors.
+        """
+        assert self._travelling is not None, "an average is started before it arrives"
+        (fragment, averages), self._travelling = self._travelling, None
+        started = self._clock()
+        names = [name for average in averages for name in average.names]
+        means = {name: mean for average in averages for name, mean in zip(average.names, average.means(), strict=True)}
+        self.exposed_seconds += self._clock() - started
+        facts = self._measure(fragment, averages, means)
+        for name, mean in means.items():
+            self.anchors[name].grad = mean.to(self.anchors[name].device)
+        means.clear()
+        kept = self._keep_single_holders(fragment)
+        self.optimizer.step()
+        for average in averages:
+            for index, name in enumerate(average.names):
+                anchor, weight = self.anchors[name], self._weights(name)
+                anchor.grad = None
+                if name in kept:
+                    continue
+                if average.before is None:
+                    weight.copy_(anchor)
+                else:  # keep what the group learned while the average was under way
+                    weight.copy_(anchor.to(self._device) + (weight - average.before[index]))
+            average.before, average.changes = None, []
+        return facts, names
+
+    def _keep_single_holders(self, fragment: int) -> set[str]:
+        """Make the weights of units with one holder their anchors, if the configuration says so.
+
+        Returns the names of these parameters. The outer optimizer does not step on them.
+        """
+        kept: set[str] = set()
+        if self._sync.single_holder == "skip":
+            for names, holders, _ in self._buckets.get(fragment, ()):
+                kept.update(names if len(holders) == 1 else ())
+        for name in kept:
+            self.anchors[name].copy_(self._weights(name))
+            self.anchors[name].grad = None
+        return kept
+
+    def _measure(self, fragment: int, averages: list[_Average], means: Mapping[str, torch.Tensor]) -> OuterFacts:
+        names = [name for average in averages for name in average.names]
+        before = {
+            n: w for average in averages if average.before for n, w in zip(average.names, average.before, strict=True)
+        }
+        moved = [self.anchors[n].to(self._device) - before.get(n, self._weights(n)) for n in names if self._counts(n)]
+        anchors = [self.anchors[name] for name in names if self._counts(name)]
+        once = [means[name] for name in names if self._counts_once(name)]
+        norms = [squared_norm(tensors, self._device).to(self._device) for tensors in (moved, anchors, once)]
+        totals = torch.stack(norms)
+        self._sum(totals)
+        drift, anchor, gradient = totals.sqrt().tolist()
+        return OuterFacts(fragment, drift / anchor if anchor else 0.0, gradient)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for averages that are under way, without applying them."""
+        if self._travelling is not None:
+            for average in self._travelling[1]:
+                average.means()
+
+    @property
+    def fragment_under_way(self) -> int | None:
+        """The fragment whose average was started and is not applied yet."""
+        return self._travelling[0] if self._travelling is not None else None
+
+    @property
+    def travelling(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The mean changes that have arrived and are not applied, and the weights at their start, by name."""
+        self.settle()
+        means: dict[str, torch.Tensor] = {}
+        before: dict[str, torch.Tensor] = {}
+        for average in self._travelling[1] if self._travelling is not None else ():
+            means |= dict(zip(average.names, average.changes, strict=True))
+            before |= dict(zip(average.names, average.before or (), strict=False))
+        return means, before
+
+    @torch.no_grad()
+    def restart(self, travelling: int | None) -> None:
+        """Prepare to load a state in which the average of the fragment ``travelling`` is under way, or None is.
+
+        The tensors of :attr:`travelling` are then filled in place.
+        """
+        self._travelling = None
+        if travelling is not None:
+            averages = []
+            for names, _, _ in self._buckets.get(travelling, ()):
+                zeros = [torch.zeros_like(self._weights(name)) for name in names]
+                averages.append(_Average(names, zeros, None, [zero.clone() for zero in zeros]))
+            self._travelling = travelling, averages
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Make the weights the anchors and forget the state of the outer optimizer."""
+        self._travelling = None
+        for name in self._names:
+            self.anchors[name].copy_(self._weights(name))
+        self.optimizer.state.clear()
+        for error in self.errors.values():
+            error.zero_()
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """A context in which the weights have the values of the anchors, and the anchors those of the weights."""
+        if self.is_swapped:
+            yield
+            return
+        self._swap()
+        self.is_swapped = True
+        try:
+            yield
+        finally:
+            self.is_swapped = False
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, anchor in self.anchors.items():
+            weight = self._weights(name)
+            own = weight.clone()
+            weight.copy_(anchor)
+            anchor.copy_(own)
+
+    def nbytes(self) -> int:
+        """Return the bytes of anchors, outer optimizer state and errors."""
+        state = [value for of in self.optimizer.state.values() for value in of.values()]
+        tensors = [
+            *self.anchors.values(),
+            *self.errors.values(),
+            *(t for t in state if isinstance(t, torch.Tensor) and t.dim()),
+        ]
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device, copy=True)

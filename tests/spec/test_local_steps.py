@@ -1,0 +1,181 @@
+"""Local steps: every backend equals the reference, and the reference equals a loop in plain torch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, Result, assert_same_run, engine_of, native, one_step, reference
+from sdp.tests.support.ranks import RankPool
+from torch import nn
+
+PLAIN = '{"type": "SGD", "params": {"lr": 1.0}}'
+COVER = [
+    Case(2, 1, steps=6, sync='{"every": 3}'),
+    Case(2, 2, 1, 3, steps=4, sync='{"every": 2, "fragments": 2}', clip=True, model="llama-tied-meta"),
+    Case(2, 2, 3, optimizer="adamw", steps=4, sync='{"every": 2}', masking="backward", model="llama-meta"),
+    Case(4, 1, optimizer="adamw", steps=5, sync='{"every": 1, "single_holder": "skip"}', placement="random", clip=True),
+    Case(2, 2, 0, 2, steps=6, sync='{"every": 4, "fragments": 2, "overlap": 1}', masking="backward"),
+    Case(2, 1, steps=5, sync='{"every": 2, "start_after": 2}', optimizer="adamw", model="llama-tied"),
+    Case(2, 2, 2, neurons=2, steps=4, sync='{"every": 2, "fragments": 2}', model="even-llama-tied-meta", clip=True),
+    Case(2, 2, 3, neurons=2, steps=4, sync='{"every": 3, "single_holder": "skip"}', model="wide-llama-tied-meta", tp=2,
+         optimizer="adamw", masking="backward"),
+    Case(2, 1, tp=2, steps=4, sync='{"every": 2, "offload": "cpu"}', model="even-llama", clip=True, masking="backward"),
+    Case(4, 1, steps=7, sync='{"every": 6, "fragments": 3, "overlap": 1, "outer_optimizer": {"type": "AdamW", "params": {"lr": 0.05}}}',
+         placement="cyclic", optimizer="momentum"),
+    Case(2, 2, 2, 2, checkpointing="full", steps=4, sync='{"every": 2}', placement="balanced", optimizer="momentum"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COVER, ids=str)
+def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
+    assert_same_run(native(ranks, case), reference(replace(case, checkpointing="none")), case)
+
+
+class Loop:
+    """Local steps of the MLP in plain torch: a model, an optimizer and rows for each group, one after the other."""
+
+    def __init__(self, case: Case, rates: list[float]):
+        self.case, self.sync = case, json.loads(case.sync)
+        config = case.config()
+        self.holders: dict[str, list[int]] = config["sdp"]["placement"]
+        self.anchors = {n: p.detach().clone() for n, p in models.build(case.model).named_parameters()}
+        self.groups = [models.build(case.model) for _ in range(case.groups)]
+        settings = dict(config["optimizer"]["params"])
+        kind = getattr(torch.optim, config["optimizer"]["type"])
+        self.optimizers = [kind(group.parameters(), **settings) for group in self.groups]
+        self.rates = rates
+        self.momentum = {name: torch.zeros_like(anchor) for name, anchor in self.anchors.items()}
+        self.clip = config["gradient_clipping"]
+
+    def holders_of(self, name: str) -> list[int]:
+        return next(
+            (h for unit, h in self.holders.items() if name.startswith(f"{unit}.")), list(range(self.case.groups))
+        )
+
+    def fragment_of(self, name: str) -> int:
+        units = list(self.holders)
+        index = next((i for i, unit in enumerate(units) if name.startswith(f"{unit}.")), None)
+        return 0 if index is None else index % self.sync.get("fragments", 1)
+
+    def run(self) -> dict[str, torch.Tensor]:
+        every, fragments = self.sync["every"], self.sync.get("fragments", 1)
+        for step in range(1, self.case.steps + 1):
+            for group in range(self.case.groups):
+                self._inner_step(group, step)
+            for fragment in range(fragments):
+                if (step + fragment * every // fragments) % every == 0:
+                    self._outer_step(fragment)
+        return self.anchors
+
+    def _inner_step(self, group: int, step: int) -> None:
+        model, optimizer, case = self.groups[group], self.optimizers[group], self.case
+        absent = {unit: model.get_submodule(unit) for unit, holders in self.holders.items() if group not in holders}
+        for unit in absent:
+            model.set_submodule(unit, self._stand_in(unit))
+        optimizer.zero_grad()
+        for micro in range(case.accumulation):
+            for worker in range(case.fsdp):
+                batch = models.micro_batch(case.model, step - 1, micro, group * case.fsdp + worker)
+                (
+                    model(*batch.values() if isinstance(batch, dict) else batch) / (case.accumulation * case.fsdp)
+                ).backward()
+        parameters = list(model.parameters())
+        parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        if self.clip:
+            nn.utils.clip_grad_norm_(parameters, self.clip)
+        for settings in optimizer.param_groups:
+            settings["lr"] = self.rates[step - 1]
+        optimizer.step()
+        for unit, module in absent.items():
+            model.set_submodule(unit, module)
+
+    def _stand_in(self, unit: str) -> nn.Module:
+        """The identity, or with backward masking a copy of the anchors that is not trained."""
+        if self.case.masking == "forward":
+            return nn.Identity()
+        block = copy.deepcopy(self.groups[0].get_submodule(unit))
+        for name, parameter in block.named_parameters():
+            parameter.data = self.anchors[f"{unit}.{name}"].clone()
+        return block.requires_grad_(False)
+
+    def _outer_step(self, fragment: int) -> None:
+        rate, momentum = (0.7, 0.9) if "outer_optimizer" not in self.sync else (1.0, 0.0)
+        for name, anchor in self.anchors.items():
+            holders = self.holders_of(name)
+            if self.fragment_of(name) != fragment:
+                continue
+            weights = [dict(self.groups[group].named_parameters())[name] for group in holders]
+            with torch.no_grad():
+                change = anchor - sum(weight.detach() for weight in weights) / len(weights)
+                self.momentum[name] = momentum * self.momentum[name] + change
+                step = change + momentum * self.momentum[name] if momentum else change  # Nesterov
+                anchor -= rate * step
+                if len(holders) == 1 and self.sync.get("single_holder") == "skip":
+                    anchor.copy_(weights[0])
+                for weight in weights:
+                    weight.copy_(anchor)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 1, steps=6, sync='{"every": 3}'),
+        Case(2, 2, accumulation=2, steps=6, sync='{"every": 4, "fragments": 2}', optimizer="adamw", clip=True),
+        Case(4, 1, steps=5, sync='{"every": 2, "single_holder": "skip"}', optimizer="momentum", masking="backward"),
+        Case(4, 1, steps=4, sync=f'{{"every": 1, "outer_optimizer": {PLAIN}}}', optimizer="adamw", masking="backward"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_reference_equals_a_loop(case: Case) -> None:
+    ours = reference(case)
+    expected = Loop(case, ours.rates).run()
+    assert ours.after is not None and ours.before is not None
+    for name, weight in expected.items():
+        moved = (weight - ours.before[name]).abs().max()
+        assert moved > 1e-3
+        torch.testing.assert_close(ours.after[name], weight, rtol=0, atol=float(1e-5 * moved + 1e-6), msg=name)
+
+
+@pytest.mark.parametrize("engine", ["reference", "fsdp2"])
+def test_one_group_with_plain_averages_trains_as_usual(ranks: RankPool, engine: str) -> None:
+    usual = Case(1, 2, 1, 2, steps=5, optimizer="adamw", clip=True, model="llama-tied-meta")
+    local = replace(usual, sync=f'{{"every": 2, "outer_optimizer": {PLAIN}}}')
+    ours = [reference(local)] if engine == "reference" else native(ranks, local)
+    steps_1_to_4 = replace(usual, steps=4)
+    assert_same_run(ours, _shortened(reference(usual), reference(steps_1_to_4)), local)
+
+
+def _shortened(whole: Result, shorter: Result) -> Result:
+    """A run of 5 steps whose full model is that of the last average, after step 4."""
+    return replace(whole, after=shorter.after)
+
+
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+def test_every_step_with_plain_averages_equals_averaged_gradients(masking: Any) -> None:
+    """This holds for SGD without momentum, as an average of steps is then the step of the average."""
+    usual = Case(4, 1, accumulation=2, steps=4, masking=masking)
+    ours = reference(replace(usual, sync=f'{{"every": 1, "outer_optimizer": {PLAIN}}}'))
+    theirs = reference(usual)
+    assert ours.after is not None and theirs.after is not None
+    for name, weight in theirs.after.items():
+        torch.testing.assert_close(ours.after[name], weight, rtol=0, atol=1e-6, msg=name)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
+
+
+def test_groups_differ_between_averages_and_agree_after_them() -> None:
+    case = Case(2, 1, steps=3, sync='{"every": 3}')
+    engine = engine_of(case, "reference")
+    for step in range(3):
+        one_step(engine, case, step, data_rank=None)
+        engine.step()
+        local = engine._backend.local
+        shared = [group.weights["stem.weight"] for group in local.groups]
+        assert torch.equal(*shared) == (step == 2)
+    assert engine.local_training.outer_steps == 1
+    assert engine.local_training.last.drift > 0
