@@ -223,6 +223,7 @@ def _refuse_unavailable(config: Config) -> None:
     _refuse_group_sizes(config)
     _refuse_fp16(config)
     _refuse_unfinished(config)
+    _refuse_sync(config)
     if sdp.granularity == "neuron":
         _refuse_with_neurons(config)
     if sdp.engine == "deepspeed":
@@ -242,3 +243,19 @@ def _refuse_unavailable(config: Config) -> None:
         )
     if config.training.compile and sdp.in_one_process:
         raise ConfigError(f'training.compile: true is not available with sdp.engine "{sdp.engine}"; use false')
+
+
+def _refuse_sync(config: Config) -> None:
+    """Raise ConfigError for what local steps cannot be combined with."""
+    sdp = config.sdp
+    if sdp.sync is None:
+        return
+    if sdp.engine in ("deepspeed", "vectorized"):
+        raise ConfigError(
+            f'sdp.sync: local steps are not available with sdp.engine "{sdp.engine}"; use "fsdp2", or "reference"'
+        )
+    if sdp.in_one_process and config.activation_checkpointing.mode != "none":
+        raise ConfigError(
+            f'activation_checkpointing.mode: "{config.activation_checkpointing.mode}" is not available with sdp.sync and '
+            f'sdp.engine "{sdp.engine}"; use "none"'
+        )
