@@ -134,16 +134,10 @@ class ReferenceBackend(TorchOptimizerBackend):
         for module in [self.module, *map(self.module.get_submodule, names), *views]:
             module.register_forward_pre_hook(lambda _, args, kwargs: tree_map(cast, (args, kwargs)), with_kwargs=True)
 
-<<<<<<<
-=======
     @property
     def stand_ins(self) -> dict[str, nn.Module]:
         return {}
 
-    def refresh(self, *, after_step: bool) -> None:
-        """A no-op: there is one model, and no copies."""
-
->>>>>>>
     def held_entries(self, group: int) -> dict[str, torch.Tensor]:
         """Per floating-point buffer, a mask of the entries that ``group`` holds."""
         return self._held_entries[group]
