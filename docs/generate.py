@@ -19,7 +19,7 @@ from typing import Any, cast
 from sdp.engine.config import deepspeed_keys
 from sdp.engine.config.schema import Config
 from sdp.engine.config.section import Section
-from sdp.engine.optim.optimizers import AdamParams, SGDParams
+from sdp.engine.optim.optimizers import AdamParams, LambParams, LionParams, SGDParams
 from sdp.engine.optim.schedules import SCHEDULES
 from sdp.models.registry import MODELS
 from sdp.tools import cli
@@ -67,6 +67,8 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield name, field.annotation
     yield "optimizer (AdamW, Adam, FusedAdam)", AdamParams
+    yield "optimizer (Lion)", LionParams
+    yield "optimizer (Lamb)", LambParams
     yield "optimizer (SGD)", SGDParams
     for name, (schema, _) in SCHEDULES.items():
         yield f"scheduler ({name})", schema

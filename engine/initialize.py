@@ -26,7 +26,7 @@ from .engine import SDPEngine
 from .environment.detect import detect
 from .environment.exit import watch
 from .errors import ConfigError, ModelError
-from .optim.optimizers import make_optimizer
+from .optim.optimizers import check_optimizer, make_optimizer
 from .optim.param_groups import freeze_others, groups_here, named_groups
 from .optim.schedules import scheduler_of
 from .placement.layout import Layout
@@ -84,6 +84,7 @@ def initialize(
         )
     _check_scheduler(lr_scheduler, optimizer)
     settings = _settings(args, config if config is not None else config_params)
+    check_optimizer(settings, optimizer)
     reference = settings.sdp.in_one_process
     _check_launch(distributed_port, dist_init_required, in_one_process=reference)
     device = _own_device(settings.sdp.engine) if reference else join()

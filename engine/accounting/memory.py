@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from ..distributed.tensors import local_tensor
 from ..placement.layout import Layout
 
-STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2}  # each has a parameter's size and is float32
+# Tensors of a parameter's size that each optimizer keeps, in float32.
+STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2, "UncorrectedAdam": 2, "Lamb": 2, "Lion": 1}
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,21 @@ def resolve_spellings(raw: dict[str, Any]) -> dict[str, Any]:
     if isinstance(scheduler, dict) and isinstance(scheduler.get("type"), str):
         names = {name.lower(): name for name in SCHEDULES}
         known["scheduler"] = scheduler | {"type": names.get(scheduler["type"].lower(), scheduler["type"])}
+    optimizer = known.get("optimizer")
+    if isinstance(optimizer, dict) and isinstance(optimizer.get("params"), dict):
+        known["optimizer"] = optimizer | {"params": _without_equal_norm(optimizer["params"], known)}
     zero = known.get("zero_optimization")
     if isinstance(zero, bool):
         known["zero_optimization"] = {"stage": int(zero)}
     elif isinstance(zero, dict):
         known["zero_optimization"] = _resolve_old_offloads(zero)
     return {key: value for key, value in known.items() if value is not None}
+
+
+def _without_equal_norm(params: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the optimizer's ``params`` without a ``max_grad_norm`` that says what gradient_clipping says."""
+    same = params.get("max_grad_norm") in (0, raw.get("gradient_clipping"))
+    return {key: value for key, value in params.items() if key != "max_grad_norm" or not same}
 
 
 def _is_infinite(value: Any) -> bool:
@@ -132,7 +141,7 @@ def _resolve_one(path: str, raw: dict[str, Any], arguments: Any, kept: dict[str,
     if names and all(_is_usable(path, value) for value in given):
         kept[key] = given[0] if len(given) == 1 else given
         if key == "warmup_num_steps":
-            kept[key] = max(1, given[0])  # DeepSpeed refuses 0, and treats 1 as 2
+            kept[key] = max(1, int(kept[key]))  # DeepSpeed refuses 0, and treats 1 as 2
         notes.append(f"{path} = {json.dumps(kept[key])} (the script's {' and '.join(names)})")
     elif path == "scheduler.params.total_num_steps":
         steps = (raw.get("training") or {}).get("steps")

@@ -13,11 +13,28 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
-from ..config.schema import NamedParams
+from ..config.schema import Config, NamedParams
 from ..config.section import Beta, NonNegative, Section, parse_section
 from ..errors import ConfigError, suggestion
 from .apex import ApexFusedAdam, apex_kernel
+from .own_optimizers import Lamb, Lion, UncorrectedAdam
 from .param_groups import Parameters
+
+Betas = Annotated[Sequence[Beta], Field(min_length=2, max_length=2)]
+
+_NO_COMPRESSION = "it compresses what ranks send inside its own step, and DeepSpeed has removed it"
+_OUT_OF_SCOPE = "it is not available here; make it yourself and pass it as optimizer="
+# Optimizers of DeepSpeed that are refused, by the name in lower case.
+_REFUSED = {
+    "onebitadam": f'{_NO_COMPRESSION}; use "Adam"',
+    "zerooneadam": f'{_NO_COMPRESSION}; use "Adam"',
+    "onebitlamb": f'{_NO_COMPRESSION}; use "Lamb"',
+    "muon": _OUT_OF_SCOPE,
+    "muadam": _OUT_OF_SCOPE,
+    "muadamw": _OUT_OF_SCOPE,
+    "musgd": _OUT_OF_SCOPE,
+    "adagrad": _OUT_OF_SCOPE,
+}
 
 
 class AdamParams(Section):
@@ -29,12 +46,38 @@ class AdamParams(Section):
     """
 
     lr: NonNegative = 1e-3
-    betas: Annotated[Sequence[Beta], Field(min_length=2, max_length=2)] = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     eps: NonNegative = 1e-8
     weight_decay: NonNegative = 0.0
     adam_w_mode: bool = True
     torch_adam: bool = False
-    bias_correction: Literal[True] = True
+    bias_correction: bool = True
+    amsgrad: Literal[False] = False
+
+
+class LionParams(Section):
+    """``optimizer.params`` of Lion, with DeepSpeed's names and defaults."""
+
+    lr: NonNegative = 1e-3
+    betas: Betas = (0.9, 0.999)
+    weight_decay: NonNegative = 0.0
+
+
+class LambParams(Section):
+    """``optimizer.params`` of Lamb, with DeepSpeed's names and defaults.
+
+    The ratio of the norms of a parameter and of its step is kept between ``min_coeff`` and
+    ``max_coeff``. ``eps_inside_sqrt``: add ``eps`` to the second moment before its root is taken.
+    """
+
+    lr: NonNegative = 1e-3
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    eps_inside_sqrt: bool = False
+    weight_decay: NonNegative = 0.0
+    max_coeff: NonNegative = 10.0
+    min_coeff: NonNegative = 0.01
+    bias_correction: bool = True
     amsgrad: Literal[False] = False
 
 
@@ -54,7 +97,8 @@ def build_optimizer(
     """Build the optimizer of the configuration's ``optimizer`` section.
 
     Args:
-        type: "AdamW", "Adam", "FusedAdam" or "SGD". Upper and lower case do not matter.
+        type: "AdamW", "Adam", "FusedAdam", "SGD", "Lion" or "Lamb". Upper and lower case do not
+            matter.
         params: The section's ``params``.
         parameters: Parameters or parameter groups, as plain tensors or DTensors.
         device: The device of the parameters.
@@ -65,7 +109,16 @@ def build_optimizer(
     Raises:
         ConfigError: The type or a key is unknown, or a value has the wrong type.
     """
-    builders = {"AdamW": _build_adam, "Adam": _build_adam, "FusedAdam": _build_fused_adam, "SGD": _build_sgd}
+    builders = {
+        "AdamW": _build_adam,
+        "Adam": _build_adam,
+        "FusedAdam": _build_fused_adam,
+        "SGD": _build_sgd,
+        "Lion": _build_lion,
+        "Lamb": _build_lamb,
+    }
+    if type.lower() in _REFUSED:
+        raise ConfigError(f'optimizer.type: "{type}" cannot be honoured: {_REFUSED[type.lower()]}')
     name = next((known for known in builders if known.lower() == type.lower()), None)
     if name is None:
         hint = suggestion(type, list(builders)) or f"; known: {', '.join(builders)}"
@@ -119,6 +172,8 @@ def _build_adam(
     name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
 ) -> tuple[Optimizer, str]:
     settings = parse_section(AdamParams, params, "optimizer.params")
+    if not settings.bias_correction:
+        return _build_uncorrected(name, settings, parameters, decoupled=name == "AdamW" or settings.adam_w_mode)
     optimizer, line = _torch_adam(settings, parameters, device, decoupled=name == "AdamW" or settings.adam_w_mode)
     return optimizer, f"{name}: {line}"
 
@@ -127,6 +182,8 @@ def _build_fused_adam(
     name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
 ) -> tuple[Optimizer, str]:
     settings = parse_section(AdamParams, params, "optimizer.params")
+    if not settings.bias_correction:
+        return _build_uncorrected(name, settings, parameters, decoupled=settings.adam_w_mode)
     kernel, reason = apex_kernel(device)
     if kernel is None:
         optimizer, line = _torch_adam(settings, parameters, device, decoupled=settings.adam_w_mode)
@@ -142,6 +199,59 @@ def _build_fused_adam(
         decoupled=settings.adam_w_mode,
     )
     return optimizer, f"{name}: {reason}"
+
+
+def _build_uncorrected(
+    name: str, settings: AdamParams, parameters: list[Any], *, decoupled: bool
+) -> tuple[Optimizer, str]:
+    chosen = settings.model_dump(include={"lr", "eps", "weight_decay"})
+    betas = (settings.betas[0], settings.betas[1])
+    optimizer = UncorrectedAdam(parameters, **chosen, betas=betas, decoupled=decoupled)
+    return optimizer, f"{name}: our own, foreach, because torch's Adam always corrects the bias"
+
+
+def _build_lion(
+    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
+) -> tuple[Optimizer, str]:
+    settings = parse_section(LionParams, params, "optimizer.params")
+    betas = (settings.betas[0], settings.betas[1])
+    optimizer = Lion(parameters, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
+    return optimizer, f"{name}: our own, foreach"
+
+
+def _build_lamb(
+    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
+) -> tuple[Optimizer, str]:
+    settings = parse_section(LambParams, params, "optimizer.params")
+    chosen = settings.model_dump(exclude={"betas", "amsgrad"})
+    optimizer = Lamb(parameters, **chosen, betas=(settings.betas[0], settings.betas[1]))
+    return optimizer, f"{name}: our own, foreach, with the norms of whole parameters"
+
+
+def check_optimizer(config: Config, given: Any) -> None:
+    """Refuse LAMB where no rank can know the norms of whole parameters.
+
+    Args:
+        config: The run's configuration.
+        given: The optimizer that the script passes in place of the configuration's, or None.
+
+    Raises:
+        ConfigError: LAMB cannot be honoured. The message has one line.
+    """
+    if given is not None or config.optimizer is None or config.optimizer.type.lower() != "lamb":
+        return
+    reasons = {
+        "tensor_parallel.autotp_size above 1": config.tensor_parallel.autotp_size > 1,
+        'sdp.granularity "neuron"': config.sdp.granularity == "neuron",
+        'sdp.engine "deepspeed" at zero_optimization.stage 1 to 3': config.sdp.engine == "deepspeed"
+        and config.zero_optimization.stage > 0,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(
+                f'optimizer.type: "{config.optimizer.type}" needs the norms of whole parameters, which {reason} takes apart; change one '
+                "of them"
+            )
 
 
 def _torch_adam(

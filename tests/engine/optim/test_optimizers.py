@@ -127,14 +127,29 @@ def test_falls_back_where_torch_has_no_fused_kernel():
     ("name", "params", "message"),
     [
         ("AdamWW", {}, 'optimizer.type: unknown optimizer "AdamWW", did you mean AdamW?'),
-        ("Lamb", {}, 'optimizer.type: unknown optimizer "Lamb"; known: AdamW, Adam, FusedAdam, SGD'),
+        ("Rprop", {}, 'optimizer.type: unknown optimizer "Rprop"; known: AdamW, Adam, FusedAdam, SGD, Lion, Lamb'),
+        (
+            "OneBitAdam",
+            {"freeze_step": 9},
+            'optimizer.type: "OneBitAdam" cannot be honoured: it compresses what ranks send',
+        ),
+        (
+            "Muon",
+            {},
+            'optimizer.type: "Muon" cannot be honoured: it is not available here; make it yourself and pass it',
+        ),
+        ("Lamb", {"max_coef": 1.0}, "optimizer.params.max_coef: unknown key, did you mean max_coeff?"),
         ("AdamW", {"bettas": [0.9, 0.95]}, "optimizer.params.bettas: unknown key, did you mean betas?"),
         ("AdamW", {"lr": "0.1"}, 'optimizer.params.lr: input should be a valid number (found "0.1")'),
         ("AdamW", {"lr": -0.1}, "optimizer.params.lr: input should be greater than or equal to 0 (found -0.1)"),
         ("AdamW", {"lr": float("nan")}, "optimizer.params.lr: input should be a finite number"),
         ("AdamW", {"betas": [0.9]}, "optimizer.params.betas: value should have at least 2 items"),
         ("AdamW", {"betas": [0.9, 1.5]}, "optimizer.params.betas.1: input should be less than 1 (found 1.5)"),
-        ("AdamW", {"bias_correction": False}, "optimizer.params.bias_correction: input should be True (found false)"),
+        (
+            "AdamW",
+            {"bias_correction": 0},
+            "optimizer.params.bias_correction: input should be a valid boolean (found 0)",
+        ),
         ("FusedAdam", {"amsgrad": True}, "optimizer.params.amsgrad: input should be False (found true)"),
         (
             "AdamW",

@@ -218,7 +218,7 @@ def test_all_warmup_is_announced(caplog):
     ("name", "params", "message"),
     [
         ("WarmupLRR", {}, 'scheduler.type: unknown schedule "WarmupLRR", did you mean WarmupLR?'),
-        ("Cosine", {}, 'scheduler.type: unknown schedule "Cosine"; known: WarmupLR, WarmupDecayLR'),
+        ("Steps", {}, 'scheduler.type: unknown schedule "Steps"; known: WarmupLR, WarmupDecayLR'),
         ("OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr: this key is required"),
         (
             "WarmupDecayLR",
