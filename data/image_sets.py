@@ -25,8 +25,8 @@ import numpy as np
 
 from ..engine.errors import ConfigError, DataError
 from ..engine.json_files import read_json_file
-from .files import require_regular
 from .output import writing
+from .shared.files import require_regular
 
 INDEX_FILE = "images.json"
 FORMAT = "sdp-images"

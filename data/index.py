@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ..engine.errors import DataError, quote
 from ..engine.json_files import read_json_file
-from .files import HASHING_THREADS, INDEX_FILE, require_regular, sha256_of, special_kind
+from .shared.files import HASHING_THREADS, INDEX_FILE, require_regular, sha256_of, special_kind
 
 FORMAT = "sdp-token-shards"
 VERSION = 1

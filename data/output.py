@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.errors import DataError
-from .files import INDEX_FILE
 from .index import SPLITS, Index, load_index
+from .shared.files import INDEX_FILE
 from .tokenizers import tokenizer_from_spec
 from .tokenizers.kinds import HF_DIRECTORY, MODEL_FILE
 

@@ -20,7 +20,7 @@ from typing import Any
 import zstandard
 
 from ..engine.errors import DataError, quote, shorten
-from .files import HASHING_THREADS, sha256_of, special_kind
+from .shared.files import HASHING_THREADS, sha256_of, special_kind
 from .zstandard_frames import decompress_frames
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")

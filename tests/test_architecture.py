@@ -20,11 +20,16 @@ LEVELS = {"engine": 0, "data": 1, "models": 1, "launcher": 1, "tools": 2}
 # A file of engine/ may import its own package and the packages before it.
 ENGINE_ORDER = (
     "errors", "json_files", "module_paths", "model_interface", "environment", "config", "distributed", "batch", "placement",
-    "optim", "subnetwork", "sync", "accounting", "full_model", "backend", "checkpoint", "local_training", "engine_facts", "deepspeed_names", "engine",
-    "backends", "construct", "tracing", "initialize",
+    "optim", "subnetwork", "sync", "accounting", "full_model", "backend", "checkpoint", "local_training", "engine_facts",
+    "deepspeed_names", "engine", "backends", "construct", "tracing", "initialize",
 )  # fmt: skip
-# The same inside tools/; a command that is not listed is above all of these.
+# The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "train", "plan")
+LAUNCHER_ORDER = (
+    "allocator", "own_command", "own_files", "signals", "degrees", "heartbeat", "supervision", "rank_process", "local", "cluster",
+)  # fmt: skip
+# Inside engine/backends/. The backends themselves are not listed: they do not import each other.
+BACKENDS_ORDER = ("base", "sharded", "local_steps")
 MOST_LINES, MOST_TEST_LINES, MOST_FILES = 320, 400, 14
 
 IMPORTERS = ("import_module", "__import__")
@@ -124,13 +129,17 @@ def points_down(source: Name, target: Name) -> bool:
         return LEVELS[source[0]] > LEVELS[target[0]]
     if len(source) < 2:  # a folder's __init__.py
         return source[0] in ("data", "models")  # the others import nothing, so that the launcher does without torch
+    if source[:2] == target[:2] == ("engine", "backends") and len(source) > 2 and source[2] != target[2]:
+        return is_before(target[2], source[2], BACKENDS_ORDER)
     if len(target) < 2 or source[1] == target[1]:
         return True
-    if source[0] == "engine":
-        return ENGINE_ORDER.index(source[1]) > ENGINE_ORDER.index(target[1])
-    if source[0] == "tools" and source[1] in TOOLS_ORDER:
-        return target[1] in TOOLS_ORDER[: TOOLS_ORDER.index(source[1])]
-    return True
+    orders = {"engine": ENGINE_ORDER, "launcher": LAUNCHER_ORDER, "tools": TOOLS_ORDER}
+    return is_before(target[1], source[1], orders[source[0]]) if source[0] in orders else True
+
+
+def is_before(target: str, source: str, order: tuple[str, ...]) -> bool:
+    """Whether ``target`` is before ``source``. All that the order lists is before all that it does not list."""
+    return target in order[: order.index(source)] if source in order else target in order
 
 
 def cycle_through(start: Name, reached: dict[Name, set[Name]]) -> list[Name]:
@@ -177,6 +186,23 @@ def test_no_two_files_import_each_other() -> None:
         reached.setdefault(source, set()).add(target)
     cycles = {frozenset(way): dotted(way) for start in sorted(reached) if (way := cycle_through(start, reached))}
     assert not cycles, "move what both need to a third file:\n" + "\n".join(cycles.values())
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """The files directly in engine/ are not one folder here: ENGINE_ORDER lists them one by one."""
+    folders = {path.parent for path in sources()}
+    reached: dict[Name, set[Name]] = {}
+    for source, target in edges():
+        a, b = (name if ROOT.joinpath(*name) in folders else name[:-1] for name in (source, target))
+        if a != b and ("engine",) not in (a, b):
+            reached.setdefault(a, set()).add(b)
+    cycles = {frozenset(way): dotted(way) for start in sorted(reached) if (way := cycle_through(start, reached))}
+    assert not cycles, "move what both folders need to the lower one:\n" + "\n".join(cycles.values())
+
+
+def test_the_order_of_the_launcher_lists_all_of_it() -> None:
+    there = {path.stem for path in (ROOT / "launcher").glob("*.py")} | {"cluster"}
+    assert there - {"__init__"} == set(LAUNCHER_ORDER)
 
 
 def test_the_command_line_imports_a_command_only_when_it_runs() -> None:

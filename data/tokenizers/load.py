@@ -9,7 +9,7 @@ from typing import Any
 
 from ...engine.errors import DataError, quote, shorten
 from ...engine.json_files import read_json_file
-from ..files import INDEX_FILE, require_regular
+from ..shared.files import INDEX_FILE, require_regular
 from .kinds import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from .train import train_sentencepiece
 

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from ...data.files import INDEX_FILE
 from ...data.image_sets import INDEX_FILE as IMAGE_INDEX
 from ...data.image_sets import prepare_images
 from ...data.images import Batches, ImageArrays, ImageFolder
 from ...data.index import load_index
 from ...data.prepare import prepare
 from ...data.shards import TokenDataset
+from ...data.shared.files import INDEX_FILE
 from ...data.tokenizers import request_of
 from ...engine import errors
 from ...engine.config.schema import Config

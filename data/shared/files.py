@@ -6,7 +6,7 @@ import hashlib
 import stat
 from pathlib import Path
 
-from ..engine.errors import DataError
+from ...engine.errors import DataError
 
 INDEX_FILE = "index.json"
 HASHING_THREADS = 4

@@ -1,0 +1,1 @@
+"""Files of a corpus or of prepared data, as all of ``data`` reads them."""
