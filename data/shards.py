@@ -1,9 +1,11 @@
-"""Token shards as a map-style data set: memory-mapped samples of a fixed length."""
+"""Token shards as a map-style data set: memory-mapped samples of a fixed length, from one or several directories."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ..engine.batch.mixture import Source
 from ..engine.errors import DataError
 from .index import Index, load_index
 
@@ -95,3 +98,64 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     def __getstate__(self) -> dict[str, Any]:
         # A pickled memory map would carry its whole content. Each worker process maps the files.
         return {**self.__dict__, "_maps": {}}
+
+
+class MixedTokens(Dataset[dict[str, torch.Tensor]]):
+    """The samples of one split of all sources, one source after the other.
+
+    The loader reads ``sources`` and mixes them. A source is identified by the hash of its corpus, so
+    a directory may be moved during a run.
+
+    Args:
+        paths: The directories of the sources.
+        weights: The share of each source, relative to the other weights.
+        split: The split, "train" or "held_out".
+        sequence_length: The tokens of a sample.
+
+    Raises:
+        DataError: A source cannot be read, two sources have the same content, or tokenizers differ.
+    """
+
+    def __init__(self, paths: Sequence[Path], weights: Sequence[float], split: str, sequence_length: int) -> None:
+        self.parts = [TokenDataset(path, split, sequence_length) for path in paths]
+        _refuse_unlike(self.parts)
+        self.sources = tuple(
+            Source(name, part.index.corpus.sha256, len(part), weight)
+            for name, part, weight in zip(names_of(paths), self.parts, weights, strict=True)
+        )
+        self._ends = list(itertools.accumulate(map(len, self.parts)))
+        self.index, self.vocab_size = self.parts[0].index, self.parts[0].vocab_size
+        self.tokens = sum(part.tokens for part in self.parts)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        if not 0 <= item < len(self):
+            raise IndexError(f"sample {item} of {len(self)}")
+        part = bisect.bisect_right(self._ends, item)
+        return self.parts[part][item - (self._ends[part - 1] if part else 0)]
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Name each source by the last component of its path, or by the whole path if two are equal."""
+    counts = Counter(path.name for path in paths)
+    return [path.name if counts[path.name] == 1 else str(path) for path in paths]
+
+
+def _refuse_unlike(parts: Sequence[TokenDataset]) -> None:
+    first = parts[0]
+    for part in parts[1:]:
+        if part.index.tokenizer != first.index.tokenizer or part.vocab_size != first.vocab_size:
+            raise DataError(
+                f"data.sources: {part.directory} was prepared with another tokenizer than {first.directory}; prepare all "
+                "sources with the same one, for example --tokenizer hf:DIR"
+            )
+    seen: dict[str, Path] = {}
+    for part in parts:
+        key = part.index.corpus.sha256
+        if key in seen:
+            raise DataError(
+                f"data.sources: {seen[key]} and {part.directory} hold the same corpus, named twice; name it once"
+            )
+        seen[key] = part.directory

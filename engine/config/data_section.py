@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from .section import NonNegativeInt, Pixels, Section, Tokens, Width
+from .section import NonNegative, NonNegativeInt, Pixels, Section, Tokens, Width
+
+
+class SourceSection(Section):
+    """One source of a mixture: token shards, and their share of the samples relative to other weights."""
+
+    path: str
+    weight: NonNegative
 
 
 class DataSection(Section):
     """The data to train on: token shards, or images if ``name`` is given.
 
+    ``sources``: several directories of token shards, in place of ``path``, which are mixed by weight.
     ``path``: the token shards. Without it, the sources of Python's standard library are prepared.
     ``tokenizer`` (None: sentencepiece) and ``vocab_size`` say how. Shards at ``path`` must have
     been prepared with the same values. ``verify``: hash the shards at the start of a run. "auto"
@@ -24,6 +32,7 @@ class DataSection(Section):
 
     name: Literal["digits", "cifar10", "cifar100", "folder"] | None = None
     path: str | None = None
+    sources: Annotated[list[SourceSection], Field(min_length=1, max_length=1000)] | None = None
     sequence_length: Tokens = 512
     tokenizer: str | None = None
     vocab_size: Width | None = None
@@ -34,7 +43,10 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        of_tokens, of_images = ("sequence_length", "tokenizer", "vocab_size", "verify"), ("image_size", "augment")
+        of_tokens, of_images = (
+            ("sources", "sequence_length", "tokenizer", "vocab_size", "verify"),
+            ("image_size", "augment"),
+        )
         for key in of_images if self.name is None else of_tokens:
             # Compare with the default, because a run's own configuration file sets every key.
             if getattr(self, key) != type(self).model_fields[key].default:
@@ -42,6 +54,10 @@ class DataSection(Section):
                     "images (data.name)" if self.name is None else f"tokens, and data.name is {json.dumps(self.name)}"
                 )
                 raise ValueError(f"{key} is for {whose}; remove it")
+        if self.sources is not None and self.path is not None:
+            raise ValueError("path and sources are both given; remove path, or name it as one of the sources")
+        if self.sources is not None and not any(source.weight for source in self.sources):
+            raise ValueError("sources: every weight is 0; give at least one source a larger weight")
         if self.name == "digits" and self.path is not None:
             raise ValueError(
                 'path has no meaning for "digits", which scikit-learn brings; remove it, or name another set'
@@ -53,6 +69,11 @@ class DataSection(Section):
                 f'image_size is for "folder"; the images of {json.dumps(self.name)} have a size of their own, remove it'
             )
         return self
+
+    @property
+    def takes_default_corpus(self) -> bool:
+        """Whether the run prepares the default corpus, because nothing is named."""
+        return self.name is None and self.path is None and self.sources is None
 
     @property
     def tokens_per_sample(self) -> int:

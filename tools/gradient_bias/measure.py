@@ -174,8 +174,7 @@ def _corpus(config: Config, out: Path, saved: SavedRun | None) -> Corpus:
     """Open the data that CONFIG names, or else the data of ``saved``."""
     if saved is None:
         return open_corpus(config, out)
-    unnamed = config.data.path is None and config.data.name is None
-    corpus = open_prepared(config, saved.data) if unnamed else open_corpus(config, out)
+    corpus = open_prepared(config, saved.data) if config.data.takes_default_corpus else open_corpus(config, out)
     check_data(saved.checkpoint, saved.state, corpus.path, config.data.name)
     return corpus
 

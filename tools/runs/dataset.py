@@ -5,10 +5,11 @@ Data without a path is prepared on first use.
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -21,7 +22,7 @@ from ...data.image_sets import prepare_images
 from ...data.images import Batches, ImageArrays, ImageFolder
 from ...data.index import load_index
 from ...data.prepare import prepare
-from ...data.shards import TokenDataset
+from ...data.shards import MixedTokens, TokenDataset
 from ...data.shared.files import INDEX_FILE
 from ...data.tokenizers import request_of
 from ...engine import errors
@@ -59,6 +60,7 @@ class Corpus:
         collate: makes a batch of training samples, None for torch's default.
         collate_held_out: makes a batch of held-out samples, None for torch's default.
         measures: what evaluations report in addition to the loss.
+        sources: the held-out samples of each source of a mixture, by the source's name.
     """
 
     train: Dataset[Any]
@@ -72,6 +74,7 @@ class Corpus:
     collate: Callable[[list[Any]], Any] | None = None
     collate_held_out: Callable[[list[Any]], Any] | None = None
     measures: tuple[str, ...] = ()
+    sources: Mapping[str, Dataset[Any]] = field(default_factory=dict)
 
 
 def open_corpus(config: Config, dump_dir: Path) -> Corpus:
@@ -86,8 +89,10 @@ def open_corpus(config: Config, dump_dir: Path) -> Corpus:
 
 
 def path_of(config: Config, dump_dir: Path) -> Path:
-    """The directory that the run in ``dump_dir`` reads."""
+    """The directory that the run in ``dump_dir`` reads. For a mixture, that of the first source."""
     data = config.data
+    if data.sources:
+        return Path(data.sources[0].path)
     made_here = data.path is None or data.name in _ARRAYS
     return dump_dir / "corpus" if made_here else Path(str(data.path))
 
@@ -112,14 +117,14 @@ def _while_rank_0_works(action: Callable[[], None]) -> None:
 def _make_ready(config: Config, path: Path) -> None:
     """Prepare the data if the run makes it, and verify token shards."""
     data = config.data
-    if (data.path is None or data.name in _ARRAYS) and not any((path / name).is_file() for name in _INDEXES):
+    if (data.takes_default_corpus or data.name in _ARRAYS) and not any((path / name).is_file() for name in _INDEXES):
         for each in (path, *path.glob("*")):
             refuse_link(each)
     if data.name in _ARRAYS:
         prepare_images(data.name, Path(data.path) if data.path is not None else None, path)
     if data.name is not None:
         return
-    if data.path is None:
+    if data.takes_default_corpus:
         log.info("data.path is not set: taking the sources of Python's standard library")
         prepare(
             None,
@@ -127,7 +132,8 @@ def _make_ready(config: Config, path: Path) -> None:
             tokenizer="sentencepiece" if data.tokenizer is None else data.tokenizer,
             vocab_size=data.vocab_size,
         )
-    _verify(path, data.verify)
+    for each in [Path(source.path) for source in data.sources or ()] or [path]:
+        _verify(each, data.verify)
 
 
 def _verify(path: Path, when: Literal["auto", "always", "never"]) -> None:
@@ -172,8 +178,14 @@ def open_prepared(config: Config, path: Path) -> Corpus:
 
 
 def _open_tokens(config: Config, path: Path) -> Corpus:
-    data = config.data
-    train, held_out = (TokenDataset(path, split, data.sequence_length) for split in ("train", "held_out"))
+    data, mixed = config.data, config.data.sources or ()
+    paths, weights = [Path(source.path) for source in mixed], [source.weight for source in mixed]
+    train, held_out = (
+        MixedTokens(paths, weights, split, data.sequence_length)
+        if mixed
+        else TokenDataset(path, split, data.sequence_length)
+        for split in ("train", "held_out")
+    )
     index = train.index
     prepared_with = request_of(index.tokenizer)
     if data.tokenizer not in (None, prepared_with):
@@ -186,15 +198,23 @@ def _open_tokens(config: Config, path: Path) -> Corpus:
             f"data.vocab_size: {data.vocab_size}, but {path} was prepared with a vocabulary of {train.vocab_size}; "
             "remove data.vocab_size, or prepare the data again"
         )
+    if isinstance(train, MixedTokens) and isinstance(held_out, MixedTokens):
+        digest = hashlib.sha256("".join(source.key for source in train.sources).encode()).hexdigest()
+        names = [source.name for source in train.sources]
+        shares = ", ".join(f"{name} {weight / sum(weights):.1%}" for name, weight in zip(names, weights, strict=True))
+        sources, where = dict(zip(names, held_out.parts, strict=True)), f"{shares} of"
+    else:
+        digest, sources, where = index.corpus.sha256, {}, str(path)
     return Corpus(
         train,
         held_out,
         facts={"vocab_size": train.vocab_size},
         identity={"tokenizer": index.tokenizer},
-        path=train.directory,
-        sha256=index.corpus.sha256,
-        description=f"{path} ({train.tokens:,} tokens to train on, {held_out.tokens:,} held out, "
-        f"vocabulary {train.vocab_size}, corpus sha256 {index.corpus.sha256[:12]}…)",
+        path=path,
+        sha256=digest,
+        sources=sources,
+        description=f"{where} ({train.tokens:,} tokens to train on, {held_out.tokens:,} held out, "
+        f"vocabulary {train.vocab_size}, corpus sha256 {digest[:12]}…)",
     )
 
 

@@ -47,7 +47,7 @@ def _facts(config: Config) -> dict[str, int]:
     if data.name in ("digits", "cifar10", "cifar100"):
         return facts_of_set(data.name)
     path = path_of(config, Path())
-    if data.path is not None and path.is_dir():
+    if (data.path is not None or data.sources) and path.is_dir():
         return open_prepared(config, path).facts
     if data.name is None:
         entry = MODELS.get(str(model.get("name")))

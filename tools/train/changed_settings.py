@@ -51,6 +51,8 @@ def _settings(config: Mapping[str, Any]) -> dict[str, str]:
     scheduler = config.get("scheduler") or {}
     found |= {"scheduler.type": scheduler["type"]} if scheduler else {}
     found |= {f"scheduler.params.{key}": value for key, value in (scheduler.get("params") or {}).items()}
+    if sources := (config.get("data") or {}).get("sources"):
+        found["data.sources"] = {source["path"]: source["weight"] for source in sources}
     return {key: json.dumps(value) for key, value in found.items()}
 
 

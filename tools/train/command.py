@@ -78,7 +78,10 @@ def _check_files(config: Config, options: TrainOptions) -> None:
     from ..runs.run_files import require_no_other_run
 
     require_no_other_run(options.dump_dir, resume=options.resume)
-    if config.data.name is None and config.data.path is not None:
+    sources = [source.path for source in config.data.sources or ()]
+    paths = sources if config.data.path is None else [config.data.path]
+    if config.data.name is None and paths:
         from ...data.index import load_index
 
-        load_index(config.data.path)
+        for path in paths:
+            load_index(path)

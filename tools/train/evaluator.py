@@ -20,6 +20,9 @@ class Evaluator:
     def __init__(self, engine: SDPEngine, corpus: Corpus, beat: Heartbeat):
         self._engine, self._corpus, self._beat = engine, corpus, beat
         self._held_out = self._batches(corpus.held_out, engine.config.training.evaluate_batches)
+        self._sources = {
+            name: self._batches(part, engine.config.training.evaluate_batches) for name, part in corpus.sources.items()
+        }
         self._calibration = self._calibration_batches()
 
     def evaluate(self) -> dict[str, Any]:
@@ -38,7 +41,10 @@ class Evaluator:
                 name: engine.evaluate([{**batch, "measure": name} for batch in batches])
                 for name in self._corpus.measures
             }
+            by_source = {name: engine.evaluate(list(part)) for name, part in self._sources.items()}
         measures = measures or {"perplexity": math.exp(min(loss, 700.0))}
+        if by_source:
+            measures = {**measures, "source_losses": by_source}
         return {"loss": loss, **measures, "subnetwork_losses": own, "seconds": time.perf_counter() - started}
 
     def recalibrated(self) -> AbstractContextManager[None]:

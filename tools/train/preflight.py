@@ -55,7 +55,8 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     if config.data.name is None:
         _check_sequence(config, model)
     if corpus is not None:
-        evaluation_batches(corpus.held_out, batch.micro, data_ranks=mesh.data_ranks)
+        for held_out in (corpus.held_out, *corpus.sources.values()):
+            evaluation_batches(held_out, batch.micro, data_ranks=mesh.data_ranks)
     layout = Layout.of(model, config, mesh)
     if config.training.init_from is not None:
         directory = Path(config.training.init_from)

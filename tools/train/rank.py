@@ -136,6 +136,9 @@ def _with_absolute_paths(config: Config) -> Config:
         for section, (key, path) in paths.items()
         if path is not None
     }
+    if config.data.sources:
+        sources = [each.model_copy(update={"path": str(Path(each.path).absolute())}) for each in config.data.sources]
+        changed["data"] = config.data.model_copy(update={"sources": sources})
     return config.model_copy(update=changed)
 
 

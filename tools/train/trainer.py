@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.batch.call import loss_of, to_device
+from ...engine.batch.mixture import MixtureSampler
 from ...engine.config.schema import Config
 from ...engine.engine import SDPEngine
 from ...engine.errors import NonFiniteError, SpikeError
@@ -163,6 +164,8 @@ class Trainer:
             "comm_bytes_by_kind": busiest,
             "skipped_steps": engine.skipped_steps,
         }
+        if isinstance(engine.loader.sampler, MixtureSampler):
+            line["source_samples"] = engine.loader.sampler.counts_at(engine.loader.consumed)
         if self.config.training.on_spike != "none":
             line |= {"spikes_skipped": engine.spikes.skipped, "rollbacks": engine.spikes.rollbacks}
         if engine.get_loss_scale() is not None:

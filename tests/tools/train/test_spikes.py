@@ -86,7 +86,7 @@ def test_rollback_before_the_first_checkpoint_returns_to_the_start(run, tmp_path
 
 
 def test_rollbacks_that_do_not_help_end_the_run(run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    always = {call: 1000.0 for call in range(SPIKE, SPIKE + 20)}
+    always = dict.fromkeys(range(SPIKE, SPIKE + 20), 1000.0)
     assert run("back", "rollback", always, "--set", "training.max_skips=2") == 1
     assert "2 rollbacks to step 4 did not help (training.max_skips)" in capsys.readouterr().err
 

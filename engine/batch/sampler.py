@@ -1,0 +1,134 @@
+"""The order in which a run reads the samples of a data set, and this rank's share of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError, DataError, quote
+
+
+class ResumableBatchSampler:
+    """Yields lists of data-set indices without end. Its state is valid for any layout.
+
+    The *sample order* of a run is the permutation of epoch 0, then that of epoch 1, and so on. One
+    global micro-batch is the next ``data_ranks × micro_batch_size`` positions of that order. Data
+    rank ``r`` reads rows ``[r × micro_batch_size, (r + 1) × micro_batch_size)`` of the global
+    micro-batch. So one process with ``micro_batch_size = R × m`` reads exactly the rows of R ranks
+    in rank order. A global micro-batch may extend into the next epoch. So within an epoch, no
+    sample is left out and no sample is read twice.
+
+    ``consumed`` counts the samples that all data ranks have read since the start of the run. With
+    ``positions``, the sampler yields epoch × ``num_samples`` + index, for a data set that gives a
+    sample another form in each epoch. Raises DataError for an empty data set.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_ranks: int,
+        seed: int,
+        shuffle: bool = True,
+        consumed: int = 0,
+        positions: bool = False,
+    ) -> None:
+        if num_samples < 1:
+            raise DataError("the data set has no samples; give it more data or a shorter sequence length")
+        if micro_batch_size < 1 or not 0 <= data_rank < data_ranks:
+            raise ValueError(f"no data rank {data_rank} of {data_ranks} with micro-batch {micro_batch_size}")
+        if seed < 0 or consumed < 0:
+            raise ValueError(f"seed ({seed}) and consumed ({consumed}) must not be negative")
+        self.num_samples = num_samples
+        self.micro_batch_size = micro_batch_size
+        self.data_rank = data_rank
+        self.data_ranks = data_ranks
+        self.seed = seed
+        self.shuffle = shuffle
+        self.consumed = consumed
+        self.positions = positions
+        self._epoch = -1
+        self._order: np.ndarray | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples that all data ranks read together in one micro-batch."""
+        return self.data_ranks * self.micro_batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next sample belongs to, from 0."""
+        return self.consumed // self.num_samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            start = self.consumed + self.data_rank * self.micro_batch_size
+            rows = self._rows(start, self.micro_batch_size)
+            self.consumed += self.global_batch_size
+            yield rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state at the sampler's own position."""
+        return self.state_at(self.consumed)
+
+    def state_at(self, consumed: int) -> dict[str, Any]:
+        """Return ``seed``, ``consumed`` and ``num_samples``. They are equal on all data ranks.
+
+        ``consumed`` is not before the position of the last call.
+        """
+        return {"seed": self.seed, "consumed": consumed, "num_samples": self.num_samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after ``state``, by the rules of :meth:`checked_position`."""
+        self.consumed = self.checked_position(state)
+
+    def checked_position(self, state: Mapping[str, Any]) -> int:
+        """Return the ``consumed`` of ``state``, which any layout may have written.
+
+        Raises CheckpointError for an incomplete state, and for another data set or seed.
+        """
+        if "sources" in state:
+            raise CheckpointError(
+                "data loader state: the checkpoint read several sources, and this run reads one data set; set data.sources as it was"
+            )
+        return self._checked_counts(state)
+
+    def _checked_counts(self, state: Mapping[str, Any], *, same_samples: bool = True) -> int:
+        for key in ("seed", "consumed", "num_samples"):
+            value = state.get(key)
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise CheckpointError(f"data loader state: {key!r} must be an integer from 0, it is {quote(value)}")
+        if same_samples and state["num_samples"] != self.num_samples:
+            raise CheckpointError(
+                f"data loader state: the checkpoint read a data set of {state['num_samples']:,} samples, this one has"
+                f" {self.num_samples:,}; use the same data and sequence length, or start a new run"
+            )
+        if state["seed"] != self.seed:
+            raise CheckpointError(
+                f"data loader state: the checkpoint shuffled with seed {state['seed']}, this run with {self.seed};"
+                f" set the seed to {state['seed']}, or start a new run"
+            )
+        return state["consumed"]
+
+    def _rows(self, start: int, count: int) -> list[int]:
+        rows: list[int] = []
+        while count:
+            epoch, offset = divmod(start, self.num_samples)
+            taken = min(count, self.num_samples - offset)
+            first = epoch * self.num_samples if self.positions else 0
+            rows += [first + index for index in self._epoch_order(epoch)[offset : offset + taken].tolist()]
+            start, count = start + taken, count - taken
+        return rows
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        # One epoch is kept, because a rank's positions only grow. It takes 4 bytes per sample up to
+        # 2³² samples, and 8 bytes above.
+        if self._order is None or self._epoch != epoch:
+            order = np.arange(self.num_samples, dtype=np.uint32 if self.num_samples < 2**32 else np.int64)
+            if self.shuffle:
+                np.random.Generator(np.random.PCG64([self.seed, epoch])).shuffle(order)
+            self._epoch, self._order = epoch, order
+        return self._order
