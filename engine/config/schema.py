@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from .data_section import DataSection
-from .section import NonNegativeInt, PositiveInt, Ranks, Samples, Section, Seed, Width
+from .section import NonNegativeInt, PositiveInt, RankCount, Samples, Section, Seed, Width
 from .sync import SyncSection
 from .training_section import TrainingSection
 from .variables import VariableName, VariableValue
@@ -98,7 +98,7 @@ class TorchAutocastSection(Section):
 class TensorParallelSection(Section):
     """The degree of tensor parallelism inside an SDP group."""
 
-    autotp_size: Ranks = 1
+    autotp_size: RankCount = 1
 
 
 class ActivationCheckpointingSection(Section):
@@ -143,7 +143,7 @@ class SDPSection(Section):
     small node. Ranks weigh the same, so a group with twice the ranks has twice the samples.
     """
 
-    groups: Ranks = 1
+    groups: RankCount = 1
     capacity: float | list[float] = 1.0
     granularity: Literal["block", "neuron"] = "block"
     masking: Literal["forward", "backward"] = "forward"
@@ -154,7 +154,7 @@ class SDPSection(Section):
     units: Literal["auto"] | list[str] = "auto"
     protect: list[str] = Field(default_factory=list)
     branch_scale: Literal["none", "train", "eval"] = "none"
-    group_sizes: list[Ranks] | None = None
+    group_sizes: list[RankCount] | None = None
     neuron_groups: Width = 8
     seed: Seed = 0
     engine: Literal["fsdp2", "deepspeed", "reference", "vectorized"] = "fsdp2"

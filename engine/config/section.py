@@ -34,7 +34,7 @@ Pixels = Annotated[int, Field(gt=0, le=2**16)]
 
 Samples = Annotated[int, Field(gt=0, le=2**32), Whole]
 
-Ranks = Annotated[int, Field(gt=0, le=2**20)]
+RankCount = Annotated[int, Field(gt=0, le=2**20)]
 
 NonNegative = Annotated[float, Field(ge=0)]
 
