@@ -243,6 +243,7 @@ class SDPEngine(DeepSpeedNames):
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "client_state": dict(client_state or {}),
             "spikes": self.spikes.state_dict(),
+            "sync": self.local_training.state_dict(self.global_steps),
         }
         tensors = self._saved.tensors() | self._saved.random_state()
         self._saver.save(
@@ -294,10 +295,12 @@ class SDPEngine(DeepSpeedNames):
         path, state = found
         names = self._backend.names_of_param_groups()
         configured = named_rates(self.optimizer, names)
+        self.local_training.follow(state["global_steps"])
         resume(path, state, self._backend, self._saved, self.lr_scheduler, self.loader, ranks=ranks)
         self._forget_micro_batches()
         self._skips.note(False)
         self.spikes.load_state_dict(state.get("spikes") or {})
+        self.local_training.load_state_dict(state.get("sync"))
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
         self.skipped_steps = state.get("skipped_steps", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from .backend import Backend
 from .config.sync import SyncSection
@@ -80,6 +81,22 @@ class LocalTraining:
         if self._rounds is None:
             return 0
         return max(self._rounds.steps_alone(steps, fragment) for fragment in self._rounds.fragments)
+
+    def state_dict(self, steps: int) -> dict[str, Any] | None:
+        """Return the position in the round after ``steps``, for a checkpoint."""
+        if self._backend.local is None:
+            return None
+        return {
+            "outer_steps": self.outer_steps,
+            "steps_alone": self.steps_dropped(steps),
+            "travelling": self._backend.local.travelling,
+            "fragments": len(self._rounds.fragments) if self._rounds is not None else 1,
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue to count outer steps."""
+        self.outer_steps = (state or {}).get("outer_steps", 0)
+        self._finished_at, self.last = -1, None
 
     def anchored(self) -> AbstractContextManager[None]:
         """A context in which the backend's module is the full model's part: the anchors."""

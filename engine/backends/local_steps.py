@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..backend import LocalUpdate
+from ..backend import CommonPart, GroupPart, LocalUpdate
 from ..config.sync import SyncSection
 from ..full_model.buffers import agree_on_buffers, persistent_buffers
 from ..optim.clip import squared_norm
@@ -30,6 +30,7 @@ class ShardedLocalSteps:
     """
 
     def __init__(self, backend: FSDP2Backend, sync: SyncSection):
+        self.sync = sync
         self._backend, self._layout, self._at = backend, backend.layout, backend.at
         infos, self._sharded = backend.layout.parameters, backend.shards > 1
         self._fragments = fragments_of(backend.layout, sync.fragments)
@@ -103,6 +104,40 @@ class ShardedLocalSteps:
         infos = self._layout.parameters
         untrained = {name: p for name, p in self._backend.parameters.items() if not infos[name].trainable}
         return {**untrained, **self.outer.anchors}, self.outer.optimizer
+
+    def groups_here(self) -> Iterator[GroupPart]:
+        backend, at = self._backend, self._at
+        swapped = self.outer.is_swapped
+        buffers = self.buffers if swapped else self._buffers_here()
+        trained = {name: backend.local_weight(name) for name in self.outer.anchors}
+        yield GroupPart(
+            at.sdp,
+            f"{at.sdp}.{at.fsdp}.{at.tp}",
+            self.outer.anchors if swapped else trained,
+            {name: backend.parameters[name] for name in trained},
+            backend.optimizer,
+            self.outer.errors,
+            self.outer.travelling[1],
+            buffers,
+        )
+
+    def common_part(self) -> CommonPart:
+        swapped = self.outer.is_swapped
+        weights = {name: self._backend.local_weight(name) for name in self.outer.anchors}
+        return CommonPart(
+            weights if swapped else self.outer.anchors,
+            self.outer.optimizer,
+            self._buffers_here() if swapped else self.buffers,
+            self.outer.travelling[0],
+        )
+
+    def restart(self, travelling: int | None) -> None:
+        self.outer.restart(travelling)
+
+    def reset(self) -> None:
+        self.outer.reset()
+        for name, buffer in self._buffers_here().items():
+            self.buffers[name].copy_(buffer)
 
     def start(self, fragment: int) -> None:
         """Start to average ``fragment``. Collective."""

@@ -137,6 +137,7 @@ _OPTIONAL = {
     "learning_rates": (_are_rates, "numbers"),
     "settings": (_is_object, "an object"),
     "spikes": (_is_object, "an object"),
+    "sync": (_is_object_or_null, "an object or null"),
 }
 
 

@@ -5,21 +5,27 @@ Nothing in the run changes before all parts of the checkpoint are known to fit.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from ..backend import Backend, StateToSave
+from ..backend import Backend, GroupPart, LocalSteps, StateToSave
 from ..distributed.agreement import Ranks
-from ..errors import CheckpointError
+from ..distributed.tensors import local_tensor
+from ..errors import CheckpointError, quote
 from ..optim import optimizer_state
 from ..optim.param_groups import conflicting_rates, set_rates
 from ..optim.schedules import fitting, of_another_kind
+from ..placement.layout import Layout
+from .averaged import has_groups, keys_of_moments, load_means
 from .load import keys_in, load
-from .state import set_random_state
+from .local_state import LocalState
+from .state import SavedState, set_random_state, weights_of
 
 log = logging.getLogger("sdp")
 
@@ -58,7 +64,10 @@ def resume(
     problem = conflicting_rates(names, rates)
     ranks.agree(f"{path}: {problem}" if problem else None)
     random = _random_numbers(path, state, own, saved, tell=ranks.rank == 0)
-    _load_tensors(path, state, backend, own, saved, random, ranks)
+    if backend.local is not None or has_groups(saved):
+        _load_between_averages(path, state, backend, own, saved, random, ranks)
+    else:
+        _load_tensors(path, state, backend, own, saved, random, ranks)
     backend.refresh(after_step=False)
     set_random_state(random)
     backend.load_loss_scale(state.get("loss_scale"))
@@ -129,6 +138,100 @@ def _load_tensors(
         optimizer_state.clear(optimizer)
 
 
+def _load_between_averages(
+    path: Path,
+    state: Mapping[str, Any],
+    backend: Backend,
+    own: StateToSave,
+    saved: set[str],
+    random: dict[str, torch.Tensor],
+    ranks: Ranks,
+) -> None:
+    """Load where the checkpoint, or this run, is in the middle of a round of local steps."""
+    local, layout = backend.local, backend.layout
+    if not isinstance(own, SavedState):
+        raise CheckpointError(
+            f"{path}: was written between two averages of sdp.sync, and this engine has no local steps; use the engine that wrote it"
+        )
+    placement = json.loads(json.dumps(layout.placement.to_json()))  # tuples become lists, as in the file
+    same = state["mesh"] == own.mesh_shape() and state["placement"] == placement
+    position = _position_in_round(path, state)
+    if local is not None and position["travelling"] is not None:  # its fragment must be the same here
+        same = same and position["fragments"] == local.sync.fragments and local.sync.overlap > 0
+    files, alone = state["files"], ranks.alone
+    if local is not None:
+        _make_outer_state(local, layout, saved)
+    if local is not None and has_groups(saved) and same:
+        for part in local.groups_here():
+            _make_inner_state(part, saved, f"local/{part.group}/optimizer/", layout)
+        local.restart(position["travelling"])
+        mine = LocalState(backend)
+        buffers = weights_of(local.common_part().buffers)
+        load(path, mine.model() | buffers | mine.tensors() | random, files, alone=alone)
+        mine.loaded()
+        return
+    if ranks.rank == 0 and has_groups(saved):
+        log.warning(
+            "%s: was written between two averages under another layout, so each group starts from the anchors with the mean of "
+            "the holders' moments; this drops %d inner steps", path, position["steps_alone"],
+        )  # fmt: skip
+    weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
+    load(path, weights | random, files, alone=alone)
+    mine = LocalState(backend)
+    for part in local.groups_here() if local is not None else [_only_part(backend)]:
+        _make_inner_state(part, keys_of_moments(saved) | saved, "optimizer/", layout)
+        moments = mine.moments(part)
+        if has_groups(saved):
+            load_means(path, moments, files, alone=alone)
+        else:
+            load(path, moments, files, alone=alone)
+    if local is not None:
+        if outer := mine.outer():
+            load(path, outer, files, alone=alone)
+        local.reset()
+    mine.loaded()
+    backend.zero_grad()
+
+
+def _position_in_round(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint's ``sync`` entry, whose values are checked."""
+    position = {"travelling": None, "fragments": 1, "steps_alone": 0} | (state.get("sync") or {})
+    for key, value in position.items():
+        if not (type(value) is int and 0 <= value < 2**63) and not (key == "travelling" and value is None):
+            raise CheckpointError(f"{path}: damaged, {quote(key)} of 'sync' is {quote(value)}, not a count")
+    return position
+
+
+def _only_part(backend: Backend) -> GroupPart:
+    """Return the part of a process whose group takes no steps on its own."""
+    weights = {name: local_tensor(of.detach()) for name, of in backend.stepped.items()}
+    return GroupPart(0, "", weights, backend.stepped, backend.optimizer, {}, {}, {})
+
+
+def _make_inner_state(part: GroupPart, saved: set[str], start: str, layout: Layout) -> None:
+    """Create the optimizer state of the parameters for which the checkpoint has some, and only of those."""
+    _make_state(
+        part.optimizer, {of: layout.parameters[name].canonical for name, of in part.parameters.items()}, saved, start
+    )
+
+
+def _make_outer_state(local: LocalSteps, layout: Layout, saved: set[str]) -> None:
+    common = local.common_part()
+    names = {of: layout.parameters[name].canonical for name, of in common.anchors.items()}
+    _make_state(common.optimizer, names, saved, "outer/")
+
+
+def _make_state(optimizer: Optimizer, names: Mapping[torch.Tensor, str], saved: set[str], start: str) -> None:
+    have = {key.removeprefix(start).rpartition("/")[0].rpartition("@")[0] or key.removeprefix(start).rpartition("/")[0]
+            for key in saved if key.startswith(start)}  # fmt: skip
+    optimizer_state.clear(optimizer)
+    if have:
+        optimizer_state.materialise_state(optimizer)
+        for tensor, name in names.items():
+            if name not in have:
+                optimizer.state.pop(tensor, None)
+
+
 def _continue_schedule(path: Path, state: Mapping[str, Any], backend: Backend, scheduler: Any, *, tell: bool) -> None:
     saved = state["scheduler"]
     if scheduler is not None and saved is not None:
@@ -137,3 +240,44 @@ def _continue_schedule(path: Path, state: Mapping[str, Any], backend: Backend, s
         log.warning("%s: has no scheduler's state, and this run has a schedule, which begins at its first step", path)
     elif saved is not None and tell:
         log.warning("%s: has a scheduler's state, and this run has no schedule: the saved rates stay", path)
+
+
+def resume_without_optimizer(
+    path: Path,
+    state: Mapping[str, Any],
+    backend: Backend,
+    own: StateToSave,
+    scheduler: Any,
+    loader: Any,
+    *,
+    ranks: Ranks,
+) -> None:
+    """Load weights and buffers, and not the optimizer's state. Collective.
+
+    Args:
+        path: The checkpoint, written under any layout.
+        state: Its ``state.json``.
+        backend: The backend with this rank's part of the model and its optimizer.
+        own: This rank's share of a checkpoint. Its weights and buffers are filled in place.
+        scheduler: The learning-rate schedule to continue, or None.
+        loader: The loader of the training data to continue, or None.
+        ranks: The ranks that load together.
+
+    Raises:
+        CheckpointError: On every rank, if the checkpoint is damaged or does not fit this run.
+    """
+    if backend.local is not None or has_groups(keys_in(path)):
+        raise CheckpointError(
+            f"{path}: weights cannot be loaded without the optimizer's state between two averages of sdp.sync; load all of it"
+        )
+    _refuse_what_does_not_fit(path, state, scheduler, loader)
+    weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
+    load(path, weights, state["files"], alone=ranks.alone)
+    own.loaded()
+    backend.zero_grad()
+    backend.refresh(after_step=False)
+    if scheduler is not None:
+        _continue_schedule(path, state, backend, scheduler, tell=ranks.rank == 0)
+        set_rates(backend.optimizer, backend.names_of_param_groups(), state.get("learning_rates", {}))
+    if loader is not None and state["loader"] is not None:
+        loader.load_state_dict(state["loader"])

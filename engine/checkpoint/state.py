@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from ..optim.optimizer_state import OptimizerState
 from ..placement.tensor_info import TensorInfo
 from .dcp import Part
+from .local_state import LocalState
 
 
 class SavedState:
@@ -44,6 +45,8 @@ class SavedState:
         """
         backend = self._backend
         backend.shard_parameters()
+        if backend.local is not None and not to_load:
+            return self._between_averages()
         if not to_load:
             backend.agree_on_buffers()
         known = backend.layout.buffers
@@ -51,6 +54,14 @@ class SavedState:
         buffers = {name: buffer for name, buffer in named if to_load or self._gives(known[name])}
         self._state = OptimizerState(self._optimizer)
         return tensors_of(self._backend.stepped, buffers, self._state, self._placed)
+
+    def _between_averages(self) -> dict[str, Any]:
+        """Return what a checkpoint between two averages of local steps has. The full model is the anchors."""
+        local, state = self._backend.local, LocalState(self._backend)
+        assert local is not None
+        known = self._backend.layout.buffers
+        buffers = {name: of for name, of in local.common_part().buffers.items() if self._gives(known[name])}
+        return state.model() | weights_of(buffers) | state.tensors()
 
     def _gives(self, buffer: TensorInfo) -> bool:
         layout = self._backend.layout

@@ -246,11 +246,10 @@ class OuterSteps:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Make the weights the anchors and forget the state of the outer optimizer."""
+        """Make the weights the anchors. The state of the outer optimizer stays."""
         self._travelling = None
         for name in self._names:
             self.anchors[name].copy_(self._weights(name))
-        self.optimizer.state.clear()
         for error in self.errors.values():
             error.zero_()
 

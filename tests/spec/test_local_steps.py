@@ -174,7 +174,7 @@ def test_groups_differ_between_averages_and_agree_after_them() -> None:
     for step in range(3):
         one_step(engine, case, step, data_rank=None)
         engine.step()
-        local = engine._backend.local
+        local = engine.backend.local
         shared = [group.weights["stem.weight"] for group in local.groups]
         assert torch.equal(*shared) == (step == 2)
     assert engine.local_training.outer_steps == 1

@@ -220,7 +220,8 @@ class FSDP2Backend(ShardedBackend):
         return lambda module, _: self._refresh.wait(block, gather_stream(module))
 
     def refresh(self, *, after_step: bool) -> None:
-        self._refresh.start({name for name, info in self.layout.parameters.items() if info.trainable or not after_step})
+        names = {name for name, info in self.layout.parameters.items() if info.trainable or not after_step}
+        self._refresh.start(names, self.local.outer.anchors if self.local is not None else None)
         if not after_step:
             self._refresh.finish()
 

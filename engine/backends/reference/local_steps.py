@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from ...backend import LocalUpdate
+from ...backend import CommonPart, GroupPart, LocalUpdate
 from ...config.sync import SyncSection
 from ...full_model.buffers import BufferMean, persistent_buffers
 from ...optim.clip import clip_, squared_norm
@@ -48,7 +48,7 @@ class ReferenceLocalSteps:
     """The local steps of all groups of the reference."""
 
     def __init__(self, backend: ReferenceBackend, sync: SyncSection):
-        self._backend, self._sync, self._layout = backend, sync, backend.layout
+        self._backend, self.sync, self._layout = backend, sync, backend.layout
         layout = backend.layout
         trained = {name: p for name, p in backend.parameters.items() if layout.parameters[name].trainable}
         self._anchors = trained
@@ -171,8 +171,8 @@ class ReferenceLocalSteps:
             for group, shares in zip(self.groups, self._shares, strict=True):
                 if name in group.weights:
                     change = (anchor - group.weights[name]) * shares[name]
-                    if self._sync.compression != "none":
-                        sent = rounded(change + group.errors[name], group.errors[name], self._sync.compression)
+                    if self.sync.compression != "none":
+                        sent = rounded(change + group.errors[name], group.errors[name], self.sync.compression)
                         change = torch.where(torch.as_tensor(self._single[name], device=anchor.device), change, sent)
                     means[name] += change
                     group.before[name] = group.weights[name].detach().clone()
@@ -189,7 +189,7 @@ class ReferenceLocalSteps:
         for name in means:
             anchor = self._anchors[name]
             anchor.grad = None
-            once = torch.as_tensor(self._single[name] if self._sync.single_holder == "skip" else False)
+            once = torch.as_tensor(self._single[name] if self.sync.single_holder == "skip" else False)
             for group, shares in zip(self.groups, self._shares, strict=True):
                 if name in group.weights:
                     alone = once.to(anchor.device) & (torch.as_tensor(shares[name], device=anchor.device) > 0)
@@ -197,7 +197,7 @@ class ReferenceLocalSteps:
             for group in self.groups:
                 if name in group.weights:
                     weight, before = group.weights[name], group.before.pop(name)
-                    moved = anchor + (weight - before) if self._sync.overlap else anchor
+                    moved = anchor + (weight - before) if self.sync.overlap else anchor
                     weight.copy_(torch.where(once.to(anchor.device), weight, moved))
         self._average_buffers(fragment)
         return facts
@@ -236,6 +236,48 @@ class ReferenceLocalSteps:
                 group.buffers[name].copy_(here[name])
 
     # -- state -------------------------------------------------------------------------------------
+
+    def groups_here(self) -> Iterator[GroupPart]:
+        for index, group in enumerate(self.groups):
+            weights = {name: weight.detach() for name, weight in group.weights.items()}
+            with self._as_parameters(group):
+                yield GroupPart(
+                    index,
+                    f"{index}",
+                    weights,
+                    {name: self._backend.parameters[name] for name in weights},
+                    self._backend.optimizer,
+                    group.errors if self.sync.compression == "int8" else {},
+                    group.before,
+                    group.buffers,
+                )
+
+    def common_part(self) -> CommonPart:
+        buffers = persistent_buffers(self._backend.module, self._layout)
+        means = self.under_way[1] if self.under_way is not None else {}
+        return CommonPart(self._anchors, self.optimizer, buffers, means)
+
+    def restart(self, travelling: int | None) -> None:
+        self.under_way = None
+        for group in self.groups:
+            group.before = {}
+        if travelling is not None:
+            names = [name for name in self._anchors if self._fragments[name] == travelling]
+            self.under_way = travelling, {name: torch.zeros_like(self._anchors[name]) for name in names}
+            for group in self.groups:
+                group.before = {n: torch.zeros_like(self._anchors[n]) for n in names if n in group.weights}
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        self.restart(None)
+        buffers = persistent_buffers(self._backend.module, self._layout)
+        for group in self.groups:
+            for name, weight in group.weights.items():
+                weight.copy_(self._anchors[name])
+            for name, buffer in group.buffers.items():
+                buffer.copy_(buffers[name])
+            for error in group.errors.values():
+                error.zero_()
 
     def common_state(self) -> tuple[Mapping[str, torch.Tensor], Optimizer]:
         return self._backend.parameters, self.optimizer
