@@ -106,8 +106,15 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate a checkpoint and print the result. Raises an SDPError if the checkpoint or the data cannot be read."""
     options = EvaluateOptions.from_args(args)
     result = saved_run.use(options.choice, lambda saved: evaluate(saved, options.batches), _IN_ONE_PROCESS)
-    print(json.dumps(asdict(result)) if options.json else _table(result))
+    print(as_json(result) if options.json else _table(result))
     return 0
+
+
+def as_json(result: Evaluation) -> str:
+    """Return ``result`` as one line of JSON. A loss that is NaN or infinite becomes null, which JSON has no numbers for."""
+    values = asdict(result)
+    unknown = {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps(values | unknown, allow_nan=False)
 
 
 def evaluate(saved: SavedRun, limit: int | None = None) -> Evaluation:
@@ -117,7 +124,7 @@ def evaluate(saved: SavedRun, limit: int | None = None) -> Evaluation:
     backend = _load(saved, corpus)
     loss = backend.evaluate(batches)
     measures = {name: backend.evaluate([{**batch, "measure": name} for batch in batches]) for name in corpus.measures}
-    own = [line["loss"] for line in read_run(saved.dump_dir).evaluations if line["step"] == saved.step]
+    own = [line.get("loss") for line in read_run(saved.dump_dir).evaluations if line["step"] == saved.step]
     return Evaluation(
         checkpoint=str(saved.checkpoint),
         step=saved.step,

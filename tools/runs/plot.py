@@ -222,7 +222,7 @@ def _matplotlib() -> tuple[Any, Any]:
 
 
 def _token_unit(runs: Sequence[Run]) -> tuple[float, str]:
-    most = max((line["tokens"] for run in runs for line in (*run.metrics, *run.evaluations)), default=0)
+    most = max((line.get("tokens", 0) for run in runs for line in (*run.metrics, *run.evaluations)), default=0)
     return next(
         ((s, u) for s, u in ((1e9, "billions of tokens"), (1e6, "millions of tokens")) if most >= s),
         (1e3, "thousands of tokens"),
@@ -230,21 +230,21 @@ def _token_unit(runs: Sequence[Run]) -> tuple[float, str]:
 
 
 def _draw(axes: Any, run: Run, colours: _Colours, scale: float) -> None:
-    points = [(line["tokens"] / scale, line["loss"]) for line in run.metrics if line.get("loss") is not None]
+    points = [(line.get("tokens", 0) / scale, line["loss"]) for line in run.metrics if line.get("loss") is not None]
     if points:
         tokens, losses = zip(*points, strict=True)
         axes.plot(tokens, losses, color=colours.training, alpha=0.22, linewidth=0.8)
         axes.plot(tokens, _smooth(losses), color=colours.training, zorder=2.5, **_SMOOTHED)
     held_out = [line for line in run.evaluations if line.get("loss") is not None]
     subnetworks = [
-        (line["tokens"] / scale, loss)
+        (line.get("tokens", 0) / scale, loss)
         for line in held_out
         for loss in line.get("subnetwork_losses") or []
         if loss is not None
     ]
     for style, colour, marks in (
         (_SUBNETWORK, colours.subnetworks, subnetworks),
-        (_FULL_MODEL, colours.held_out, [(line["tokens"] / scale, line["loss"]) for line in held_out]),
+        (_FULL_MODEL, colours.held_out, [(line.get("tokens", 0) / scale, line["loss"]) for line in held_out]),
     ):
         if marks:
             axes.plot(*zip(*marks, strict=True), color=colour, clip_on=False, zorder=3, **style)

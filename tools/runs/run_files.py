@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from pydantic import BaseModel
+
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError, DataError
 from ...engine.json_files import parse_json, read_json_file
 from ...engine.placement.placement import Placement
 from ..shared.files import WriteError, refuse_link, write_whole
+from .run_shapes import Line, RunConfig, SavedPlacement, Summary, find_wrong_field
 
 log = logging.getLogger("sdp")
 
@@ -146,11 +149,11 @@ def read_run(dump_dir: Path) -> Run:
         raise ConfigError(f"{dump_dir}: not the directory of a run ({found}); give the --dump-dir of sdp train")
     return Run(
         path=dump_dir,
-        config=_read_object(dump_dir / CONFIG) or {},
-        placement=_read_object(dump_dir / PLACEMENT),
+        config=_read_object(dump_dir / CONFIG, RunConfig) or {},
+        placement=_read_object(dump_dir / PLACEMENT, SavedPlacement),
         metrics=_read_lines(dump_dir / METRICS),
         evaluations=_read_lines(dump_dir / EVALUATIONS),
-        summary=_read_object(dump_dir / SUMMARY),
+        summary=_read_object(dump_dir / SUMMARY, Summary),
     )
 
 
@@ -181,7 +184,7 @@ def _holds_run(dump_dir: Path) -> bool:
     return (metrics.is_file() and metrics.stat().st_size > 0) or any((dump_dir / "checkpoints").glob("step-*"))
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def _read_object(path: Path, shape: type[BaseModel]) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
@@ -190,6 +193,8 @@ def _read_object(path: Path) -> dict[str, Any] | None:
         raise DataError(f"{path}: cannot be read ({error}); the file is damaged") from None
     if not isinstance(data, dict):
         raise DataError(f"{path}: a JSON object is expected, not {type(data).__name__}; the file is damaged")
+    if (wrong := find_wrong_field(shape, data)) is not None:
+        raise DataError(f"{path}: damaged, or of another version: {wrong}")
     return data
 
 
@@ -207,6 +212,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             entry = parse_json(line.decode())
             if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
                 raise ValueError("an object with a step is expected")
+            if (wrong := find_wrong_field(Line, entry)) is not None:
+                raise ValueError(wrong)
         except ValueError as error:
             if number == len(lines):
                 break

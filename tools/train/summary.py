@@ -73,9 +73,10 @@ def run_summary(
     run = read_run(dump_dir)
     parameters = sum(info.numel for info in layout.parameters.values())
     trained = sum(info.numel for info in layout.parameters.values() if info.trainable)
-    speeds = [line["tokens_per_second"] for line in run.metrics if line["step"] > WARM_UP_STEPS]
+    settled = (line.get("tokens_per_second") for line in run.metrics if line["step"] > WARM_UP_STEPS)
+    speeds = [speed for speed in settled if speed is not None]
     held = [layout.placement.held_fraction(group) for group in range(layout.mesh.sdp)] if layout.units else [1.0]
-    losses = [line["loss"] for line in run.evaluations]
+    losses = [line.get("loss") for line in run.evaluations]
     accuracy = {key: line[key] for line in run.evaluations[-1:] for key in ("accuracy",) if key in line}
     return {
         "steps": engine.global_steps,
