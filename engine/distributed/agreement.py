@@ -11,12 +11,13 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError, ConfigError
+from .. import errors
+from ..errors import CheckpointError, ConfigError, SDPError
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ _REMEDY = "start all ranks with the same configuration, model and data"
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that save or load together.
+    """The processes that work on something together, such as a checkpoint or the data of a run.
 
     Attributes:
         alone: whether this process works by itself.
@@ -70,9 +71,33 @@ class Ranks:
 
         The error has the text of the first problem, in rank order.
         """
-        first = next((found for found in self.gather(problem) if found is not None), None)
+        first = self.first(problem)
         if first is not None:
             raise CheckpointError(first)
+
+    def first(self, value: Any) -> Any:
+        """Return the first ``value`` (JSON) in rank order that is not None, or None if all are None."""
+        return next((found for found in self.gather(value) if found is not None), None)
+
+    def all_or_none(self, action: Callable[[], T]) -> T:
+        """Call ``action`` on every rank and return this rank's result.
+
+        A rank that fails by itself would leave the others waiting in a collective.
+
+        Raises:
+            SDPError: on every rank, if ``action`` raised one on any. It is the first, in rank order.
+        """
+        result, error = None, None
+        try:
+            result = action()
+        except SDPError as caught:
+            if self.alone:
+                raise
+            error = caught
+        first = self.first([type(error).__name__, str(error)] if error is not None else None)
+        if first is not None:
+            raise _error_named(*first)
+        return cast("T", result)
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -179,6 +204,12 @@ def first_difference(path: str, first: Any, second: Any) -> tuple[str, str, str]
 def _same(first: Any, second: Any) -> bool:
     """Return whether two JSON values are equal as text: true is not 1, and NaN equals NaN."""
     return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
+
+
+def _error_named(name: str, text: str) -> SDPError:
+    """Return the error of another rank, from its class's name and its message."""
+    kind = getattr(errors, name, None)
+    return kind(text) if isinstance(kind, type) and issubclass(kind, SDPError) else SDPError(text)
 
 
 def _highest(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[list[Any]]:

@@ -19,7 +19,7 @@ from ...engine.accounting.clock import clock
 from ...engine.accounting.memory_probe import peak_tensor_bytes
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
-from ...engine.distributed.agreement import gather_json
+from ...engine.distributed.agreement import Ranks
 from ...engine.distributed.mesh import mesh_of
 from ...engine.distributed.tensors import local_tensor
 from ...engine.errors import NonFiniteError
@@ -58,7 +58,7 @@ def measure(
         _say(f"building {name}")
         runners[name], facts[name] = build_method(name, own, batches, device)
     require_same_losses(facts)
-    uncounted = next(filter(None, gather_json(why_not_counted(device))), None)
+    uncounted = Ranks(alone=False).first(why_not_counted(device))
     races = []
     for link in options.links or [None]:
         if link is not None:

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from ...engine.batch.size import BatchSize
 from ...engine.config.load import load_config
 from ...engine.config.schema import Config
-from ...engine.distributed.agreement import gather_json
+from ...engine.distributed.agreement import Ranks
 from ...engine.distributed.join import join
 from ...engine.distributed.mesh import mesh_of
 from ...engine.environment.detect import Environment, detect
@@ -78,7 +78,9 @@ def run(options: MethodOptions) -> int:
     if options.hosts:
         enter(options.hosts, environment.rank)
     device = join()
-    layers = _from_rank_0({name: plan.config.model.get("num_hidden_layers") for name, plan in plans.items()})
+    layers = Ranks(alone=False).from_rank_0(
+        lambda: {name: plan.config.model.get("num_hidden_layers") for name, plan in plans.items()}
+    )
     configs = {name: variant(name, config, layers[name]) for name in names}
     facts, races = measure(configs, options, config, device)
     dist.destroy_process_group()
@@ -205,7 +207,3 @@ def _settings(options: MethodOptions, config: Config, world: int, device: torch.
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def _from_rank_0(value: Any) -> Any:
-    return gather_json(value if dist.get_rank() == 0 else None)[0]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,12 @@ from ...data.prepare import prepare
 from ...data.shards import MixedTokens, TokenDataset
 from ...data.shared.files import INDEX_FILE
 from ...data.tokenizers import request_of
-from ...engine import errors
 from ...engine.config.schema import Config
-from ...engine.distributed.agreement import gather_json
-from ...engine.errors import ConfigError, SDPError
+from ...engine.distributed.agreement import Ranks
+from ...engine.errors import ConfigError
 from ..shared.files import refuse_link
 
 log = logging.getLogger("sdp")
-
-T = TypeVar("T")
 
 VERIFIED_BYTES = 4_000_000_000  # some 3 s of four cores, or half a minute of a plain disk
 
@@ -84,8 +81,9 @@ def open_corpus(config: Config, dump_dir: Path) -> Corpus:
     If any rank finds a mistake, all ranks raise DataError or ConfigError.
     """
     path = path_of(config, dump_dir)
-    _on_all_or_none(lambda: _while_rank_0_works(lambda: _make_ready(config, path)))
-    return _on_all_or_none(lambda: open_prepared(config, path))
+    ranks = Ranks(alone=not dist.is_initialized())
+    ranks.all_or_none(lambda: _while_rank_0_works(lambda: _make_ready(config, path)))
+    return ranks.all_or_none(lambda: open_prepared(config, path))
 
 
 def path_of(config: Config, dump_dir: Path) -> Path:
@@ -145,31 +143,6 @@ def _verify(path: Path, when: Literal["auto", "always", "never"]) -> None:
         )  # fmt: skip
     elif when != "never":
         index.verify(path)
-
-
-def _on_all_or_none(action: Callable[[], T]) -> T:
-    """Return what ``action`` returns on this rank. If it fails on any rank, all ranks raise the first error.
-
-    Otherwise a rank that fails would leave the others waiting in a collective.
-    """
-    result, error = None, None
-    try:
-        result = action()
-    except SDPError as caught:
-        error = caught
-    if dist.is_initialized():
-        found = gather_json([type(error).__name__, str(error)] if error is not None else None)
-        first = next((named for named in found if named is not None), None)
-        error = _error_named(*first) if first is not None else None
-    if error is not None:
-        raise error
-    return cast(T, result)
-
-
-def _error_named(name: str, text: str) -> SDPError:
-    """The error of another rank, from its class's name and its message."""
-    kind = getattr(errors, name, None)
-    return kind(text) if isinstance(kind, type) and issubclass(kind, SDPError) else SDPError(text)
 
 
 def open_prepared(config: Config, path: Path) -> Corpus:

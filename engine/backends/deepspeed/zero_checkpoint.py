@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -148,15 +148,18 @@ def converted(directory: Path, ranks: Ranks) -> WeightFiles:
 
 def _together(directory: Path, ranks: Ranks, action: Callable[[], T]) -> T:
     """Return the result of ``action``, or raise CheckpointError on every rank if it fails on any."""
-    try:
-        result, problem = action(), None
-    except (CheckpointError, ModelError) as error:
-        result, problem = None, str(error)
-    except (OSError, SafetensorError) as error:
-        result = None
-        problem = f"the weights of {directory} cannot be written to a temporary folder ({error}); let TMPDIR name one with more room"
-    ranks.agree(problem)
-    return cast("T", result)
+
+    def explained() -> T:
+        try:
+            return action()
+        except ModelError as error:
+            raise CheckpointError(str(error)) from error
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the weights of {directory} cannot be written to a temporary folder ({error}); let TMPDIR name one with more room"
+            ) from error
+
+    return ranks.all_or_none(explained)
 
 
 def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:

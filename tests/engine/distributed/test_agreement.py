@@ -9,8 +9,8 @@ import pytest
 import sdp
 import torch
 import torch.distributed as dist
-from sdp.engine.distributed.agreement import first_difference, normalise
-from sdp.engine.errors import ConfigError
+from sdp.engine.distributed.agreement import Ranks, first_difference, normalise
+from sdp.engine.errors import ConfigError, DataError
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case
 from sdp.tests.support.ranks import RankPool
@@ -120,3 +120,36 @@ def test_how_a_number_is_written_is_no_difference() -> None:
         "3",
     )
     assert first_difference("a", {"x": 1}, {"x": True}) == ("a.x", "1", "true")
+
+
+def _work_together() -> tuple[list[str], str, Any, str]:
+    """What a rank sees of an action that succeeds, that fails on rank 1, of a value, and of an action of rank 0."""
+    ranks, here = Ranks(alone=False), dist.get_rank()
+
+    def act(*, fails: bool) -> str:
+        if fails:
+            raise DataError(f"rank {here} has no data")
+        return f"done by {here}"
+
+    done = [ranks.all_or_none(lambda: act(fails=False))]
+    try:
+        ranks.all_or_none(lambda: act(fails=here == 1))
+        problem = "none"
+    except DataError as error:
+        problem = str(error)
+    return done, problem, ranks.first(None if here == 0 else here), ranks.from_rank_0(lambda: f"from {here}")
+
+
+def test_all_ranks_succeed_or_raise_the_first_error(ranks: RankPool) -> None:
+    for rank, (done, problem, first, given) in enumerate(ranks.run(_work_together, world=2)):
+        assert done == [f"done by {rank}"]
+        assert (problem, first, given) == ("rank 1 has no data", 1, "from 0")
+
+
+def test_a_process_alone_raises_its_own_error() -> None:
+    def act() -> None:
+        raise DataError("no data")
+
+    with pytest.raises(DataError, match="no data"):
+        Ranks(alone=True).all_or_none(act)
+    assert Ranks(alone=True).all_or_none(lambda: 3) == 3
