@@ -26,6 +26,7 @@ from .errors import ModelError
 from .placement.layout import Layout
 from .placement.tensor_info import Shard
 from .subnetwork.activations import checkpoint_activations
+from .subnetwork.autocast import autocast_forward
 from .subnetwork.branch_scale import BranchScale
 from .subnetwork.compile import compile_units
 from .subnetwork.initialisation import ModuleInit, plan_initialisation
@@ -63,6 +64,7 @@ def _build_reference(
     model: nn.Module, config: Config, layout: Layout, device: torch.device, plan: Sequence[ModuleInit] | None
 ) -> ReferenceBackend:
     give_values(model, layout, plan, device, Shard())
+    autocast_forward(model, config, device)
     kind = VectorizedBackend if config.sdp.engine == "vectorized" else ReferenceBackend
     backend = kind(model, layout, device, compute_dtype=getattr(torch, config.precision))
     # The backend copies the blocks, so this comes after it: the copies must not checkpoint their
@@ -111,7 +113,9 @@ def build_native(
     # 6. Compile block by block. FSDP2's hooks must stay outside the compiled graphs.
     if config.training.compile:
         compile_units(model, run, device, sliced=config.sdp.granularity == "neuron")
-    # 7. FSDP2 shards what is left.
+    # 7. The whole forward pass runs under autocast, so this comes after the signatures were read.
+    autocast_forward(model, config, device)
+    # 8. FSDP2 shards what is left.
     return FSDP2Backend(
         model,
         layout,

@@ -281,7 +281,7 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
     if config.training.init_from is not None:
         log.info("weights: training starts from those in %s", config.training.init_from)
     log.info("%s", optimizer_note)
-    if config.fp16.enabled and config.zero_optimization.stage == 0:
+    if config.fp16.enabled and config.zero_optimization.stage == 0 and config.sdp.engine == "deepspeed":
         for key in ("hysteresis", "consecutive_hysteresis"):
             if getattr(config.fp16, key) != FP16Section.model_fields[key].default:
                 log.warning(

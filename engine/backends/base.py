@@ -15,12 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..accounting.memory import StateBytes, measure_state_bytes, predict_state_bytes
+from ..accounting.local_traffic import LocalTraffic
 from ..accounting.traffic_plan import describe_formula, plan_traffic
 from ..backend import LocalSteps, StateToSave, Update
 from ..checkpoint.state import SavedState
 from ..config.schema import Config
+from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Traffic
 from ..optim.clip import clip_
+from ..optim.loss_scale import LossScaler
 from ..optim.optimizer_state import materialise_state
 from ..placement.layout import Layout
 from ..sync.consistency import check_holders
@@ -36,9 +39,11 @@ class TorchOptimizerBackend:
     parameters: dict[str, nn.Parameter]
     optimizer: Optimizer
     _config: Config
+    _scaler: LossScaler | None
 
     def attach(self, optimizer: Optimizer, config: Config) -> None:
         self.optimizer, self._config = optimizer, config
+        self._scaler = LossScaler.of(config)
 
     @property
     def basic_optimizer(self) -> Optimizer:
@@ -68,6 +73,9 @@ class TorchOptimizerBackend:
             clip_(gradients, norm, self._config.gradient_clipping)
 
     def update(self, gradients: list[torch.Tensor], norm: float, scheduler: Any) -> Update:
+        if self._scaler is not None:
+            torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], 1 / self._scaler.cur_scale)
+            self._scaler.update(overflow=False)
         self.clip(gradients, norm)
         # A forward pass after backward may have left gathered copies of the old weights.
         self.shard_parameters()
@@ -80,6 +88,8 @@ class TorchOptimizerBackend:
         return Update(norm, skipped=False)
 
     def skip_update(self, norm: float) -> Update:
+        if self._scaler is not None:
+            self._scaler.update(overflow=True)
         return Update(norm, skipped=True)
 
     def count_micro_batch(self) -> None:
@@ -109,21 +119,30 @@ class TorchOptimizerBackend:
     def end_local_steps(self) -> None:
         raise NotImplementedError
 
-    # -- loss scale: none --------------------------------------------------------------------------
+    # -- loss scale --------------------------------------------------------------------------------
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss whose gradients are computed: in float16, ``loss`` times the loss scale."""
+        return loss if self._scaler is None else loss.float() * self._scaler.cur_scale
+
+    def unscaled(self, squared_norm: torch.Tensor) -> torch.Tensor:
+        """Return the squared norm of the gradients without the loss scale, in which they still are."""
+        return squared_norm if self._scaler is None else squared_norm / self._scaler.cur_scale**2
 
     @property
     def loss_scale(self) -> float | None:
-        return None
+        return None if self._scaler is None else self._scaler.cur_scale
 
     @property
     def may_lower_loss_scale(self) -> bool:
-        return False
+        return self._scaler is not None and self._scaler.can_be_lowered
 
     def loss_scale_state(self) -> dict[str, float] | None:
-        return None
+        return None if self._scaler is None else self._scaler.state_dict()
 
     def load_loss_scale(self, state: Mapping[str, float] | None) -> None:
-        """A no-op: there is no loss scale."""
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state)
 
     # -- parameter groups --------------------------------------------------------------------------
 
@@ -171,10 +190,16 @@ class TorchOptimizerBackend:
     def measured_state_bytes(self, gradient_bytes: int) -> StateBytes:
         return measure_state_bytes(self.parameters.values(), self.frozen.values(), self.optimizer, gradient_bytes)
 
-    def planned_traffic(self, accumulation: int) -> Traffic:
+    def planned_traffic(self, accumulation: int, step: int | None = None) -> Traffic:
         if self._config.sdp.in_one_process:
             return Traffic()
         stage, compute_bytes = self._config.zero_optimization.stage, self._config.compute_bytes
+        if self._config.sdp.sync is not None:
+            plan = LocalTraffic(
+                self.layout, self._rank, self._config.sdp.sync, stage=stage, accumulation=accumulation,
+                compute_bytes=compute_bytes,
+            )  # fmt: skip
+            return plan.of_round() if step is None else plan.of_step(step)
         return plan_traffic(
             self.layout, self._rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
         )

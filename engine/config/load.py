@@ -177,30 +177,26 @@ def _refuse_with_deepspeed(config: Config) -> None:
             )
 
 
-def _refuse_fp16(config: Config) -> None:
-    if not config.fp16.enabled:
-        return
-    if config.sdp.engine not in ("deepspeed", "fsdp2", "reference"):
+def _refuse_precision(config: Config) -> None:
+    engine, autocasts = config.sdp.engine, config.torch_autocast.enabled
+    key = "fp16.enabled" if config.fp16.enabled else "torch_autocast.enabled"
+    if engine == "vectorized" and (config.fp16.enabled or autocasts):
         raise ConfigError(
-            f'fp16.enabled: true is not available with sdp.engine "{config.sdp.engine}", which does not scale the loss; use bf16, or '
-            '"fsdp2"'
+            f'{key}: true is not available with sdp.engine "vectorized", which does not scale the loss; use bf16, or "fsdp2"'
         )
-    if config.bf16.enabled:
+    if config.sdp.sync is not None and config.scales_loss:
+        raise ConfigError(f"{key}: float16 is not available together with sdp.sync; use bf16")
+    if config.fp16.enabled and config.bf16.enabled:
         raise ConfigError(
             "fp16.enabled: true together with bf16.enabled; a model computes in one of them, leave one out"
         )
 
 
 def _refuse_unfinished(config: Config) -> None:
-    if config.sdp.engine == "deepspeed":
-        return
-    for path, on in {
-        "fp16.enabled": config.fp16.enabled,
-        "torch_autocast.enabled": config.torch_autocast.enabled,
-        "zero_optimization.offload_optimizer": config.zero_optimization.offloads,
-    }.items():
-        if on:
-            raise ConfigError(f'{path}: not available in this version with sdp.engine "{config.sdp.engine}"')
+    if config.sdp.engine != "deepspeed" and config.zero_optimization.offloads:
+        raise ConfigError(
+            f'zero_optimization.offload_optimizer: not available in this version with sdp.engine "{config.sdp.engine}"'
+        )
 
 
 def _refuse_group_sizes(config: Config) -> None:
@@ -221,7 +217,7 @@ def _refuse_unavailable(config: Config) -> None:
     """Raise ConfigError for a setting that this version cannot honour. None is ignored."""
     sdp = config.sdp
     _refuse_group_sizes(config)
-    _refuse_fp16(config)
+    _refuse_precision(config)
     _refuse_unfinished(config)
     _refuse_sync(config)
     if sdp.granularity == "neuron":

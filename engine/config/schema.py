@@ -215,6 +215,18 @@ class Config(Section):
         return "bfloat16" if self.bf16.enabled else "float16" if self.fp16.enabled else "float32"
 
     @property
+    def autocast_dtype(self) -> Literal["bfloat16", "float16"] | None:
+        """The dtype of ``torch_autocast`` by torch's name, or None if it is off."""
+        if not self.torch_autocast.enabled:
+            return None
+        return "bfloat16" if "bf" in self.torch_autocast.dtype else "float16"
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a part of the run computes in float16, whose gradients need a loss scale."""
+        return self.fp16.enabled or self.autocast_dtype == "float16"
+
+    @property
     def compute_bytes(self) -> int:
         """The size in bytes of one element in :attr:`precision`."""
         return 4 if self.precision == "float32" else 2

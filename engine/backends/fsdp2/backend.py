@@ -238,6 +238,7 @@ class FSDP2Backend(ShardedBackend):
             if boundary and self._accumulated and self.stage < 2:
                 zero_missing_gradients(self.module)
         self._accumulated = not boundary
+        loss = self.scaled(loss)
         reducer = self._reducer
         reducer.begin()
         if not boundary:
@@ -263,7 +264,7 @@ class FSDP2Backend(ShardedBackend):
     def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
         gradients = [parameter.grad for parameter in self._counted]
         norm = squared_norm([gradient for gradient in gradients if gradient is not None], self.device)
-        totals = torch.stack([norm, loss / self.layout.mesh.world_size])
+        totals = torch.stack([self.unscaled(norm), loss / self.layout.mesh.world_size])
         self.all_reduce_control(totals)
         return totals
 

@@ -201,7 +201,7 @@ class ReferenceBackend(TorchOptimizerBackend):
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
         # ``loss`` is the mean over the workers. A unit's gradient is the mean over its holders'
         # workers.
-        scaled = loss * self.layout.mesh.data_ranks
+        scaled = self.scaled(loss) * self.layout.mesh.data_ranks
         if self.local is not None:
             self._backward_locally(scaled, boundary=boundary)
             return
@@ -264,7 +264,7 @@ class ReferenceBackend(TorchOptimizerBackend):
 
     def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
         norm = squared_norm([p.grad for p in self.parameters.values() if p.grad is not None], self.device)
-        return torch.stack([norm, loss])
+        return torch.stack([self.unscaled(norm), loss])
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Any]) -> float:

@@ -1,0 +1,118 @@
+"""The loss scale of float16: DeepSpeed's own scaler, step by step, and what a run does with it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16 import loss_scaler
+from sdp.engine.config.load import load_config
+from sdp.engine.config.schema import FP16Section
+from sdp.engine.errors import ConfigError
+from sdp.engine.optim.loss_scale import LossScaler
+from sdp.tests.support.cases import Case, assert_same_run, data_rank_of, engine_of, one_step, reference, train
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"initial_scale_power": 4, "loss_scale_window": 3},
+        {"initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 0.25},
+        {"initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3, "consecutive_hysteresis": True},
+    ],
+    ids=str,
+)
+def test_a_dynamic_scale_follows_deepspeed(section: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)  # it tells its rank, and has no process group here
+    monkeypatch.setattr(loss_scaler, "log_dist", lambda *_, **__: None)
+    settings = FP16Section(**section)
+    ours = LossScaler(settings)
+    theirs: Any = loss_scaler.DynamicLossScaler(
+        2.0**settings.initial_scale_power,
+        settings.loss_scale_window,
+        settings.min_loss_scale,
+        settings.hysteresis,
+        settings.consecutive_hysteresis,
+        raise_error_at_min_scale=False,
+    )
+    draw = random.Random(0)
+    for step in range(300):
+        overflow = draw.random() < (0.5 if step % 60 < 10 else 0.05)
+        ours.update(overflow=overflow)
+        theirs.update_scale(overflow)
+        expected = {key: getattr(theirs, key) for key in LossScaler._SAVED}
+        assert ours.state_dict() == expected, step
+    again = LossScaler(settings)
+    again.load_state_dict(ours.state_dict())
+    assert again.state_dict() == ours.state_dict()
+
+
+def test_a_fixed_scale_never_changes() -> None:
+    scaler = LossScaler(FP16Section(loss_scale=128.0))
+    scaler.update(overflow=True)
+    assert (scaler.cur_scale, scaler.state_dict(), scaler.can_be_lowered) == (128.0, None, False)
+
+
+FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
+
+
+def train_with(case: Case, sections: dict[str, Any]) -> Any:
+    return train(case, **sections)
+
+
+@pytest.mark.parametrize(
+    ("case", "sections"),
+    [
+        (Case(2, 1, 0, 1, clip=True), {"fp16": FP16}),
+        (Case(2, 2, 3, 3), {"fp16": {"enabled": True, "loss_scale": 64.0}}),
+        (Case(2, 2, 1, 3, masking="backward"), {"fp16": FP16}),
+        (Case(2, 1, 0, 1), {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}),
+        (Case(2, 2, 3, 1), {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 4}}),
+    ],
+    ids=str,
+)
+def test_groups_equal_the_reference(case: Case, sections: dict[str, Any], ranks: Any) -> None:
+    results = ranks.run(train_with, case, sections, world=case.world)
+    assert_same_run(results, train(case, "reference", **sections), case)
+    assert results[0].losses != pytest.approx(reference(case).losses, rel=1e-6), (
+        "nothing was computed in half precision"
+    )
+
+
+def step_with_overflows(case: Case, sections: dict[str, Any]) -> list[Any]:
+    """Train from a scale that is far too high. Return loss scale, skipped steps and change of the weights by step."""
+    engine = engine_of(case, **sections)
+    seen = []
+    for step in range(12):
+        before = [p.detach().clone() for p in engine.module.parameters()]
+        one_step(engine, case, step, data_rank=data_rank_of(case))
+        engine.step()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+        seen.append((engine.get_loss_scale(), engine.skipped_steps, moved))
+    return seen
+
+
+def test_an_overflow_skips_the_step_on_all_ranks(ranks: Any) -> None:
+    sections = {"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}, "training": {"max_skips": 1}}
+    case = Case(2, 2, 3, 1)
+    results = ranks.run(step_with_overflows, case, sections, world=case.world)
+    scales = [scale for scale, *_ in results[0]]
+    skipped = [count for _, count, _ in results[0]]
+    assert all([each[:2] for each in seen] == list(zip(scales, skipped, strict=True)) for seen in results)
+    assert skipped[0] == 1 and 1 < skipped[-1] < 12, "more skips than max_skips, as a scale that can fall excuses them"
+    assert scales[0] == 2**21
+    for seen in results:
+        for step, (_, count, moved) in enumerate(seen):
+            assert moved == (count == (seen[step - 1][1] if step else 0)), "weights move unless the step is skipped"
+
+
+def test_what_cannot_scale_is_refused() -> None:
+    for section, message in (
+        ({"fp16": {"enabled": True}, "sdp": {"engine": "vectorized"}}, 'not available with sdp.engine "vectorized"'),
+        ({"fp16": {"enabled": True}, "sdp": {"sync": {"every": 2}}}, "not available together with sdp.sync"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(section)
