@@ -22,7 +22,8 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     """Sample ``i`` is tokens ``[i × L, (i + 1) × L)`` of a split, with L = ``sequence_length``.
 
     A sample is ``{"input_ids": (L,), "labels": (L,)}``. Both are int64 and equal: the model shifts
-    the labels, as Hugging Face's models do. A sample may span documents and shards. Tokens after
+    the labels, as Hugging Face's models do. With ``document_mask``, ``"documents": (L,)`` numbers the
+    documents in the sample; an end-of-text token belongs to the document that it ends. A sample may span documents and shards. Tokens after
     the last whole sample are not read.
 
     The constructor checks that every shard exists and has the right size. A shard is checked again
@@ -30,7 +31,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     small, or if a token id is outside the vocabulary.
     """
 
-    def __init__(self, directory: str | Path, split: str, sequence_length: int) -> None:
+    def __init__(self, directory: str | Path, split: str, sequence_length: int, *, document_mask: bool = False) -> None:
         if sequence_length < 1:
             raise DataError(f"the sequence length must be at least 1, it is {sequence_length}")
         self.directory = Path(directory)
@@ -39,7 +40,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             raise DataError(f"{directory}: no split {split!r}, there are {', '.join(self.index.splits)}")
         self.index.check_sizes(self.directory)
         self.split = split
-        self.sequence_length = sequence_length
+        self.sequence_length, self.document_mask = sequence_length, document_mask
         self.vocab_size = self.index.vocab_size
         self.end_of_text = self.index.end_of_text
         self.tokens = self.index.splits[split].tokens
@@ -60,7 +61,11 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             raise IndexError(f"sample {item} of {len(self)}")
         tokens = self._read(item * self.sequence_length, self.sequence_length)
         input_ids = torch.from_numpy(tokens)
-        return {"input_ids": input_ids, "labels": input_ids.clone()}
+        sample = {"input_ids": input_ids, "labels": input_ids.clone()}
+        if self.document_mask:
+            ends = (input_ids == self.end_of_text).to(torch.int32)
+            sample["documents"] = ends.cumsum(0, dtype=torch.int32) - ends
+        return sample
 
     def verify(self) -> None:
         """Read every shard of every split. Raise DataError if a sha256 differs from the index."""
@@ -111,13 +116,22 @@ class MixedTokens(Dataset[dict[str, torch.Tensor]]):
         weights: The share of each source, relative to the other weights.
         split: The split, "train" or "held_out".
         sequence_length: The tokens of a sample.
+        document_mask: As for :class:`TokenDataset`.
 
     Raises:
         DataError: A source cannot be read, two sources have the same content, or tokenizers differ.
     """
 
-    def __init__(self, paths: Sequence[Path], weights: Sequence[float], split: str, sequence_length: int) -> None:
-        self.parts = [TokenDataset(path, split, sequence_length) for path in paths]
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        weights: Sequence[float],
+        split: str,
+        sequence_length: int,
+        *,
+        document_mask: bool = False,
+    ) -> None:
+        self.parts = [TokenDataset(path, split, sequence_length, document_mask=document_mask) for path in paths]
         _refuse_unlike(self.parts)
         self.sources = tuple(
             Source(name, part.index.corpus.sha256, len(part), weight)

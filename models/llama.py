@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Column, Constant, Gather, Head, Init, Normal, Row, Style, Vocabulary, Whole
+from .attention import causal_attention, document_mask
 from .llama_config import LlamaConfig as LlamaConfig  # re-exported
 from .loss import LanguageModelHead
 
@@ -73,32 +74,16 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         # The number of heads follows from the projections' width, so this also works for
         # column-parallel projections.
         query, key, value = (
             rearrange(projection(hidden), "b s (h e) -> b h s e", e=self.head_size)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attended = causal_attention(
-            rotate(query, cos, sin), rotate(key, cos, sin), value, self.dropout if self.training else 0.0
-        )
+        dropout = self.dropout if self.training else 0.0
+        attended = causal_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, dropout, mask)
         return self.o_proj(rearrange(attended, "b h s e -> b s (h e)"))
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
-    """Compute causal attention of ``query`` (B, H, S, E) over ``key`` and ``value`` (B, K, S, E).
-
-    K divides H. ``dropout`` is the probability with which an attention weight is dropped.
-    """
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and query.is_cuda and query.dtype == torch.float32:
-        # In float32, CUDA has only the memory-efficient kernel, which does not support groups. With
-        # groups, torch would fall back to a kernel that materialises S x S scores.
-        share = query.shape[1] // key.shape[1]
-        key, value = (repeat(heads, "b k s e -> b (k share) s e", share=share) for heads in (key, value))
-        grouped = False
-    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
 
 
 class LlamaMLP(nn.Module):
@@ -129,9 +114,9 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.dropout, self.survival = config.residual_dropout, survival
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``hidden`` (B, S, D) → (B, S, D), with ``cos`` and ``sin`` (S, E)."""
-        attended = hidden + self._dropped(self.self_attn(self.input_layernorm(hidden), cos, sin))
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``hidden`` (B, S, D) → (B, S, D), with ``cos`` and ``sin`` (S, E) and a ``mask`` (B, 1, S, S)."""
+        attended = hidden + self._dropped(self.self_attn(self.input_layernorm(hidden), cos, sin, mask))
         output = attended + self._dropped(self.mlp(self.post_attention_layernorm(attended)))
         return skip_rows(hidden, output, self.survival) if self.training and self.survival < 1 else output
 
@@ -165,13 +150,14 @@ class LlamaModel(nn.Module):
         )
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
         hidden = self.embed_tokens(input_ids)
         # Computed in each forward pass and passed down, because a buffer would have to be
         # materialised and moved.
         cos, sin = rotary_table(input_ids.shape[1], self.config, like=hidden)
+        mask = () if documents is None else (document_mask(documents),)
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin)
+            hidden = layer(hidden, cos, sin, *mask)
         return self.norm(hidden)
 
 
@@ -191,12 +177,13 @@ class Llama(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits (B, S, V) of ``input_ids`` (B, S), or with ``labels`` the mean cross-entropy.
 
         The loss is a float32 scalar. ``labels`` (B, S) are the input ids themselves: they are
-        shifted here, and tokens with the label -100 do not count. Raises ModelError if a sequence
-        is longer than ``max_position_embeddings``.
+        shifted here, and tokens with the label -100 do not count. ``documents`` (B, S) numbers the
+        documents that are packed into a sequence; attention does not cross their borders. Raises
+        ModelError if a sequence is longer than ``max_position_embeddings``.
         """
         tokens, limit = input_ids.shape[1], self.config.max_position_embeddings
         if tokens > limit:
@@ -204,7 +191,7 @@ class Llama(nn.Module):
                 f"a sequence of {tokens} tokens is longer than model.max_position_embeddings = {limit}; "
                 "raise it, or lower data.sequence_length"
             )
-        return self.lm_head(self.model(input_ids), labels)
+        return self.lm_head(self.model(input_ids, documents), labels)
 
     def unit_patterns(self) -> list[str]:
         """Return patterns of the modules that are units: the decoder layers."""

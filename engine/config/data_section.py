@@ -22,6 +22,7 @@ class DataSection(Section):
 
     ``sources``: several directories of token shards, in place of ``path``, which are mixed by weight.
     ``path``: the token shards. Without it, the sources of Python's standard library are prepared.
+    ``document_mask``: attention does not cross the borders of documents in a sample.
     ``tokenizer`` (None: sentencepiece) and ``vocab_size`` say how. Shards at ``path`` must have
     been prepared with the same values. ``verify``: hash the shards at the start of a run. "auto"
     skips this if the shards are so large that hashing takes minutes.
@@ -34,6 +35,7 @@ class DataSection(Section):
     path: str | None = None
     sources: Annotated[list[SourceSection], Field(min_length=1, max_length=1000)] | None = None
     sequence_length: Tokens = 512
+    document_mask: bool = False
     tokenizer: str | None = None
     vocab_size: Width | None = None
     num_workers: NonNegativeInt = 0
@@ -44,7 +46,14 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         of_tokens, of_images = (
-            ("sources", "sequence_length", "tokenizer", "vocab_size", "verify"),
+            (
+                "sources",
+                "sequence_length",
+                "document_mask",
+                "tokenizer",
+                "vocab_size",
+                "verify",
+            ),
             ("image_size", "augment"),
         )
         for key in of_images if self.name is None else of_tokens:

@@ -177,3 +177,11 @@ def test_aborted_writer_leaves_nothing(tmp_path, tokens):
     writer.write(tokens)
     writer.abort()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_documents_of_a_sample_are_numbered_and_end_with_their_end_of_text(tmp_path):
+    write(tmp_path, [1, 2, END, 3, END, END, 4, 5, 6, 7, END, 8])
+    data = TokenDataset(tmp_path, "train", 6, document_mask=True)
+    assert data[0]["documents"].tolist() == [0, 0, 0, 1, 1, 2]
+    assert data[1]["documents"].tolist() == [0, 0, 0, 0, 0, 1]
+    assert "documents" not in TokenDataset(tmp_path, "train", 6)[0]

@@ -196,3 +196,28 @@ def test_stochastic_depth_skips_sequences_more_often_the_deeper_the_layer_and_ke
 def test_rates_are_probabilities_below_one(option, value):
     with pytest.raises(ValueError, match=option):
         LlamaConfig(**BASE, **{option: value})
+
+
+@pytest.mark.parametrize("shape", ["plain", "grouped"])
+def test_a_document_mask_gives_the_logits_and_gradients_of_separate_documents(shape):
+    ours, _ = pair(**SHAPES[shape])
+    lengths = [(5, 1, 17, 20), (30, 13)]
+    ids = torch.randint(BASE["vocab_size"], (2, 43))
+    documents = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+    together = ours(ids, documents=documents)
+    weight = torch.randn(together.shape)
+    (together * weight).sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in ours.named_parameters()}
+    ours.zero_grad()
+    for row, own in enumerate(lengths):
+        start = 0
+        for length in own:
+            part = slice(start, start + length)
+            alone = ours(ids[row : row + 1, part])[0]
+            close(together[row, part], alone)
+            (alone * weight[row, part]).sum().backward()
+            start += length
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(together, ours(ids), atol=1e-2)
+    close(ours(ids, documents=torch.zeros_like(documents)), ours(ids))

@@ -154,9 +154,9 @@ def _open_tokens(config: Config, path: Path) -> Corpus:
     data, mixed = config.data, config.data.sources or ()
     paths, weights = [Path(source.path) for source in mixed], [source.weight for source in mixed]
     train, held_out = (
-        MixedTokens(paths, weights, split, data.sequence_length)
+        MixedTokens(paths, weights, split, data.sequence_length, document_mask=data.document_mask)
         if mixed
-        else TokenDataset(path, split, data.sequence_length)
+        else TokenDataset(path, split, data.sequence_length, document_mask=data.document_mask)
         for split in ("train", "held_out")
     )
     index = train.index

@@ -30,7 +30,8 @@ def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[
 
         def of_tokens(samples: int) -> dict[str, torch.Tensor]:
             ids = torch.zeros(samples, tokens, dtype=torch.int64)
-            return {"input_ids": ids, "labels": ids.clone()}
+            batch = {"input_ids": ids, "labels": ids.clone()}
+            return batch | ({"documents": ids.to(torch.int32)} if config.data.document_mask else {})
 
         return build, of_tokens
     side = facts["image_size"]

@@ -5,6 +5,7 @@ At that time no process waits for another process, and nothing was written.
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -93,6 +94,10 @@ def _check_sequence(config: Config, model: nn.Module) -> None:
         raise ConfigError(
             f"data.sequence_length: {config.data.sequence_length} is more than model.max_position_embeddings = {limit}; "
             "lower the former or raise the latter"
+        )
+    if config.data.document_mask and "documents" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(
+            f'data.document_mask: the model {config.model.get("name")!r} cannot keep documents apart; set it to false, or take "llama"'
         )
     tp = 1 if config.sdp.in_one_process else config.tensor_parallel.autotp_size
     if config.data.sequence_length % tp:

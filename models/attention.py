@@ -1,0 +1,43 @@
+"""Causal attention over one or several documents in a sequence.
+
+Letters of shapes: B sequences, S tokens, H attention heads, K key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import repeat
+from torch import Tensor
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Return which tokens (B, 1, S, S) a token sees: the earlier ones of its own document, and itself.
+
+    ``documents`` (B, S) numbers the documents of each sequence. Positions need not restart at a
+    document, because the rotary embedding depends only on the distance of two tokens.
+    """
+    tokens = documents.shape[1]
+    earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=documents.device).tril()
+    return ((documents[:, :, None] == documents[:, None, :]) & earlier)[:, None]
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, mask: Tensor | None = None
+) -> Tensor:
+    """Compute causal attention of ``query`` (B, H, S, E) over ``key`` and ``value`` (B, K, S, E).
+
+    K divides H. ``dropout`` is the probability with which an attention weight is dropped. ``mask``
+    (B, 1, S, S) replaces the causal mask.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and (query.dtype == torch.float32 or mask is not None):
+        # In float32 or with a mask, CUDA has only the memory-efficient kernel, which does not
+        # support groups. With groups, torch would fall back to a kernel that materialises S x S
+        # scores.
+        share = query.shape[1] // key.shape[1]
+        key, value = (repeat(heads, "b k s e -> b (k share) s e", share=share) for heads in (key, value))
+        grouped = False
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
+    )
