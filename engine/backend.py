@@ -121,6 +121,10 @@ class LocalSteps(Protocol):
         """What all holders have in common. Waits for averages that are under way."""
         ...
 
+    def nbytes(self) -> int:
+        """The bytes of anchors, outer optimizer state and errors of this process."""
+        ...
+
     def restart(self, travelling: int | None) -> None:
         """Prepare to load a state in which the average of the fragment ``travelling`` is under way."""
         ...
@@ -362,8 +366,11 @@ class Backend(Protocol):
         """Bytes of the tensors that exist. ``gradient_bytes``: those of the gradients at the last step."""
         ...
 
-    def planned_traffic(self, accumulation: int) -> Traffic:
-        """Bytes that this rank sends in a step of ``accumulation`` micro-batches, by the placement."""
+    def planned_traffic(self, accumulation: int, step: int | None = None) -> Traffic:
+        """Bytes that this rank sends in a step of ``accumulation`` micro-batches, by the placement.
+
+        With local steps these are the bytes of step number ``step``. None: of a whole round.
+        """
         ...
 
     def traffic_formula(self) -> str:

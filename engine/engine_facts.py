@@ -168,12 +168,14 @@ class EngineFacts:
         """Bytes of this rank's tensors: parameters and optimizer state as they are now, gradients as at the last step."""
         return self._backend.measured_state_bytes(self._gradient_bytes)
 
-    def planned_traffic(self) -> Traffic:
+    def planned_traffic(self, step: int | None = None) -> Traffic:
         """Bytes that this rank sends in one training step, by the placement; none in the reference, which is one process.
+
+        With local steps (``sdp.sync``) they depend on the step's number; without a ``step`` they are those of a round.
 
         With DeepSpeed, its own messages inside the group are not among them; ``comms_logger`` counts those.
         """
-        return self._backend.planned_traffic(self._batch.accumulation)
+        return self._backend.planned_traffic(self._batch.accumulation, step)
 
     def traffic_formula(self) -> str:
         """The bytes that this rank sends between groups in a step, as a formula with its numbers."""

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..config.sync import SyncSection
 from ..distributed.tensors import local_tensor
 from ..placement.layout import Layout
+from ..placement.tensor_info import TensorInfo
 
 # Tensors of a parameter's size that each optimizer keeps, in float32.
+# Of an outer optimizer, by its parameters.
+OUTER_TENSORS: dict[str, Callable[[Any], int]] = {"SGD": lambda params: int(params.momentum > 0), "AdamW": lambda _: 2}
 STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2, "UncorrectedAdam": 2, "Lamb": 2, "Lion": 1}
 
 
@@ -26,24 +31,37 @@ STATE_TENSORS = {"AdamW": 2, "Adam": 2, "ApexFusedAdam": 2, "UncorrectedAdam": 2
 class StateBytes:
     """Bytes on one rank between the backward pass and the optimizer step.
 
-    ``frozen`` counts the copies of parameters that the rank does not train.
+    ``frozen`` counts the copies of parameters that the rank does not train. ``outer`` counts what
+    local steps keep between averages: anchors, the state of the outer optimizer, and the errors of
+    compression. ``outer_on_host`` is the part of it that is offloaded to the host's memory.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     frozen: int = 0
+    outer: int = 0
+    outer_on_host: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.frozen
+        """Bytes on the device."""
+        return self.parameters + self.gradients + self.optimizer + self.frozen + self.outer - self.outer_on_host
 
     def to_json(self) -> dict[str, int]:
-        return asdict(self)
+        """Return all fields by name. Those of local steps are left out if they are 0."""
+        return {key: value for key, value in asdict(self).items() if value or not key.startswith("outer")}
 
 
 def predict_state_bytes(
-    layout: Layout, rank: int, optimizer: Optimizer, *, shards: int, compute_bytes: int, everything: bool = False
+    layout: Layout,
+    rank: int,
+    optimizer: Optimizer,
+    *,
+    shards: int,
+    compute_bytes: int,
+    everything: bool = False,
+    sync: SyncSection | None = None,
 ) -> StateBytes:
     """Predict the state of ``rank`` from the placement.
 
@@ -57,6 +75,7 @@ def predict_state_bytes(
         shards: The number of shards into which parameters and copies are cut.
         compute_bytes: Bytes per element of a frozen copy.
         everything: Whether to count the full model, which the reference backend keeps whole.
+        sync: The settings of local steps, if there are any.
     """
     at = layout.mesh.coordinates(rank)
     index = at.fsdp if shards > 1 else 0
@@ -66,7 +85,18 @@ def predict_state_bytes(
     trained = 4 * sum(numel for info, numel in held if info.trainable)
     frozen = () if everything else layout.frozen(at.sdp)
     copies = compute_bytes * sum(info.shard_numel(shards, index) for info in frozen)
-    return StateBytes(kept, trained, trained * state_tensors(optimizer), copies)
+    outer = 0 if sync is None else _outer_bytes(sync, [(info, numel) for info, numel in held if info.trainable])
+    on_host = outer if sync is not None and sync.offload == "cpu" else 0
+    return StateBytes(kept, trained, trained * state_tensors(optimizer), copies, outer, on_host)
+
+
+def _outer_bytes(sync: SyncSection, trained: Sequence[tuple[TensorInfo, int]]) -> int:
+    """Return the bytes of anchors, outer optimizer state and errors, for parameters with their local numbers."""
+    shared = sum(numel for info, numel in trained if len(info.holders) > 1)
+    everything = sum(numel for _, numel in trained)
+    stepped = everything if sync.single_holder == "outer" else shared
+    states = OUTER_TENSORS[sync.outer_optimizer.type](sync.outer_optimizer.params)
+    return 4 * (everything + states * stepped + (shared if sync.compression == "int8" else 0))
 
 
 def state_tensors(optimizer: Optimizer) -> int:

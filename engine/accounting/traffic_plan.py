@@ -16,6 +16,8 @@ from ..placement.layout import Layout
 
 FLOAT32 = 4
 CONTROL_BYTES = 16  # the squared gradient norm and the loss, each a float64
+# Of a local step: the squared norm inside the group; then loss, norm and a count among all ranks.
+NORM_BYTES, LOCAL_CONTROL_BYTES = 8, 24
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,12 @@ class Collective:
 
 
 # The partners of a rank in a collective, in a form that does not depend on the rank's coordinates.
-_Whom = tuple[Literal["inside", "neighbours", "holders", "refresh", "world"], Holders]
+_Whom = tuple[Literal["inside", "neighbours", "holders", "refresh", "world", "replicas", "group"], Holders]
 _INSIDE: _Whom = ("inside", ())
 _NEIGHBOURS: _Whom = ("neighbours", ())
 _WORLD: _Whom = ("world", ())
+_REPLICAS: _Whom = ("replicas", ())
+_GROUP: _Whom = ("group", ())
 
 
 class CollectivePlan:
@@ -71,10 +75,14 @@ class CollectivePlan:
     Under tensor parallelism, all bytes are those of a rank's part of the matrices. The gradients of
     parameters that are not cut (norms) are gathered once a step. The activations that tensor
     parallelism sends depend on the batch, not on the placement. ``engine/tracing/`` counts them.
+
+    With ``local`` the step is a local step (``sdp.sync``). Gradients are averaged inside the group
+    only, copies are not refreshed, each group sums its squared norm, and all ranks sum the loss,
+    the norm and the number of groups that took the step.
     """
 
-    def __init__(self, layout: Layout, *, stage: int, accumulation: int, compute_bytes: int):
-        self._layout, self._compute_bytes = layout, compute_bytes
+    def __init__(self, layout: Layout, *, stage: int, accumulation: int, compute_bytes: int, local: bool = False):
+        self._layout, self._compute_bytes, self._local = layout, compute_bytes, local
         self._world = tuple(range(layout.mesh.world_size))
         self._shards = layout.mesh.shards(stage)
         self._gathers = 2 * accumulation if stage == 3 else 1
@@ -116,18 +124,23 @@ class CollectivePlan:
             totals["inside groups", "all_gather", _INSIDE] += self._gathers * padded * self._compute_bytes
             if info.trainable:
                 local = info.shard_numel(shards, index)
-                totals["between groups", "all_reduce", ("holders", info.holders)] += local * FLOAT32
+                if self._local:
+                    totals["inside groups", "all_reduce", _REPLICAS] += local * FLOAT32
+                else:
+                    totals["between groups", "all_reduce", ("holders", info.holders)] += local * FLOAT32
                 totals["inside groups", "reduce_scatter", _INSIDE] += self._scatters * padded * FLOAT32
                 if info.tp_dim is None:
                     totals["inside groups", "all_gather", _NEIGHBOURS] += local * FLOAT32 * layout.mesh.tp
         for info in layout.frozen(group):
             padded = info.padded_shard_numel(shards) * shards
             totals["inside groups", "all_gather", _INSIDE] += self._gathers * padded * self._compute_bytes
-        for refresh in layout.refreshes:
+        for refresh in () if self._local else layout.refreshes:
             if refresh.sent_by(group):
                 nbytes = _numel(layout, refresh.names, shards, index) * self._compute_bytes
                 totals["between groups", "broadcast", ("refresh", refresh.members)] += nbytes
-        totals["control", "all_reduce", _WORLD] += CONTROL_BYTES
+        totals["control", "all_reduce", _WORLD] += LOCAL_CONTROL_BYTES if self._local else CONTROL_BYTES
+        if self._local:
+            totals["control", "all_reduce", _GROUP] += NORM_BYTES
         return totals
 
     def _ranks(self, whom: _Whom, at: Coordinates) -> tuple[int, ...]:
@@ -136,6 +149,10 @@ class CollectivePlan:
             return self._world
         if scope == "neighbours":
             return mesh.neighbours(at.sdp, at.fsdp)
+        if scope == "group":
+            return tuple(mesh.ranks_of(at.sdp))
+        if scope == "replicas":
+            return tuple(mesh.ranks_of(at.sdp)[at.tp :: mesh.tp]) if self._shards == 1 else ()
         if scope == "inside":
             groups, everywhere = (at.sdp,), self._shards > 1
         else:

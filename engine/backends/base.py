@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..accounting.memory import StateBytes, measure_state_bytes, predict_state_bytes
 from ..accounting.local_traffic import LocalTraffic
+from ..accounting.memory import StateBytes, measure_state_bytes, predict_state_bytes
 from ..accounting.traffic_plan import describe_formula, plan_traffic
 from ..backend import LocalSteps, StateToSave, Update
 from ..checkpoint.state import SavedState
@@ -185,10 +186,16 @@ class TorchOptimizerBackend:
             shards=self._shards,
             compute_bytes=self._config.compute_bytes,
             everything=self._config.sdp.in_one_process,
+            sync=self._config.sdp.sync,
         )
 
     def measured_state_bytes(self, gradient_bytes: int) -> StateBytes:
-        return measure_state_bytes(self.parameters.values(), self.frozen.values(), self.optimizer, gradient_bytes)
+        state = measure_state_bytes(self.parameters.values(), self.frozen.values(), self.optimizer, gradient_bytes)
+        if self.local is None:
+            return state
+        outer = self.local.nbytes()
+        on_host = outer if self.local.sync.offload == "cpu" else 0
+        return replace(state, outer=outer, outer_on_host=on_host)
 
     def planned_traffic(self, accumulation: int, step: int | None = None) -> Traffic:
         if self._config.sdp.in_one_process:

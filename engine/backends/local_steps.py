@@ -131,6 +131,9 @@ class ShardedLocalSteps:
             self.outer.travelling[0],
         )
 
+    def nbytes(self) -> int:
+        return self.outer.nbytes()
+
     def restart(self, travelling: int | None) -> None:
         self.outer.restart(travelling)
 

@@ -54,6 +54,10 @@ class Traffic:
         if ranks > 1:
             self._buffers[scope, kind, ranks] += nbytes
 
+    def add(self, other: Traffic) -> None:
+        """Add what another count has."""
+        self._buffers.update(other._buffers)
+
     def reset(self) -> None:
         self._buffers.clear()
 

@@ -197,7 +197,9 @@ def _run(
             ledger = watched_step(engine, layout.blocks, middles, batch, autocast)
     shards = layout.mesh.shards(config.zero_optimization.stage)
     return _Run(
-        state=predict_state_bytes(full, rank, optimizer, shards=shards, compute_bytes=config.compute_bytes),
+        state=predict_state_bytes(
+            full, rank, optimizer, shards=shards, compute_bytes=config.compute_bytes, sync=config.sdp.sync
+        ),
         windows=ledger.windows,
         flops=ledger.flops,
         tensor_parallel=native.traffic.buffers("tensor parallel"),

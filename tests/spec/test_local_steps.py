@@ -30,11 +30,36 @@ COVER = [
          placement="cyclic", optimizer="momentum"),
     Case(2, 2, 2, 2, checkpointing="full", steps=4, sync='{"every": 2}', placement="balanced", optimizer="momentum"),
 ]  # fmt: skip
+COMPRESSED = [
+    Case(4, 1, steps=4, sync='{"every": 2, "compression": "int8"}', optimizer="adamw"),
+    Case(2, 2, 3, steps=4, sync='{"every": 2, "compression": "bf16"}', model="llama-meta"),
+    Case(2, 2, 1, neurons=2, steps=4, sync='{"every": 2, "compression": "int8"}', model="even-llama"),
+]
 
 
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
     assert_same_run(native(ranks, case), reference(replace(case, checkpointing="none")), case)
+
+
+@pytest.mark.parametrize("case", [*COVER, *COMPRESSED], ids=str)
+def test_every_step_sends_the_planned_bytes(ranks: RankPool, case: Case) -> None:
+    """Between averages nothing but the loss and the norm leaves a group."""
+    for rank, result in enumerate(native(ranks, case)):
+        counted = [_without_activations(traffic) for traffic in result.traffic]
+        assert counted == result.planned_steps, f"rank {rank}"
+        assert result.measured == result.predicted, f"rank {rank}"
+        between = [sum(sent for kind, sent in of.items() if kind.startswith("between")) for of in counted]
+        every, fragments = json.loads(case.sync)["every"], json.loads(case.sync).get("fragments", 1)
+        assert max(between) > 0
+        assert min(between) == 0 or every == fragments
+        for step, sent in enumerate(counted):
+            control = sum(nbytes for kind, nbytes in sent.items() if kind.startswith("control"))
+            assert control < 1024, f"step {step}"
+
+
+def _without_activations(traffic: dict[str, int]) -> dict[str, int]:
+    return {kind: sent for kind, sent in traffic.items() if not kind.startswith("tensor parallel")}
 
 
 class Loop:

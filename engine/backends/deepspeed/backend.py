@@ -256,7 +256,7 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         if self._usage is not None:
             self._usage.start_step()
 
-    def planned_traffic(self, accumulation: int) -> Traffic:
+    def planned_traffic(self, accumulation: int, step: int | None = None) -> Traffic:
         """The bytes that this rank sends in a step.
 
         DeepSpeed's own messages inside the group are not counted (see ``comms_logger``).

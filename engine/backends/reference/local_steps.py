@@ -257,6 +257,11 @@ class ReferenceLocalSteps:
         means = self.under_way[1] if self.under_way is not None else {}
         return CommonPart(self._anchors, self.optimizer, buffers, means)
 
+    def nbytes(self) -> int:
+        """Anchors are the module's parameters, so they are not counted here; the groups' own weights are not either."""
+        state = [value for of in self.optimizer.state.values() for value in of.values()]
+        return sum(value.nbytes for value in state if isinstance(value, torch.Tensor) and value.dim())
+
     def restart(self, travelling: int | None) -> None:
         self.under_way = None
         for group in self.groups:
