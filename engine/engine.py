@@ -15,14 +15,15 @@ from torch.optim import Optimizer
 from .backend import Backend, LocalUpdate
 from .batch.call import call_model, loss_of
 from .batch.size import BatchSize
+from .checkpoint.client_state import ENCODING, ClientState, read_client_state
 from .checkpoint.directory import check_tag
 from .checkpoint.load import find_together
-from .checkpoint.resume import resume
+from .checkpoint.resume import resume, resume_without_optimizer
 from .checkpoint.save import Saver
-from .checkpoint.settings import describe_rates, describe_settings, settings_to_save
+from .checkpoint.settings import describe_rates, describe_settings, settings_to_save, warn_of_other_settings
 from .config.schema import Config
 from .deepspeed_names import DeepSpeedNames
-from .distributed.agreement import Ranks, agree_on_rates
+from .distributed.agreement import Ranks
 from .distributed.tensors import local_tensor
 from .errors import ConfigError
 from .optim.param_groups import named_rates
@@ -68,7 +69,7 @@ class SDPEngine(DeepSpeedNames):
     forward = __call__
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Accumulate the gradients of ``loss`` (a scalar, or an output that holds one), the mean over this rank's micro-batch.
+        """Accumulate the gradients of ``loss``, the mean over this rank's micro-batch, and return the loss as it was divided.
 
         At the accumulation boundary, gradients are averaged within the group and among holders while
         this pass still runs.
@@ -87,12 +88,13 @@ class SDPEngine(DeepSpeedNames):
             )
         scalar = loss_of(loss)
         boundary = self.is_gradient_accumulation_boundary() and self._syncing
-        self._backend.backward(scalar / self._batch.accumulation if scale_wrt_gas else scalar, boundary=boundary)
+        scaled = scalar / self._batch.accumulation if scale_wrt_gas else scalar
+        self._backend.backward(scaled, boundary=boundary)
         self._reduced = boundary
         self._losses.append(scalar.detach())
         if self.loader is not None and self.device.type == "cuda":
             self.loader.fetch_ahead()  # while the device computes; the next call waits for the norm
-        return scalar
+        return scaled
 
     def step(self) -> None:
         """At the accumulation boundary, clip by the global norm, update the weights and advance the schedule.
@@ -194,7 +196,7 @@ class SDPEngine(DeepSpeedNames):
     def save_checkpoint(
         self,
         save_dir: str | Path,
-        tag: str | None = None,
+        tag: str | float | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
@@ -210,23 +212,21 @@ class SDPEngine(DeepSpeedNames):
         Args:
             save_dir: The directory of all checkpoints.
             tag: The name of this one; default ``step-N``.
-            client_state: The caller's own state, as JSON values.
-            save_latest: Must be True.
+            client_state: The caller's own state: JSON values, tensors, arrays, tuples, namespaces.
+            save_latest: Whether a load without a tag finds this checkpoint.
             exclude_frozen_parameters: Must be False.
             keep: Keep only this many of the checkpoints that are named after steps.
             background: Return when everything is copied to host memory, and write while training continues.
                 :meth:`wait_for_checkpoint` raises the error of a save that failed.
 
         Raises:
-            CheckpointError: Nothing could be written, or ``client_state`` is not JSON.
+            CheckpointError: Nothing could be written, or ``client_state`` has a value that needs pickle.
             HolderMismatchError: Holders of a unit have different weights or optimizer state.
         """
-        if not save_latest or exclude_frozen_parameters:
-            raise ConfigError(
-                "save_checkpoint: a checkpoint is whole and becomes the newest; leave save_latest and exclude_frozen_parameters at "
-                "DeepSpeed's defaults"
-            )
+        if exclude_frozen_parameters:
+            raise ConfigError("save_checkpoint: a checkpoint is whole; leave exclude_frozen_parameters at its default")
         tag = check_tag(tag) if tag is not None else f"step-{self.global_steps}"
+        client = ClientState(client_state)
         self.check_holders()
         state = {
             "global_steps": self.global_steps,
@@ -241,14 +241,16 @@ class SDPEngine(DeepSpeedNames):
             if self.lr_scheduler is not None
             else None,
             "loader": self.loader.state_dict() if self.loader is not None else None,
-            "client_state": dict(client_state or {}),
+            "client_state": client.encoded,
+            "client_encoding": ENCODING,
             "spikes": self.spikes.state_dict(),
             "sync": self.local_training.state_dict(self.global_steps),
         }
         tensors = self._saved.tensors() | self._saved.random_state()
         self._saver.save(
-            Path(save_dir), tag, tensors, state, parameters=self.layout.wholes, keep=keep, background=background
-        )
+            Path(save_dir), tag, tensors, state, parameters=self.layout.wholes, keep=keep, background=background,
+            files=client.files(), is_newest=save_latest,
+        )  # fmt: skip
         return True
 
     def wait_for_checkpoint(self, *, block: bool = True) -> None:
@@ -258,7 +260,7 @@ class SDPEngine(DeepSpeedNames):
     def load_checkpoint(
         self,
         load_dir: str | Path,
-        tag: str | None = None,
+        tag: str | float | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
@@ -269,7 +271,8 @@ class SDPEngine(DeepSpeedNames):
     ) -> tuple[str | None, dict[str, Any]]:
         """Continue from ``load_dir/tag`` (default: the newest), written under any layout. Collective.
 
-        The learning rates are the checkpoint's, as in DeepSpeed. Unless ``warn_of_changes`` is False, rank 0 warns
+        The learning rates are the checkpoint's, as in DeepSpeed. ``load_module_only`` loads weights and buffers alone.
+        Without ``load_optimizer_states``, the optimizer starts again. Unless ``warn_of_changes`` is False, rank 0 warns
         if they, or other settings of the optimizer and schedule, differ from the configured ones.
 
         Returns:
@@ -280,12 +283,8 @@ class SDPEngine(DeepSpeedNames):
             CheckpointError: The checkpoint is damaged, or belongs to another model, optimizer or data set, or
                 ``load_dir`` is itself a checkpoint.
         """
-        everything = load_module_strict and load_optimizer_states and load_lr_scheduler_states and not load_module_only
-        if not everything or custom_load_fn is not None:
-            raise ConfigError(
-                "load_checkpoint: a run goes on with all of its state; leave DeepSpeed's options at their defaults, and start from weights "
-                "alone with training.init_from"
-            )
+        if not load_module_strict or custom_load_fn is not None:
+            raise ConfigError("load_checkpoint: loads all weights; leave load_module_strict and custom_load_fn out")
         ranks = Ranks(alone=self.world_size == 1)
         found = find_together(Path(load_dir), tag, ranks)
         if found is None:
@@ -293,10 +292,18 @@ class SDPEngine(DeepSpeedNames):
                 log.warning("no checkpoint in %s; starting from the beginning", load_dir)
             return None, {}
         path, state = found
+        client = read_client_state(path, state, ranks)
         names = self._backend.names_of_param_groups()
         configured = named_rates(self.optimizer, names)
+        if load_module_only:
+            resume_without_optimizer(path, state, self._backend, self._saved, None, None, ranks=ranks)
+            self._forget_micro_batches()
+            return str(path), client
+        if not load_lr_scheduler_states:
+            state = {**state, "scheduler": None}
         self.local_training.follow(state["global_steps"])
-        resume(path, state, self._backend, self._saved, self.lr_scheduler, self.loader, ranks=ranks)
+        go_on = resume if load_optimizer_states else resume_without_optimizer
+        go_on(path, state, self._backend, self._saved, self.lr_scheduler, self.loader, ranks=ranks)
         self._forget_micro_batches()
         self._skips.note(False)
         self.spikes.load_state_dict(state.get("spikes") or {})
@@ -309,17 +316,5 @@ class SDPEngine(DeepSpeedNames):
             own = settings_to_save(self.config, self.optimizer, names)
             changes = describe_settings(state.get("settings"), own, names)
             changes += describe_rates(configured, self.optimizer, names, self.lr_scheduler)
-            if changes:
-                log.warning(
-                    "%s was written with other settings (checkpoint → configured): %s; the checkpoint's learning rates apply until a "
-                    "schedule sets others, all else is as configured", path, "; ".join(changes),
-                )  # fmt: skip
-        return str(path), state["client_state"]
-
-    def rates_of_parameters(self) -> dict[str, float]:
-        """The learning rate of every trained parameter of the full model, on all ranks. Collective.
-
-        Raises ConfigError if ranks have different rates for one parameter.
-        """
-        rates = named_rates(self.optimizer, self._backend.names_of_param_groups())
-        return rates if self.world_size == 1 else agree_on_rates(rates, list(self.layout.wholes), self.device)
+            warn_of_other_settings(path, changes)
+        return str(path), client

@@ -16,13 +16,14 @@ from .accounting.memory import StateBytes
 from .backend import Backend
 from .batch.size import BatchSize
 from .config.schema import Config
-from .distributed.agreement import gather_json
+from .distributed.agreement import agree_on_rates, gather_json
 from .distributed.traffic import Traffic
 from .environment.detect import detect
 from .full_model.evaluation import in_eval_mode
 from .full_model.recalibration import tracks_statistics, with_statistics
 from .full_model.whole_files import warn_of_partial_state, write_configuration, write_weights
 from .local_training import LocalTraining
+from .optim.param_groups import named_rates
 from .optim.skipped_steps import SkippedSteps
 from .optim.spikes import SpikeDetector
 from .placement.layout import Layout
@@ -253,6 +254,14 @@ class EngineFacts:
             write_configuration(self.module, directory)
         if not self._is_reference:
             dist.barrier()  # no rank reads the files before they are complete
+
+    def rates_of_parameters(self) -> dict[str, float]:
+        """The learning rate of every trained parameter of the full model, on all ranks. Collective.
+
+        Raises ConfigError if ranks have different rates for one parameter.
+        """
+        rates = named_rates(self.optimizer, self._backend.names_of_param_groups())
+        return rates if self.world_size == 1 else agree_on_rates(rates, list(self.layout.wholes), self.device)
 
     @property
     def _is_reference(self) -> bool:

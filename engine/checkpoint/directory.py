@@ -10,7 +10,9 @@ import json
 import logging
 import os
 import shutil
+from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError, quote
 from .files import INCOMPLETE, PARTIAL, STATE, encode_state, is_ours, is_plain, is_whole, read_json, write_durably
@@ -25,13 +27,14 @@ REPLACED = ".sdp-replaced"  # ends the hidden name of a checkpoint that is being
 _OWN_NAMES = (LATEST, STATE, METADATA)
 
 
-def check_tag(tag: str) -> str:
+def check_tag(tag: Any) -> str:
     """Return ``tag`` as text, if it can name a checkpoint's directory. A number becomes text, as in DeepSpeed.
 
     Raises:
         CheckpointError: ``tag`` is not a name that a checkpoint's directory may have.
     """
-    tag = str(tag) if type(tag) is int and abs(tag) < 2**63 else tag
+    if isinstance(tag, Real) and not isinstance(tag, bool) and abs(tag) < 2**63:  # numpy's numbers, too
+        tag = str(tag)
     if not isinstance(tag, str):
         problem: str | None = "is not text"
     elif tag in _OWN_NAMES:
@@ -142,16 +145,18 @@ def make_room(directory: Path, tag: str) -> Path:
     return partial
 
 
-def publish(directory: Path, tag: str) -> None:
+def publish(directory: Path, tag: str, *, is_newest: bool = True) -> None:
     """Rename the directory of :func:`make_room` to ``tag``, and make it the newest checkpoint.
 
-    It replaces an earlier checkpoint of the same tag.
+    It replaces an earlier checkpoint of the same tag. Unless ``is_newest``, the pointer to the
+    newest checkpoint stays as it is.
     """
     final, partial, replaced = directory / tag, directory / f".{tag}{PARTIAL}", directory / f".{tag}{REPLACED}"
     if is_whole(final):
         final.rename(replaced)
     partial.rename(final)
-    point_to(directory, tag)
+    if is_newest:
+        point_to(directory, tag)
     if is_whole(replaced):
         shutil.rmtree(replaced, ignore_errors=True)
 

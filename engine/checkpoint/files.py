@@ -134,6 +134,7 @@ _REQUIRED = {
 _OPTIONAL = {
     "skipped_steps": (_is_count, "a count"),
     "loss_scale": (_is_loss_scale, "an object of numbers or null"),
+    "client_encoding": (_is_count, "a count"),
     "learning_rates": (_are_rates, "numbers"),
     "settings": (_is_object, "an object"),
     "spikes": (_is_object, "an object"),
@@ -236,16 +237,16 @@ def file_sizes(path: Path, files: Iterable[str]) -> dict[str, int]:
     return sizes
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` in one step and flush it to the disk.
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path`` in one step and flush it to the disk.
 
     After a crash the file has its old or its new content, never a mixture.
     """
     partial = path.with_name(f".{path.name}{PARTIAL}")
     partial.unlink(missing_ok=True)
     try:
-        with partial.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with partial.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

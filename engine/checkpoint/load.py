@@ -29,7 +29,7 @@ from .files import STATE, damaged_file, read_state, share_of
 T = TypeVar("T")
 
 
-def find(directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
+def find(directory: Path, tag: str | float | None) -> tuple[Path, dict[str, Any]] | None:
     """Find the checkpoint ``directory/tag`` and return its path and state.
 
     A ``tag`` of None means the newest checkpoint. The result is then None if there is no
@@ -47,7 +47,7 @@ def find(directory: Path, tag: str | None) -> tuple[Path, dict[str, Any]] | None
     return path, read_state(path)
 
 
-def find_together(directory: Path, tag: str | None, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
+def find_together(directory: Path, tag: str | float | None, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
     """Call :func:`find` on rank 0 and return its answer on all ``ranks``. Collective.
 
     Two hosts may see a shared file system in two states, so only one of them looks.

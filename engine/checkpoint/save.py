@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class Saver:
         parameters: Collection[str],
         keep: int | None,
         background: bool,
+        files: Mapping[str, bytes] = MappingProxyType({}),
+        is_newest: bool = True,
     ) -> None:
         """Write the checkpoint ``directory/tag``. Collective. Waits for the save before it.
 
@@ -61,6 +64,8 @@ class Saver:
             keep: How many checkpoints to keep, the new one included. None keeps all.
             background: Whether to return once the tensors are copied. :meth:`wait` then raises the
                 error of the save.
+            files: The content of further files, by name. Rank 0's are written.
+            is_newest: Whether a load without a tag finds this checkpoint.
 
         Raises:
             NonFiniteError: One of the ``parameters`` is NaN or infinite. Nothing is written then.
@@ -70,7 +75,7 @@ class Saver:
         encode_state(state)  # report a state that is not JSON now, not in the thread
         check_finite(directory, tensors, parameters, Ranks(self._alone))
         if not background:
-            write(directory, tag, tensors, state, Ranks(self._alone), keep=keep)
+            write(directory, tag, tensors, state, Ranks(self._alone), keep=keep, files=files, is_newest=is_newest)
             return
         if self._thread is None:
             # A new thread uses the first CUDA device, whichever device its creator uses.
@@ -78,8 +83,9 @@ class Saver:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=use)
             # Its collectives must not mix with those of the training loop.
             self._group = None if self._alone else dist.new_group(backend="gloo")  # type: ignore[assignment]
+        ranks = Ranks(self._alone, self._group)
         self._pending = self._thread.submit(
-            write, directory, tag, _copied(tensors), state, Ranks(self._alone, self._group), keep=keep
+            write, directory, tag, _copied(tensors), state, ranks, keep=keep, files=files, is_newest=is_newest
         )
 
     def wait(self, *, block: bool = True) -> None:
@@ -109,8 +115,16 @@ def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(
-    directory: Path, tag: str, tensors: dict[str, Any], state: Mapping[str, Any], ranks: Ranks, *, keep: int | None = None
-) -> Path:  # fmt: skip
+    directory: Path,
+    tag: str,
+    tensors: dict[str, Any],
+    state: Mapping[str, Any],
+    ranks: Ranks,
+    *,
+    keep: int | None = None,
+    files: Mapping[str, bytes] = MappingProxyType({}),
+    is_newest: bool = True,
+) -> Path:
     """Write the checkpoint ``directory/tag`` and return its path. Collective.
 
     Args:
@@ -120,6 +134,8 @@ def write(
         state: The content of ``state.json``, without the hashes of the files.
         ranks: The processes that save together.
         keep: How many checkpoints to keep, the new one included. None keeps all.
+        files: The content of further files, by name. Rank 0's are written.
+        is_newest: Whether a load without a tag finds this checkpoint.
 
     Raises:
         CheckpointError: On every rank, if ``state`` is not JSON or the checkpoint cannot be
@@ -127,10 +143,12 @@ def write(
     """
     aside = directory / f".{tag}{PARTIAL}"
 
-    def finish(files: dict[str, str]) -> None:
-        files |= hash_files([aside / METADATA])
-        write_durably(aside / STATE, encode_state({**state, "files": files}))
-        publish(directory, tag)
+    def finish(digests: dict[str, str]) -> None:
+        for name, content in files.items():
+            write_durably(aside / name, content)
+        digests |= hash_files([aside / METADATA, *(aside / name for name in files)])
+        write_durably(aside / STATE, encode_state({**state, "files": digests}))
+        publish(directory, tag, is_newest=is_newest)
         if keep is not None:
             prune(directory, keep, tag)
 
@@ -141,7 +159,7 @@ def write(
         own = _attempt(lambda: hash_files(aside.glob(f"__{ranks.rank}_*.distcp")))
         everyones = ranks.gather(own)
         ranks.agree(own if isinstance(own, str) else None)
-        _on_rank_0(lambda: finish({name: digest for files in everyones for name, digest in files.items()}), ranks)
+        _on_rank_0(lambda: finish({name: digest for own in everyones for name, digest in own.items()}), ranks)
     except CheckpointError:
         if ranks.rank == 0 and is_ours(aside):
             shutil.rmtree(aside, ignore_errors=True)  # free the space, because the disk may be full

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
@@ -11,6 +13,8 @@ from ..config.schema import Config
 from ..errors import shorten
 from ..optim.param_groups import named_rates
 from ..optim.schedules import Schedule
+
+log = logging.getLogger("sdp")
 
 _OPTIONS = ("weight_decay", "betas", "momentum", "eps")
 _MOST_PAIRS = 3  # different rates that a message lists
@@ -93,6 +97,15 @@ def describe_rates(
     more = f" and {len(pairs) - _MOST_PAIRS} more" if len(pairs) > _MOST_PAIRS else ""
     listed = ", ".join(f"{old:g} → {new:g}" for old, new in list(pairs)[:_MOST_PAIRS])
     return [f"learning rate {listed}{more}"] if pairs else []
+
+
+def warn_of_other_settings(path: Path, changes: Sequence[str]) -> None:
+    """Warn that a checkpoint was written with other settings, if there are ``changes``."""
+    if changes:
+        log.warning(
+            "%s was written with other settings (checkpoint → configured): %s; the checkpoint's learning rates apply until a "
+            "schedule sets others, all else is as configured", path, "; ".join(changes),
+        )  # fmt: skip
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

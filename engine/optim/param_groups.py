@@ -21,7 +21,7 @@ def named_groups(
     """Return parameter groups that list canonical names, and whether the user gave groups.
 
     Args:
-        model_parameters: The user's parameters or parameter groups, or None.
+        model_parameters: The user's parameters, pairs of name and parameter, or parameter groups, or None.
         optimizer: The user's optimizer over the uncut model, a function, or None.
         names: The canonical name of each parameter of the uncut model, by ``id``.
 
@@ -35,7 +35,7 @@ def named_groups(
             )
         given: list[Any] = optimizer.param_groups
     elif model_parameters is not None:
-        given = list(model_parameters)
+        given = [model_parameters] if isinstance(model_parameters, Mapping) else list(model_parameters)
     else:
         return [{"params": list(names.values())}], False
     grouped = bool(given) and isinstance(given[0], Mapping)
@@ -45,12 +45,15 @@ def named_groups(
     for group in given:
         parameters = group["params"]
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        # Pairs of name and parameter, as of model.named_parameters(). Canonical names replace the names.
+        parameters = [each[1] if isinstance(each, tuple) else each for each in parameters]
         unknown = [p for p in parameters if id(p) not in names]
         if unknown:
             raise ConfigError(
                 f"sdp.initialize: a parameter of shape {tuple(unknown[0].shape)} is given to the optimizer but is not in the model"
             )
-        param_groups.append({**group, "params": [names[id(p)] for p in parameters]})
+        options = {key: value for key, value in group.items() if key != "param_names"}
+        param_groups.append({**options, "params": [names[id(p)] for p in parameters]})
     return param_groups, grouped
 
 

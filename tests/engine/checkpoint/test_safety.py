@@ -295,7 +295,6 @@ def test_a_save_killed_at_its_very_start_is_no_obstacle(small: Path, left: list[
         "a/b",
         ".x",
         None,
-        1.5,
     ],
     ids=lambda tag: str(tag)[:20],
 )
