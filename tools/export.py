@@ -29,6 +29,7 @@ from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
 from .runs.saved_run import CheckpointChoice, SavedRun
 from .shared.arguments import size_in_bytes
+from .shared.quantities import format_bytes
 
 WEIGHTS = "model"
 
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 def _export(saved: SavedRun, options: ExportOptions) -> str:
     _check_output(options.out, overwrite=options.overwrite)
     files = export(saved, options.out, getattr(torch, options.dtype), options.max_shard_bytes)
-    size = f"{sum(path.stat().st_size for path in files) / 1e6:,.1f} MB"
+    size = format_bytes(sum(path.stat().st_size for path in files), "MB", 1)
     weights = f"{options.dtype} weights in {len(files)} file(s), {size}, and the tokenizer"
     return f"{saved.checkpoint} -> {options.out}: {weights}"
 

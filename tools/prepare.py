@@ -12,6 +12,7 @@ from ..data.prepare import prepare
 from ..data.sources import MAX_DOCUMENT_BYTES
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, load_tokenizer
 from ..engine.errors import DataError
+from .shared.quantities import format_bytes
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _print_summary(index: dict[str, Any], output: str) -> None:
     corpus, splits = index["corpus"], index["splits"]
     tokens = sum(split["tokens"] for split in splits.values())
     shards = sum(len(split["shards"]) for split in splits.values())
-    print(f"corpus     {corpus['documents']:,} documents, {corpus['text_bytes'] / 1e6:,.1f} MB of text")
+    print(f"corpus     {corpus['documents']:,} documents, {format_bytes(corpus['text_bytes'], 'MB', 1)} of text")
     print(f"           sha256 {corpus['sha256']}")
     print(f"tokenizer  {index['tokenizer']['kind']}, {index['vocab_size']:,} tokens")
     print(f"tokens     {tokens:,} ({corpus['text_bytes'] / tokens:.2f} bytes each) in {shards} shard(s)")

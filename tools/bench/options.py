@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.errors import ConfigError
-from ..shared.arguments import add_config_arguments
+from ..shared.arguments import add_config_arguments, require_between_1_and
 from .networks import Link
 
 DEFAULT_OUT = Path("runs/bench")
@@ -59,7 +59,10 @@ class PlainOptions:
     def from_args(cls, args: argparse.Namespace) -> PlainOptions:
         """Take the parsed arguments. Raises :class:`ConfigError` for an option of the other comparison."""
         _require_defaults(args, _side_by_side_defaults(), "needs a CONFIG to compare methods on")
-        numbers = {name: _number(name, getattr(args, name), most) for name, (_, most, _) in _NUMBERS.items()}
+        numbers = {
+            name: require_between_1_and(most, _option(name), getattr(args, name))
+            for name, (_, most, _) in _NUMBERS.items()
+        }
         options = cls(**numbers, capacity=args.capacity, compile=args.compile, deepspeed=args.deepspeed, json=args.json)
         if options.weights > _MOST_ELEMENTS:
             raise ConfigError(
@@ -119,7 +122,7 @@ class MethodOptions:
         """Take the parsed arguments. Raises :class:`ConfigError` for an option of the other comparison."""
         _require_defaults(args, _plain_defaults(), "has no effect with CONFIG, which says it")
         if args.nproc is not None:
-            _number("nproc", args.nproc, _MOST_RANKS)
+            require_between_1_and(_MOST_RANKS, "--nproc", args.nproc)
         return cls(
             config=args.config,
             settings=tuple(args.set),
@@ -127,8 +130,8 @@ class MethodOptions:
             nproc=args.nproc,
             workers=args.workers,
             methods=None if args.methods is None else tuple(dict.fromkeys(args.methods.split(","))),
-            rounds=_number("rounds", args.rounds, _TURNS["rounds"][1]),
-            steps=_number("steps", args.steps, _TURNS["steps"][1]),
+            rounds=require_between_1_and(_TURNS["rounds"][1], "--rounds", args.rounds),
+            steps=require_between_1_and(_TURNS["steps"][1], "--steps", args.steps),
             links=() if args.network is None else tuple(Link.parse(rate) for rate in args.network.split(",")),
             hosts=args.hosts,
             out=args.out or DEFAULT_OUT,
@@ -197,14 +200,6 @@ def _require_defaults(args: argparse.Namespace, defaults: Mapping[str, object], 
     given = (name for name, default in defaults.items() if name != "config" and getattr(args, name) != default)
     if (name := next(given, None)) is not None:
         raise ConfigError(f"{_option(name)}: {reason}; leave it out")
-
-
-def _number(name: str, value: int, most: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{_option(name)}: {value} is not a positive whole number")
-    if value > most:
-        raise ConfigError(f"{_option(name)}: {value} is too large; the most is {most:,}")
-    return value
 
 
 def _option(name: str) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from ...engine.errors import ConfigError
 from ..shared.files import write_whole
+from ..shared.quantities import format_bytes
 from .rows import CONFIGS, DENSE, Job, Planned, Row
 from .share import Share
 
@@ -167,8 +168,8 @@ class Check:
         of_planned += "" if planned is None else f"{'' if requested is None else f', requested {requested:.3f}'})"
         of_nominal = f" ({share.mfu(nominal):.1%} of the data sheet's)" if nominal and mfu is not None else ""
         return (
-            f"{name}{share.parameters / 1e6:8.1f} M parameters  state {share.state_bytes / 2**30:6.2f} GiB  "
-            f"peak {share.peak_memory_bytes / 2**30:6.2f} GiB allocated{of_planned}  {share.tokens_per_second:10,.0f} tokens/s"
+            f"{name}{share.parameters / 1e6:8.1f} M parameters  state {format_bytes(share.state_bytes, 'GiB'):>10}  "
+            f"peak {format_bytes(share.peak_memory_bytes, 'GiB'):>10} allocated{of_planned}  {share.tokens_per_second:10,.0f} tokens/s"
             f"{'' if mfu is None else f'  MFU {mfu:5.1%}{of_nominal}'}"
             f"{'' if bound is None else f'  {bound:.3f} of the bound'}  [{result.seconds:.0f} s]"
             f"{result.plan_error and f'{chr(10)}{name}its plan is missing: {result.plan_error}'}"

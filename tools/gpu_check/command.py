@@ -23,6 +23,7 @@ from ...engine.environment.detect import detect
 from ...engine.errors import ConfigError, LaunchError
 from ...engine.tracing.operators import Device
 from ..shared.arguments import positive_int
+from ..shared.quantities import format_bytes
 from .check import Check, write_report
 from .rows import CONFIGS, GROUPS, NAMES, Job, Plans, Row, job_of, rows
 from .share import NOMINAL_TFLOPS, matmul_rate, measure
@@ -160,7 +161,7 @@ def _list(jobs: Mapping[Row, Job], workers: int, device: Device) -> int:
             plan = plans.of(row)
             print(
                 f"{row.config:<12}{row.name:<30}{job.config['train_micro_batch_size_per_gpu']:3} x {job.sequence} tokens  "
-                f"state {plan.state_bytes / 2**30:6.2f} GiB  peak {plan.peak_memory_bytes / 2**30:6.2f} GiB  "
+                f"state {format_bytes(plan.state_bytes, 'GiB'):>10}  peak {format_bytes(plan.peak_memory_bytes, 'GiB'):>10}  "
                 f"{plan.flops / 1e12:7.1f} TFLOP a step",
                 flush=True,
             )

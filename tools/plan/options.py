@@ -9,7 +9,7 @@ from pathlib import Path
 from ...engine.errors import ConfigError
 from ...engine.tracing.operators import DEVICES, Device, device_here
 from ...launcher.cluster.hosts import read_hostfile
-from ..shared.arguments import add_config_arguments
+from ..shared.arguments import add_config_arguments, require_between_1_and
 from ..shared.quantities import quantity
 from .machine import ACHIEVED, BETWEEN, INSIDE, PEAK_FLOPS, Machine, fill_nodes, split_evenly
 
@@ -44,10 +44,8 @@ class PlanOptions:
     def from_args(cls, args: argparse.Namespace) -> PlanOptions:
         """Take the parsed arguments. Raises :class:`ConfigError` for values that mean nothing."""
         for option, value in (("--world", args.world), ("--gpus-per-node", args.gpus_per_node)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{option} {value}: not a positive whole number")
-            if value is not None and value > MOST_RANKS:
-                raise ConfigError(f"{option} {value}: too many ranks; the planner takes up to {MOST_RANKS:,}")
+            if value is not None:
+                require_between_1_and(MOST_RANKS, option, value)
         if args.achieved is not None and not 0 < args.achieved <= 1:
             raise ConfigError(f"--achieved {args.achieved}: expected a fraction above 0, up to 1")
         if args.hostfile is not None and args.gpus_per_node is not None:

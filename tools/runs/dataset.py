@@ -29,6 +29,7 @@ from ...engine.config.schema import Config
 from ...engine.distributed.agreement import Ranks
 from ...engine.errors import ConfigError
 from ..shared.files import refuse_link
+from ..shared.quantities import format_bytes
 
 log = logging.getLogger("sdp")
 
@@ -138,8 +139,8 @@ def _verify(path: Path, when: Literal["auto", "always", "never"]) -> None:
     index = load_index(path)
     if when == "auto" and index.bytes > VERIFIED_BYTES:
         log.info(
-            'data: the %.1f GB in %s are not hashed at each start (data.verify "always" does); to check them now: '
-            "sdp prepare --output %s --verify", index.bytes / 1e9, path, path,
+            'data: the %s in %s are not hashed at each start (data.verify "always" does); to check them now: '
+            "sdp prepare --output %s --verify", format_bytes(index.bytes, "GB", 1), path, path,
         )  # fmt: skip
     elif when != "never":
         index.verify(path)

@@ -42,6 +42,15 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def require_between_1_and(most: int, option: str, value: int) -> int:
+    """Return the ``value`` of ``option``. Raises :class:`ConfigError` if it is below 1 or above ``most``."""
+    if value < 1:
+        raise ConfigError(f"{option}: {value} is not a positive whole number")
+    if value > most:
+        raise ConfigError(f"{option}: {value} is too large; the most is {most:,}")
+    return value
+
+
 def port(text: str) -> int:
     """The argparse type of a TCP port."""
     if not text.isdecimal() or len(text) > 5 or not 0 < int(text) < 2**16:

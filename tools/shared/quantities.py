@@ -30,16 +30,14 @@ def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> flo
     gigabytes.
     """
     if unit == "B/s" and (rate := parse_bit_rate(text)) is not None:
-        number = rate / 8
+        number: float | None = rate / 8
     else:
-        match = re.fullmatch(rf"{_NUMBER}([kMGTP]i?)?({re.escape(unit)})?\s*", text)
-        if match is None or (match[2] or "") not in _PREFIXES or not (match[2] or match[3]):
-            known = ", ".join(filter(None, _PREFIXES))
-            raise ConfigError(
-                f"{option} {text or repr(text)}: expected a number with a unit, such as {_EXAMPLES[unit]}"
-                f" (before {unit}: {known})"
-            )
-        number = float(match[1]) * _PREFIXES[match[2] or ""]
+        number = _parse(text, unit, unit_needed=True)
+    if number is None:
+        known = ", ".join(filter(None, _PREFIXES))
+        raise ConfigError(
+            f"{option} {text or repr(text)}: expected a number with a unit, such as {_EXAMPLES[unit]} (before {unit}: {known})"
+        )
     if not 0 < number < math.inf:
         raise ConfigError(f"{option} {text}: expected a finite number above zero, such as {_EXAMPLES[unit]}")
     return number
@@ -48,27 +46,50 @@ def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> flo
 def parse_bit_rate(text: str) -> float | None:
     """Read ``text`` as bits a second, such as ``300mbit`` or ``1Gbit/s``. None if it has another form."""
     match = re.fullmatch(rf"{_NUMBER}([kmgt]?)bit(?:/s)?\s*", text, re.IGNORECASE)
-    return float(match[1]) * _prefix(match[2]) if match is not None else None
+    if match is None:
+        return None
+    factor = _factor(match[2], any_case=True)
+    return None if factor is None else float(match[1]) * factor
 
 
 def parse_size(text: str) -> int:
     """Read ``text`` as bytes: ``500MB``, ``5gib``, or a number alone. Raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMG]i?)B)?", text, re.IGNORECASE)
-    size = int(float(match[1]) * _prefix(match[2] or "")) if match is not None else 0
-    if size < 1:
+    size = _parse(text, "B", unit_needed=False, any_case=True)
+    if size is None or not 1 <= size < math.inf:
         raise ValueError(f"{quote(text)} is not a size; use for example 500MB or 5GB")
-    return size
+    return int(size)
 
 
-def _prefix(text: str) -> float:
-    """The factor of a prefix whose case does not matter: ``m`` and ``M`` both mean mega."""
-    return next(factor for prefix, factor in _PREFIXES.items() if prefix.lower() == text.lower())
+def _parse(text: str, unit: str, *, unit_needed: bool, any_case: bool = False) -> float | None:
+    """Read a number, a prefix and a unit. None if ``text`` has another form.
+
+    Args:
+        text: The text. Spaces may be around the number.
+        unit: The unit. A prefix alone is enough: ``900G``.
+        unit_needed: Whether a number without a prefix and a unit has another form.
+        any_case: Whether ``m`` and ``M`` both mean mega.
+    """
+    match = re.fullmatch(
+        rf"{_NUMBER}([kMGTP]i?)?({re.escape(unit)})?\s*", text, re.IGNORECASE if any_case else re.NOFLAG
+    )
+    if match is None or (unit_needed and not (match[2] or match[3])):
+        return None
+    factor = _factor(match[2] or "", any_case=any_case)
+    return None if factor is None else float(match[1]) * factor
 
 
-def format_bytes(nbytes: float) -> str:
-    """Print bytes in the largest decimal unit of which there is at least one: ``1.50 GB``."""
+def _factor(text: str, *, any_case: bool) -> float | None:
+    """The factor of a prefix, or None if there is none of this name."""
+    known = {prefix.lower() if any_case else prefix: factor for prefix, factor in _PREFIXES.items()}
+    return known.get(text.lower() if any_case else text)
+
+
+def format_bytes(nbytes: float, unit: str = "", digits: int = 2) -> str:
+    """Print bytes in ``unit``; by default in the largest decimal unit of which there is at least one: ``1.50 GB``."""
+    if unit:
+        return f"{nbytes / _PREFIXES[unit.removesuffix('B')]:,.{digits}f} {unit}"
     factor, unit = unit_for(nbytes)
-    return f"{nbytes:.0f} B" if factor == 1 else f"{nbytes / factor:.2f} {unit}"
+    return f"{nbytes:.0f} B" if factor == 1 else f"{nbytes / factor:.{digits}f} {unit}"
 
 
 def unit_for(nbytes: float, *, binary: bool = False) -> tuple[int, str]:

@@ -10,6 +10,7 @@ import torch
 from ...engine.config.schema import Config
 from ...engine.engine import SDPEngine
 from ...engine.errors import OutOfMemoryError
+from ..shared.quantities import format_bytes
 from ..shared.remedies import remedies
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -48,4 +49,4 @@ def out_of_memory(config: Config, rank_and_device: str, engine: SDPEngine | None
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
+    return format_bytes(nbytes, "GB" if nbytes >= 1e8 else "MB")

@@ -150,7 +150,7 @@ def test_images_and_units_that_differ(tmp_path: Path, capsys: pytest.CaptureFixt
     ("words", "message"),
     [
         (["--world", "3"], "world size 3 is not divisible by sdp.groups 2"),
-        (["--world", "0"], "--world 0: not a positive whole number"),
+        (["--world", "0"], "--world: 0 is not a positive whole number"),
         (["--device-memory", "eighty"], "--device-memory eighty: expected a number with a unit, such as 80GB"),
         (["--device-memory", "80"], "--device-memory 80: expected a number with a unit, such as 80GB"),
         (["--device-memory", ""], "--device-memory '': expected a number with a unit, such as 80GB"),

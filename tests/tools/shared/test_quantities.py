@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 
 import pytest
-from sdp.tools.shared.arguments import port, size_in_bytes, split_set_values
+from sdp.tools.shared.arguments import size_in_bytes
 from sdp.tools.shared.quantities import format_bytes, parse_bit_rate, parse_size, unit_for
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("500MB", 500_000_000), ("5gib", 5 * 2**30), ("1.5 KB", 1500), ("4096", 4096)]
+    ("text", "size"),
+    [("500MB", 500_000_000), ("5gib", 5 * 2**30), ("1.5 KB", 1500), ("4096", 4096), ("2T", 2 * 10**12)],
 )
 def test_a_size_has_a_unit_or_is_in_bytes(text: str, size: int) -> None:
     assert parse_size(text) == size_in_bytes(text) == size
@@ -22,6 +23,11 @@ def test_what_is_not_a_size_is_refused(text: str) -> None:
         size_in_bytes(text)
 
 
+def test_sizes_are_printed_in_a_unit_that_a_table_has() -> None:
+    assert format_bytes(1234567890, "MB", 1) == "1,234.6 MB"
+    assert format_bytes(3 * 2**29, "GiB") == "1.50 GiB"
+
+
 def test_bit_rates() -> None:
     assert [parse_bit_rate(text) for text in ("300mbit", "1Gbit/s", "8bit")] == [300e6, 1e9, 8.0]
     assert parse_bit_rate("50GB/s") is None
@@ -31,16 +37,3 @@ def test_the_unit_is_the_largest_that_fits() -> None:
     assert [format_bytes(size) for size in (0, 999, 1500, 2e15)] == ["0 B", "999 B", "1.50 kB", "2000.00 TB"]
     assert unit_for(1023, binary=True) == (1, "B")
     assert unit_for(2**30, binary=True) == (2**30, "GiB")
-
-
-@pytest.mark.parametrize("text", ["0", "70000", "-1", "http"])
-def test_a_port_is_a_number_from_1_to_65535(text: str) -> None:
-    assert port("65535") == 65535
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a port; use a number from 1 to 65535"):
-        port(text)
-
-
-def test_several_values_may_follow_one_set() -> None:
-    assert split_set_values(["train", "--set", "a=1", "b=2", "c.json", "d=3", "--set", "e=4"]) == [
-        *("train", "--set", "a=1", "--set", "b=2", "c.json", "d=3", "--set", "e=4")
-    ]
