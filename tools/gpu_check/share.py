@@ -31,14 +31,6 @@ LEAST_STEPS, MOST_STEPS, SECONDS = 5, 12, 2.5  # timed steps: at least 5, then m
 TINY_STEPS = 2
 # With 8192 x 8192 matrices this takes an H100 about 3.5 s, in which its clock settles to a sustained rate.
 PRODUCTS, MATMUL_BATCHES = 10, 240
-# TFLOP/s of dense bfloat16 matrix products in NVIDIA's data sheets, by device name.
-NOMINAL_TFLOPS = {
-    "NVIDIA H100 80GB HBM3": 989.4,
-    "NVIDIA H200": 989.4,
-    "NVIDIA A100-SXM4-80GB": 312.0,
-    "NVIDIA A100-SXM4-40GB": 312.0,
-}
-
 ATTENTION, UPDATE = "aten::_scaled_dot_product_", "aten::_fused_adamw_"
 FLASH = {
     "cuda": {f"{ATTENTION}flash_attention", f"{ATTENTION}cudnn_attention"},  # cuDNN's is a flash kernel too

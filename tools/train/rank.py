@@ -69,7 +69,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     dump_dir = options.dump_dir
     preflight.check(config, mesh_of(config, world_size), dump_dir, resume=options.resume)
     files = RunFiles(dump_dir, resume=options.resume) if rank == 0 else None
-    monitors = open_monitors(config, dump_dir) if rank == 0 else None
+    monitors = open_monitors(config, dump_dir, resume=options.resume) if rank == 0 else None
     _set_up_logging(rank, dump_dir)
     log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), dump_dir / "logs")
     if config.env:

@@ -30,6 +30,7 @@ from .observers.observer import Observer
 from .observers.probe import MemoryProbe
 from .stop_signals import StopSignals
 from .summary import rank_facts, write_summary
+from .utilisation import Utilisation
 
 log = logging.getLogger("sdp")
 
@@ -65,6 +66,7 @@ class Trainer:
         self.evaluator = Evaluator(engine, corpus, beat)
         self.checkpoints = Checkpointer(engine, dump_dir, corpus.identity, self.evaluator.recalibrated, beat)
         self.meter = StepMeter(engine, beat)
+        self.utilisation = Utilisation(engine, config.data.sequence_length)
         self.signals = StopSignals()
         self.steps = 0  # the last step of the run
         self.stop_signal = 0  # the signal for which all ranks agreed to stop
@@ -164,6 +166,8 @@ class Trainer:
             "comm_bytes_by_kind": busiest,
             "skipped_steps": engine.skipped_steps,
         }
+        if (mfu := self.utilisation.of(line["tokens_per_second"])) is not None:
+            line["mfu"] = mfu
         if isinstance(engine.loader.sampler, MixtureSampler):
             line["source_samples"] = engine.loader.sampler.counts_at(engine.loader.consumed)
         if self.config.training.on_spike != "none":

@@ -102,8 +102,11 @@ class FakeWandb(SimpleNamespace):
         self.settings, self.points = settings, []
         return self
 
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        self.points.append((step, scalars))
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axis = (name, step_metric)
+
+    def log(self, scalars: dict[str, float]) -> None:
+        self.points.append(scalars)
 
     def finish(self) -> None:
         self.points.append("finished")
@@ -117,7 +120,19 @@ def test_wandb_gets_the_section_and_the_points(tmp_path: Path, monkeypatch: pyte
     assert {key: wandb.settings[key] for key in ("project", "group", "entity", "name")} == {
         "project": "p", "group": "g", "entity": "t", "name": tmp_path.name,
     }  # fmt: skip
-    assert wandb.points == [(1, {LOSS: 2.0, "Eval/loss": 3.0}), "finished"]
+    assert wandb.points == [{"step": 1, LOSS: 2.0, "Eval/loss": 3.0}, "finished"]
+    assert wandb.axis == ("*", "step")
+
+
+def test_wandb_continues_the_run_on_a_resume_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wandb = FakeWandb(refuses=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    ids = []
+    for resume in (False, True, True, False):
+        open_monitors(load_config({"wandb": {"enabled": True}}), tmp_path, resume=resume).close()
+        assert wandb.settings["resume"] == "allow"
+        ids.append(wandb.settings["id"])
+    assert ids[0] == ids[1] == ids[2] != ids[3]
 
 
 def test_wandb_that_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

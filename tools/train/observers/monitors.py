@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import csv
 import importlib
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ....engine.config.schema import Config, MonitorSection
 from ....engine.errors import ConfigError, shorten
-from ...shared.files import refuse_link
+from ...shared.files import refuse_link, write_whole
 from .observer import Line, Observer
+
+WANDB_ID = "wandb-id.txt"  # in the dump directory
 
 # The key of a line in metrics.jsonl or evaluations.jsonl → the name of its curve.
 TRAIN_TAGS = {
@@ -27,6 +30,7 @@ TRAIN_TAGS = {
     "tokens_per_second": "Train/tokens_per_second",
     "samples_per_second": "Train/samples_per_second",
     "step_seconds": "Train/step_seconds",
+    "mfu": "Train/mfu",
     "peak_memory_bytes": "Train/peak_memory_bytes",
     "comm_bytes": "Train/comm_bytes",
 }
@@ -71,11 +75,12 @@ class Monitors(Observer):
             monitor.close()
 
 
-def open_monitors(config: Config, dump_dir: Path) -> Monitors:
+def open_monitors(config: Config, dump_dir: Path, *, resume: bool = False) -> Monitors:
     """Open the monitors that the configuration enables. Call this on rank 0 only.
 
     An empty ``output_path`` means ``tensorboard`` and ``csv`` in ``dump_dir``. When a run is
-    resumed, its points replace the older ones from the first step that it writes. Raises
+    resumed (``resume``), its curves continue in the same files and in the same run of Weights & Biases.
+    New points replace older ones from the first step on that it writes. Raises
     ConfigError if a package is missing or refuses to start, or if a directory cannot be created.
     """
     monitors: list[Monitor] = []
@@ -84,7 +89,7 @@ def open_monitors(config: Config, dump_dir: Path) -> Monitors:
     if config.csv_monitor.enabled:
         monitors.append(_CSV(_directory("csv_monitor", config.csv_monitor, dump_dir)))
     if config.wandb.enabled:
-        monitors.append(_WeightsAndBiases(config, dump_dir))
+        monitors.append(_WeightsAndBiases(config, dump_dir, resume=resume))
     return Monitors(monitors)
 
 
@@ -170,9 +175,13 @@ class _CSV:
 
 
 class _WeightsAndBiases:
-    """A run of Weights & Biases. ``WANDB_MODE=offline`` keeps it on this machine."""
+    """A run of Weights & Biases. ``WANDB_MODE=offline`` keeps it on this machine.
 
-    def __init__(self, config: Config, dump_dir: Path):
+    The id of the run is in a file of the dump directory, so that a resumed run continues it. Steps
+    are values of their own: Weights & Biases would drop points of steps that are made again.
+    """
+
+    def __init__(self, config: Config, dump_dir: Path, *, resume: bool):
         section = config.wandb
         wandb = _import("wandb", "wandb")
         try:
@@ -183,19 +192,34 @@ class _WeightsAndBiases:
                 name=dump_dir.resolve().name,
                 dir=str(dump_dir),
                 config=config.resolved(),
+                id=_wandb_id(dump_dir, resume=resume),
+                resume="allow",
             )
+            self._run.define_metric("*", step_metric="step")
         except wandb.Error as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(f"wandb: {reason}; set WANDB_MODE=offline, or set wandb.enabled to false") from None
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        self._run.log(scalars, step=step)
+        self._run.log({"step": step, **scalars})
 
     def rewind(self) -> None:
         """A no-op: a run of Weights & Biases cannot go back."""
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb_id(dump_dir: Path, *, resume: bool) -> str:
+    """Return the id of the run of Weights & Biases. A run that is not resumed gets a new one."""
+    path = dump_dir / WANDB_ID
+    refuse_link(path)
+    if resume and path.is_file():
+        return path.read_text(encoding="utf-8").strip()
+    dump_dir.mkdir(parents=True, exist_ok=True)
+    chosen = secrets.token_hex(8)
+    write_whole(path, f"{chosen}\n")
+    return chosen
 
 
 def _directory(name: str, section: MonitorSection, dump_dir: Path) -> Path:

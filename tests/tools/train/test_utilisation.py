@@ -1,0 +1,58 @@
+"""MFU counts the operations of each group's own subnetwork."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sdp.engine.placement.placement import Placement
+from sdp.models.llama import Llama, LlamaConfig
+from sdp.tools.train.utilisation import Utilisation, mean_flops_per_token
+
+FLOPS = {"layers.0": 10.0, "layers.1": 20.0, "shared": 5.0}
+BLOCKS = Placement(2, ("layers.0", "layers.1"), ((0,), (0, 1)), (7, 7))
+
+
+def test_blocks_count_for_their_holders() -> None:
+    assert mean_flops_per_token(FLOPS, BLOCKS, keeps_frozen=False) == 5 + 10 / 2 + 20
+    assert mean_flops_per_token(FLOPS, BLOCKS, (3, 1), keeps_frozen=False) == 5 + 10 * 3 / 4 + 20
+    assert mean_flops_per_token(FLOPS, BLOCKS, keeps_frozen=True) == pytest.approx(5 + (10 + 10 * 2 / 3) / 2 + 20)
+
+
+def test_neurons_count_by_their_share_of_the_layer() -> None:
+    names = ("layers.0.mlp.neurons.0", "layers.0.mlp.neurons.1", "layers.1.mlp.neurons.0")
+    neurons = Placement(2, names, ((0,), (0, 1), (0, 1)), (3, 1, 4))
+    assert mean_flops_per_token(FLOPS, neurons, keeps_frozen=False) == 5 + 10 * (1 + 1 / 4) / 2 + 20
+
+
+def engine(monkeypatch: pytest.MonkeyPatch, name: str, device: str = "cuda", precision: str = "bfloat16"):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    model = Llama(
+        LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    )
+    names = ("model.layers.0", "model.layers.1")
+    layout = SimpleNamespace(
+        placement=Placement(1, names, ((0,), (0,)), (1, 1)), mesh=SimpleNamespace(sizes=()), keeps_frozen=False
+    )
+    return SimpleNamespace(
+        module=model,
+        device=torch.device(device),
+        config=SimpleNamespace(precision=precision),
+        layout=layout,
+        world_size=2,
+    )
+
+
+def test_the_utilisation_of_a_dense_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine(monkeypatch, "NVIDIA H200")
+    total = sum(one.module.flops_per_token(32).values())
+    assert Utilisation(one, 32).of(1e9) == pytest.approx(total * 1e9 / (2 * 989.4e12))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "precision"),
+    [("NVIDIA H200", "cpu", "bfloat16"), ("Unknown", "cuda", "bfloat16"), ("NVIDIA H200", "cuda", "float32")],
+)
+def test_an_unknown_peak_gives_no_utilisation(monkeypatch: pytest.MonkeyPatch, name: str, device: str, precision: str):
+    assert Utilisation(engine(monkeypatch, name, device, precision), 32).of(1e9) is None  # type: ignore[arg-type]

@@ -1,0 +1,14 @@
+"""The peak rates of devices, from the data sheets of their makers."""
+
+from __future__ import annotations
+
+# TFLOP/s of dense bfloat16 matrix products in NVIDIA's data sheets, by device name.
+NOMINAL_TFLOPS = {
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H200": 989.4,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+}

@@ -1,0 +1,75 @@
+"""Model FLOPs utilisation (MFU): the share of the devices' dense peak that the model's operations take.
+
+The definition is PaLM's (arXiv 2204.02311, appendix B). Recomputation does not count. A group counts
+only the operations of its own subnetwork.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+
+import torch
+
+from ...engine.engine import SDPEngine
+from ...engine.model_interface import get_flops_per_token
+from ...engine.placement.placement import Placement
+from ..shared.device_peaks import NOMINAL_TFLOPS
+
+
+class Utilisation:
+    """Computes the MFU of a run from its tokens per second.
+
+    ``of`` returns None where it is unknown: on a CPU, on a device whose peak is not in the table, in
+    float32, and for a model without ``flops_per_token``.
+    """
+
+    def __init__(self, engine: SDPEngine, sequence_length: int):
+        flops = get_flops_per_token(engine.module)
+        on_cuda, precision = engine.device.type == "cuda", engine.config.precision
+        peak = NOMINAL_TFLOPS.get(torch.cuda.get_device_name(engine.device)) if on_cuda else None
+        self._share_per_rate: float | None = None
+        if flops is not None and peak is not None and precision != "float32":
+            per_token = mean_flops_per_token(
+                flops(sequence_length),
+                engine.layout.placement,
+                engine.layout.mesh.sizes or None,
+                keeps_frozen=engine.layout.keeps_frozen,
+            )
+            self._share_per_rate = per_token / (engine.world_size * peak * 1e12)
+
+    def of(self, tokens_per_second: float) -> float | None:
+        """Return the utilisation at ``tokens_per_second`` of the whole run, 0 … 1."""
+        return None if self._share_per_rate is None else self._share_per_rate * tokens_per_second
+
+
+def mean_flops_per_token(
+    flops: Mapping[str, float], placement: Placement, sizes: tuple[int, ...] | None = None, *, keeps_frozen: bool
+) -> float:
+    """Return the operations of forward and backward per token, averaged over the ranks.
+
+    Args:
+        flops: The operations of the full model by block, and those of the rest as "shared".
+        placement: Which group holds which unit.
+        sizes: The ranks of each group, if groups differ.
+        keeps_frozen: Whether a group runs frozen copies of the units that it does not hold. Of
+            these it computes all but the gradients of weights, which are a third.
+    """
+    weights = sizes or (1,) * placement.groups
+    total = flops.get("shared", 0.0)
+    for block, cost in flops.items():
+        if block == "shared":
+            continue
+        # A block is a unit, or its neurons are several units.
+        units = [index for index, name in enumerate(placement.units) if name == block or name.startswith(f"{block}.")]
+        if not units:
+            total += cost  # every group has it
+            continue
+        of_block = sum(placement.costs[unit] for unit in units)
+        held = [
+            sum(placement.costs[unit] for unit in units if group in placement.holders[unit]) / of_block
+            for group in range(placement.groups)
+        ]
+        mean = fmean(held, weights)
+        total += cost * ((2 + mean) / 3 if keeps_frozen else mean)
+    return total
