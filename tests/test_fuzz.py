@@ -7,8 +7,11 @@ shrink it.
 from __future__ import annotations
 
 import contextlib
+import copy
+import hashlib
 import io
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sdp.engine.errors import CheckpointError
+from sdp.tests.support.checkpoints import load_by_reference, reseal, save_one_step
+from sdp.tests.support.fabricated_runs import make_run
 from sdp.tools.cli import main
 
 SECONDS = 20  # for one input
@@ -27,8 +33,15 @@ CONFIG = json.dumps(
         "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}},
         "zero_optimization": {"stage": 1},
         "env": {"NCCL_DEBUG": "WARN"},
-        "sdp": {"groups": 2, "capacity": 0.5, "units": "auto", "placement": "mixed"},
-        "model": {"name": "llama", "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2},
+        "sdp": {"groups": 2, "capacity": 0.5, "units": "auto", "placement": "cyclic"},
+        "model": {
+            "name": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "vocab_size": 260,
+        },
         "data": {"path": "nowhere", "sequence_length": 32},
         "training": {"steps": 4, "save_every": 2},
     }
@@ -48,6 +61,11 @@ edits = st.lists(
     min_size=1,
     max_size=3,
 )
+VALUES = [
+    None, True, False, -1, 0, 1, 7, 1.5, 1e308, 10**30, 2**63, float("nan"), float("inf"), "x", "", "\x1b[31m", "../x",
+    "9" * 40, [], {}, [[]], [None], {"a": 1}, [1, 2, 3], ["x"], {"": {}},
+]  # fmt: skip
+replacements = st.lists(st.tuples(st.floats(0, 1), st.sampled_from(VALUES)), min_size=1, max_size=2)
 tried: dict[str, int] = {}
 
 
@@ -62,6 +80,23 @@ def mutate(text: str, changes: list[tuple[float, int, bytes]]) -> bytes:
         at = int(where * len(content))
         content = content[:at] + piece + content[at + length :]
     return content
+
+
+def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every container in a JSON value with each of its keys."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in pairs:
+        yield value, key
+        yield from places_in(below)
+
+
+def with_other_values(value: Any, changes: list[tuple[float, Any]]) -> Any:
+    """Replace the value at each relative position by another one."""
+    for where, new in changes:
+        places = list(places_in(value))
+        container, key = places[min(int(where * len(places)), len(places) - 1)] if places else ([None], 0)
+        container[key] = copy.deepcopy(new)
+    return value
 
 
 @contextlib.contextmanager
@@ -128,13 +163,65 @@ def fuzz_prepare(folder: Path, changes: Any) -> None:
 
 def fuzz_plan(folder: Path, changes: Any) -> None:
     (folder / "run.json").write_bytes(mutate(CONFIG, changes))
-    check("plan", str(folder / "run.json"), "--world", "2")
+    check("plan", str(folder / "run.json"), "--world", "2", "--alone")
+
+
+def fuzz_structure(folder: Path, changes: Any) -> None:
+    (folder / "run.json").write_text(json.dumps(with_other_values(json.loads(CONFIG), changes)))
+    check("config", str(folder / "run.json"))
+    if int(changes[0][0] * 1000) % 8 == 0:
+        check("plan", str(folder / "run.json"), "--world", "2", "--alone")
+
+
+def fuzz_run_files(folder: Path, changes: Any) -> None:
+    if not (folder / "good").exists():
+        make_run(folder / "good", steps=10)
+    shutil.copytree(folder / "good", folder / "run", dirs_exist_ok=True)
+    names = ["config.json", "placement.json", "summary.json", "metrics.jsonl", "evaluations.jsonl"]
+    path = folder / "run" / names[int(changes[0][0] * 1000) % len(names)]
+    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+    lines[0] = json.dumps(with_other_values(json.loads(lines[0]), changes))
+    path.write_text("\n".join(lines))
+    check("report", str(folder / "run"))
+
+
+def fuzz_checkpoint(folder: Path, changes: Any) -> None:
+    """Change ``state.json`` or ``metadata.json``, and make the hashes right, as a forger would."""
+    if not (folder / "good").exists():
+        save_one_step(folder / "good")
+    shutil.copytree(folder / "good", folder / "forged", dirs_exist_ok=True)
+    checkpoint = folder / "forged" / "step-1"
+    path = checkpoint / ("state.json" if int(changes[0][0] * 1000) % 2 else "metadata.json")
+    content = with_other_values(json.loads(path.read_text()), changes)
+    if path.name == "state.json":
+        content.pop("sha256", None)
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps({**content, "sha256": digest}))
+    else:
+        path.write_text(json.dumps(content))
+        reseal(checkpoint)
+    tried["checkpoint"] = tried.get("checkpoint", 0) + 1
+    with time_limit(), contextlib.suppress(CheckpointError):
+        load_by_reference(folder / "forged")
 
 
 COMMANDS = {
     fuzz_config: 500, fuzz_launch: 150, fuzz_hostfile: 100, fuzz_report: 120, fuzz_prepare: 70, fuzz_plan: 60,
+    fuzz_structure: 200, fuzz_run_files: 200, fuzz_checkpoint: 100,
 }  # fmt: skip
+# What each changes: bytes of a text, or values of JSON.
+STRATEGIES = dict.fromkeys((fuzz_structure, fuzz_run_files, fuzz_checkpoint), replacements)
 names = [fuzz.__name__ for fuzz in COMMANDS]
+
+
+def test_what_is_mutated_is_good(tmp_path: Path) -> None:
+    """Else every input would be refused for the same reason."""
+    (tmp_path / "run.json").write_text(CONFIG)
+    for words in (
+        ["config", str(tmp_path / "run.json")],
+        ["plan", str(tmp_path / "run.json"), "--world", "2", "--alone"],
+    ):
+        assert main(words) == 0
 
 
 def run_fuzz(fuzz: Any, folder: Path, count: int) -> None:
@@ -142,7 +229,7 @@ def run_fuzz(fuzz: Any, folder: Path, count: int) -> None:
     health = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
     @settings(max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=health)
-    @given(edits)
+    @given(STRATEGIES.get(fuzz, edits))
     def attempt(changes: Any) -> None:
         fuzz(folder, changes)
 
