@@ -13,6 +13,7 @@ from .accounting.clock import clock
 from .backend import Backend
 from .backends.deepspeed.zero_checkpoint import converted, is_zero_checkpoint
 from .backends.fsdp2.backend import FSDP2Backend
+from .backends.fsdp2.offload import ShardHome
 from .backends.reference.backend import ReferenceBackend
 from .backends.reference.vectorized import VectorizedBackend
 from .config.schema import Config
@@ -54,7 +55,10 @@ def build_backend(
     if plan is None:
         take_values_of_rank_0(model, device)
     native = build_native(model, config, layout, device)
-    give_values(model, layout, plan, device, native.shard, {info.name for info in layout.frozen(native.at.sdp)})
+    home, frozen = native.home, {info.name for info in layout.frozen(native.at.sdp)}
+    give_values(model, layout, plan, home.device, native.shard, frozen)
+    if home.offloads:
+        home.keep_buffers_on_device(model)
     native.clock = clock(device, waits=config.wall_clock_breakdown)
     native.ready()
     return native
@@ -96,6 +100,7 @@ def build_native(
     """
     at = layout.mesh.coordinates(dist.get_rank())
     traffic, compute_dtype = Traffic(), getattr(torch, config.precision)
+    stage = config.zero_optimization.stage
     # 1. Slice neurons. Tensor parallelism splits the slices, so they must exist before it.
     slice_neurons(model, config, layout, at.sdp, compute_dtype)
     # 2. Tensor parallelism. It must see every block, because the skeleton of a skipped block is split too.
@@ -121,11 +126,12 @@ def build_native(
         layout,
         stand_ins,
         device,
-        stage=config.zero_optimization.stage,
+        stage=stage,
         compute_dtype=compute_dtype,
         traffic=traffic,
         tensor_ranks=tensor_ranks,
         scale=scale,
+        home=ShardHome(config, device, sends=layout.mesh.sdp > 1 or layout.mesh.shards(stage) < layout.mesh.fsdp),
         sync=config.sdp.sync,
     )
 

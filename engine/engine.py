@@ -180,6 +180,16 @@ class SDPEngine(DeepSpeedNames):
             finally:
                 self._syncing = True
 
+    def finish_round(self) -> bool:
+        """With local steps (``sdp.sync``): average what groups have learned since the last average. Collective.
+
+        Call it after the last step of a run. The full model then contains all steps. ``sdp train`` does.
+
+        Returns:
+            Whether anything was averaged.
+        """
+        return self.local_training.finish(self.global_steps)
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before an optimizer step."""
         return (self.micro_steps + 1) % self._batch.accumulation == 0

@@ -117,7 +117,8 @@ def initialize(
     else:
         backend = build_backend(model, settings, layout, device, plan)
         here = groups_here(param_groups, layout, backend.parameters)
-        built, note = make_optimizer(settings.optimizer, optimizer, here, device, grouped=grouped)
+        stepped_on = torch.device("cpu") if settings.zero_optimization.offloads and not reference else device
+        built, note = make_optimizer(settings.optimizer, optimizer, here, stepped_on, grouped=grouped)
         scheduler = scheduler_of(settings, lr_scheduler, built)
     return _finish(SDPEngine(backend, settings, batch, built, scheduler), note, training_data, collate_fn, device)
 

@@ -192,11 +192,19 @@ def _refuse_precision(config: Config) -> None:
         )
 
 
-def _refuse_unfinished(config: Config) -> None:
-    if config.sdp.engine != "deepspeed" and config.zero_optimization.offloads:
-        raise ConfigError(
-            f'zero_optimization.offload_optimizer: not available in this version with sdp.engine "{config.sdp.engine}"'
-        )
+def _refuse_offload(config: Config) -> None:
+    if config.sdp.engine != "fsdp2" or not config.zero_optimization.offloads:
+        return
+    others = {
+        "sdp.sync": config.sdp.sync is not None,
+        "tensor_parallel.autotp_size above 1": config.tensor_parallel.autotp_size > 1,
+    }
+    for other, applies in others.items():
+        if applies:
+            key = "offload_optimizer" if config.zero_optimization.offload_optimizer is not None else "offload_param"
+            raise ConfigError(
+                f'zero_optimization.{key}.device: "cpu" is not available in this version together with {other}; use "none"'
+            )
 
 
 def _refuse_group_sizes(config: Config) -> None:
@@ -218,7 +226,7 @@ def _refuse_unavailable(config: Config) -> None:
     sdp = config.sdp
     _refuse_group_sizes(config)
     _refuse_precision(config)
-    _refuse_unfinished(config)
+    _refuse_offload(config)
     _refuse_sync(config)
     if sdp.granularity == "neuron":
         _refuse_with_neurons(config)

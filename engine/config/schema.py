@@ -81,7 +81,17 @@ class ZeroSection(Section):
     @property
     def offloads(self) -> bool:
         """Whether a part of the state is on the host."""
-        return any(section.device == "cpu" for section in (self.offload_optimizer, self.offload_param) if section)
+        return bool(self._on_host)
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether the state on the host is in page-locked memory."""
+        return all(section.pin_memory for section in self._on_host)
+
+    @property
+    def _on_host(self) -> list[OffloadSection]:
+        sections = (self.offload_optimizer, self.offload_param)
+        return [section for section in sections if section is not None and section.device == "cpu"]
 
 
 class TorchAutocastSection(Section):

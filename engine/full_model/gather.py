@@ -14,7 +14,7 @@ from .backend_view import SubnetworkBackend
 
 def padded_shard(backend: SubnetworkBackend, info: TensorInfo) -> torch.Tensor:
     """This rank's shard of a held parameter, flat and padded to the size of the first shard."""
-    local = local_tensor(backend.parameters[info.name].detach()).reshape(-1)
+    local = local_tensor(backend.parameters[info.name].detach()).to(backend.device).reshape(-1)
     missing = info.padded_shard_numel(backend.shards) - local.numel()
     return torch.cat([local, local.new_zeros(missing)]) if missing else local
 

@@ -18,7 +18,7 @@ def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> tor
     if not locals_:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch.stack(torch._foreach_norm(locals_, 2, dtype=torch.float32))
-    return norms.double().square().sum()
+    return norms.double().square().sum().to(device)  # the gradients may be on the host
 
 
 def clip_(gradients: Sequence[torch.Tensor], norm: float, max_norm: float) -> None:

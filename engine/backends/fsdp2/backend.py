@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from .collectives import (
     reduce_unused_parameters,
     zero_missing_gradients,
 )
+from .offload import ShardHome
 
 
 class FSDP2Backend(ShardedBackend):
@@ -60,13 +62,14 @@ class FSDP2Backend(ShardedBackend):
         traffic: Traffic,
         tensor_ranks: TensorRanks | None,
         scale: BranchScale,
+        home: ShardHome,
         sync: SyncSection | None = None,
     ):
         self.layout, self.module, self.device, self.stand_ins = layout, model, device, stand_ins
         self.rank = dist.get_rank()
         self.at = layout.mesh.coordinates(self.rank)
         self.stage, self.compute_dtype = stage, compute_dtype
-        self.traffic, self.tensor_ranks, self._scale = traffic, tensor_ranks, scale
+        self.traffic, self.tensor_ranks, self._scale, self.home = traffic, tensor_ranks, scale, home
         self.clock: Callable[[], float] = time.perf_counter
         self._local: ShardedLocalSteps | None = None
         self._local_settings = sync
@@ -78,7 +81,7 @@ class FSDP2Backend(ShardedBackend):
         # resharding after forward frees the copy in compute precision, which would otherwise live
         # until the step.
         self._reshards = stage == 3 or self.shards == 1
-        self.uses_fsdp = self.shards > 1 or compute_dtype != torch.float32
+        self.uses_fsdp = self.shards > 1 or compute_dtype != torch.float32 or home.offloads
         self.communicators = Communicators.build(
             layout.mesh,
             {info.holders for info in layout.parameters.values()},
@@ -115,12 +118,14 @@ class FSDP2Backend(ShardedBackend):
         policy = MixedPrecisionPolicy(
             param_dtype=None if self.compute_dtype == torch.float32 else self.compute_dtype, reduce_dtype=torch.float32
         )
+        settings: dict[str, Any] = {"mp_policy": policy, "offload_policy": self.home.policy()}
+        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=self._reshards, **settings)
         names = [name for name in self.layout.blocks if name not in self.stand_ins]
         names += self._own_groups()
         for parameter in self.module.parameters():  # FSDP2 refuses parameters that are not contiguous
             parameter.data = parameter.data.contiguous()
         for module in [self.module.get_submodule(name) for name in names] + [self.module]:
-            fully_shard(module, mesh=mesh, reshard_after_forward=self._reshards, mp_policy=policy)
+            shard(module)
             assert isinstance(module, FSDPModule)
             module.set_custom_all_gather(CountingAllGather(self.traffic))
             module.set_custom_reduce_scatter(CountingReduceScatter(self.traffic))
@@ -155,6 +160,7 @@ class FSDP2Backend(ShardedBackend):
             partial,
             self.tensor_ranks,
             clock=self.clock,
+            all_reduce=self.home.messages.all_reduce,
         )
         self._inner_sync = self._make_inner_sync(partial)
         self._counted = [
@@ -162,8 +168,9 @@ class FSDP2Backend(ShardedBackend):
             for name, info in self.layout.parameters.items()
             if info.trainable and self.layout.counts_norm(info, self.at, sharded=self.shards > 1)
         ]
+        broadcast = self.home.messages.broadcast
         self._refresh = WeightRefresh(
-            self.layout.refreshes, everything, self.communicators.refresh, self.traffic, self.compute_dtype
+            self.layout.refreshes, everything, self.communicators.refresh, self.traffic, self.compute_dtype, broadcast
         )
         for name in self._refresh.blocks:
             # This hook must run before FSDP2's own hook, which gathers the shards.
