@@ -82,6 +82,28 @@ class LocalTraining:
             return 0
         return max(self._rounds.steps_alone(steps, fragment) for fragment in self._rounds.fragments)
 
+    def metrics(self) -> dict[str, Any]:
+        """Return what the outer step after the last step did, for metrics.jsonl. Empty if there was none."""
+        if self.last is None:
+            return {}
+        return {
+            "outer_step": self.outer_steps,
+            "fragment": self.last.fragment,
+            "drift": self.last.drift,
+            "outer_grad_norm": self.last.gradient_norm,
+        }
+
+    def describe(self) -> str:
+        """Return the schedule of the averages in one line."""
+        sync = self._sync
+        if sync is None:
+            return "gradients are averaged in every step"
+        start = f"after the first {sync.start_after} steps, " if sync.start_after else ""
+        parts = f", a fragment of {sync.fragments} every {sync.every // sync.fragments}" if sync.fragments > 1 else ""
+        late = f", applied {sync.overlap} steps later" if sync.overlap else ""
+        small = f", sent as {sync.compression}" if sync.compression != "none" else ""
+        return f"{start}groups step on their own and average their weights every {sync.every} steps{parts}{late}{small}"
+
     def state_dict(self, steps: int) -> dict[str, Any] | None:
         """Return the position in the round after ``steps``, for a checkpoint."""
         if self._backend.local is None:

@@ -30,9 +30,10 @@ class LocalTraffic:
         self._rank, self._at = rank, layout.mesh.coordinates(rank)
         self._shards, self._compute_bytes = layout.mesh.shards(stage), compute_bytes
         self._fragments = fragments_of(layout, sync.fragments)
-        settings = {"stage": stage, "accumulation": accumulation, "compute_bytes": compute_bytes}
-        self._every_step = CollectivePlan(layout, **settings)
-        self._inner = CollectivePlan(layout, **settings, local=True)
+        self._every_step, self._inner = (
+            CollectivePlan(layout, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes, local=local)
+            for local in (False, True)
+        )
 
     def of_step(self, step: int) -> Traffic:
         """Return the bytes of one step. Steps are numbered from 1."""

@@ -213,7 +213,9 @@ class TorchOptimizerBackend:
 
     def traffic_formula(self) -> str:
         stage, compute_bytes = self._config.zero_optimization.stage, self._config.compute_bytes
-        return describe_formula(self.layout, self._rank, stage=stage, compute_bytes=compute_bytes)
+        formula = describe_formula(self.layout, self._rank, stage=stage, compute_bytes=compute_bytes)
+        sync = self._config.sdp.sync
+        return formula if sync is None else f"every {sync.every} steps in local steps, without compression: {formula}"
 
     # -- facts -------------------------------------------------------------------------------------
 

@@ -140,6 +140,9 @@ class Trainer:
                 engine.backward(loss)
             with part("optimizer"):
                 engine.step()
+        if engine.global_steps == self.steps:
+            with part("optimizer"):
+                engine.finish_round()
 
     def _gather(self, facts: StepFacts) -> dict[str, Any]:
         """Make the step's line of metrics.jsonl from the measurements of all ranks.
@@ -172,6 +175,7 @@ class Trainer:
             line["source_samples"] = engine.loader.sampler.counts_at(engine.loader.consumed)
         if self.config.training.on_spike != "none":
             line |= {"spikes_skipped": engine.spikes.skipped, "rollbacks": engine.spikes.rollbacks}
+        line |= engine.local_training.metrics()
         if engine.get_loss_scale() is not None:
             line["loss_scale"] = engine.get_loss_scale()
         return line | facts.seconds if self.meter.times_parts else line
@@ -262,7 +266,8 @@ class Trainer:
             by_kind = engine.planned_traffic().by_kind().items()
             planned = ", ".join(f"{kind.replace('/', ' ')} {sent:,}" for kind, sent in by_kind)
             more = "; plus activations between tensor-parallel ranks" if engine.layout.mesh.tp > 1 else ""
-            log.info("bytes sent by this rank in a step, planned: %s%s", planned, more)
+            span = "step" if config.sdp.sync is None else f"round of {config.sdp.sync.every} steps"
+            log.info("bytes sent by this rank in a %s, planned: %s%s", span, planned, more)
         if not MemoryProbe.works_with(engine):
             log.info("peak of live tensors: not measured, because the probe cannot see compiled code on a CPU")
 
