@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..runs.plot import plot_bars, plot_lines
 from ..shared.files import write_whole
+from ..shared.plots import plot_bars, plot_lines
 from .methods import DDP, is_sdp
 from .planned import Plan
 

@@ -15,8 +15,8 @@ from typing import Any
 from ...engine.config.load import load_config
 from ...engine.errors import ConfigError, SDPError
 from ...engine.json_files import read_json_file
-from ..runs.plot import plot_lines
 from ..shared.files import write_whole
+from ..shared.plots import plot_lines
 from .options import WORKERS, MethodOptions
 from .report import REPORT
 

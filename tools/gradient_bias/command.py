@@ -7,11 +7,11 @@ import json
 
 from ...engine.config.load import load_config
 from ...engine.errors import ConfigError
-from ..runs.plot import plot_bias
 from ..runs.run_config import with_initial_model
 from ..runs.saved_run import open_run
 from .measure import in_one_process, measure
 from .options import BiasOptions, add_arguments
+from .plot import plot_bias
 from .table import plot_points, table, to_json
 
 __all__ = ["add_arguments", "run"]

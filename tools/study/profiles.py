@@ -27,10 +27,10 @@ from typing import Any
 
 from ...engine.environment.child import child_environment, usable_cores
 from ...engine.errors import ConfigError, SDPError
-from ..runs.plot import plot_sweep
 from ..runs.run_files import read_run
 from ..shared.arguments import positive_int
 from .cells import CAPACITIES, DENSE, MATCHED, PROFILES, SMALLER, TASKS, Cell, Sweep
+from .plot import plot_sweep
 
 
 def result_of(cell: Cell, out: Path) -> dict[str, float] | None:

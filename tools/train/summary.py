@@ -13,7 +13,7 @@ import torch
 from ...engine.accounting.memory import state_tensors
 from ...engine.accounting.traffic_plan import data_parallel_traffic
 from ...engine.engine import SDPEngine
-from ..report.command import render
+from ..report.render import render
 from ..runs.dataset import Corpus
 from ..runs.plot import plot_loss
 from ..runs.run_files import PLOT, RunFiles, read_run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sdp.tests.support.fabricated_runs import MIB, make_run
 from sdp.tools.cli import main
-from sdp.tools.report.command import as_json, render
+from sdp.tools.report.render import as_json, render
 from sdp.tools.runs.plot import plot_loss
 from sdp.tools.runs.run_files import Run, read_run
 

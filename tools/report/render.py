@@ -1,0 +1,186 @@
+"""The report of runs, as text, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from ..runs.run_files import PLOT, Run
+from ..shared.table import Row, Table, bytes_row, plain_row, text_row
+from .facts import Baseline, Facts, facts_of_all, find_baseline
+
+WIDTH = 100  # columns
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Write the report as plain text. Many runs get several tables.
+
+    If names are short, lines have at most 100 columns.
+    """
+    return "\n\n".join([*(table.text() for table in _tables(runs, WIDTH)), _notes(runs), _files(runs)])
+
+
+def render_markdown(runs: Sequence[Run]) -> str:
+    """Write the report as one Markdown table with its notes."""
+    return _tables(runs)[0].markdown() + "\n\n" + _notes(runs)
+
+
+def as_json(runs: Sequence[Run]) -> dict[str, object]:
+    """Collect all figures, and the baseline that ratios refer to."""
+    facts = facts_of_all(runs)
+    baseline = find_baseline(facts)
+    name = baseline.run.name if baseline.run else None
+    dense = {"measured": baseline.measured, "run": name, "state": baseline.state, "sent": baseline.sent}
+    return {"runs": [asdict(run) for run in facts], "dense": dense}
+
+
+def _tables(runs: Sequence[Run], width: int | None = None) -> list[Table]:
+    """One table, or several with the baseline in each if one would be too wide."""
+    facts = facts_of_all(runs)
+    dense = find_baseline(facts)
+    others = [run for run in facts if run is not dense.run]
+    tables: list[Table] = []
+    for columns in range(len(others), 0, -1):
+        parts = [others[start : start + columns] for start in range(0, len(others), columns)]
+        tables = [_table(part, dense) for part in parts]
+        if width is None or max(table.width for table in tables) <= width:
+            break
+    return tables or [_table([], dense)]
+
+
+def _table(others: Sequence[Facts], dense: Baseline) -> Table:
+    runs = [*others, dense.run] if dense.run else list(others)
+    header = [run.name for run in runs] + (["dense, predicted"] if dense.known and not dense.measured else [])
+    table = Table(
+        header, [*_identity(runs), *_learning(runs, dense), *_memory(runs, dense), *_traffic(runs, dense)]
+    ).without_empty()
+    return table.without_last_ratios() if dense.measured else table
+
+
+def _identity(runs: Sequence[Facts]) -> list[Row]:
+    return [
+        text_row("model", [run.model for run in runs]),
+        text_row("layout", [run.layout for run in runs]),
+        text_row("capacity", [None if run.capacity is None else f"{run.capacity:.2f}" for run in runs]),
+        text_row("steps", [_steps(run) for run in runs]),
+        text_row(_counted(runs), [f"{run.tokens:,}" for run in runs]),
+        plain_row("steps skipped for a spike", [run.spikes_skipped for run in runs], ",d"),
+        plain_row("rollbacks after a spike", [run.rollbacks for run in runs], ",d"),
+    ]
+
+
+def _counted(runs: Sequence[Facts]) -> str:
+    return "images" if runs and all(run.reads_images for run in runs) else "tokens"
+
+
+def _steps(run: Facts) -> str:
+    if run.finished:
+        return f"{run.steps:,}"
+    return f"{run.steps:,} of {run.planned_steps:,}" if run.planned_steps else f"{run.steps:,} (unfinished)"
+
+
+def _learning(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
+    # Losses can be compared only after the same number of tokens.
+    comparable = dense.run is not None and all(run.tokens == dense.run.tokens for run in runs)
+    base_loss = dense.run.loss_after if dense.run is not None and comparable else None
+    return [
+        Row("held-out loss"),
+        plain_row("full model, before", [run.loss_before for run in runs], ".4f"),
+        plain_row("full model, after", [run.loss_after for run in runs], ".4f", base_loss, difference=True),
+        plain_row("mean of subnetworks, after", [run.subnetworks_after for run in runs], ".4f"),
+        plain_row("full model's accuracy", [run.accuracy_after for run in runs], ".2%"),
+        Row("speed"),
+        plain_row(f"{_counted(runs)}/s", [run.tokens_per_second for run in runs], ",.0f"),
+        plain_row("seconds per step", [run.step_seconds for run in runs], ".3f"),
+    ]
+
+
+def _memory(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
+    base, predicted = dense.run, dense.known and not dense.measured
+    parts = {
+        "parameters": "parameters",
+        "gradients": "gradients",
+        "optimizer": "optimizer state",
+        "frozen": "frozen copies",
+    }
+    parts |= {"together": "together"}
+    state = [
+        bytes_row(parts[p], [run.state.get(p) for run in runs], dense.state.get(p), show_baseline=predicted)
+        for p in parts
+    ]
+    process = "peak allocated on the GPU ²" if _on_cuda(runs) else "peak of resident memory ²"
+    return [
+        Row("memory per rank"),
+        *state,
+        text_row("    counted against predicted", [_deviation(run.state_deviation) for run in runs]),
+        bytes_row("peak of live tensors ¹", [run.peak_tensors for run in runs], _largest(base, "peak_tensors")),
+        bytes_row(process, [run.peak_process for run in runs], _largest(base, "peak_process")),
+    ]
+
+
+def _traffic(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
+    predicted = dense.known and not dense.measured
+    kinds = sorted({kind for run in runs for kind in run.sent_by_kind if not kind.startswith("control")})
+    return [
+        Row("bytes sent per step, busiest rank"),
+        bytes_row("all collectives", [run.sent for run in runs], dense.sent, decimal=True, show_baseline=predicted),
+        *(bytes_row(f"  {_kind(kind)}", [run.sent_by_kind.get(kind) for run in runs], decimal=True) for kind in kinds),
+        text_row("    counted against planned", [_deviation(run.sent_deviation) for run in runs]),
+        bytes_row("per second", [run.sent_per_second for run in runs], decimal=True, per="/s"),
+    ]
+
+
+def _on_cuda(runs: Sequence[Facts]) -> bool:
+    return any(run.device.startswith("cuda") for run in runs)
+
+
+def _largest(run: Facts | None, key: str) -> float | None:
+    spread = getattr(run, key) if run else None
+    return spread.largest if spread else None
+
+
+def _deviation(deviation: float | None) -> str | None:
+    if deviation is None:
+        return None
+    return "equal" if deviation == 0 else f"{deviation:+.2%}"
+
+
+def _kind(kind: str) -> str:
+    scope, _, collective = kind.partition("/")
+    return f"{scope}, {collective.replace('_', '-')}"
+
+
+def _notes(runs: Sequence[Run]) -> str:
+    facts = facts_of_all(runs)
+    dense = find_baseline(facts)
+    lines = ["a–b: the rank with the least and the rank with the most. Speeds are medians over steps; they have"]
+    lines += ["     no ratio, because runs that were made one after the other do not compare speeds."]
+    if dense.run is not None:
+        lines.append(f"×, ±: against the dense run {dense.run.name}, measured; of the rank with the most.")
+    elif dense.known:
+        lines.append(
+            "×: of the rank with the most, against the dense model, predicted: its float32 state on one rank, and"
+        )
+        lines.append("   what DistributedDataParallel would send over the same n ranks, 2(n − 1)/n of all gradients.")
+    if any(run.peak_tensors for run in facts):
+        lines.append(
+            "¹ parameters, gradients, optimizer state, activations, temporaries alive at once in one probed step."
+        )
+    if any(run.peak_process for run in facts):
+        lines.append("² above what the process had before the model existed, by")
+        lines[-1] += (
+            " torch.cuda.max_memory_allocated." if _on_cuda(facts) else " the kernel's count of anonymous memory."
+        )
+    for run in facts:
+        if not run.finished:
+            lines.append(f"{run.name} is unfinished: memory per rank is recorded at the end of a run.")
+    return "\n".join(lines)
+
+
+def _files(runs: Sequence[Run]) -> str:
+    lines = []
+    for run in runs:
+        lines.append(f"files  {run.path}")
+        if (run.path / PLOT).is_file():
+            lines.append(f"plot   {run.path / PLOT}")
+    return "\n".join(lines)

@@ -1,0 +1,101 @@
+"""How plots look, and the plots that are not about one subject: bars and lines. All are PNG files."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...engine.errors import ConfigError
+
+SIZE_INCHES, DPI = (10.0, 6.25), 160  # 1600 × 1000 pixels
+COLOURS = ("#0b62a4", "#c8531c", "#2e7d32", "#7b3fa0", "#8a6d00", "#a3195b")
+
+
+def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, path: Path) -> None:
+    """Draw bars into the PNG ``path``.
+
+    There is a panel for each key, with a bar for each name. All panels have the same names. Raises
+    ConfigError if matplotlib is missing.
+    """
+    figure_class, canvas = matplotlib_classes()
+    figure = figure_class(
+        figsize=(SIZE_INCHES[0], 1.6 + 0.34 * len(next(iter(panels.values())))), dpi=DPI, layout="constrained"
+    )
+    canvas(figure)
+    for axes, (label, values) in zip(
+        figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
+    ):
+        bars = axes.barh(
+            list(values), list(values.values()), color=[COLOURS[name.startswith("sdp")] for name in values]
+        )
+        axes.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=9)
+        axes.set_xlabel(label, fontsize=12)
+        axes.margins(x=0.16)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].invert_yaxis()  # the first name is on top; the panels share this axis
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    figure.savefig(path, format="png")
+
+
+def plot_lines(
+    lines: Mapping[str, Sequence[tuple[float, float]]], title: str, across: str, up: str, path: Path
+) -> None:
+    """Draw lines through points into the PNG ``path``, on logarithmic axes.
+
+    Args:
+        lines: the points of each line, by its name.
+        title: the title of the plot.
+        across: the label of the horizontal axis.
+        up: the label of the vertical axis.
+        path: the file to write.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    figure_class, canvas = matplotlib_classes()
+    figure = figure_class(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
+    canvas(figure)
+    axes = figure.add_subplot()
+    looks = itertools.product("osD^", COLOURS)
+    for (name, points), (marker, colour) in zip(lines.items(), looks, strict=False):
+        style = {"linestyle": "-", "linewidth": 2.4} if name.startswith("sdp") else {"linestyle": "--"}
+        axes.plot(*zip(*points, strict=True), label=name, color=colour, marker=marker, markersize=7, **style)
+    dress(axes, title, across)
+    axes.set(xscale="log", yscale="log", ylabel=up)
+    axes.autoscale()
+    ticks = [x for x, _ in next(iter(lines.values()))]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter("{x:,.0f}")
+    figure.legend(frameon=False, fontsize=10, loc="outside right center")
+    figure.savefig(path, format="png")
+
+
+def matplotlib_classes() -> tuple[Any, Any]:
+    """Import the classes for figures and canvases.
+
+    The import is here because it takes most of a second, and a run without plots does not need it.
+    pyplot is not used, because it has global state.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("a plot needs the package matplotlib; pip install matplotlib") from None
+    return Figure, FigureCanvasAgg
+
+
+def dress(axes: Any, title: str, unit: str) -> None:
+    """Give the axes of a plot their title, labels and grid. ``unit``: the label of the horizontal axis."""
+    axes.set_title(title, fontsize=15, loc="left", pad=12)
+    axes.set_xlabel(unit, fontsize=12)
+    axes.set_ylabel("loss, nats per token", fontsize=12)
+    axes.tick_params(labelsize=11)
+    axes.grid(True, color="#d9d9d9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+    axes.set_xlim(left=0)
