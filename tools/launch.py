@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine.environment.detect import detect
@@ -24,6 +25,42 @@ _MEANT_FOR = {
     "container": _SLURM, "container_mounts": _SLURM, "signal_seconds": _SLURM, "cpu": _SLURM,
     **{name.replace("-", "_"): _SLURM for name in _SBATCH_OPTIONS},
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LaunchArguments:
+    """The arguments of ``sdp launch``.
+
+    Attributes:
+        options: how the processes are started.
+        words: the words for ``sdp train``, without those that ``env`` makes.
+        env: variables for every rank, as ``NAME=VALUE``.
+        status: print the state of the job of this dump directory, and start nothing.
+    """
+
+    options: LaunchOptions
+    words: tuple[str, ...]
+    env: tuple[str, ...]
+    status: Path | None
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> LaunchArguments:
+        """Take the parsed arguments.
+
+        Raises:
+            ConfigError: an option has no effect under the launcher, or one is missing.
+            LaunchError: a launcher has started this process.
+        """
+        _check(args)
+        names = {name: name.replace("-", "_") for name in _SBATCH_OPTIONS}
+        fields = set(LaunchOptions.__dataclass_fields__) - {"sbatch"}
+        given = {key: value for key, value in vars(args).items() if value is not None and key in fields}
+        sbatch = {option: value for option, name in names.items() if (value := getattr(args, name)) is not None}
+        return cls(LaunchOptions(**given, sbatch=sbatch), tuple(args.words), tuple(args.env), args.status)
+
+    def train_words(self) -> list[str]:
+        """The words for ``sdp train``. Raises :class:`ConfigError` if an ``--env`` has another form."""
+        return [*self.words, *(word for setting in self.env for word in ("--set", _env_override(setting)))]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,34 +118,21 @@ def run(args: argparse.Namespace) -> int:
     from ..launcher.cluster.slurm import status
     from ..launcher.degrees import Degrees
 
-    _check(args)
-    if args.status is not None:
-        print(status(args.status))
+    arguments = LaunchArguments.from_args(args)
+    if arguments.status is not None:
+        print(status(arguments.status))
         return 0
-    words = [*args.words, *(word for setting in args.env for word in ("--set", _env_override(setting)))]
+    options, words = arguments.options, arguments.train_words()
     train = TrainOptions.parse(words)
     if train.nproc is not None:
         raise ConfigError("--nproc: sdp launch counts the processes itself; give --gpus-per-node before CONFIG")
     config = load_config(train.config, train.overrides)
     # Under these launchers rank 0 has this host's dump directory, and a job would find the mistake after its time in the queue.
-    if args.launcher in ("local", "slurm"):
+    if options.launcher in ("local", "slurm"):
         from .runs.run_files import require_no_other_run
 
         require_no_other_run(train.dump_dir, resume=train.resume)
-    return launch(launch_options(args), ["train", *words], train.dump_dir, Degrees(config, train.fsdp))
-
-
-def launch_options(args: argparse.Namespace) -> LaunchOptions:
-    """The options in what :func:`add_arguments` has put into ``args``."""
-    names = {name: name.replace("-", "_") for name in _SBATCH_OPTIONS}
-    given = {key: value for key, value in vars(args).items() if value is not None and key in _FIELDS}
-    return LaunchOptions(
-        **given,
-        sbatch={option: value for option, name in names.items() if (value := getattr(args, name)) is not None},
-    )
-
-
-_FIELDS = set(LaunchOptions.__dataclass_fields__) - {"sbatch"}
+    return launch(options, ["train", *words], train.dump_dir, Degrees(config, train.fsdp))
 
 
 def _check(args: argparse.Namespace) -> None:

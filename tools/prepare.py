@@ -17,9 +17,12 @@ from .shared.quantities import format_bytes
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The arguments of ``sdp prepare`` that :func:`~sdp.data.prepare.prepare` takes under the same names.
+    """The arguments of ``sdp prepare``.
 
     Attributes:
+        input: patterns of the files to read, None for the standard library of this Python.
+        output: the directory for shards and tokenizer.
+        verify: only check what is in the output directory.
         tokenizer: ``sentencepiece``, ``bytes`` or ``hf:NAME``.
         vocab_size: tokens of a trained tokenizer, None for the default.
         text_column: the column of .jsonl and .parquet files.
@@ -30,6 +33,9 @@ class PrepareOptions:
         max_document_bytes: refuse a larger document.
     """
 
+    input: list[str] | None
+    output: str
+    verify: bool
     tokenizer: str
     vocab_size: int | None
     text_column: str
@@ -43,6 +49,10 @@ class PrepareOptions:
     def from_args(cls, args: argparse.Namespace) -> PrepareOptions:
         """The options in what :func:`add_arguments` has put into ``args``."""
         return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__})
+
+    def settings(self) -> dict[str, Any]:
+        """The options that :func:`~sdp.data.prepare.prepare` takes under the same names."""
+        return {key: value for key, value in asdict(self).items() if key not in ("input", "output", "verify")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,10 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare or verify the data, and print a summary. Raises DataError."""
-    if args.verify:
-        _verify(args.output)
+    options = PrepareOptions.from_args(args)
+    if options.verify:
+        _verify(options.output)
     else:
-        _print_summary(prepare(args.input, args.output, **asdict(PrepareOptions.from_args(args))), args.output)
+        index = prepare(options.input, options.output, **options.settings())
+        _print_summary(index, options.output)
     return 0
 
 

@@ -40,7 +40,7 @@ class TorchOptimizerBackend:
     parameters: dict[str, nn.Parameter]
     optimizer: Optimizer
     _config: Config
-    _scaler: LossScaler | None
+    _scaler: LossScaler | None = None
 
     def attach(self, optimizer: Optimizer, config: Config) -> None:
         self.optimizer, self._config = optimizer, config
