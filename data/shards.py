@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     the last whole sample are not read.
 
     The constructor checks that every shard exists and has the right size. A shard is checked again
-    when it is first read. Raises DataError if a shard is missing or damaged, if the split is too
+    whenever it is read. Raises DataError if a shard is missing or damaged, if the split is too
     small, or if a token id is outside the vocabulary.
     """
 
@@ -98,7 +99,16 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             self.index.check_size(self.directory, self.index.splits[self.split].shards[shard])
             dtype = np.dtype(self.index.dtype).newbyteorder("<")
             self._maps[shard] = np.memmap(self._path(shard), dtype=dtype, mode="r")
+        elif self._is_cut_off(shard):  # to read the map would be a SIGBUS, which names no file
+            self.index.check_size(self.directory, self.index.splits[self.split].shards[shard])
         return self._maps[shard]
+
+    def _is_cut_off(self, shard: int) -> bool:
+        """Whether the file of a mapped shard became shorter. One stat costs about a microsecond."""
+        try:
+            return os.stat(self._path(shard)).st_size < self._maps[shard].nbytes  # noqa: PTH116  # Path.stat is slower
+        except OSError:  # the map of a removed file stays
+            return False
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickled memory map would carry its whole content. Each worker process maps the files.

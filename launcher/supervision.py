@@ -29,6 +29,11 @@ from .own_files import open_own_file
 
 PREFIX = "sdp: error: "
 _PR_SET_PDEATHSIG = 1
+# Why a rank may have got a signal that nobody sent on purpose.
+_REASONS = {
+    "SIGKILL": ", perhaps for lack of memory",
+    "SIGBUS": ", perhaps because a file that it reads was cut short (sdp prepare --verify) or /dev/shm is full",
+}
 _MOST_BYTES = 1 << 20  # of a report; a traceback has some KB
 # Launchers look at their processes every 0.1 s (torchrun) to 1 s (DeepSpeed), and end all of them after the first failure.
 HOLD_BACK_SECONDS = 2.0
@@ -79,7 +84,7 @@ def described_end(rank: int, exit_code: int, whereabouts: Whereabouts | None) ->
         how = f"ended with exit code {exit_code}"
     else:
         name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
-        how = f"was killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
+        how = f"was killed by {name}{_REASONS.get(name, '')}"
     where = f" in step {whereabouts.step} ({whereabouts.phase})" if whereabouts else ""
     return f"rank {rank} on {socket.gethostname()} {how}{where}"
 

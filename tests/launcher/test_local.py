@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import sdp
+from sdp.launcher.supervision import described_end
 from sdp.tests.support.processes import alive, until
 
 HOST = socket.gethostname()
@@ -325,3 +326,9 @@ time.sleep(60)
     code, _, err = job.end()
     assert code == 2
     assert err.splitlines()[-1] == "sdp: error: no room for the checkpoint"
+
+
+def test_a_bus_error_is_explained() -> None:
+    assert "was killed by SIGBUS, perhaps because a file that it reads was cut short" in described_end(
+        0, -signal.SIGBUS, None
+    )
