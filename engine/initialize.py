@@ -271,6 +271,10 @@ def _announce(engine: SDPEngine, optimizer_note: str) -> None:
         most = max(sum(group in members for _, members in ways) for group in layout.everyone)
         log.info("masking: units that a group does not hold run from frozen copies, which holders refresh after each step "
                  "(at most %d more communicators per rank)", most)  # fmt: skip
+    if config.sdp.sync is not None:
+        log.info("sync: %s", engine.local_training.describe())
+        if mesh.sdp == 1:
+            log.warning("sdp.sync: there is one group, so nothing is exchanged; the outer optimizer still steps")
     if layout.branch_scale != "none" and all(len(holders) == mesh.sdp for holders in layout.placement.holders):
         log.warning('sdp.branch_scale "%s" has no effect: every group holds every unit', layout.branch_scale)
     elif layout.keeps_frozen and all(len(holders) == mesh.sdp for holders in layout.placement.holders):

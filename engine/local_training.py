@@ -67,14 +67,20 @@ class LocalTraining:
         local = self._backend.local
         if local is None or self._rounds is None or step == self._finished_at:
             return False
-        self._finished_at, before = step, self.outer_steps
+        before = self.outer_steps
         if local.travelling is not None:
             self._arrive()
         for fragment in self._rounds.fragments:
             if self._rounds.steps_alone(step, fragment):
                 local.start(fragment)
                 self._arrive()
+        if self.outer_steps > before:
+            self._finished_at = step
         return self.outer_steps > before
+
+    def has_finished(self, step: int) -> bool:
+        """Return whether :meth:`finish` averaged something after ``step``."""
+        return self._finished_at == step
 
     def steps_dropped(self, steps: int) -> int:
         """Return how many inner steps a load drops that starts from the anchors of step ``steps``."""

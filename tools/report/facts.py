@@ -15,8 +15,9 @@ STATE_PARTS = (
     "parameters",
     "gradients",
     "optimizer",
-    "frozen",
-)  # "frozen" is for backward masking; older runs do not have it
+    "frozen",  # for backward masking
+    "outer",  # for local steps: anchors, and the state of the outer optimizer
+)
 WARM_UP_STEPS = 3  # left out of medians, because allocators and caches settle in them
 
 
@@ -251,7 +252,9 @@ def _measured_state(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
     parts["together"] = lambda state: sum(state.get(part, 0) for part in STATE_PARTS)
     spreads = {part: Spread.of(value(rank["state_measured"]) for rank in ranks) for part, value in parts.items()}
     return {
-        part: spread for part, spread in spreads.items() if spread is not None and (part != "frozen" or spread.largest)
+        part: spread
+        for part, spread in spreads.items()
+        if spread is not None and (part not in ("frozen", "outer") or spread.largest)
     }
 
 

@@ -102,6 +102,7 @@ def _memory(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
         "gradients": "gradients",
         "optimizer": "optimizer state",
         "frozen": "frozen copies",
+        "outer": "anchors and outer state",
     }
     parts |= {"together": "together"}
     state = [

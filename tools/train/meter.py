@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -45,6 +46,9 @@ class StepMeter:
         self._is_first = True
         self._seconds: dict[str, float] = {}
         self._learning_rate = self._exposed = self._started = 0.0
+        sync = config.sdp.sync
+        # With local steps, steps of a round send different things.
+        self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=1 if sync is None else sync.every)
 
     def begin(self) -> None:
         """Start to measure a step."""
@@ -79,8 +83,28 @@ class StepMeter:
         }
         loss = engine.get_loss()
         assert loss is not None
-        return StepFacts(loss, self._learning_rate, self._memory.read(), engine.traffic.by_kind(), seconds)
+        comm = engine.traffic.by_kind()
+        if not engine.local_training.has_finished(engine.global_steps):  # not part of a round
+            self._sent.append((engine.global_steps, comm))
+        return StepFacts(loss, self._learning_rate, self._memory.read(), comm, seconds)
+
+    def sent_per_step(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the bytes that this rank sent in a step, counted and planned, by kind.
+
+        With local steps both are means over the last round.
+        """
+        if not self._sent:
+            return {}, self._engine.planned_traffic().by_kind()
+        planned = [self._engine.planned_traffic(step).by_kind() for step, _ in self._sent]
+        return _mean([comm for _, comm in self._sent]), _mean(planned)
 
     def elapsed(self) -> float:
         """Return the seconds since the step began."""
         return time.perf_counter() - self._started
+
+
+def _mean(steps: Sequence[dict[str, int]]) -> dict[str, int]:
+    total = Counter[str]()
+    for of_step in steps:
+        total.update(of_step)
+    return {kind: round(sent / len(steps)) for kind, sent in sorted(total.items())}

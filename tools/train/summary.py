@@ -43,12 +43,19 @@ def write_summary(
     print(render([finished]))
 
 
-def rank_facts(engine: SDPEngine, last: StepFacts | None, baseline: int, peak_tensors: int | None) -> dict[str, Any]:
+def rank_facts(
+    engine: SDPEngine,
+    last: StepFacts | None,
+    sent: tuple[dict[str, int], dict[str, int]],
+    baseline: int,
+    peak_tensors: int | None,
+) -> dict[str, Any]:
     """Collect state, memory and traffic of one rank.
 
     Args:
         engine: the engine after the last step.
         last: the measurements of the rank in its last step, None if it made none.
+        sent: bytes sent in a step, counted and planned, by kind.
         baseline: bytes of memory that the process had before the model existed.
         peak_tensors: peak bytes of live tensors in the probed step, None if no step was probed.
     """
@@ -60,8 +67,8 @@ def rank_facts(engine: SDPEngine, last: StepFacts | None, baseline: int, peak_te
         "peak_memory_bytes": last.peak_memory_bytes if last else None,
         "baseline_memory_bytes": baseline,
         "peak_tensor_bytes": peak_tensors,
-        "comm_bytes_per_step": last.comm if last else {},
-        "comm_bytes_planned": engine.planned_traffic().by_kind(),
+        "comm_bytes_per_step": sent[0],
+        "comm_bytes_planned": sent[1],
     }
 
 

@@ -284,7 +284,7 @@ class Trainer:
         engine = self.engine
         self.beat.at(engine.global_steps, "the end", None)
         peak = next((each.peak for each in self.observers if isinstance(each, MemoryProbe)), None)
-        ranks = engine.gather_facts(rank_facts(engine, self.last_step, self.baseline, peak))
+        ranks = engine.gather_facts(rank_facts(engine, self.last_step, self.meter.sent_per_step(), self.baseline, peak))
         if self.files is not None:
             write_summary(self.files, engine, self.corpus, ranks, seconds)
 
