@@ -152,18 +152,18 @@ class DeepSpeedNames(EngineFacts):
         return self
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's ``generate``. All ranks of a group call it together.
+        """Call the full model's ``generate``. Collective, with arguments that may differ between ranks.
+
+        If groups run only a part of the model, the full model is gathered for this call. To call it
+        several times, use :meth:`full_model`.
 
         Raises:
-            ConfigError: The group skips some units in the forward pass, so its output would not be the full model's.
+            OutOfMemoryError: The full model does not fit on every rank.
         """
-        sdp = self.config.sdp
-        if sdp.masking == "forward" and sdp.groups > 1 and not self._is_reference:
-            raise ConfigError(
-                "engine.generate: this group runs only a part of the model. Gather the whole model with "
-                "engine.full_state_dict(), load it into a model on rank 0 and generate there"
-            )
-        return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+        if not self.runs_subnetwork:
+            return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+        with self.full_model() as model:
+            return model.generate(*args, **kwargs)  # type: ignore[operator]
 
     def _zero3_consolidated_16bit_state_dict(self) -> dict[str, torch.Tensor] | None:
         """:meth:`full_state_dict` in the type that the model computes in. Collective. None except on rank 0."""

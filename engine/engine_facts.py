@@ -17,11 +17,14 @@ from .backend import Backend
 from .batch.size import BatchSize
 from .config.schema import Config
 from .distributed.agreement import agree_on_rates, gather_json
+from .distributed.hosts import machine_id
 from .distributed.traffic import Traffic
 from .environment.detect import detect
 from .full_model.evaluation import in_eval_mode
 from .full_model.recalibration import tracks_statistics, with_statistics
-from .full_model.whole_files import warn_of_partial_state, write_configuration, write_weights
+from .full_model.warnings import Evaluation, warn_of_partial_pass, warn_of_partial_state
+from .full_model.whole_copy import UncutModel, check_room, free_bytes
+from .full_model.whole_files import write_configuration, write_weights
 from .local_training import LocalTraining
 from .optim.param_groups import named_rates
 from .optim.skipped_steps import SkippedSteps
@@ -41,8 +44,11 @@ class EngineFacts:
         self.local_training = LocalTraining(backend, config.sdp.sync)
         training = config.training
         self.spikes = SpikeDetector(training.on_spike, training.spike_sigma, training.spike_window)
-        if backend.stand_ins:
+        self.uncut: UncutModel | None = None  # sdp.initialize sets it
+        self._evaluation = Evaluation()
+        if self.runs_subnetwork:
             warn_of_partial_state(self.module)
+            warn_of_partial_pass(self.module, self._evaluation)
 
     @property
     def backend(self) -> Backend:
@@ -60,6 +66,13 @@ class EngineFacts:
         if self._backend.library_engine is None:
             raise AttributeError(f"sdp.engine {self.config.sdp.engine!r} has no engine of DeepSpeed")
         return self._backend.library_engine
+
+    @property
+    def runs_subnetwork(self) -> bool:
+        """Whether :attr:`module` runs only a part of the model, in this group or in another one."""
+        held = self.layout.placement.holders
+        partial = any(len(holders) < self.layout.mesh.sdp for holders in held)
+        return partial and self.config.sdp.masking == "forward" and not self._is_reference
 
     @property
     def layout(self) -> Layout:
@@ -217,8 +230,35 @@ class EngineFacts:
             yield
 
     def _evaluate(self, evaluation: Callable[[list[Any]], Any], batches: Iterable[Any]) -> Any:
-        with in_eval_mode(self.module):
+        with in_eval_mode(self.module), self._evaluation.running():
             return evaluation(list(batches))
+
+    @contextmanager
+    def full_model(self, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
+        """A context with a copy of the full model in evaluation mode, on every rank. Collective.
+
+        The copy is an ordinary module with the weights of this moment. Ranks may call it independently of each
+        other, for example to generate text. Its memory is freed at the end of the context.
+
+        Args:
+            dtype: The type of the parameters; by default, that of the computation.
+
+        Raises:
+            OutOfMemoryError: The copy does not fit on every rank.
+            ModelError: The model cannot be copied.
+        """
+        if self._is_reference or self.uncut is None:
+            with in_eval_mode(self.module):
+                yield self.module
+            return
+        kind: torch.dtype = getattr(torch, self.config.precision) if dtype is None else dtype
+        needed, free = self.uncut.bytes_needed(kind), free_bytes(self.device)
+        facts = self.gather_facts([free, machine_id()])
+        check_room(needed, [each[0] for each in facts], [each[1] for each in facts], self.device)
+        with self.local_training.anchored():
+            values = self.uncut.gather(self._backend.stream_state(), kind, self.device)
+        with self.uncut.filled(values, kind, self.device) as model:
+            yield model
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """On rank 0, the whole model's weights and persistent buffers on the CPU, by canonical name. Collective.

@@ -26,6 +26,7 @@ from .engine import SDPEngine
 from .environment.detect import detect
 from .environment.exit import watch
 from .errors import ConfigError, ModelError
+from .full_model.whole_copy import UncutModel
 from .optim.optimizers import check_optimizer, make_optimizer
 from .optim.param_groups import freeze_others, groups_here, named_groups
 from .optim.schedules import scheduler_of
@@ -107,6 +108,7 @@ def initialize(
         check_placement(layout.placement, device)
         check_equal({"the model's parameters": _parameters(layout)}, device)
     plan = values_to_give(model, settings, layout)
+    uncut = None if reference else UncutModel(model, layout, plan)
     _initialized.add(model)
     if settings.sdp.engine == "deepspeed":
         from .backends.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional
@@ -120,7 +122,9 @@ def initialize(
         stepped_on = torch.device("cpu") if settings.zero_optimization.offloads and not reference else device
         built, note = make_optimizer(settings.optimizer, optimizer, here, stepped_on, grouped=grouped)
         scheduler = scheduler_of(settings, lr_scheduler, built)
-    return _finish(SDPEngine(backend, settings, batch, built, scheduler), note, training_data, collate_fn, device)
+    engine = SDPEngine(backend, settings, batch, built, scheduler)
+    engine.uncut = uncut
+    return _finish(engine, note, training_data, collate_fn, device)
 
 
 def _finish(

@@ -1,10 +1,9 @@
-"""Writes the whole model to files, and warns about files that would hold a subnetwork only."""
+"""Writes the whole model to files."""
 
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-
-log = logging.getLogger("sdp")
-
-
-def warn_of_partial_state(module: nn.Module) -> None:
-    """Make ``module.state_dict()`` warn once that it lacks the blocks of other groups."""
-    module.register_state_dict_pre_hook(_make_warning())
-
-
-def _make_warning() -> Callable[[nn.Module, str, bool], None]:
-    warned = False
-
-    def warn(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        nonlocal warned
-        if not warned:
-            log.warning(
-                "module.state_dict() has only the subnetwork of this rank's group; engine.full_state_dict() and "
-                "engine.save_pretrained(DIR) give the whole model"
-            )
-        warned = True
-
-    return warn
 
 
 def write_weights(state: Mapping[str, torch.Tensor], path: Path, dtype: torch.dtype | None) -> None:

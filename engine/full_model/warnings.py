@@ -1,0 +1,66 @@
+"""Warns where a rank's module would silently be taken for the full model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+log = logging.getLogger("sdp")
+
+
+class Evaluation:
+    """Knows whether the engine itself runs the module to evaluate it."""
+
+    def __init__(self) -> None:
+        self.is_running = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which the engine evaluates."""
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+
+
+def warn_of_partial_pass(module: nn.Module, evaluation: Evaluation) -> None:
+    """Make a forward pass in evaluation mode warn once that it runs a subnetwork.
+
+    This covers ``engine(batch)`` after ``engine.eval()``, and ``module.generate(...)``. The passes
+    of ``engine.evaluate`` do not warn.
+    """
+
+    def warn(module: nn.Module, _: Any) -> None:
+        if not module.training and not evaluation.is_running:
+            handle.remove()
+            log.warning(
+                "the model runs in evaluation mode, but this rank has only the subnetwork of its group; engine.evaluate(BATCHES) gives "
+                "the loss of the full model, engine.full_model() and engine.generate() run it"
+            )
+
+    handle = module.register_forward_pre_hook(warn)
+
+
+def warn_of_partial_state(module: nn.Module) -> None:
+    """Make ``module.state_dict()`` warn once that it lacks the blocks of other groups."""
+    module.register_state_dict_pre_hook(_make_warning())
+
+
+def _make_warning() -> Callable[[nn.Module, str, bool], None]:
+    warned = False
+
+    def warn(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        nonlocal warned
+        if not warned:
+            log.warning(
+                "module.state_dict() has only the subnetwork of this rank's group; engine.full_state_dict() and "
+                "engine.save_pretrained(DIR) give the whole model"
+            )
+        warned = True
+
+    return warn

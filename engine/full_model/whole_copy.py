@@ -1,0 +1,202 @@
+"""A copy of the full model with all weights, on every rank.
+
+It is an ordinary module, without shards and stand-ins. So ranks may call it independently of each
+other, as often as they like. Generation of text needs that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ..errors import ModelError, OutOfMemoryError, shorten
+from ..placement.layout import Layout
+from ..placement.units import goes_into_sum
+from ..subnetwork.branch_scale import BranchScale
+from ..subnetwork.initialisation import ModuleInit
+
+_MEMORY = Path("/proc/meminfo")
+_SPARE = 0.9  # the share of the free memory that a copy may take: activations need some, too
+
+
+class UncutModel:
+    """The model as the user gave it, without the values of its parameters and persistent buffers."""
+
+    def __init__(self, model: nn.Module, layout: Layout, plan: Sequence[ModuleInit] | None):
+        """Copy the structure of ``model``. Call this before the model is cut.
+
+        Args:
+            model: The full model, with weights or on the meta device.
+            layout: The layout of the run.
+            plan: The initial values of a model on the meta device. Buffers that no checkpoint has
+                are computed by it.
+        """
+        self._layout, self._plan = layout, plan or ()
+        self._skeleton: nn.Module | None = None
+        self._obstacle = ""
+        known: dict[int, Any] = {
+            id(of): nn.Parameter(of.detach().to("meta"), requires_grad=False) for of in model.parameters()
+        }
+        known |= {id(of): of.to("meta") for name, of in model.named_buffers() if name in layout.buffers}
+        try:
+            self._skeleton = copy.deepcopy(model, known)
+        except Exception as error:  # any class may refuse to be copied
+            self._obstacle = shorten(f"{type(error).__name__}: {error}")
+
+    def bytes_needed(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a copy whose floating-point parameters have ``dtype``."""
+        layout = self._layout
+        infos = [*(infos[0] for infos in layout.wholes.values()), *layout.buffers.values()]
+        return sum(
+            info.full_shape.numel() * (dtype if info.dtype.is_floating_point else info.dtype).itemsize for info in infos
+        )
+
+    def gather(
+        self, tensors: Iterable[tuple[str, torch.Tensor | None]], dtype: torch.dtype, device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Broadcast rank 0's tensors of the full model, one at a time. Collective.
+
+        Args:
+            tensors: All tensors of the full model by canonical name. Rank 0 has the values.
+            dtype: The type of floating-point parameters in the result.
+            device: Where the result is.
+
+        Raises:
+            ModelError: The user's model cannot be copied.
+        """
+        if self._skeleton is None:
+            raise ModelError(
+                f"full_model: this model cannot be copied ({self._obstacle}); load engine.full_state_dict() into another model"
+            )
+        return _on_every_rank(tensors, self._layout, dtype, device)
+
+    @contextmanager
+    def filled(self, values: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> Iterator[nn.Module]:
+        """Give a copy of the full model in evaluation mode.
+
+        Args:
+            values: The result of :meth:`gather`. The copy takes these tensors, and the mapping is emptied.
+            dtype: The type of floating-point parameters. Floating-point inputs get it, too.
+            device: Where the copy is.
+        """
+        assert self._skeleton is not None
+        values |= self._computed_buffers(self._skeleton, device)
+        here: dict[int, Any] = {}
+        for name, parameter in self._skeleton.named_parameters():
+            here[id(parameter)] = nn.Parameter(values[name], requires_grad=False)
+        for name, buffer in self._skeleton.named_buffers():
+            here[id(buffer)] = values[name] if name in values else buffer.to(device, copy=True)
+        model = copy.deepcopy(self._skeleton, here)
+        values.clear()
+        here.clear()
+        scale = BranchScale(self._layout)
+        with scale.of_full_model(), torch.no_grad():
+            _scale(model, self._layout, scale)
+        if dtype != torch.float32:
+            model.register_forward_pre_hook(_cast_to(dtype), with_kwargs=True)
+        try:
+            with scale.of_full_model():
+                yield model.eval()
+        finally:
+            model.to("meta")  # free the memory, even if the caller keeps the model
+
+    def _computed_buffers(self, skeleton: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the buffers that are neither parameters nor saved, of a model that was on the meta device."""
+        missing = {
+            name: buffer
+            for name, buffer in skeleton.named_buffers()
+            if buffer.is_meta and name not in self._layout.buffers
+        }
+        found: dict[str, torch.Tensor] = {}
+        for init in self._plan:
+            if not any(name in missing for name in init.names):
+                continue
+            for name, fill in init.fillers().items():
+                if name in missing:
+                    found[name] = torch.empty_like(missing[name], device=device)
+                    fill(found[name], 0)
+        return found
+
+
+def check_room(needed: int, free: Sequence[int | None], hosts: Sequence[str], device: torch.device) -> None:
+    """Raise OutOfMemoryError if a copy of ``needed`` bytes does not fit on every rank.
+
+    Args:
+        needed: The bytes of a copy.
+        free: The free bytes that each rank sees. None: unknown.
+        hosts: The host of each rank. The ranks of a host share its memory if ``device`` is a CPU.
+        device: Where the copies are.
+    """
+    for rank, (bytes_free, host) in enumerate(zip(free, hosts, strict=True)):
+        copies = hosts.count(host) if device.type == "cpu" else 1
+        if bytes_free is not None and needed * copies > _SPARE * bytes_free:
+            ranks = f"{copies} ranks on {host}" if copies > 1 else f"rank {rank}"
+            raise OutOfMemoryError(
+                f"full_model: the full model takes {needed / 2**30:.2f} GiB, and {ranks} would need {needed * copies / 2**30:.2f} GiB of "
+                f"the {bytes_free / 2**30:.2f} GiB that are free; use engine.evaluate(), or engine.save_pretrained() and another process"
+            )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of ``device`` in bytes, or None if it is unknown."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        lines = _MEMORY.read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def _on_every_rank(
+    tensors: Iterable[tuple[str, torch.Tensor | None]], layout: Layout, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Broadcast rank 0's tensors, one at a time. Parameters get ``dtype``."""
+    found = {}
+    for name, tensor in tensors:
+        is_parameter = name in layout.wholes
+        info = layout.wholes[name][0] if is_parameter else layout.buffers[name]
+        kind = dtype if is_parameter and info.dtype.is_floating_point else info.dtype
+        if tensor is None:
+            value = torch.empty(info.full_shape, dtype=kind, device=device)
+        else:
+            value = tensor.detach().to(device, kind, copy=True).contiguous()
+        if dist.is_initialized():
+            dist.broadcast(value, src=0)
+        found[name] = value
+    return found
+
+
+def _scale(model: nn.Module, layout: Layout, scale: BranchScale) -> None:
+    """Apply the factors of the full model: to blocks as they run, and to the weights of neurons."""
+    if layout.branch_scale == "none":
+        return
+    units = {unit.name: unit for unit in layout.units}
+    if all(unit.is_block for unit in layout.units):
+        scale.install(model)
+        return
+    weights = dict(model.named_parameters())
+    for name, infos in layout.wholes.items():
+        for info in infos:
+            if info.cut is not None and goes_into_sum(name, info.cut.dim):
+                part = weights[name].data.narrow(info.cut.dim, info.cut.start, info.shape[info.cut.dim])
+                part.mul_(scale.factor(units[info.unit]))
+
+
+def _cast_to(dtype: torch.dtype) -> Any:
+    def cast(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        def convert(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        return tree_map(convert, (args, kwargs))
+
+    return cast
