@@ -10,7 +10,7 @@ from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 from ..sync.compression import sent_nbytes
 from ..sync.rounds import Rounds, fragments_of
-from .traffic_plan import CollectivePlan
+from .traffic_plan import Collective, CollectivePlan
 
 FACTS_BYTES = 24  # of an outer step: drift, norm of the anchors, norm of the outer gradient, each a float64
 
@@ -39,13 +39,15 @@ class LocalTraffic:
         """Return the bytes of one step. Steps are numbered from 1."""
         traffic = Traffic()
         plan = self._inner if self._rounds.is_local(step) else self._every_step
-        for collective in plan.of(self._rank):
-            traffic.record(collective.scope, collective.kind, collective.nbytes, len(collective.ranks))
         starting, arriving = self._rounds.starting(step), self._rounds.arriving(step)
+        collectives = plan.of(self._rank)
         if starting is not None:
-            self.add_changes(starting, traffic)
+            collectives += self.changes(starting)
         if arriving is not None:
-            self.add_arrival(arriving, traffic)
+            collectives += self.copies(arriving)
+            self._add_facts(arriving, traffic)
+        for one in collectives:
+            traffic.record(one.scope, one.kind, one.nbytes, len(one.ranks))
         return traffic
 
     def of_round(self) -> Traffic:
@@ -55,34 +57,43 @@ class LocalTraffic:
             traffic.add(self.of_step(step))
         return traffic
 
-    def add_changes(self, fragment: int, traffic: Traffic) -> None:
-        """Count the changes that this rank sends when the average of ``fragment`` starts."""
-        replicas = self._layout.mesh.fsdp if self._shards == 1 else 1
-        for info in self._trained(fragment):
-            ranks = len(info.holders) * replicas
-            if len(info.holders) == 1:
-                continue
-            first, last = info.shard_rows(self._shards, self._at.fsdp if self._shards > 1 else 0)
-            shape = (last - first, *info.part[1:]) if info.shape else ()
-            if self._sync.compression == "int8":
-                traffic.record("between groups", "all_gather", ranks * sent_nbytes(shape, "int8"), ranks)
-            else:
-                traffic.record("between groups", "all_reduce", sent_nbytes(shape, self._sync.compression), ranks)
+    def round_between_groups(self) -> list[Collective]:
+        """Return what crosses between groups in a round: changes of all fragments, and refreshed copies."""
+        fragments = self._rounds.fragments
+        return [one for fragment in fragments for one in (*self.changes(fragment), *self.copies(fragment))]
 
-    def add_arrival(self, fragment: int, traffic: Traffic) -> None:
-        """Count what this rank sends when the average of ``fragment`` is applied: copies, buffers, facts."""
-        index = self._at.fsdp if self._shards > 1 else 0
+    def changes(self, fragment: int) -> list[Collective]:
+        """Return the averages of a fragment in which this rank takes part."""
+        found, index = [], self._at.fsdp if self._shards > 1 else 0
+        for info in self._trained(fragment):
+            if len(info.holders) > 1:
+                ranks = self._inner.ranks_of(info.holders, self._at)
+                first, last = info.shard_rows(self._shards, index)
+                shape = (last - first, *info.part[1:]) if info.shape else ()
+                nbytes = sent_nbytes(shape, self._sync.compression)
+                gathers = self._sync.compression == "int8"
+                kind, whole = ("all_gather", nbytes * len(ranks)) if gathers else ("all_reduce", nbytes)
+                found.append(Collective("between groups", kind, ranks, whole))
+        return found
+
+    def copies(self, fragment: int) -> list[Collective]:
+        """Return the refreshes of frozen copies that this rank sends after a fragment's average is applied."""
+        found, index = [], self._at.fsdp if self._shards > 1 else 0
         for refresh in self._layout.refreshes:
             if refresh.sent_by(self._at.sdp):
                 infos = [self._layout.parameters[name] for name in refresh.names if self._fragments[name] == fragment]
-                numel = sum(info.shard_numel(self._shards, index) for info in infos)
-                if numel:
-                    traffic.record("between groups", "broadcast", numel * self._compute_bytes, len(refresh.members))
-        world = self._layout.mesh.world_size
+                nbytes = self._compute_bytes * sum(info.shard_numel(self._shards, index) for info in infos)
+                ranks = tuple(self._layout.mesh.rank(g, self._at.fsdp, self._at.tp) for g in sorted(refresh.members))
+                found += [Collective("between groups", "broadcast", ranks, nbytes)] * (nbytes > 0)
+        return found
+
+    def _add_facts(self, fragment: int, traffic: Traffic) -> None:
+        """Count what all ranks sum when an average is applied: facts for the metrics, and buffers."""
         buffers = [info for name, info in self._layout.buffers.items() if self._fragments[name] == fragment]
         floats = sum(info.numel for info in buffers if info.dtype.is_floating_point)
         others = sum(info.numel * info.dtype.itemsize for info in buffers if not info.dtype.is_floating_point)
-        traffic.record("control", "all_reduce", FACTS_BYTES + 2 * 8 * floats + others, world)
+        nbytes = FACTS_BYTES + 2 * 8 * floats + others
+        traffic.record("control", "all_reduce", nbytes, self._layout.mesh.world_size)
 
     def _trained(self, fragment: int) -> Iterator[TensorInfo]:
         for info in self._layout.held(self._at.sdp):
