@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from sdp.engine.config.load import load_config
 from sdp.engine.config.schema import FP16Section
 from sdp.engine.errors import ConfigError
 from sdp.engine.optim.loss_scale import LossScaler
+from sdp.tests.support import models
 from sdp.tests.support.cases import Case, assert_same_run, data_rank_of, engine_of, one_step, reference, train
+from sdp.tests.support.deepspeed_runs import float16_here
 
 
 @pytest.mark.parametrize(
@@ -82,8 +85,56 @@ def test_groups_equal_the_reference(case: Case, sections: dict[str, Any], ranks:
     )
 
 
-def step_with_overflows(case: Case, sections: dict[str, Any]) -> list[Any]:
-    """Train from a scale that is far too high. Return loss scale, skipped steps and change of the weights by step."""
+def train_in_half(case: Case, engine: str) -> Any:
+    with float16_here():
+        return train(case, engine, fp16={"enabled": True, "loss_scale": 64.0})
+
+
+def test_float16_equals_deepspeed(ranks: Any) -> None:
+    """The real DeepSpeed rounds in other places, so the runs differ by less than float16 differs from float32."""
+    case = Case(2, 2, 1)
+    ours, theirs = (ranks.run(train_in_half, case, engine, world=case.world)[0] for engine in ("fsdp2", "deepspeed"))
+    exact = reference(case)
+    assert ours.norms == pytest.approx(theirs.norms, rel=1e-2)
+    between = rounding = update = 0.0
+    for name, after in theirs.after.items():
+        between += (ours.after[name] - after).square().sum().item()
+        rounding += (exact.after[name] - after).square().sum().item()
+        update += (after - theirs.before[name]).square().sum().item()
+    assert between < 1e-4 * update, "more than 1 % of the update"
+    assert between < 4 * rounding, "the backends differ more than twice as much as float16 from float32"
+
+
+def test_autocast_equals_a_loop_of_torch() -> None:
+    """One group in one process, against torch's autocast, GradScaler and SGD, written out."""
+    for dtype, scale in ((torch.bfloat16, None), (torch.float16, 2.0**7)):
+        case = Case(1, 1, 0, 1, placement="full", steps=3)
+        sections = {"torch_autocast": {"enabled": True, "dtype": str(dtype)}, "scheduler": None}
+        engine = engine_of(case, "reference", fp16={"initial_scale_power": 7}, **sections)
+        model = models.build(case.model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        for step in range(3):
+            loss = one_step(engine, case, step, data_rank=None)
+            engine.step()
+            with torch.autocast("cpu", dtype=dtype):
+                expected = model(**models.rows_of_all(case.model, step, 0, 1))
+            scaler.scale(expected).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert loss == expected.item()
+        assert engine.get_loss_scale() == scale
+        for mine, other in zip(engine.module.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+def step_with_overflows(case: Case, sections: dict[str, Any], folder: str) -> list[Any]:
+    """Train from a scale that is far too high, and let another engine continue.
+
+    Returns:
+        By step: the loss scale, the number of skipped steps, and whether weights changed.
+    """
     engine = engine_of(case, **sections)
     seen = []
     for step in range(12):
@@ -92,13 +143,18 @@ def step_with_overflows(case: Case, sections: dict[str, Any]) -> list[Any]:
         engine.step()
         moved = any(not torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
         seen.append((engine.get_loss_scale(), engine.skipped_steps, moved))
+    engine.save_checkpoint(folder)
+    again = engine_of(case, **sections)
+    again.load_checkpoint(folder)
+    assert again.backend.loss_scale_state() == engine.backend.loss_scale_state()
+    assert again.get_loss_scale() == engine.get_loss_scale()
     return seen
 
 
-def test_an_overflow_skips_the_step_on_all_ranks(ranks: Any) -> None:
+def test_an_overflow_skips_the_step_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     sections = {"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}, "training": {"max_skips": 1}}
     case = Case(2, 2, 3, 1)
-    results = ranks.run(step_with_overflows, case, sections, world=case.world)
+    results = ranks.run(step_with_overflows, case, sections, str(tmp_path), world=case.world)
     scales = [scale for scale, *_ in results[0]]
     skipped = [count for _, count, _ in results[0]]
     assert all([each[:2] for each in seen] == list(zip(scales, skipped, strict=True)) for seen in results)
