@@ -141,7 +141,16 @@ Style = Whole | Gather | Column | Row | Vocabulary | Head
 
 
 class ModelHooks(Protocol):
-    """The hooks. A model defines those that it needs, as methods under exactly these names."""
+    """The hooks. A model defines those that it needs, as methods under exactly these names.
+
+    The two attributes are Hugging Face's conventions, and just as optional.
+    """
+
+    config: Any
+    """The model's configuration. ``engine.save_pretrained`` writes it, if it is one of Hugging Face's."""
+
+    loss_type: str
+    """Which of Hugging Face's losses the model computes. Causal ones shift the labels by one token."""
 
     def unit_patterns(self) -> list[str]:
         """Module paths of the blocks that are units; ``*`` stands for one path component.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from ..model_interface import get_config
 
 
 def write_weights(state: Mapping[str, torch.Tensor], path: Path, dtype: torch.dtype | None) -> None:
@@ -25,7 +26,7 @@ def write_weights(state: Mapping[str, torch.Tensor], path: Path, dtype: torch.dt
 
 def write_configuration(module: nn.Module, directory: Path) -> None:
     """Write the files of a Hugging Face model that describe it. A no-op for other models."""
-    config: Any = getattr(module, "config", None)
+    config = get_config(module)
     if not hasattr(config, "save_pretrained"):
         return
     # FSDP2 gives the module a class of its own, which inherits from FSDPModule and the model's class.

@@ -110,36 +110,66 @@ def run_watched(
     # The launcher has its own process group, so it is in the background of the terminal.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     with caught_signals() as received:
-        try:
-            process = subprocess.Popen(
-                command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0
-            )
-        except OSError as error:
-            raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
-        assert process.stderr is not None
-        ending, passed_on, killed = _Ending(process.stderr), 0, not kills
-        while process.poll() is None:
-            for number in received[passed_on:]:
-                tell(process, number, passed_on > 0)
-                passed_on += 1
-                if passed_on > 1:
-                    ending.since = ending.since or time.monotonic()
-            if not killed and ending.since is not None and time.monotonic() - ending.since > GRACE_SECONDS:
-                tell(process, signal.SIGKILL, True)
-                killed = True
-            if ending.since is not None and time.monotonic() - ending.since > seconds:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        launcher = _Launcher(command, environ, tell, kills=kills)
+        while launcher.process.poll() is None:
+            launcher.pass_on(received)
+            launcher.kill_ranks_left()
+            if launcher.has_ended_for(seconds):
+                launcher.kill()
                 text = f"sdp: {command[0]} still waits for a host {seconds:g} s after the job's end: killed"
                 print(text, file=sys.stderr, flush=True)
                 return 128 + received[0] if received else 1
             time.sleep(_POLL_SECONDS)
-        ending.finish(_POLL_SECONDS * 10)
+        launcher.ending.finish(_POLL_SECONDS * 10)
+    return _exit_code(launcher.process.returncode, received)
+
+
+class _Launcher:
+    """A running launcher.
+
+    Attributes:
+        process: its process.
+        ending: notes when it says that the job ends.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], tell: Tell, *, kills: bool):
+        try:
+            self.process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0
+            )
+        except OSError as error:
+            raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
+        assert self.process.stderr is not None
+        self.ending = _Ending(self.process.stderr)
+        self._tell, self._passed_on, self._must_kill = tell, 0, kills
+
+    def pass_on(self, received: Sequence[int]) -> None:
+        """Tell the ranks the signals that came since the last call. The second one ends the job."""
+        for number in received[self._passed_on :]:
+            self._tell(self.process, number, self._passed_on > 0)
+            self._passed_on += 1
+            if self._passed_on > 1:
+                self.ending.since = self.ending.since or time.monotonic()
+
+    def kill_ranks_left(self) -> None:
+        """Kill ranks that do not end by themselves, once and some seconds after the job was said to end."""
+        if self._must_kill and self.has_ended_for(GRACE_SECONDS):
+            self._tell(self.process, signal.SIGKILL, True)
+            self._must_kill = False
+
+    def has_ended_for(self, seconds: float) -> bool:
+        """Whether the job was said to end more than ``seconds`` ago."""
+        return self.ending.since is not None and time.monotonic() - self.ending.since > seconds
+
+    def kill(self) -> None:
+        """Kill the launcher and what it started here."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _exit_code(code: int, received: Sequence[int]) -> int:
     # 1 and 2 are the codes of a failed sdp. MPICH may return 0 after a signal, whatever its ranks
     # return.
-    if received and process.returncode not in (
-        1,
-        2,
-    ):
+    if received and code not in (1, 2):
         return 128 + received[0]
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return code if code >= 0 else 128 - code

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -19,44 +19,15 @@ import torch
 from ...engine.errors import ConfigError
 from ..shared.files import write_whole
 from ..shared.quantities import format_bytes
-from .rows import CONFIGS, DENSE, Job, Planned, Row
+from .goals import Result, goals_of, name_of, speed_over_bound
+from .rows import Job, Planned, Row
 from .share import Share
-
-# MFU of the 1 B dense model; peak and speed of blocks under forward masking; accuracy of the plan, peak and state.
-LEAST_MFU, MOST_PEAK, LEAST_SPEED, PEAK_WITHIN, STATE_WITHIN = 0.50, 1.03, 0.94, 0.05, 0.01
 
 T = TypeVar("T")
 
 
 class TimeIsUp(BaseException):  # not an Exception, so that no library catches it
     """The time limit has passed."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """A row that was begun: its measurement and its plan, or the errors that prevented them.
-
-    ``plan_error`` says why a measured row has no plan. ``seconds`` leave out the wait for the plan.
-    """
-
-    row: Row
-    seconds: float
-    planned: Planned | None = None
-    share: Share | None = None
-    error: str = ""
-    plan_error: str = ""
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A goal in words, the measured figure, and whether it was reached.
-
-    A goal without a figure, because a plan is missing, counts as not reached.
-    """
-
-    text: str
-    value: float | None
-    reached: bool
 
 
 class Check:
@@ -120,11 +91,11 @@ class Check:
         unplanned = [result for result in self.results if result.plan_error]
         missed = [] if self._tiny else [goal for goal in goals if not goal.reached]
         if self.not_run:
-            print(f"no time was left for: {', '.join(_name(row) for row in self.not_run)}; --minutes gives them more")
+            print(f"no time was left for: {', '.join(name_of(row) for row in self.not_run)}; --minutes gives them more")
         if failed:
-            print(f"failed: {', '.join(_name(result.row) for result in failed)}")
+            print(f"failed: {', '.join(name_of(result.row) for result in failed)}")
         if unplanned:
-            print(f"measured, but without a plan: {', '.join(_name(result.row) for result in unplanned)}")
+            print(f"measured, but without a plan: {', '.join(name_of(result.row) for result in unplanned)}")
         if missed:
             print(f"{len(missed)} of {len(goals)} goals were not reached")
         self._write(finished=True)
@@ -138,7 +109,7 @@ class Check:
                 "settings": self._settings,
                 "shares": [self._to_json(result) for result in self.results],
                 "goals": [asdict(goal) for goal in goals_of(self.results, self._rate)],
-                "not_run": [_name(row) for row in self.not_run],
+                "not_run": [name_of(row) for row in self.not_run],
             },
         )
 
@@ -213,98 +184,6 @@ def cut_off_after(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, *timer)
-
-
-def speed_over_bound(result: Result, results: Sequence[Result]) -> float | None:
-    """Return the speedup over the dense model, divided by the speedup that the operations allow.
-
-    None if a figure is missing.
-    """
-    dense = _dense(result, results)
-    if result.share is None or result.planned is None or not result.row.compiled or dense is None:
-        return None
-    if dense.share is None or dense.planned is None:
-        return None
-    faster = result.share.tokens_per_second / dense.share.tokens_per_second
-    return faster * (result.planned.flops / dense.planned.flops)
-
-
-def _dense(result: Result, results: Sequence[Result]) -> Result | None:
-    """Return the result of the dense model of the same configuration, if it was measured."""
-    same = (found for found in results if (found.row.config, found.row.variant) == (result.row.config, DENSE))
-    return next((found for found in same if found.share is not None), None)
-
-
-def goals_of(results: Sequence[Result], rate: float) -> list[Goal]:
-    """Return the goals that apply to the measured rows.
-
-    The peaks of compiled programs count allocated bytes, which is what users see. The accuracy of
-    the plan counts the requested bytes of an uncompiled program, because the plan describes that.
-    """
-    goals: list[Goal] = []
-
-    def goal(
-        result: Result, what: str, value: float | None, aim: str, reached: Callable[[float], bool], missing: str = ""
-    ) -> None:
-        if missing:
-            goals.append(
-                Goal(f"{_name(result.row)}: {what}, aim {aim}: not shown, because {missing} is missing", None, False)
-            )
-        elif value is not None:
-            verdict = "reached" if reached(value) else "NOT reached"
-            goals.append(Goal(f"{_name(result.row)}: {what} {value:.3f}, aim {aim}: {verdict}", value, reached(value)))
-
-    for result in results:
-        row, share, planned = result.row, result.share, result.planned
-        if share is None:
-            continue
-        missing = "" if planned else "its plan"
-        if not row.compiled:
-            peak, state = (
-                planned and share.requested_over_planned(planned),
-                planned and share.state_bytes / planned.state_bytes,
-            )
-            goal(
-                result,
-                "requested peak over planned",
-                peak,
-                f"1 ± {PEAK_WITHIN:g}",
-                lambda value: abs(value - 1) <= PEAK_WITHIN,
-                missing,
-            )
-            goal(
-                result,
-                "state over planned",
-                state,
-                f"1 ± {STATE_WITHIN:g}",
-                lambda value: abs(value - 1) <= STATE_WITHIN,
-                missing,
-            )
-        elif row == Row(CONFIGS[0], DENSE):
-            goal(result, "MFU", share.mfu(rate), f"at least {LEAST_MFU:g}", lambda value: value >= LEAST_MFU)
-        elif (row.variant.granularity, row.variant.masking) == ("block", "forward"):
-            peak, speed, dense = (
-                planned and share.over_planned(planned),
-                speed_over_bound(result, results),
-                _dense(result, results),
-            )
-            goal(
-                result,
-                "allocated peak over planned",
-                peak,
-                f"at most {MOST_PEAK:g}",
-                lambda value: value <= MOST_PEAK,
-                missing,
-            )
-            if dense is not None:  # without its tokens there is nothing to compare with
-                missing = missing or ("" if dense.planned else "the dense model's plan")
-                what, aim = "tokens/s over the bound of operations", f"at least {LEAST_SPEED:g}"
-                goal(result, what, speed, aim, lambda value: value >= LEAST_SPEED, missing)
-    return goals
-
-
-def _name(row: Row) -> str:
-    return f"{row.config} {row.name}"
 
 
 def write_report(path: Path | None, report: Mapping[str, Any]) -> None:

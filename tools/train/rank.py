@@ -25,7 +25,7 @@ from ...engine.errors import PeerLostError
 from ...engine.initialize import initialize
 from ...launcher.heartbeat import Heartbeat
 from ...models.registry import build_model
-from ..runs.dataset import open_corpus
+from ..runs.dataset import Corpus, open_corpus
 from ..runs.run_config import with_initial_model
 from ..runs.run_files import RunFiles
 from ..shared.files import NO_ROOM, WriteError, refuse_link
@@ -71,30 +71,11 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     files = RunFiles(dump_dir, resume=options.resume) if rank == 0 else None
     monitors = open_monitors(config, dump_dir, resume=options.resume) if rank == 0 else None
     _set_up_logging(rank, dump_dir)
-    log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), dump_dir / "logs")
-    if config.env:
-        log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
-    # Without a launcher of this package, nothing else would end a stopped rank.
-    guarded = options.above is None and world_size > 1
-    beat = Heartbeat(rank, whereabouts_file(), dump_dir / "logs" / f"rank-{rank}.log", on_stall, guarded=guarded)
-    beat.at(0, "starting", config.training.start_timeout)
-    if not config.sdp.in_one_process:
-        training = config.training
-        join(max(training.start_timeout, training.save_timeout, training.step_timeout))
+    _log_start(config, world_size, dump_dir)
+    beat = _start_heartbeat(config, options, rank, world_size, on_stall)
+    _join_ranks(config)
     with explained(config, beat, dump_dir=dump_dir):
-        beat.at(0, "preparing data", None)
-        corpus = open_corpus(config, dump_dir)
-        beat.at(0, "building the model", config.training.start_timeout)
-        memory = PeakMemory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        memory.reset()
-        baseline = memory.read()
-        model = build_model(config.model, **corpus.facts)
-        engine, *_ = initialize(
-            model=model,
-            training_data=corpus.train,
-            collate_fn=corpus.collate,
-            config=config.without_monitors_of_deepspeed(),
-        )
+        corpus, engine, baseline = _build(config, dump_dir, beat)
     _warn_of_split_groups(engine)
     observers: list[Observer] = [MemoryProbe(engine)] if MemoryProbe.works_with(engine) else []
     if profiled is not None:
@@ -114,6 +95,52 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
+
+
+def _log_start(config: Config, world_size: int, dump_dir: Path) -> None:
+    log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), dump_dir / "logs")
+    if config.env:
+        log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
+
+
+def _start_heartbeat(
+    config: Config, options: TrainOptions, rank: int, world_size: int, on_stall: Callable[[str], None]
+) -> Heartbeat:
+    """Start to tell the launcher where this rank is."""
+    # Without a launcher of this package, nothing else would end a stopped rank.
+    guarded = options.above is None and world_size > 1
+    log_file = options.dump_dir / "logs" / f"rank-{rank}.log"
+    beat = Heartbeat(rank, whereabouts_file(), log_file, on_stall, guarded=guarded)
+    beat.at(0, "starting", config.training.start_timeout)
+    return beat
+
+
+def _join_ranks(config: Config) -> None:
+    """Make the process group of all ranks. The engines of one process need none."""
+    if not config.sdp.in_one_process:
+        training = config.training
+        join(max(training.start_timeout, training.save_timeout, training.step_timeout))
+
+
+def _build(config: Config, dump_dir: Path, beat: Heartbeat) -> tuple[Corpus, SDPEngine, int]:
+    """Prepare the data, and build the model and its engine. Collective.
+
+    Returns:
+        The data, the engine, and the bytes of memory that the process had before the model.
+    """
+    beat.at(0, "preparing data", None)
+    corpus = open_corpus(config, dump_dir)
+    beat.at(0, "building the model", config.training.start_timeout)
+    memory = PeakMemory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    memory.reset()
+    baseline = memory.read()
+    engine, *_ = initialize(
+        model=build_model(config.model, **corpus.facts),
+        training_data=corpus.train,
+        collate_fn=corpus.collate,
+        config=config.without_monitors_of_deepspeed(),
+    )
+    return corpus, engine, baseline
 
 
 def _warn_of_split_groups(engine: SDPEngine) -> None:

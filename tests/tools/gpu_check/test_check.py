@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from sdp.engine.errors import ConfigError
 from sdp.tools.gpu_check import check as check_module
-from sdp.tools.gpu_check.check import Check, Result, TimeIsUp, cut_off_after, expected_seconds, goals_of
+from sdp.tools.gpu_check.check import Check, TimeIsUp, cut_off_after, expected_seconds
+from sdp.tools.gpu_check.goals import Result, goals_of
 from sdp.tools.gpu_check.rows import CONFIGS, DENSE, NAMES, UNCOMPILED, Job, Planned, Row, rows
 from sdp.tools.gpu_check.share import Share
 from sdp.tools.shared.variants import Variant
