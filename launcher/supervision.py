@@ -121,7 +121,8 @@ def report_fatal(
                 return
     elif rank > 0 or follows:
         time.sleep(HOLD_BACK_SECONDS)
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # stderr may be on the full disk, too
+        print(text, file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

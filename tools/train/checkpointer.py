@@ -89,7 +89,7 @@ class Checkpointer:
                 "WARNING: no checkpoint at step %d: %s; %sthe run goes on",
                 self._engine.global_steps,
                 error,
-                "the one before stays, " if self._directory.is_dir() else "",
+                "the one before stays, " if self._holds_a_checkpoint() else "",
             )
 
     def write(self, *, background: bool = False) -> None:
@@ -129,6 +129,12 @@ class Checkpointer:
             return f"{self._directory}: cannot be made ({error.strerror})"
         self._has_directory = True
         return None
+
+    def _holds_a_checkpoint(self) -> bool:
+        try:
+            return latest(self._directory) is not None
+        except CheckpointError:  # the pointer is damaged, so there was one
+            return True
 
     def settle(self, *, block: bool) -> None:
         """Report a save in the background that failed. ``block``: wait until it has ended."""

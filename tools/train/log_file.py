@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
@@ -26,4 +27,5 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._failed:
             self._failed = True
-            print(f"sdp: WARNING: {self.baseFilename}: cannot be written ({error.strerror})", file=sys.stderr)
+            with contextlib.suppress(OSError):  # stderr of a rank above 0 is the same file
+                print(f"sdp: WARNING: {self.baseFilename}: cannot be written ({error.strerror})", file=sys.stderr)

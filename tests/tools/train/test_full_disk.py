@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from sdp.engine.environment.supervision import Supervision
+from sdp.launcher.supervision import report_fatal
 from sdp.tools.shared.files import WriteError
 from sdp.tools.train.log_file import LogFile
 from sdp.tools.train.rank import explained
@@ -39,5 +43,20 @@ def test_a_log_that_cannot_be_written_is_said_once(capsys: pytest.CaptureFixture
     for text in ("first", "second"):
         handler.handle(logging.LogRecord("sdp", logging.INFO, "", 0, text, None, None))
     assert capsys.readouterr().err == "sdp: WARNING: /dev/full: cannot be written (No space left on device)\n"
+    close(handler)
+
+
+def close(handler: LogFile) -> None:
     with contextlib.suppress(OSError):  # its buffer can never be written
         handler.close()
+
+
+def test_a_rank_whose_log_and_output_are_on_the_full_disk_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = LogFile(Path("/dev/full"))
+    with open("/dev/full", "w", buffering=1) as output:  # noqa: PTH123  # as stderr is
+        monkeypatch.setattr(sys, "stderr", output)
+        handler.handle(logging.LogRecord("sdp", logging.INFO, "", 0, "text", None, None))
+        report_fatal("sdp: error: text", 2, Supervision(1, Path("/dev/full/rank-1.error")))
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # so that it can be closed
+    close(handler)
