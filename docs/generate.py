@@ -19,6 +19,7 @@ from typing import Any, cast
 from sdp.engine.config import deepspeed_keys
 from sdp.engine.config.schema import Config
 from sdp.engine.config.section import Section
+from sdp.engine.optim.muon_setup import MuonParams
 from sdp.engine.optim.optimizers import AdamParams, LambParams, LionParams, SGDParams
 from sdp.engine.optim.schedules import SCHEDULES
 from sdp.models.registry import MODELS
@@ -70,6 +71,7 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
     yield "optimizer (Lion)", LionParams
     yield "optimizer (Lamb)", LambParams
     yield "optimizer (SGD)", SGDParams
+    yield "optimizer (Muon)", MuonParams
     for name, (schema, _) in SCHEDULES.items():
         yield f"scheduler ({name})", schema
     for name, entry in MODELS.items():

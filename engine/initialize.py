@@ -27,6 +27,7 @@ from .environment.detect import detect
 from .environment.exit import watch
 from .errors import ConfigError, ModelError
 from .full_model.whole_copy import UncutModel
+from .optim.muon_setup import arrange as arrange_muon
 from .optim.optimizers import check_optimizer, make_optimizer
 from .optim.param_groups import freeze_others, groups_here, named_groups
 from .optim.schedules import scheduler_of
@@ -121,6 +122,7 @@ def initialize(
         here = groups_here(param_groups, layout, backend.parameters)
         stepped_on = torch.device("cpu") if settings.zero_optimization.offloads and not reference else device
         built, note = make_optimizer(settings.optimizer, optimizer, here, stepped_on, grouped=grouped)
+        arrange_muon(built, layout, backend.parameters, getattr(backend, "tensor_ranks", None), backend.traffic)
         scheduler = scheduler_of(settings, lr_scheduler, built)
     engine = SDPEngine(backend, settings, batch, built, scheduler)
     engine.uncut = uncut

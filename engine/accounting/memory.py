@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from ..config.sync import SyncSection
 from ..distributed.tensors import local_tensor
+from ..optim.muon import Muon
+from ..optim.muon_setup import is_matrix
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 
@@ -87,7 +89,8 @@ def predict_state_bytes(
     copies = compute_bytes * sum(info.shard_numel(shards, index) for info in frozen)
     outer = 0 if sync is None else _outer_bytes(sync, [(info, numel) for info, numel in held if info.trainable])
     on_host = outer if sync is not None and sync.offload == "cpu" else 0
-    return StateBytes(kept, trained, trained * state_tensors(optimizer), copies, outer, on_host)
+    optimizer_bytes = sum(state_bytes(optimizer, layout, info, numel) for info, numel in held if info.trainable)
+    return StateBytes(kept, trained, optimizer_bytes, copies, outer, on_host)
 
 
 def _outer_bytes(sync: SyncSection, trained: Sequence[tuple[TensorInfo, int]]) -> int:
@@ -97,6 +100,13 @@ def _outer_bytes(sync: SyncSection, trained: Sequence[tuple[TensorInfo, int]]) -
     stepped = everything if sync.single_holder == "outer" else shared
     states = OUTER_TENSORS[sync.outer_optimizer.type](sync.outer_optimizer.params)
     return 4 * (everything + states * stepped + (shared if sync.compression == "int8" else 0))
+
+
+def state_bytes(optimizer: Optimizer, layout: Layout, info: TensorInfo, numel: int) -> int:
+    """Return the bytes of the optimizer's state for ``numel`` elements of a parameter."""
+    if isinstance(optimizer, Muon):
+        return optimizer.state_bytes(numel, is_matrix=is_matrix(info, layout))
+    return 4 * numel * state_tensors(optimizer)
 
 
 def state_tensors(optimizer: Optimizer) -> int:

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ..distributed.mesh import Coordinates, Holders
 from ..distributed.traffic import Kind, Scope, Traffic, sent_bytes
 from ..placement.layout import Layout
+from ..placement.tensor_info import TensorInfo
 
 FLOAT32 = 4
 CONTROL_BYTES = 16  # the squared gradient norm and the loss, each a float64
@@ -79,9 +80,22 @@ class CollectivePlan:
     With ``local`` the step is a local step (``sdp.sync``). Gradients are averaged inside the group
     only, copies are not refreshed, each group sums its squared norm, and all ranks sum the loss,
     the norm and the number of groups that took the step.
+
+    ``optimizer_gathers`` gives the bytes per element that the optimizer gathers of a parameter
+    inside the group, once a step.
     """
 
-    def __init__(self, layout: Layout, *, stage: int, accumulation: int, compute_bytes: int, local: bool = False):
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        stage: int,
+        accumulation: int,
+        compute_bytes: int,
+        local: bool = False,
+        optimizer_gathers: Callable[[TensorInfo], int] | None = None,
+    ):
+        self._optimizer_gathers = optimizer_gathers
         self._layout, self._compute_bytes, self._local = layout, compute_bytes, local
         self._world = tuple(range(layout.mesh.world_size))
         self._shards = layout.mesh.shards(stage)
@@ -132,6 +146,8 @@ class CollectivePlan:
                     totals["inside groups", "all_reduce", _REPLICAS] += local * FLOAT32
                 else:
                     totals["between groups", "all_reduce", ("holders", info.holders)] += local * FLOAT32
+                if self._optimizer_gathers is not None:
+                    totals["inside groups", "all_gather", _INSIDE] += padded * self._optimizer_gathers(info)
                 totals["inside groups", "reduce_scatter", _INSIDE] += self._scatters * padded * FLOAT32
                 if info.tp_dim is None:
                     totals["inside groups", "all_gather", _NEIGHBOURS] += local * FLOAT32 * layout.mesh.tp

@@ -25,6 +25,7 @@ from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Traffic
 from ..optim.clip import clip_
 from ..optim.loss_scale import LossScaler
+from ..optim.muon_setup import planned_gathers
 from ..optim.optimizer_state import materialise_state
 from ..placement.layout import Layout
 from ..sync.consistency import check_holders
@@ -207,9 +208,12 @@ class TorchOptimizerBackend:
                 compute_bytes=compute_bytes,
             )  # fmt: skip
             return plan.of_round() if step is None else plan.of_step(step)
-        return plan_traffic(
+        planned = plan_traffic(
             self.layout, self._rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
         )
+        group = self.layout.mesh.coordinates(self._rank).sdp
+        planned.add(planned_gathers(self.optimizer, self.layout, group, self._shards))
+        return planned
 
     def traffic_formula(self) -> str:
         stage, compute_bytes = self._config.zero_optimization.stage, self._config.compute_bytes

@@ -17,6 +17,7 @@ from ..config.schema import Config, NamedParams
 from ..config.section import Beta, NonNegative, Section, parse_section
 from ..errors import ConfigError, suggestion
 from .apex import ApexFusedAdam, apex_kernel
+from .muon_setup import build_muon
 from .own_optimizers import Lamb, Lion, UncorrectedAdam
 from .param_groups import Parameters
 
@@ -29,7 +30,6 @@ _REFUSED = {
     "onebitadam": f'{_NO_COMPRESSION}; use "Adam"',
     "zerooneadam": f'{_NO_COMPRESSION}; use "Adam"',
     "onebitlamb": f'{_NO_COMPRESSION}; use "Lamb"',
-    "muon": _OUT_OF_SCOPE,
     "muadam": _OUT_OF_SCOPE,
     "muadamw": _OUT_OF_SCOPE,
     "musgd": _OUT_OF_SCOPE,
@@ -97,8 +97,8 @@ def build_optimizer(
     """Build the optimizer of the configuration's ``optimizer`` section.
 
     Args:
-        type: "AdamW", "Adam", "FusedAdam", "SGD", "Lion" or "Lamb". Upper and lower case do not
-            matter.
+        type: "AdamW", "Adam", "FusedAdam", "SGD", "Lion", "Lamb" or "Muon". Upper and lower case
+            do not matter.
         params: The section's ``params``.
         parameters: Parameters or parameter groups, as plain tensors or DTensors.
         device: The device of the parameters.
@@ -116,6 +116,7 @@ def build_optimizer(
         "SGD": _build_sgd,
         "Lion": _build_lion,
         "Lamb": _build_lamb,
+        "Muon": build_muon,
     }
     if type.lower() in _REFUSED:
         raise ConfigError(f'optimizer.type: "{type}" cannot be honoured: {_REFUSED[type.lower()]}')
@@ -229,16 +230,26 @@ def _build_lamb(
 
 
 def check_optimizer(config: Config, given: Any) -> None:
-    """Refuse LAMB where no rank can know the norms of whole parameters.
+    """Refuse LAMB where no rank can know the norms of whole parameters, and Muon where none has whole matrices.
 
     Args:
         config: The run's configuration.
         given: The optimizer that the script passes in place of the configuration's, or None.
 
     Raises:
-        ConfigError: LAMB cannot be honoured. The message has one line.
+        ConfigError: The optimizer cannot be honoured. The message has one line.
     """
-    if given is not None or config.optimizer is None or config.optimizer.type.lower() != "lamb":
+    if given is not None or config.optimizer is None:
+        return
+    if config.optimizer.type.lower() == "muon":
+        obstacle = 'sdp.engine "deepspeed"' if config.sdp.engine == "deepspeed" else None
+        obstacle = "zero_optimization.offload_optimizer" if config.zero_optimization.offloads else obstacle
+        if obstacle is not None:
+            raise ConfigError(
+                f'optimizer.type: "{config.optimizer.type}" gathers matrices on the device, which is not possible with {obstacle}; '
+                "change one of them"
+            )
+    if config.optimizer.type.lower() != "lamb":
         return
     reasons = {
         "tensor_parallel.autotp_size above 1": config.tensor_parallel.autotp_size > 1,

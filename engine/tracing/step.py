@@ -31,6 +31,7 @@ from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Kind
 from ..engine import SDPEngine
 from ..errors import LaunchError
+from ..optim.muon_setup import arrange as arrange_muon
 from ..optim.optimizer_state import materialise_state
 from ..optim.optimizers import make_optimizer
 from ..placement.layout import Layout
@@ -192,6 +193,7 @@ def _run(
             native.ready()
             trained = [parameter for parameter in native.parameters.values() if parameter.requires_grad]
             optimizer, _ = make_optimizer(config.optimizer, None, [{"params": trained}], CPU, grouped=True)
+            arrange_muon(optimizer, layout, native.parameters, native.tensor_ranks, native.traffic)
             materialise_state(optimizer)
             engine = SDPEngine(native, config, replace(size, accumulation=accumulation), optimizer, None)
             ledger = watched_step(engine, layout.blocks, middles, batch, autocast)

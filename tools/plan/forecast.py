@@ -18,6 +18,7 @@ from ...engine.config.schema import Config
 from ...engine.distributed.mesh import Coordinates, Mesh, mesh_of
 from ...engine.errors import ConfigError
 from ...engine.module_paths import parents
+from ...engine.optim.muon_setup import gathered_bytes
 from ...engine.placement.layout import Layout
 from ...engine.tracing.repetition import sequence
 from ...engine.tracing.step import StepTrace, trace_step
@@ -91,7 +92,10 @@ def _forecast(
         alike.setdefault((_runs(layout, group), sequence(model, layout, group)), []).append(group)
     kinds = _most_telling(layout, list(alike.values()))
     stage, compute = config.zero_optimization.stage, config.compute_bytes
-    plan = CollectivePlan(layout, stage=stage, accumulation=size.accumulation, compute_bytes=compute)
+    gathers = gathered_bytes(config.optimizer, layout)
+    plan = CollectivePlan(
+        layout, stage=stage, accumulation=size.accumulation, compute_bytes=compute, optimizer_gathers=gathers
+    )
     trace = partial(trace_step, build, config, layout, batch, autocast=autocast, device=machine.device)
     traced = {tuple(groups): trace(groups[0]) for groups in kinds[:MOST_TRACES]}
     with_them: dict[tuple[int, ...], list[int]] = {groups: [] for groups in traced}

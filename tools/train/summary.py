@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from ...engine.accounting.memory import state_tensors
+from ...engine.accounting.memory import state_bytes
 from ...engine.accounting.traffic_plan import data_parallel_traffic
 from ...engine.engine import SDPEngine
 from ..report.render import render
@@ -109,7 +109,11 @@ def run_summary(
         "dense_state_bytes": {
             "parameters": 4 * parameters,
             "gradients": 4 * trained,
-            "optimizer": 4 * trained * state_tensors(engine.optimizer),
+            "optimizer": sum(
+                state_bytes(engine.optimizer, layout, info, info.numel)
+                for info in layout.parameters.values()
+                if info.trainable
+            ),
         },
         "ddp_comm_bytes_per_step": data_parallel_traffic(layout).total(),
         "ranks": ranks,

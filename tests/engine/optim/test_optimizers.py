@@ -127,16 +127,20 @@ def test_falls_back_where_torch_has_no_fused_kernel():
     ("name", "params", "message"),
     [
         ("AdamWW", {}, 'optimizer.type: unknown optimizer "AdamWW", did you mean AdamW?'),
-        ("Rprop", {}, 'optimizer.type: unknown optimizer "Rprop"; known: AdamW, Adam, FusedAdam, SGD, Lion, Lamb'),
+        (
+            "Rprop",
+            {},
+            'optimizer.type: unknown optimizer "Rprop"; known: AdamW, Adam, FusedAdam, SGD, Lion, Lamb, Muon',
+        ),
         (
             "OneBitAdam",
             {"freeze_step": 9},
             'optimizer.type: "OneBitAdam" cannot be honoured: it compresses what ranks send',
         ),
         (
-            "Muon",
+            "MuAdam",
             {},
-            'optimizer.type: "Muon" cannot be honoured: it is not available here; make it yourself and pass it',
+            'optimizer.type: "MuAdam" cannot be honoured: it is not available here; make it yourself and pass it',
         ),
         ("Lamb", {"max_coef": 1.0}, "optimizer.params.max_coef: unknown key, did you mean max_coeff?"),
         ("AdamW", {"bettas": [0.9, 0.95]}, "optimizer.params.bettas: unknown key, did you mean betas?"),

@@ -174,3 +174,21 @@ def test_a_run_is_found_again_from_another_directory(config, corpus, tmp_path, m
     assert main(["train", str(write_config(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]) == 0
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "run"]) == 0
+
+
+def test_muon_goes_on_under_another_layout(config, tmp_path):
+    """Two groups, sharded, with moments in bfloat16; then the reference: the momentum is part of the checkpoint."""
+    config |= {"optimizer": {"type": "Muon", "params": {"lr": 0.01, "state_dtype": "bfloat16", "ns_dtype": "float32"}}}
+    config["training"] |= {"evaluate_every": 0, "evaluate_batches": 1}
+    path = write_config(config, tmp_path)
+    native = ["train", path, "--dump-dir", tmp_path / "native", "--set", "zero_optimization.stage=1"]
+    first = run_sdp(*native, "training.steps=3")
+    assert first.returncode == 0, first.stderr
+    reference = ["train", str(path), "--set", "sdp.engine=reference", "--dump-dir"]
+    shutil.copytree(tmp_path / "native", tmp_path / "resumed")
+    assert main([*reference, str(tmp_path / "resumed"), "--resume"]) == 0
+    assert main([*reference, str(tmp_path / "whole")]) == 0
+    assert read_losses(tmp_path / "resumed") == pytest.approx(read_losses(tmp_path / "whole"), rel=2e-4)
+    for rank in json.loads((tmp_path / "native" / "summary.json").read_text())["ranks"]:
+        assert rank["state_measured"] == rank["state_predicted"]
+        assert rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]

@@ -1,0 +1,119 @@
+"""Builds Muon from the configuration, and tells it which parameters of a layout are matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.optim import Optimizer
+
+from ..config.schema import NamedParams
+from ..config.section import Beta, NonNegative, Section, parse_section
+from ..distributed.tensor_collectives import TensorRanks
+from ..distributed.traffic import Traffic
+from ..errors import ConfigError
+from ..placement.layout import Layout
+from ..placement.tensor_info import TensorInfo
+from .muon import Matrix, Muon, Range
+
+
+class MuonParams(Section):
+    """``optimizer.params`` of Muon: torch's names for matrices, and DeepSpeed's for AdamW.
+
+    ``adam_lr``: the rate of the parameters that are not matrices. None means ``lr``.
+    ``state_dtype``: the dtype of the momentum and of AdamW's first moment. ``ns_dtype``: the
+    precision in which a matrix is gathered and made orthogonal.
+    """
+
+    lr: NonNegative = 1e-3
+    momentum: Beta = 0.95
+    nesterov: bool = True
+    ns_steps: Annotated[int, Field(gt=0, lt=100)] = 5
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    weight_decay: NonNegative = 0.0
+    adam_lr: NonNegative | None = None
+    betas: Annotated[Sequence[Beta], Field(min_length=2, max_length=2)] = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+def build_muon(
+    name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
+) -> tuple[Optimizer, str]:
+    """Build Muon from ``optimizer.params``, and a line that says so. Raises ConfigError."""
+    settings = parse_section(MuonParams, params, "optimizer.params")
+    if settings.adam_lr and not settings.lr:
+        raise ConfigError("optimizer.params.lr: 0, but adam_lr is not; the schedule scales both by the same factor")
+    chosen = settings.model_dump(exclude={"betas", "ns_dtype", "state_dtype"})
+    optimizer = Muon(
+        parameters,
+        **chosen,
+        betas=(settings.betas[0], settings.betas[1]),
+        ns_dtype=getattr(torch, settings.ns_dtype),
+        state_dtype=getattr(torch, settings.state_dtype),
+    )
+    return optimizer, f"{name}: our own for sharded matrices, with torch.optim.Muon's formulas; AdamW for the rest"
+
+
+def is_matrix(info: TensorInfo, layout: Layout) -> bool:
+    """Whether Muon steps on a parameter: a matrix, or a slice of one, inside a block.
+
+    Embeddings and heads are outside the blocks. The placement does not matter.
+    """
+    return len(info.full_shape) == 2 and any(info.canonical.startswith(f"{block}.") for block in layout.blocks)
+
+
+def arrange(
+    optimizer: Optimizer,
+    layout: Layout,
+    parameters: Mapping[str, nn.Parameter],
+    tensor_ranks: TensorRanks | None,
+    traffic: Traffic,
+) -> None:
+    """Tell a :class:`Muon` which parameters are matrices. A no-op for other optimizers.
+
+    Args:
+        optimizer: This rank's optimizer.
+        layout: The layout of the run.
+        parameters: This rank's parameters, by the names in ``layout``.
+        tensor_ranks: The ranks among which matrices are cut, or None.
+        traffic: Counts the gathers.
+    """
+    if not isinstance(optimizer, Muon):
+        return
+    pieces: dict[str, list[Range]] = {}
+    for unit in layout.units:
+        for part in unit.slices:
+            if part.dim is not None:
+                dim = part.dim
+                pieces.setdefault(part.parameter, []).extend((dim, first, last - first) for first, last in part.ranges)
+    matrices = {
+        # Only the reference has whole matrices that other ranks have in slices.
+        parameter: Matrix(() if info.cut else tuple(pieces.get(name, ())), info.tp_dim, tensor_ranks)
+        for name, parameter in parameters.items()
+        if is_matrix(info := layout.parameters[name], layout)
+    }
+    optimizer.arrange(matrices, traffic)
+
+
+def gathered_bytes(section: NamedParams | None, layout: Layout) -> Callable[[TensorInfo], int] | None:
+    """Return the function that gives the bytes per element that Muon gathers, or None for other optimizers."""
+    if section is None or section.type.lower() != "muon":
+        return None
+    size = 4 if section.params.get("ns_dtype") == "float32" else 2
+    return lambda info: size if is_matrix(info, layout) else 0
+
+
+def planned_gathers(optimizer: Optimizer, layout: Layout, group: int, shards: int) -> Traffic:
+    """Return the bytes of a step's gathers inside ``group``. None are planned for other optimizers."""
+    planned = Traffic()
+    if isinstance(optimizer, Muon):
+        for info in layout.held(group):
+            if info.trainable and is_matrix(info, layout):
+                nbytes = info.padded_shard_numel(shards) * shards * optimizer.ns_dtype.itemsize
+                planned.record("inside groups", "all_gather", nbytes, shards)
+    return planned

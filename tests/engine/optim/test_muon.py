@@ -1,0 +1,135 @@
+"""Muon: torch's steps, equal under every layout, with the planned bytes and one gather per matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sdp.engine.config.load import load_config
+from sdp.engine.errors import ConfigError
+from sdp.engine.optim.muon import Muon
+from sdp.engine.optim.muon_setup import is_matrix
+from sdp.engine.optim.optimizer_state import materialise_state
+from sdp.engine.optim.optimizers import build_optimizer, check_optimizer
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, assert_same_run, engine_of, train
+from torch import nn
+
+CPU = torch.device("cpu")
+# Each iteration multiplies small singular values by 3.4, and round-off with them.
+SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-2, "ns_dtype": "float32", "ns_steps": 2}
+SECTION = {"type": "Muon", "params": SETTINGS}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def steps(model: nn.Module, *optimizers: torch.optim.Optimizer, count: int = 4) -> nn.Module:
+    torch.manual_seed(1)
+    for _ in range(count):
+        model(torch.randn(8, 6)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_steps_equal_those_of_torch(rule: str, nesterov: bool) -> None:
+    mine, theirs = network(), network()
+    params = {"lr": 0.02, "weight_decay": 0.1, "adam_lr": 0.01, "adjust_lr_fn": rule, "nesterov": nesterov}
+    steps(mine, build_optimizer("Muon", params, mine.parameters(), CPU)[0])
+    matrices, rest = ([p for p in theirs.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False))
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, adjust_lr_fn=rule, nesterov=nesterov)
+    steps(theirs, muon, torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1))
+    for own, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+def test_moments_in_bfloat16_stay_close_and_take_half_the_memory() -> None:
+    wide, narrow = network(), network()
+    first, second = (
+        build_optimizer("Muon", SETTINGS | {"state_dtype": dtype}, model.parameters(), CPU)[0]
+        for dtype, model in (("float32", wide), ("bfloat16", narrow))
+    )
+    for own, other in zip(steps(narrow, second).parameters(), steps(wide, first).parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=2e-3)
+        state = second.state[own]
+        assert {state[key].dtype for key in state if key in ("momentum_buffer", "exp_avg")} == {torch.bfloat16}
+    assert isinstance(second, Muon)
+    assert second.state_bytes(10, is_matrix=True) == 20
+    assert second.state_bytes(10, is_matrix=False) == 60
+
+
+def test_a_state_that_is_made_early_changes_nothing() -> None:
+    model = network()
+    optimizer, line = build_optimizer("muon", SETTINGS, model.parameters(), CPU)
+    materialise_state(optimizer)
+    for before, after in zip(network().parameters(), model.parameters(), strict=True):
+        assert torch.equal(before, after)
+    assert line.startswith("Muon: our own for sharded matrices")
+
+
+CASES = [
+    Case(2, 2, stage=3, clip=True),
+    Case(2, 2, stage=1, accumulation=2, masking="backward"),
+    Case(2, 1, stage=0, neurons=2, model="llama"),
+    Case(2, 2, stage=2, neurons=2, placement="cyclic", model="llama"),
+    Case(2, 1, stage=0, tp=2, model="even-llama"),
+    Case(2, 1, stage=0, tp=2, model="wide-llama-tied-meta", neurons=2, placement="random"),
+]
+
+
+def train_with(case: Case, section: dict[str, Any]) -> Any:
+    return train(case, optimizer=section)
+
+
+def bytes_and_gathers(case: Case) -> tuple[Any, ...]:
+    engine = engine_of(case, optimizer=SECTION)
+    rank = torch.distributed.get_rank()
+    for micro in range(case.accumulation):
+        engine.traffic.reset() if micro == 0 else None
+        loss = engine(models.micro_batch(case.model, 0, micro, engine.layout.mesh.data_rank(rank)))
+        engine.backward(loss)
+        engine.step()
+    sent, planned = (
+        {kind: count for kind, count in traffic.by_kind().items() if not kind.startswith("tensor")}
+        for traffic in (engine.traffic, engine.planned_traffic())
+    )
+    layout = engine.layout
+    held = [info for info in layout.held(layout.mesh.coordinates(rank).sdp) if is_matrix(info, layout)]
+    state = engine.measured_state_bytes(), engine.predicted_state_bytes()
+    assert isinstance(engine.optimizer, Muon)
+    return sent, planned, state, engine.optimizer.gathers, len(held)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_layout_equals_one_process(case: Case, ranks: Any) -> None:
+    assert_same_run(
+        ranks.run(train_with, case, SECTION, world=case.world), train(case, "reference", optimizer=SECTION), case
+    )
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[4]], ids=str)
+def test_each_matrix_is_gathered_once_a_step_and_bytes_are_as_planned(case: Case, ranks: Any) -> None:
+    for sent, planned, (measured, predicted), gathers, matrices in ranks.run(bytes_and_gathers, case, world=case.world):
+        assert sent == planned
+        assert measured == predicted
+        assert matrices > 0
+        assert gathers == (matrices if case.stage else 0)
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"sdp": {"engine": "deepspeed"}}, 'not possible with sdp.engine "deepspeed"'),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer"),
+    ],
+)
+def test_layouts_without_matrices_on_the_device_are_refused(section: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_optimizer(load_config({"optimizer": SECTION, **section}), None)
