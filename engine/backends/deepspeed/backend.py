@@ -25,8 +25,8 @@ from ...subnetwork.carve import PassThrough
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
 from .checks import UsedParameters
+from .held import Gathered
 from .optimizer import LossScale, MasterCopies, ZeroState, local_part
-from .parameters import Gathered
 from .partitions import Bundle, RoutedRefresh
 from .private import logged_all_reduce, logged_broadcast
 from .process_groups import ProcessGroups

@@ -1,16 +1,21 @@
-"""The state of one rank under DeepSpeed: its engine, its ZeRO partitions or copies, and the bundles that it holds."""
+"""The state of one rank under DeepSpeed: its engine, its ZeRO partitions or copies, and the bundles that it holds.
+
+:class:`Gathered` shows the full model's float32 parameters, from these partitions or copies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from ...distributed.process_groups import Communicators
 from ...placement.tensor_info import Shard
 from ..sharded import ShardedBackend
-from .optimizer import LossScale, MasterCopies, ZeroState
+from .optimizer import LossScale, MasterCopies, ZeroState, local_part
 from .partitions import Bundle, Piece, pieces_of
 from .process_groups import ProcessGroups
 
@@ -71,3 +76,74 @@ class HeldByDeepSpeed(ShardedBackend):
         if self.ranks_inside > 1:
             self.traffic.record("inside groups", "all_reduce", tensor.nbytes, self.ranks_inside)
             dist.all_reduce(tensor, group=self._process_groups.inside)
+
+
+def untrained_part(backend: HeldByDeepSpeed, name: str) -> list[tuple[int, torch.Tensor]]:
+    """This rank's flat pieces of a parameter that the optimizer does not have, each with its start.
+
+    ZeRO 3 partitions such parameters too.
+    """
+    info, local = backend.layout.parameters[name], local_part(backend.parameters[name]).detach().view(-1)
+    alone = Bundle(info.unit, 0, info.holders, (name,), (info.numel,))
+    ranks, rank = (backend.ranks_inside, backend.rank_inside) if backend.stage == 3 else (1, 0)
+    return [(piece.start, local[: piece.length]) for piece in pieces_of(alone, 3, ranks, rank)]
+
+
+class _WholeParameters(Mapping[str, nn.Parameter]):
+    """Whole float32 parameters, by name.
+
+    A lookup gathers inside the group, so all its ranks must do it.
+    """
+
+    def __init__(self, backend: HeldByDeepSpeed):
+        self._backend = backend
+
+    def __getitem__(self, name: str) -> Any:
+        backend = self._backend
+        if name not in backend.parameters:
+            raise KeyError(name)
+        if backend.zero is not None and backend.parameters[name].requires_grad:
+            return self._joined(name, self._partitions(name, backend.zero.masters))
+        if backend.stage == 3:
+            return self._joined(name, untrained_part(backend, name))
+        return backend.stepped[name].detach().float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._backend.parameters)
+
+    def __len__(self) -> int:
+        return len(self._backend.parameters)
+
+    def _partitions(self, name: str, flats: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+        """This rank's flat pieces of a partitioned parameter, each with its start."""
+        pieces = [(index, piece) for index, piece in self._backend.pieces() if piece.name == name]
+        return [(piece.start, flats[index].detach()[piece.at : piece.at + piece.length]) for index, piece in pieces]
+
+    def _joined(self, name: str, parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """Join the pieces of all ranks by a sum. It is exact, because one rank has each element."""
+        backend, info = self._backend, self._backend.layout.parameters[name]
+        whole = torch.zeros(info.numel, dtype=torch.float32, device=backend.device)
+        for start, part in parts:
+            whole[start : start + part.numel()] = part.to(backend.device)
+        backend.all_reduce_inside(whole)
+        return whole.view(info.shape)
+
+
+class Gathered:
+    """A view of the backend without shards, for evaluation and the full state."""
+
+    shards = 1
+    tensor_ranks = None
+
+    def __init__(self, backend: HeldByDeepSpeed):
+        self._backend = backend
+        self.parameters = _WholeParameters(backend)
+        assert dist.group.WORLD is not None
+        holders = {backend.layout.everyone: dist.group.WORLD}
+        self.communicators = Communicators(backend.layout.mesh, backend.rank, True, holders=holders)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def gather_root(self) -> None:
+        """A no-op: DeepSpeed gathers with hooks of its own."""

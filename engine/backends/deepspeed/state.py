@@ -15,9 +15,8 @@ from ...optim.optimizer_state import OptimizerState
 from ...placement.tensor_info import TensorInfo
 from ...placement.units import SHARED
 from ...sync.consistency import CHUNK, compare_sums
-from .held import HeldByDeepSpeed
+from .held import HeldByDeepSpeed, untrained_part
 from .optimizer import local_part
-from .parameters import untrained_part
 from .partitions import partition_numel
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
