@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from .announcement import announce
 from .batch.loader import EpochLoader, ResumableLoader
 from .batch.size import BatchSize
 from .config.load import load_config
-from .config.schema import Config, FP16Section, SDPSection
+from .config.schema import Config
 from .construct import build_backend, values_to_give
 from .distributed.agreement import check_equal
 from .distributed.join import join
@@ -32,7 +33,6 @@ from .optim.optimizers import check_optimizer, make_optimizer
 from .optim.param_groups import freeze_others, groups_here, named_groups
 from .optim.schedules import scheduler_of
 from .placement.layout import Layout
-from .placement.policies import warnings_of
 from .placement.requirements import draws_of
 from .subnetwork.initialisation import seed_of
 from .sync.consistency import check_placement
@@ -142,7 +142,7 @@ def _finish(
         check_equal({"the samples of training_data, which the loader shares out": samples}, device)
         engine.rates_of_parameters()
     if engine.global_rank == 0:
-        _announce(engine, note)
+        announce(engine, note)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -242,67 +242,6 @@ def _loader(engine: SDPEngine, dataset: Any, collate_fn: Callable[[list[Any]], A
         num_workers=engine.config.data.num_workers,
         pin_memory=engine.device.type == "cuda",
     )
-
-
-def _announce(engine: SDPEngine, optimizer_note: str) -> None:
-    """Print each decision that was made for the user, and its reason."""
-    config, layout = engine.config, engine.layout
-    mesh = layout.mesh
-    kind = "virtual workers in one process" if engine.data_ranks_here > 1 else "processes"
-    log.info("layout: %s %s, ZeRO stage %d", mesh, kind, config.zero_optimization.stage)
-    if config.tensor_parallel.autotp_size != mesh.tp:
-        log.info(
-            "tensor_parallel.autotp_size %d: the reference computes with whole matrices",
-            config.tensor_parallel.autotp_size,
-        )
-    if isinstance(config.sdp.placement, dict) and config.sdp.model_fields_set & {"capacity", "profile"}:
-        log.warning("sdp.capacity and sdp.profile have no effect with an explicit sdp.placement; remove them")
-    if config.sdp.seed and config.sdp.placement != "random":
-        log.warning(
-            'sdp.seed %d has no effect without sdp.placement "random"; training.seed seeds the run', config.sdp.seed
-        )
-    if (
-        config.sdp.granularity == "block"
-        and config.sdp.neuron_groups != SDPSection.model_fields["neuron_groups"].default
-    ):
-        log.warning('sdp.neuron_groups %d has no effect with sdp.granularity "block"', config.sdp.neuron_groups)
-    if mesh.sdp == 1 and "groups" not in config.sdp.model_fields_set:
-        log.warning("sdp.groups is not given: one group, which trains the whole model on all of its ranks")
-    if layout.units:
-        log.info("placement: %s", layout.placement.describe())
-        for warning in warnings_of(config.sdp, layout.placement) + layout.warnings() if mesh.sdp > 1 else []:
-            log.warning("placement: %s", warning)
-    if layout.refreshes and not config.sdp.in_one_process:
-        ways = {(refresh.source, refresh.members) for refresh in layout.refreshes}
-        most = max(sum(group in members for _, members in ways) for group in layout.everyone)
-        log.info("masking: units that a group does not hold run from frozen copies, which holders refresh after each step "
-                 "(at most %d more communicators per rank)", most)  # fmt: skip
-    if config.sdp.sync is not None:
-        log.info("sync: %s", engine.local_training.describe())
-        if mesh.sdp == 1:
-            log.warning("sdp.sync: there is one group, so nothing is exchanged; the outer optimizer still steps")
-    if layout.branch_scale != "none" and all(len(holders) == mesh.sdp for holders in layout.placement.holders):
-        log.warning('sdp.branch_scale "%s" has no effect: every group holds every unit', layout.branch_scale)
-    elif layout.keeps_frozen and all(len(holders) == mesh.sdp for holders in layout.placement.holders):
-        log.warning('sdp.masking "backward" has no effect: every group holds every unit')
-    log.info(
-        "batch: %d samples a step = micro-batch %d × accumulation %d × %d data ranks",
-        engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), mesh.data_ranks,
-    )  # fmt: skip
-    if config.training.init_from is not None:
-        log.info("weights: training starts from those in %s", config.training.init_from)
-    log.info("%s", optimizer_note)
-    if config.fp16.enabled and config.zero_optimization.stage == 0 and config.sdp.engine == "deepspeed":
-        for key in ("hysteresis", "consecutive_hysteresis"):
-            if getattr(config.fp16, key) != FP16Section.model_fields[key].default:
-                log.warning(
-                    "fp16.%s has no effect at zero_optimization.stage 0, where DeepSpeed halves the scale at every overflow",
-                    key,
-                )
-    for line in config.autos:
-        log.info('"auto": %s', line)
-    if config.hints:
-        log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(config.hints))
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -2,9 +2,8 @@
 
 :class:`ModelHooks` lists every hook. All of them are optional: a plain ``torch.nn.Module`` works
 without any, and each hook that a model has makes one more feature available. The engine never
-reads a hook from the model directly. It calls the ``get_…`` functions of this file.
-
-The types that hooks return are here too, so a model needs no other import from the engine.
+reads a hook from the model directly. It calls the ``get_…`` functions of this file. The
+types that hooks return are here too, so a model needs no other import from the engine.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ import torch
 from torch import nn
 
 from .errors import ModelError
-
-Method = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -141,16 +138,10 @@ Style = Whole | Gather | Column | Row | Vocabulary | Head
 
 
 class ModelHooks(Protocol):
-    """The hooks. A model defines those that it needs, as methods under exactly these names.
+    """The hooks. A model defines those that it needs, as methods and attributes under exactly these names."""
 
-    The two attributes are Hugging Face's conventions, and just as optional.
-    """
-
-    config: Any
-    """The model's configuration. ``engine.save_pretrained`` writes it, if it is one of Hugging Face's."""
-
-    loss_type: str
-    """Which of Hugging Face's losses the model computes. Causal ones shift the labels by one token."""
+    config: Any  # the model's configuration; engine.save_pretrained writes that of a Hugging Face model
+    loss_type: str  # which of Hugging Face's losses the model computes; causal ones shift the labels
 
     def unit_patterns(self) -> list[str]:
         """Module paths of the blocks that are units; ``*`` stands for one path component.
@@ -305,7 +296,7 @@ def _call(model: nn.Module, name: str, default: Any) -> Any:
     return default if method is None else method()
 
 
-def _find_method(model: nn.Module, name: str) -> Method | None:
+def _find_method(model: nn.Module, name: str) -> Callable[..., Any] | None:
     """The hook ``name`` of ``model``, or None. Raises ModelError if it is not a method."""
     value = getattr(model, name, None)
     if value is not None and (not callable(value) or isinstance(value, nn.Module)):

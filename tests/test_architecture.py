@@ -21,7 +21,7 @@ LEVELS = {"engine": 0, "data": 1, "models": 1, "launcher": 1, "tools": 2}
 ENGINE_ORDER = (
     "errors", "json_files", "module_paths", "model_interface", "environment", "config", "distributed", "batch", "placement",
     "optim", "subnetwork", "sync", "accounting", "full_model", "backend", "checkpoint", "local_training", "engine_facts",
-    "deepspeed_names", "engine", "backends", "construct", "tracing", "initialize",
+    "deepspeed_names", "engine", "backends", "construct", "tracing", "announcement", "initialize",
 )  # fmt: skip
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "train", "plan")

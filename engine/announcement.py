@@ -1,0 +1,106 @@
+"""Says at the start which decisions were made for the user, and which settings have no effect."""
+
+from __future__ import annotations
+
+import logging
+
+from .config.schema import Config, FP16Section, SDPSection
+from .engine import SDPEngine
+from .placement.layout import Layout
+from .placement.policies import warnings_of
+
+log = logging.getLogger("sdp")
+
+
+def announce(engine: SDPEngine, optimizer_note: str) -> None:
+    """Print each decision that was made for the user, and its reason.
+
+    ``optimizer_note``: the line about the optimizer.
+    """
+    config, layout = engine.config, engine.layout
+    _announce_layout(engine)
+    _warn_of_settings_without_effect(config, layout)
+    _announce_placement(config, layout)
+    _announce_sharing(engine)
+    _warn_of_a_full_placement(layout)
+    _announce_batch(engine)
+    if config.training.init_from is not None:
+        log.info("weights: training starts from those in %s", config.training.init_from)
+    log.info("%s", optimizer_note)
+    _warn_of_hysteresis(config)
+    for line in config.autos:
+        log.info('"auto": %s', line)
+    if config.hints:
+        log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(config.hints))
+
+
+def _announce_layout(engine: SDPEngine) -> None:
+    config, mesh = engine.config, engine.layout.mesh
+    kind = "virtual workers in one process" if engine.data_ranks_here > 1 else "processes"
+    log.info("layout: %s %s, ZeRO stage %d", mesh, kind, config.zero_optimization.stage)
+    degree = config.tensor_parallel.autotp_size
+    if degree != mesh.tp:
+        log.info("tensor_parallel.autotp_size %d: the reference computes with whole matrices", degree)
+
+
+def _warn_of_settings_without_effect(config: Config, layout: Layout) -> None:
+    sdp = config.sdp
+    if isinstance(sdp.placement, dict) and sdp.model_fields_set & {"capacity", "profile"}:
+        log.warning("sdp.capacity and sdp.profile have no effect with an explicit sdp.placement; remove them")
+    if sdp.seed and sdp.placement != "random":
+        log.warning('sdp.seed %d has no effect without sdp.placement "random"; training.seed seeds the run', sdp.seed)
+    if sdp.granularity == "block" and sdp.neuron_groups != SDPSection.model_fields["neuron_groups"].default:
+        log.warning('sdp.neuron_groups %d has no effect with sdp.granularity "block"', sdp.neuron_groups)
+    if layout.mesh.sdp == 1 and "groups" not in sdp.model_fields_set:
+        log.warning("sdp.groups is not given: one group, which trains the whole model on all of its ranks")
+
+
+def _announce_placement(config: Config, layout: Layout) -> None:
+    if layout.units:
+        log.info("placement: %s", layout.placement.describe())
+        for warning in warnings_of(config.sdp, layout.placement) + layout.warnings() if layout.mesh.sdp > 1 else []:
+            log.warning("placement: %s", warning)
+
+
+def _announce_sharing(engine: SDPEngine) -> None:
+    """What groups exchange in addition to gradients, or instead of them."""
+    config, layout = engine.config, engine.layout
+    if layout.refreshes and not config.sdp.in_one_process:
+        ways = {(refresh.source, refresh.members) for refresh in layout.refreshes}
+        most = max(sum(group in members for _, members in ways) for group in layout.everyone)
+        log.info("masking: units that a group does not hold run from frozen copies, which holders refresh after each step "
+                 "(at most %d more communicators per rank)", most)  # fmt: skip
+    if config.sdp.sync is not None:
+        log.info("sync: %s", engine.local_training.describe())
+        if layout.mesh.sdp == 1:
+            log.warning("sdp.sync: there is one group, so nothing is exchanged; the outer optimizer still steps")
+
+
+def _warn_of_a_full_placement(layout: Layout) -> None:
+    if any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders):
+        return
+    if layout.branch_scale != "none":
+        log.warning('sdp.branch_scale "%s" has no effect: every group holds every unit', layout.branch_scale)
+    elif layout.keeps_frozen:
+        log.warning('sdp.masking "backward" has no effect: every group holds every unit')
+
+
+def _announce_batch(engine: SDPEngine) -> None:
+    log.info(
+        "batch: %d samples a step = micro-batch %d × accumulation %d × %d data ranks",
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+        engine.layout.mesh.data_ranks,
+    )
+
+
+def _warn_of_hysteresis(config: Config) -> None:
+    if not config.fp16.enabled or config.zero_optimization.stage > 0 or config.sdp.engine != "deepspeed":
+        return
+    for key in ("hysteresis", "consecutive_hysteresis"):
+        if getattr(config.fp16, key) != FP16Section.model_fields[key].default:
+            log.warning(
+                "fp16.%s has no effect at zero_optimization.stage 0, where DeepSpeed halves the scale at every overflow",
+                key,
+            )
