@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 from .backend import Backend
 from .config.sync import SyncSection
 from .sync.outer import OuterFacts
@@ -98,6 +100,16 @@ class LocalTraining:
             "drift": self.last.drift,
             "outer_grad_norm": self.last.gradient_norm,
         }
+
+    def tensors_on_device(self) -> list[torch.Tensor]:
+        """Return anchors, outer state and errors, unless they are offloaded to the host."""
+        local = self._backend.local
+        if local is None or local.sync.offload == "cpu":
+            return []
+        common = local.common_part()
+        state = [value for of in common.optimizer.state.values() for value in of.values()]
+        errors = [error for part in local.groups_here() for error in part.errors.values()]
+        return [*common.anchors.values(), *errors, *(value for value in state if isinstance(value, torch.Tensor))]
 
     def describe(self) -> str:
         """Return the schedule of the averages in one line."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,14 +32,18 @@ class ShardedLocalSteps:
     def __init__(self, backend: FSDP2Backend, sync: SyncSection):
         self.sync = sync
         self._backend, self._layout, self._at = backend, backend.layout, backend.at
-        infos, self._sharded = backend.layout.parameters, backend.shards > 1
         self._fragments = fragments_of(backend.layout, sync.fragments)
-        trained = [name for name in backend.parameters if infos[name].trainable]
-        self.outer = OuterSteps(
-            sync,
-            backend.layout.buckets(lambda _: False),
+        self.outer = self._make_outer_steps()
+        backend.agree_on_buffers()
+        self.buffers = {name: buffer.clone() for name, buffer in self._buffers_here().items()}
+
+    def _make_outer_steps(self) -> OuterSteps:
+        backend, infos = self._backend, self._layout.parameters
+        return OuterSteps(
+            self.sync,
+            self._layout.buckets(lambda _: False),
             backend.local_weight,
-            trained,
+            [name for name in backend.parameters if infos[name].trainable],
             self._fragments,
             backend.communicators.holders,
             counts=self._counts,
@@ -49,13 +53,11 @@ class ShardedLocalSteps:
             sum_over_ranks=backend.all_reduce_control,
             clock=backend.clock,
         )
-        backend.agree_on_buffers()
-        self.buffers = {name: buffer.clone() for name, buffer in self._buffers_here().items()}
 
     def _counts(self, name: str) -> bool:
         """Return whether this rank counts its part of a parameter in the norm over its group."""
         info, at = self._layout.parameters[name], self._at
-        return (self._sharded or at.fsdp == 0) and (info.tp_dim is not None or at.tp == 0)
+        return (self._backend.shards > 1 or at.fsdp == 0) and (info.tp_dim is not None or at.tp == 0)
 
     def _buffers_here(self) -> dict[str, torch.Tensor]:
         return persistent_buffers(self._backend.module, self._layout)
@@ -80,11 +82,12 @@ class ShardedLocalSteps:
         if scheduler is not None:
             scheduler.step()
         first = self._at.fsdp == 0 and self._at.tp == 0
-        own = [loss.item() / mesh.world_size, norm if first and is_finite else 0.0, float(first and is_finite)]
+        share = 1 / mesh.sdp if first and is_finite else 0.0  # of the groups that take the step
+        own = [loss.item() / mesh.world_size, share * norm if share else 0.0, share]
         totals = torch.tensor(own, dtype=torch.float64, device=backend.device)
         backend.all_reduce_control(totals)
         mean_loss, norms, stepped = totals.tolist()
-        return LocalUpdate(mean_loss, norms / stepped if stepped else math.nan, mesh.sdp - round(stepped))
+        return LocalUpdate(mean_loss, norms / stepped if stepped else math.nan, round(mesh.sdp * (1 - stepped)))
 
     def _norm_in_group(self) -> float:
         backend = self._backend
@@ -156,9 +159,12 @@ class ShardedLocalSteps:
             for name in names:
                 if name in here:
                     self.buffers[name].copy_(here[name])
-        refreshed = {name for name, fragment in self._fragments.items() if fragment == facts.fragment}
-        self._backend.refresh_from(self.outer.anchors, refreshed)
+        self._send_anchors({name for name, fragment in self._fragments.items() if fragment == facts.fragment})
         return facts
+
+    def _send_anchors(self, names: Collection[str]) -> None:
+        """Refresh the frozen copies of ``names``. The holders have new weights. Collective."""
+        self._backend.refresh_from(self.outer.anchors, names)
 
     # -- the full model ----------------------------------------------------------------------------
 

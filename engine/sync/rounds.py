@@ -71,4 +71,4 @@ def fragments_of(layout: Layout, fragments: int) -> dict[str, int]:
             if part.dim is not None:
                 of_sliced[part.parameter] = index % fragments
     tensors = {**layout.parameters, **layout.buffers}
-    return {name: of_sliced.get(info.canonical, of_unit[info.unit]) for name, info in tensors.items()}
+    return {name: of_sliced.get(info.canonical, of_unit.get(info.unit, 0)) for name, info in tensors.items()}

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 ACTIVATIONS, COMMUNICATION, GRADIENTS = "activations", "communication", "gradients"
-KINDS = ("parameters", GRADIENTS, "optimizer", "frozen", "buffers", COMMUNICATION, ACTIVATIONS)
+KINDS = ("parameters", GRADIENTS, "optimizer", "frozen", "outer", "buffers", COMMUNICATION, ACTIVATIONS)
 """``communication``: gathered copies of weights, and what collectives read and write. ``activations``: all else, temporaries too."""
 
 _COLLECTIVES = ("c10d", "fsdp", "_c10d_functional")

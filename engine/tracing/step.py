@@ -37,6 +37,7 @@ from ..optim.optimizers import make_optimizer
 from ..placement.layout import Layout
 from ..subnetwork.carve import PassThrough
 from ..subnetwork.materialise import allocate
+from ..sync.rounds import fragments_of
 from .ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, Ledger, Window
 from .operators import Device, operators_of
 from .repetition import _kinds, _left_out
@@ -116,6 +117,7 @@ def trace_step(
             "a step is traced in a process group of its own, but this process has one; plan without a launcher"
         )
     config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
+    plain, config = config, _with_an_average(config)
     runs, skipped = _kinds(build(), layout, group)
     left_out = [] if whole else _left_out(runs, layout.blocks)
     middles = {name for repetitions in left_out for names in repetitions for name in names}
@@ -128,7 +130,30 @@ def trace_step(
     # repetition that is left out adds as much as this one.
     with operators_of(device):
         base, longer = run(), [(run(repetitions[0]), len(repetitions)) for repetitions in left_out]
-    return _extrapolated(base, longer, layout.mesh.rank(group), sum(map(len, runs)))
+    trace = _extrapolated(base, longer, layout.mesh.rank(group), sum(map(len, runs)))
+    return _with_travelling(trace, layout, plain)
+
+
+def _with_an_average(config: Config) -> Config:
+    """Return a configuration whose every step is a local step with an average of all weights, if it has local steps."""
+    sync = config.sdp.sync
+    if sync is None:
+        return config
+    every = {"every": 1, "fragments": 1, "overlap": 0, "start_after": 0}
+    section = config.sdp.model_copy(update={"sync": sync.model_copy(update=every)})
+    return config.model_copy(update={"sdp": section})
+
+
+def _with_travelling(trace: StepTrace, layout: Layout, config: Config) -> StepTrace:
+    """Add what lives while an average travels: the changes of a fragment, and the weights at its start."""
+    sync, shards = config.sdp.sync, layout.mesh.shards(config.zero_optimization.stage)
+    if sync is None or not sync.overlap:
+        return trace
+    of, most = fragments_of(layout, sync.fragments), Counter[int]()
+    for info in layout.held(layout.mesh.coordinates(trace.rank).sdp):
+        most[of[info.name]] += info.shard_numel(shards, 0) * 4
+    both = 2 * max(most.values(), default=0)
+    return replace(trace, at_peak={**trace.at_peak, "outer": trace.at_peak.get("outer", 0) + both})
 
 
 @dataclass(frozen=True)
@@ -196,6 +221,8 @@ def _run(
             arrange_muon(optimizer, layout, native.parameters, native.tensor_ranks, native.traffic)
             materialise_state(optimizer)
             engine = SDPEngine(native, config, replace(size, accumulation=accumulation), optimizer, None)
+            if native.local is not None:
+                materialise_state(native.local.outer.optimizer)
             ledger = watched_step(engine, layout.blocks, middles, batch, autocast)
     shards = layout.mesh.shards(config.zero_optimization.stage)
     return _Run(
@@ -244,6 +271,7 @@ def watched_step(
     ledger.know((local_tensor(p.detach()) for p in engine.parameters_here.values()), "parameters")
     ledger.know((local_tensor(p.detach()) for p in engine.frozen_here.values()), "frozen")
     ledger.know(engine.module.buffers(), "buffers")
+    ledger.know(engine.local_training.tensors_on_device(), "outer")
     states = (
         value
         for state in engine.optimizer.state.values()

@@ -34,6 +34,11 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
         notes.append(f"HSDP: {why}, so there is no rank to share the state with; it is DDP")
     if notes:
         del dense["HSDP"]
+    if config.sdp.sync is not None and config.sdp.groups > 1:
+        try:
+            planned.append(forecast("DiLoCo", _dense_with_local_steps(config), machine, world))
+        except SDPError as error:
+            notes.append(f"DiLoCo: {error}")
     for name, (groups, stage) in dense.items():
         try:
             settings = dense_config(config, groups, stage)
@@ -45,6 +50,12 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
         except SDPError as error:
             notes.append(f"{name}: {error}")
     return planned, notes
+
+
+def _dense_with_local_steps(config: Config) -> Config:
+    """Return ``config`` for the dense model in as many groups, which average as ``sdp.sync`` says: DiLoCo."""
+    dense = dense_config(config, config.sdp.groups, config.zero_optimization.stage)
+    return dense.model_copy(update={"sdp": dense.sdp.model_copy(update={"sync": config.sdp.sync})})
 
 
 def distributed_data_parallel(config: Config, machine: Machine, world: int) -> Forecast:

@@ -215,5 +215,6 @@ def _most_state(config: Config, world: int) -> int:
     options: dict[str, Any] = {
         "shards": mesh.shards(config.zero_optimization.stage),
         "compute_bytes": config.compute_bytes,
+        "sync": config.sdp.sync,
     }
     return max(predict_state_bytes(layout, mesh.rank(group), optimizer, **options).total for group in range(mesh.sdp))

@@ -6,15 +6,17 @@ The layout is made on the meta device, and the steps of its ranks are traced on 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from ...engine.accounting.local_traffic import LocalTraffic
 from ...engine.accounting.traffic_plan import Collective, CollectivePlan
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
+from ...engine.config.sync import SyncSection
 from ...engine.distributed.mesh import Coordinates, Mesh, mesh_of
 from ...engine.errors import ConfigError
 from ...engine.module_paths import parents
@@ -23,7 +25,7 @@ from ...engine.placement.layout import Layout
 from ...engine.tracing.repetition import sequence
 from ...engine.tracing.step import StepTrace, trace_step
 from ..runs.model_inputs import model_and_batch
-from .machine import Machine, step_time
+from .machine import Machine, step_time, with_outer_steps
 from .result import Forecast, GroupForecast, RankForecast
 
 MOST_TRACES = 8  # at most so many of the groups that run different things are traced
@@ -92,10 +94,15 @@ def _forecast(
         alike.setdefault((_runs(layout, group), sequence(model, layout, group)), []).append(group)
     kinds = _most_telling(layout, list(alike.values()))
     stage, compute = config.zero_optimization.stage, config.compute_bytes
-    gathers = gathered_bytes(config.optimizer, layout)
+    sync = config.sdp.sync
     plan = CollectivePlan(
-        layout, stage=stage, accumulation=size.accumulation, compute_bytes=compute, optimizer_gathers=gathers
+        layout, stage=stage, accumulation=size.accumulation, compute_bytes=compute, local=sync is not None,
+        optimizer_gathers=gathered_bytes(config.optimizer, layout),
+    )  # fmt: skip
+    rounds = partial(
+        LocalTraffic, layout, sync=sync, stage=stage, accumulation=size.accumulation, compute_bytes=compute
     )
+    outer = (lambda rank: tuple(rounds(rank).round_between_groups())) if sync is not None else lambda _: ()
     trace = partial(trace_step, build, config, layout, batch, autocast=autocast, device=machine.device)
     traced = {tuple(groups): trace(groups[0]) for groups in kinds[:MOST_TRACES]}
     with_them: dict[tuple[int, ...], list[int]] = {groups: [] for groups in traced}
@@ -108,7 +115,9 @@ def _forecast(
     planned = []
     for first, step in traced.items():
         groups = (*first, *with_them[first])
-        planned.append(GroupForecast(groups, step, tuple(_ranks(step, layout, size, machine, plan, groups))))
+        planned.append(
+            GroupForecast(groups, step, tuple(_ranks(step, layout, size, machine, plan, groups, outer, sync)))
+        )
     planned.sort(key=lambda group: -group.trace.peak)
     return Forecast(name, config, layout, size, machine, tuple(planned), tuple(untraced), tuple(reordered))
 
@@ -150,11 +159,19 @@ def _runs(layout: Layout, group: int) -> Any:
 
 
 def _ranks(
-    trace: StepTrace, layout: Layout, size: BatchSize, machine: Machine, plan: CollectivePlan, groups: Sequence[int]
+    trace: StepTrace,
+    layout: Layout,
+    size: BatchSize,
+    machine: Machine,
+    plan: CollectivePlan,
+    groups: Sequence[int],
+    outer: Callable[[int], tuple[Collective, ...]],
+    sync: SyncSection | None,
 ) -> Iterator[RankForecast]:
     """Plan the ranks of ``groups``, without repeating those that send the same.
 
     The placement and the nodes determine what a rank sends. Its computation is that of ``trace``.
+    ``outer`` returns what a rank sends between groups in a round of local steps.
     """
     known: set[Any] = set()
     for group in groups:
@@ -165,16 +182,21 @@ def _ranks(
                 Collective("tensor parallel", kind, neighbours, nbytes)
                 for (kind, _), nbytes in trace.tensor_parallel.items()
             ]
-            collectives = (*plan.of(rank), *activations)
+            collectives, averages = (*plan.of(rank), *activations), outer(rank)
             alike = tuple(
                 sorted(
-                    (one.scope, one.kind, len(one.ranks), one.nbytes, machine.link(one.ranks)) for one in collectives
+                    (one.scope, one.kind, len(one.ranks), one.nbytes, machine.link(one.ranks))
+                    for one in (*collectives, *averages)
                 )
             )
             if alike not in known:
                 known.add(alike)
                 time = step_time(trace.flops, collectives, machine, size.accumulation)
-                yield RankForecast(rank, collectives, time, _communicators(layout, at, collectives))
+                if sync is not None:
+                    time = with_outer_steps(time, averages, sync, machine)
+                every = sync.every if sync is not None else 1
+                communicators = _communicators(layout, at, (*collectives, *averages))
+                yield RankForecast(rank, collectives, time, communicators, averages, every)
 
 
 def _communicators(layout: Layout, at: Coordinates, collectives: Sequence[Collective]) -> int:

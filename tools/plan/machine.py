@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
 from ...engine.accounting.traffic_plan import Collective
 from ...engine.config.schema import Config
+from ...engine.config.sync import SyncSection
 from ...engine.tracing.operators import Device
 
 PEAK_FLOPS, ACHIEVED, INSIDE, BETWEEN = "989TFLOP/s", 0.4, "450GB/s", "50GB/s"
@@ -90,6 +91,7 @@ class StepTime:
         between: Averages of gradients between groups.
         refresh: Weights sent to frozen copies.
         step: Computation, and the traffic that computation does not hide.
+        outer: With local steps, averages of weights between groups and refreshed copies, per step.
     """
 
     compute: float
@@ -98,6 +100,7 @@ class StepTime:
     between: float
     refresh: float
     step: float
+    outer: float = 0.0
 
 
 def step_time(flops: float, collectives: Sequence[Collective], machine: Machine, accumulation: int) -> StepTime:
@@ -135,6 +138,19 @@ def step_time(flops: float, collectives: Sequence[Collective], machine: Machine,
     return StepTime(
         compute, total("tensor parallel"), total("inside groups"), total("between groups"), total("refresh"), step
     )
+
+
+def with_outer_steps(
+    time: StepTime, collectives: Sequence[Collective], sync: SyncSection, machine: Machine
+) -> StepTime:
+    """Add the averages of a round of local steps to the mean step of the round.
+
+    Without overlap nothing hides an average. With it, the average of a fragment travels during the
+    next ``overlap`` steps, and what is left then is exposed.
+    """
+    seconds = sum(machine.seconds(one.sent, machine.link(one.ranks)) for one in collectives)
+    exposed = sync.fragments * max(0.0, seconds / sync.fragments - sync.overlap * time.step)
+    return replace(time, outer=seconds / sync.every, step=time.step + exposed / sync.every)
 
 
 def default_world(config: Config) -> tuple[int, str]:

@@ -20,19 +20,24 @@ from .machine import LINKS, Link, Machine, StepTime
 class RankForecast:
     """What one rank sends in a step, activations included, and how long the step takes.
 
-    ``communicators`` is the number of process groups that the rank is in.
+    ``communicators`` is the number of process groups that the rank is in. With local steps,
+    ``averages`` are the collectives between groups of a round of ``every`` steps.
     """
 
     rank: int
     collectives: tuple[Collective, ...]
     time: StepTime
     communicators: int
+    averages: tuple[Collective, ...] = ()
+    every: int = 1
 
     def sent(self, machine: Machine) -> dict[Link, float]:
-        """Bytes that the rank sends in a step, by kind of link."""
+        """Bytes that the rank sends in a step, by kind of link. With local steps, the mean over a round."""
         total = dict.fromkeys(LINKS, 0.0)
         for one in self.collectives:
             total[machine.link(one.ranks)] += one.sent
+        for one in self.averages:
+            total[machine.link(one.ranks)] += one.sent / self.every
         return total
 
     def to_json(self, machine: Machine) -> dict[str, Any]:
@@ -41,6 +46,11 @@ class RankForecast:
             "sent": self.sent(machine),
             "collectives": [_collective_json(machine, one) for one in self.collectives],
             "seconds": asdict(self.time),
+            **(
+                {"averages_of_a_round": [_collective_json(machine, one) for one in self.averages], "every": self.every}
+                if self.every > 1 or self.averages
+                else {}
+            ),
         }
 
 

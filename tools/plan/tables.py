@@ -72,6 +72,8 @@ def make_table(columns: Sequence[Forecast]) -> Table:
         in_bytes("gradients", [state.gradients for state in states]),
         in_bytes("optimizer", [state.optimizer for state in states]),
         in_bytes("frozen copies", [state.frozen or None for state in states]),
+        in_bytes("anchors and outer state", [state.outer - state.outer_on_host or None for state in states]),
+        in_bytes("anchors and outer state, on the host", [state.outer_on_host or None for state in states]),
         in_bytes("activations, at most", [group.trace.activations for group in worst]),
         in_bytes("communication buffers, at most", [group.trace.communication or None for group in worst]),
         in_bytes("peak", [group.trace.peak for group in worst], peak_of_ddp),
@@ -85,6 +87,7 @@ def make_table(columns: Sequence[Forecast]) -> Table:
         plain_row("inside groups, before hiding", [rank.time.inside or None for rank in slowest], ".3g"),
         plain_row("between groups or replicas, before hiding", [rank.time.between or None for rank in slowest], ".3g"),
         plain_row("frozen copies, before hiding", [rank.time.refresh or None for rank in slowest], ".3g"),
+        plain_row("averages of weights, before hiding", [rank.time.outer or None for rank in slowest], ".3g"),
         plain_row("step, slowest rank", [column.seconds for column in columns], ".4g"),
         plain_row("tokens/s" if columns[0].config.data.name is None else "images/s", speeds, ",.0f"),
     ]
@@ -106,12 +109,32 @@ def list_collectives(plan: Forecast) -> str:
     ]
     if not rows:
         return "nothing is sent\n"
-    return Table([""], [Row(f"sent by rank {plan.slowest.rank}, the slowest, in a step"), *rows]).text() + "\n"
+    table = Table([""], [Row(f"sent by rank {plan.slowest.rank}, the slowest, in a step"), *rows]).text() + "\n"
+    return table + _list_averages(plan)
+
+
+def _list_averages(plan: Forecast) -> str:
+    """List what the slowest rank sends between groups in a round of local steps."""
+    sent = Counter[Any]()
+    for one in plan.slowest.averages:
+        sent[one.kind, len(one.ranks), plan.machine.link(one.ranks)] += one.sent  # type: ignore[assignment]
+    rows = [
+        Row(f"  {kind.replace('_', '-')} of {ranks} ranks, {link}", bytes_row("", [nbytes], decimal=True).cells)
+        for (kind, ranks, link), nbytes in sent.items()
+    ]
+    head = Row(f"averages of weights, sent by rank {plan.slowest.rank} in a round of {plan.slowest.every} steps")
+    return Table([""], [head, *rows]).text() + "\n" if rows else ""
 
 
 def assumptions(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
     """List what the figures assume, and what they leave out. A reader needs both to use them."""
-    return [*_about_speed(plan), *_about_memory(plan), *_about_groups(plan), *_about_ddp(plan, others)]
+    return [
+        *_about_speed(plan),
+        *_about_memory(plan),
+        *_about_groups(plan),
+        *_about_local_steps(plan),
+        *_about_ddp(plan, others),
+    ]
 
 
 def _about_speed(plan: Forecast) -> list[str]:
@@ -164,6 +187,18 @@ def _about_groups(plan: Forecast) -> list[str]:
             "differ by a few per cent."
         )
     return notes
+
+
+def _about_local_steps(plan: Forecast) -> list[str]:
+    sync = plan.config.sdp.sync
+    if sync is None:
+        return []
+    note = f"Bytes and seconds of a step are means over a round of {sync.every} local steps."
+    if sync.start_after:
+        note += f" The first {sync.start_after} steps average gradients in every step, and are not in these figures."
+    if sync.overlap:
+        note += " The peak includes the changes of a fragment that travel, and its weights at the start."
+    return [note]
 
 
 def _about_ddp(plan: Forecast, others: Sequence[Forecast]) -> list[str]:

@@ -1,0 +1,50 @@
+"""``sdp plan`` of local steps: anchors in the peak, means over a round, and DiLoCo next to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sdp.tools.cli import main
+
+QUICKSTART = Path(__file__).parents[3] / "configs/quickstart_local.json"
+SMALL = ["model.hidden_size=48", "model.intermediate_size=64", "model.num_hidden_layers=4", "data.sequence_length=32",
+         "model.max_position_embeddings=32", "data.vocab_size=256"]  # fmt: skip
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *settings: str) -> dict:
+    assert main(["plan", str(QUICKSTART), "--json", "--set", *SMALL, *settings]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_of_local_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    every_step, local, late, on_host = (
+        _plan(capsys, f"sdp.sync={sync}")
+        for sync in (
+            "null",
+            '{"every": 16}',
+            '{"every": 16, "fragments": 4, "overlap": 2}',
+            '{"every": 16, "offload": "cpu"}',
+        )
+    )
+    ours, plain = local["plan"], every_step["plan"]
+    first, of_plain = ours["ranks"][0], plain["ranks"][0]
+    assert first["outer"] == 2 * first["parameters"], "anchors and momentum"
+    assert first["peak"] >= of_plain["peak"] + first["outer"]
+    assert late["plan"]["ranks"][0]["peak"] > first["peak"]
+    assert on_host["plan"]["ranks"][0]["outer_on_host"] == first["outer"]
+    assert on_host["plan"]["ranks"][0]["peak"] < first["peak"]
+    between = sum(one["sent_bytes"] for one in of_plain["collectives"] if one["scope"] == "between groups")
+    assert sum(one["sent_bytes"] for one in first["averages_of_a_round"]) == between, "what one step sent, once a round"
+    assert not [one for one in first["collectives"] if one["scope"] == "between groups"]
+    assert "DiLoCo" in local["alternatives"]
+    assert "DiLoCo" not in every_step["alternatives"]
+
+
+def test_the_table_says_what_a_round_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART), "--set", *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert "averages of weights, sent by rank 0 in a round of 16 steps" in printed
+    assert "anchors and outer state" in printed
+    assert "The first 16 steps average gradients in every step" in printed
