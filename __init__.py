@@ -8,11 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .engine.deepspeed_api import namespace as _deepspeed
+
 if TYPE_CHECKING:
     from .engine.config.load import load_config as load_config
     from .engine.config.schema import Config as Config
     from .engine.distributed.join import init_distributed as init_distributed
     from .engine.distributed.mesh import Mesh as Mesh
+    from .engine.engine import SDPEngine as DeepSpeedEngine
     from .engine.engine import SDPEngine as SDPEngine
     from .engine.errors import ConfigError as ConfigError
     from .engine.errors import DivergenceError as DivergenceError
@@ -23,10 +26,15 @@ if TYPE_CHECKING:
     from .engine.errors import SDPError as SDPError
     from .engine.initialize import add_config_arguments as add_config_arguments
     from .engine.initialize import initialize as initialize
+    from .engine.model_interface import Branch as Branch
     from .engine.placement.placement import Placement as Placement
     from .engine.placement.units import Unit as Unit
 
+__version__ = "0.1.0"
+
+# The file of engine/ that has the name.
 _HOMES = {
+    "Branch": "model_interface",
     "Config": "config",
     "load_config": "config",
     "SDPEngine": "engine",
@@ -44,10 +52,28 @@ _HOMES = {
     "init_distributed": "distributed.join",
     "Unit": "placement.units",
 }
-__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+# Names of DeepSpeed: the file of engine/, and the name there.
+_DEEPSPEED_NAMES = {
+    "DeepSpeedConfig": ("config", "Config"),
+    "DeepSpeedConfigError": ("errors", "ConfigError"),
+    "DeepSpeedEngine": ("engine", "SDPEngine"),
+    "OnDevice": ("deepspeed_api.utils", "OnDevice"),
+    "get_accelerator": ("deepspeed_api.accelerator", "get_accelerator"),
+    "log_dist": ("deepspeed_api.utils", "log_dist"),
+    "logger": ("deepspeed_api.utils", "logger"),
+}
+__all__ = ["DeepSpeedEngine", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+_deepspeed.install(__name__)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f".engine.{_HOMES[name]}", __name__), name)
+    if name in _DEEPSPEED_NAMES:
+        file, original = _DEEPSPEED_NAMES[name]
+        return getattr(importlib.import_module(f".engine.{file}", __name__), original)
+    if name in _deepspeed.MODULES or name in _deepspeed.OUT_OF_SCOPE:
+        return importlib.import_module(f".{name}", __name__)
+    if name in _deepspeed.NAMES_OUT_OF_SCOPE:
+        return _deepspeed.refusing(name, _deepspeed.NAMES_OUT_OF_SCOPE[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

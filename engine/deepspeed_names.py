@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch.optim import Optimizer
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from .backend import Backend
 from .batch.size import BatchSize
 from .config.schema import Config
+from .deepspeed_facts import FACTS_OF_CONFIG, FACTS_THAT_ARE_FALSE, DeepSpeedMonitor
 from .engine_facts import EngineFacts
 from .errors import ConfigError
 
@@ -21,8 +22,13 @@ METHODS_OUT_OF_SCOPE = {
     "eval_batch": "pipelines are not supported; call engine.evaluate(batches)",
     "reset_activation_shape": "pipelines are not supported",
     "register_comm_hook": "gradients are averaged among holders, so a hook of torch's DDP does not apply",
-    "set_train_batch_size": "the batch size of a run is fixed; give train_batch_size in the configuration",
-    "set_train_micro_batch_size": "the batch size of a run is fixed; give train_micro_batch_size_per_gpu",
+    "random_ltd_initialize": "DeepSpeed's random layer-wise token dropping is not supported",
+    "set_custom_curriculum_learning_schedule": "DeepSpeed's curricula are not supported; order the data set itself",
+    "offload_states": "states stay where they are; give zero_optimization.offload_optimizer in the configuration",
+    "reload_states": "states stay where they are; give zero_optimization.offload_optimizer in the configuration",
+    "load_moe_state_dict": "DeepSpeed's MoE layers are not supported",
+    "allreduce_gradients": "backward() averages the gradients at the accumulation boundary",
+    "load_module_state_dict": "groups hold parts of the model; give the weights to sdp.initialize, or use load_checkpoint",
     "float": "the configuration chooses the model's type, with bf16 or fp16",
     "double": "the configuration chooses the model's type, with bf16 or fp16",
     "compile": "give training.compile in the configuration",
@@ -35,7 +41,6 @@ ATTRIBUTES_OUT_OF_SCOPE = {
     "eigenvalue": "DeepSpeed's compression is not supported",
     "progressive_layer_drop": "DeepSpeed's progressive layer drop is not supported",
     "has_moe_layers": "DeepSpeed's MoE layers are not supported",
-    "monitor": "give tensorboard, csv_monitor or wandb in the configuration; sdp train writes to them",
 }
 
 
@@ -70,9 +75,16 @@ class DeepSpeedNames(EngineFacts):
     A name that belongs to a part of DeepSpeed that is out of scope says so when it is used.
     """
 
+    loader: Any
+    global_steps: int
+    micro_steps: int
+    skipped_steps: int
+
     def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer):
         super().__init__(backend, config, batch, optimizer)
         self.tput_timer = ThroughputTimer()
+        self.monitor = DeepSpeedMonitor(config, writes=self.global_rank == 0)
+        self._own_boundary: bool | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Return the model's attribute, as DeepSpeed does. Called only for names that the engine does not have."""
@@ -80,6 +92,10 @@ class DeepSpeedNames(EngineFacts):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name in ATTRIBUTES_OUT_OF_SCOPE:
             raise OutOfScopeError(f"engine.{name}: {ATTRIBUTES_OUT_OF_SCOPE[name]}")
+        if name in FACTS_OF_CONFIG:
+            return functools.partial(FACTS_OF_CONFIG[name], self.config)
+        if name in FACTS_THAT_ARE_FALSE:
+            return lambda: False
         if name in METHODS_OUT_OF_SCOPE:
             return functools.partial(_refuse_call, name)
         try:
@@ -87,6 +103,100 @@ class DeepSpeedNames(EngineFacts):
         except AttributeError:
             model = type(self._backend.module).__name__
             raise AttributeError(f"neither the engine nor the model ({model}) has the attribute {name!r}") from None
+
+    # -- batches -------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one before an optimizer step."""
+        if self._own_boundary is not None:
+            return self._own_boundary
+        return (self.micro_steps + 1) % self._batch.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the following micro-batches are the last ones before a step. None: let the engine count again.
+
+        The losses are divided by ``gradient_accumulation_steps`` in any case, as in DeepSpeed.
+        """
+        self._own_boundary = is_boundary
+        if self._is_deepspeed:
+            self.deepspeed.set_gradient_accumulation_boundary(is_boundary)
+        if is_boundary is None:
+            self._count_from_here()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step by changing the accumulation steps, between two steps.
+
+        Raises:
+            ConfigError: The number is not a multiple of micro-batch × data ranks, or a step has begun.
+        """
+        micro, ranks = self._batch.micro, self.layout.mesh.data_ranks
+        if train_batch_size < 1 or train_batch_size % (micro * ranks):
+            raise ConfigError(
+                f"engine.set_train_batch_size: {train_batch_size} is not a multiple of micro-batch {micro} × data ranks {ranks}"
+            )
+        if self.micro_steps % self._batch.accumulation and self._own_boundary is None:
+            raise ConfigError(
+                "engine.set_train_batch_size: a step has begun; call it after engine.step() at a boundary"
+            )
+        self._batch = BatchSize(train_batch_size, micro, train_batch_size // (micro * ranks))
+        if self._is_deepspeed:
+            self.deepspeed.set_train_batch_size(train_batch_size // ranks * self.deepspeed.dp_world_size)
+        self._count_from_here()
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples per forward pass; the accumulation steps stay.
+
+        Raises:
+            ConfigError: The loader of ``training_data`` makes batches of the configured size.
+        """
+        if self.loader is not None:
+            raise ConfigError(
+                "engine.set_train_micro_batch_size: the loader of training_data makes batches of the configured size; give "
+                "train_micro_batch_size_per_gpu in the configuration"
+            )
+        accumulation = self._batch.accumulation
+        self._batch = BatchSize(
+            micro_batch_size * accumulation * self.layout.mesh.data_ranks, micro_batch_size, accumulation
+        )
+        if self._is_deepspeed:
+            self.deepspeed.set_train_micro_batch_size(micro_batch_size)
+
+    def _count_from_here(self) -> None:
+        """Count micro-batches as if all earlier steps had the present number of accumulation steps."""
+        self.micro_steps = self.global_steps * self._batch.accumulation
+        self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """The samples per step, the samples per forward pass of a rank, and the accumulation steps."""
+        return self._batch.train, self._batch.micro, self._batch.accumulation
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of ``step`` updated the weights."""
+        return self.global_steps > 0 and self.micro_steps % self._batch.accumulation == 0 and not self.was_step_skipped
+
+    # -- ranks ---------------------------------------------------------------------------------------
+
+    @property
+    def dp_world_size(self) -> int:
+        """The number of ranks that read different data."""
+        return self.layout.mesh.data_ranks
+
+    @property
+    def mp_world_size(self) -> int:
+        """The number of ranks that share a forward pass (tensor parallelism)."""
+        return self.layout.mesh.tp
+
+    def get_data_parallel_rank(self) -> int:
+        return self.layout.mesh.data_rank(self.global_rank)
+
+    def get_tensor_parallel_rank(self) -> int:
+        return self.layout.mesh.coordinates(self.global_rank).tp
+
+    get_model_parallel_rank = get_tensor_parallel_rank
+
+    @property
+    def _is_deepspeed(self) -> bool:
+        return self.config.sdp.engine == "deepspeed"
 
     # -- the configuration -----------------------------------------------------------------------
 
@@ -106,6 +216,14 @@ class DeepSpeedNames(EngineFacts):
         return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in groups]
 
     # -- the model -------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the model's mode. In evaluation mode, :attr:`module` still runs this group's subnetwork only."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        return self.train(False)
 
     def to(self, *args: Any, **kwargs: Any) -> DeepSpeedNames:
         """Do nothing if the model is asked to stay as it is. The engine has put it on its device already.
@@ -172,6 +290,21 @@ class DeepSpeedNames(EngineFacts):
         if state is None or own is None:
             return state
         return {name: tensor.to(own) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The weights of :attr:`module`: of this group's subnetwork. :meth:`full_state_dict` has the whole model's."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def save_fp16_model(self, *args: Any, **kwargs: Any) -> bool:
+        """The old name of :meth:`save_16bit_model`."""
+        return self.save_16bit_model(*args, **kwargs)
+
+    def destroy(self) -> None:
+        """Finish a checkpoint that is written in the background, and drop gradients. Call it after the last step."""
+        self.wait_for_checkpoint()
+        self._backend.zero_grad()
+        if self._is_deepspeed:
+            self.deepspeed.destroy()
 
     # -- without effect here ---------------------------------------------------------------------
 

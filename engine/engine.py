@@ -190,17 +190,6 @@ class SDPEngine(DeepSpeedNames):
         """
         return self.local_training.finish(self.global_steps)
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one before an optimizer step."""
-        return (self.micro_steps + 1) % self._batch.accumulation == 0
-
-    def train(self, mode: bool = True) -> SDPEngine:
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> SDPEngine:
-        return self.train(False)
-
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def save_checkpoint(

@@ -21,7 +21,8 @@ LEVELS = {"engine": 0, "data": 1, "models": 1, "launcher": 1, "tools": 2}
 ENGINE_ORDER = (
     "errors", "json_files", "module_paths", "model_interface", "environment", "config", "distributed", "batch", "placement",
     "optim", "subnetwork", "sync", "accounting", "full_model", "backend", "checkpoint", "local_training", "engine_facts",
-    "deepspeed_names", "engine", "backends", "construct", "tracing", "announcement", "initialize",
+    "deepspeed_facts", "deepspeed_names", "engine", "backends", "construct", "tracing", "announcement",
+    "initialize", "deepspeed_api",
 )  # fmt: skip
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "train", "plan")
@@ -40,6 +41,7 @@ IMPORT_BY_NAME = {
     "engine/backends/deepspeed/private.py": "parts of DeepSpeed",
     "engine/backends/deepspeed/zero_checkpoint.py": "parts of DeepSpeed",
     "tools/train/observers/monitors.py": "the monitors' packages",
+    "engine/deepspeed_api/namespace.py": "parts of the package, by the names that DeepSpeed gives them",
 }
 
 Name = tuple[str, ...]

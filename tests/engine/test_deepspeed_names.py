@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import sdp
 import torch
+from sdp.engine.deepspeed_facts import FACTS_OF_CONFIG, FACTS_THAT_ARE_FALSE
 from sdp.engine.deepspeed_names import ATTRIBUTES_OUT_OF_SCOPE, METHODS_OUT_OF_SCOPE
 from sdp.tests.support.models import mlp
 from torch import nn
@@ -76,6 +77,77 @@ def test_a_part_that_is_out_of_scope_says_so() -> None:
     for name in METHODS_OUT_OF_SCOPE:
         with pytest.raises(sdp.ConfigError, match=f"engine.{name}: "):
             getattr(engine, name)(1)
+
+
+def test_the_methods_about_the_configuration_have_deepspeeds_names() -> None:
+    engine = _engine()
+    assert engine.zero_optimization_partition_weights() is False
+    assert engine.optimizer_name() == "sgd"
+    assert engine.optimizer_params() == {"lr": 0.1, "momentum": 0.5}
+    assert engine.flops_profiler_enabled() is False
+    assert engine.get_data_types() == (torch.float32, torch.float32)
+    assert engine.get_batch_info() == (4, 4, 1)
+    assert (engine.dp_world_size, engine.mp_world_size, engine.get_data_parallel_rank()) == (1, 1, 0)
+    for name in (*FACTS_OF_CONFIG, *FACTS_THAT_ARE_FALSE):
+        getattr(engine, name)()
+
+
+def test_a_script_says_where_a_step_ends() -> None:
+    engine = _engine()
+    batch = torch.ones(4, 5), torch.ones(4, 3)
+    for is_boundary in (False, False, True):
+        engine.set_gradient_accumulation_boundary(is_boundary)
+        engine.backward(engine(*batch))
+        engine.step()
+    assert (engine.global_steps, engine.micro_steps) == (1, 3)
+    engine.set_gradient_accumulation_boundary(None)
+    engine.backward(engine(*batch))
+    engine.step()
+    assert engine.global_steps == 2
+
+
+def test_the_batch_size_changes_between_two_steps() -> None:
+    engine, expected = _engine(), _engine()
+    batch = torch.ones(4, 5), torch.ones(4, 3)
+    engine.set_train_batch_size(12)
+    assert engine.gradient_accumulation_steps() == 3
+    for micro in range(3):
+        engine.backward(engine(*batch))
+        engine.step()
+        assert engine.was_step_applied() is (micro == 2)
+        if micro == 0:
+            with pytest.raises(sdp.ConfigError, match="a step has begun"):
+                engine.set_train_batch_size(4)
+    assert (engine.global_steps, engine.global_samples) == (1, 12)
+    expected.backward(expected(*batch))
+    expected.step()
+    ours, theirs = engine.full_state_dict(), expected.full_state_dict()
+    assert ours is not None and theirs is not None
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value)
+    engine.set_train_batch_size(4)
+    engine.backward(engine(*batch))
+    engine.step()
+    assert engine.global_steps == 2
+    with pytest.raises(sdp.ConfigError, match="6 is not a multiple"):
+        engine.set_train_batch_size(6)
+    engine.set_train_micro_batch_size(2)
+    assert engine.get_batch_info() == (2, 2, 1)
+    engine.destroy()
+
+
+def test_the_monitor_writes_a_scripts_own_curves(tmp_path: Path) -> None:
+    config = {
+        "train_batch_size": 4,
+        "sdp": {"engine": "reference"},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
+    }
+    engine = sdp.initialize(model=Chat(), config=config)[0]
+    assert engine.monitor.enabled
+    engine.monitor.write_events([("Train/reward", torch.tensor(0.5), 1), ("Train/reward", 0.75, 2)])
+    rows = (tmp_path / "job" / "Train_reward.csv").read_text().splitlines()
+    assert rows == ["step,reward", "1,0.5", "2,0.75"]
+    assert not _engine().monitor.enabled
 
 
 def test_the_model_stays_where_it_is() -> None:

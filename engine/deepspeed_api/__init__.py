@@ -1,0 +1,1 @@
+"""The modules of DeepSpeed that scripts import: ``sdp.comm``, ``sdp.zero``, ``sdp.ops.adam`` and others."""
