@@ -65,7 +65,7 @@ def resolve_spellings(raw: dict[str, Any]) -> dict[str, Any]:
     if isinstance(zero, bool):
         known["zero_optimization"] = {"stage": int(zero)}
     elif isinstance(zero, dict):
-        known["zero_optimization"] = _resolve_old_offloads(zero)
+        known["zero_optimization"] = _resolve_offloads(zero)
     return {key: value for key, value in known.items() if value is not None}
 
 
@@ -82,14 +82,18 @@ def _is_infinite(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isinf(value))
 
 
-def _resolve_old_offloads(zero: dict[str, Any]) -> dict[str, Any]:
-    """Return the section with ``offload_optimizer`` and ``offload_param`` in place of their first names."""
+def _resolve_offloads(zero: dict[str, Any]) -> dict[str, Any]:
+    """Return the section with today's names of the offload sections, and devices in lower case."""
     kept = {key: value for key, value in zero.items() if value is not None or not key.startswith("offload_")}
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param"),
                      ("cpu_offload_param", "offload_param")):  # fmt: skip
         if isinstance(kept.get(old), bool):
             switch = kept.pop(old)
             kept.setdefault(new, {"device": "cpu" if switch else "none"})
+    for key in ("offload_optimizer", "offload_param"):
+        section = kept.get(key)
+        if isinstance(section, dict) and isinstance(section.get("device"), str):
+            kept[key] = section | {"device": section["device"].lower()}
     return kept
 
 

@@ -89,8 +89,11 @@ def _filter(section: dict[str, Any], prefix: str, hints: list[str], deepspeed: b
             if path not in SILENT_IF_OFF or not _is_off(path, value):
                 hints.append(path)
         elif path in HINT_SECTIONS:
-            if value and not is_switched_off(value):
-                hints.append(path)
+            if not value or is_switched_off(value):
+                continue
+            if deepspeed and path in WHY_NOT_DEEPSPEED:
+                raise ConfigError(_refusal(path, value, {"enabled": False}))
+            hints.append(path)
         elif path in _OFFLOADS and isinstance(value, dict):
             kept[key] = _filter_offload(path, value, hints, deepspeed)
         elif path in _OFFLOADS and value is None:
@@ -130,8 +133,7 @@ def _filter_offload(path: str, section: dict[str, Any], hints: list[str], deepsp
     """Return the keys of an offload section that we act on."""
     _require_neutral(f"{path}.device", section.get("device"), deepspeed)
     hints += [f"{path}.{key}" for key in section if key in OFFLOAD_HINTS]
-    kept = {key: value for key, value in section.items() if key not in OFFLOAD_HINTS}
-    return {key: value for key, value in kept.items() if value is not None}
+    return {key: value for key, value in section.items() if key not in OFFLOAD_HINTS and value is not None}
 
 
 def _refusal(path: str, value: Any, neutral: Any) -> str:

@@ -15,7 +15,8 @@ DEEPSPEED_CLIPS_AT = 1.0  # DeepSpeed's gradient_clipping if the file does not s
 # them.
 _OF_NO_ENGINE = frozenset(
     """
-    cuda_visible_devices gradient_accumulation_dtype prescale_gradients gradient_predivide_factor
+    cuda_visible_devices gradient_accumulation_dtype prescale_gradients gradient_predivide_factor sparse_gradients
+    fp32_allreduce allgather_size
     zero_optimization.find_unused_parameters zero_optimization.gather_fp16_weights_on_model_save
     zero_optimization.max_elements_per_comm zero_optimization.legacy_stage1 zero_optimization.cpu_offload_use_pin_memory
     fp16.opt_level bf16.opt_level bf16.auto_cast bf16.loss_scale bf16.loss_scale_window bf16.initial_scale_power
@@ -52,6 +53,7 @@ HINTS = _OF_NO_ENGINE | frozenset(
     activation_checkpointing.contiguous_memory_optimization activation_checkpointing.synchronize_checkpoint_boundary
     activation_checkpointing.profile activation_checkpointing.partition_activations
     activation_checkpointing.cpu_checkpointing activation_checkpointing.number_checkpoints
+    checkpoint.writer checkpoint.parallel_write
     """.split()
 )
 
@@ -69,6 +71,8 @@ HINT_SECTIONS: dict[str, str] = {
     "aio": "it tunes reads and writes of NVMe disks",
     "compile": "it acts when the script calls engine.compile()",
     "compression_training": "it acts when the script calls DeepSpeed's init_compression, which does not exist here",
+    "sparse_attention": "it acts on a model with DeepSpeed's SparseSelfAttention, which does not exist here",
+    "hybrid_engine": "it makes generation faster",
     "pipeline": "it acts on a PipelineModule, which does not exist here",
     "flops_profiler": 'it measures; sdp.engine "deepspeed" has it',
     "comms_logger": 'it measures; sdp.engine "deepspeed" has it',
@@ -84,13 +88,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "data_efficiency.enabled": (False,),
     "progressive_layer_drop.enabled": (False,),
     "eigenvalue.enabled": (False,),
-    "hybrid_engine.enabled": (False,),
     "nebula.enabled": (False,),
     "comet.enabled": (False,),
     "expert_parallel.enabled": (False,),
     "quantize_training": ({}, None),
-    "sparse_attention": ({}, None),
-    "sparse_gradients": (False,),
     "communication_data_type": (None, "fp32"),
     "data_types.grad_accum_dtype": (None, "fp32"),
     "gradient_allreduce_op": ("mean",),
@@ -112,7 +113,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "checkpoint.tag_validation": ("Ignore", "Warn", "Fail"),
     "checkpoint.load_universal": (False,),
     "checkpoint.use_node_local_storage": (False,),
-    "checkpoint.parallel_write": ({}, {"pipeline_stage": False}),
 }
 
 # The settings for which the DeepSpeed engine differs, with the values that it allows.
@@ -145,7 +145,7 @@ WHY_NOT_DEEPSPEED: dict[str, str] = {
     "data_efficiency.enabled": _NOT_BUILT,
     "progressive_layer_drop.enabled": _NOT_BUILT,
     "eigenvalue.enabled": _NOT_BUILT,
-    "sparse_attention": _NOT_BUILT,
+    "hybrid_engine": _NOT_BUILT,
     "fp16.auto_cast": "inputs would be cast in training alone; cast them in the model",
     "fp16.fp16_master_weights_and_grads": _ROUNDED,
     "bf16.bf16_master_weights_and_grads": _ROUNDED,
@@ -167,7 +167,7 @@ WHY_NOT: dict[str, str] = {
 # What DeepSpeed 0.19.8 refuses even with a neutral value, or does not know. It does not get them.
 _REMOVED = frozenset(
     """
-    compression_training nebula amp quantize_training sparse_gradients eigenvalue sparse_attention elasticity
+    compression_training nebula amp quantize_training eigenvalue sparse_attention elasticity
     graph_harvesting curriculum_learning progressive_layer_drop sequence_parallel_size optimizer.adam_w_mode
     zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather
     zero_optimization.zeropp_loco_param

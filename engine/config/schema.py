@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from .data_section import DataSection
-from .section import NonNegativeInt, PositiveInt, RankCount, Samples, Section, Seed, Width
+from .section import NonNegativeInt, PositiveInt, RankCount, Samples, Section, Seed, Whole, Width
 from .sync import SyncSection
 from .training_section import TrainingSection
 from .variables import VariableName, VariableValue
@@ -45,7 +45,7 @@ class FP16Section(Section):
 
     enabled: bool = False
     loss_scale: Annotated[float, Field(ge=0)] = 0.0
-    initial_scale_power: Annotated[int, Field(ge=0, le=64)] = 16
+    initial_scale_power: Annotated[int, Field(ge=0, le=64), Whole] = 16
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False

@@ -10,10 +10,12 @@ from typing import Any
 
 import hjson
 import pytest
+import sdp
 from deepspeed.runtime.config import DeepSpeedConfig
 from sdp.engine.config.deepspeed_keys import KEPT_FROM_DEEPSPEED
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
+from sdp.tests.support.models import mlp
 
 TRAINER: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0},
@@ -69,6 +71,22 @@ def test_auto_values_without_arguments_are_defaults_and_said() -> None:
         load_config({"gradient_clippin": "auto"})
 
 
+def test_initialize_takes_auto_values_from_its_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    arguments = Namespace(per_device_train_batch_size=3, learning_rate=0.25, max_grad_norm=2.0)
+    settings = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "Adam", "params": {"lr": "auto"}},
+        "prescale_gradients": True,
+        "sdp": {"engine": "reference"},
+    }
+    with caplog.at_level("INFO", logger="sdp"):
+        engine = sdp.initialize(arguments, mlp(), config=settings)[0]
+    assert (engine.train_micro_batch_size_per_gpu(), engine.get_lr(), engine.gradient_clipping()) == (3, [0.25], 2.0)
+    assert '"auto": optimizer.params.lr = 0.25 (the script\'s learning_rate)' in caplog.messages
+    assert "accepted without effect (performance hints for DeepSpeed): prescale_gradients" in caplog.messages
+
+
 HJSON = """// a comment
 {
   "train_batch_size": 8,  # another
@@ -108,6 +126,10 @@ def test_hjson_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
         {"quantize_training": {"enabled": False, "quantize_groups": 1}},
         {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
         {"sparse_gradients": False},
+        {"sparse_gradients": True, "sparse_attention": {"mode": "fixed", "block": 16}, "fp32_allreduce": True},
+        {"checkpoint": {"parallel_write": {"pipeline_stage": True}, "writer": {"type": "fast"}}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "CPU", "buffer_count": 4, "fast_init": False}}},
+        {"fp16": {"enabled": False, "initial_scale_power": 16.0, "loss_scale_window": 1e3}},
         {"fp16": {"enabled": False, "opt_level": "O2", "min_loss_scale": 0.5}},
         {"bf16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}},
         {"bfloat16": {"enabled": True}},
@@ -142,6 +164,7 @@ def test_neutral_and_old_settings_are_accepted(section: dict[str, Any]) -> None:
         ({"bf16": {"enable": True}}, "bf16.enable: unknown key, did you mean enabled?"),
         ({"optimizer": {"type": "Adam", "adam_w_mode": False}}, "optimizer.adam_w_mode: false cannot be honoured"),
         ({"fp16": {"enabled": True, "auto_cast": True}, "sdp": {"engine": "deepspeed"}}, "fp16.auto_cast: true cannot be honoured"),
+        ({"hybrid_engine": {"enabled": True}, "sdp": {"engine": "deepspeed"}}, "hybrid_engine: {\"enabled\": true} cannot be honoured"),
         ({"torch_autocast": {"enabled": True}, "sdp": {"engine": "deepspeed"}}, "torch_autocast.enabled: true cannot be honoured"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
