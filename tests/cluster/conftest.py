@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from sdp.tests.support.faults import LAUNCHERS, Life, live
-from sdp.tests.support.hosts import LAUNCH, QUICKSTART, SDP, Hosts, made_hosts, what_installs
-from sdp.tests.support.slurm_scenarios import STORIES, slurm_over, what_is_missing
+from sdp.tests.support.clusters.faults import LAUNCHERS, Life, live
+from sdp.tests.support.clusters.hosts import LAUNCH, QUICKSTART, SDP, Hosts, made_hosts, what_installs
+from sdp.tests.support.clusters.slurm_scenarios import STORIES, slurm_over, what_is_missing
 
 
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[Hosts]:
-    """host-a to host-l; see tests/support/hosts.py."""
+    """host-a to host-l; see tests/support/clusters/hosts.py."""
     with made_hosts() as made:
         yield made
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
-from sdp.tests.support.faults import MPICH, OPEN_MPI, TORCHRUN
-from sdp.tests.support.hosts import LAUNCH, QUICKSTART, SDP, Hosts, finish, needs
+from sdp.tests.support.clusters.faults import MPICH, OPEN_MPI, TORCHRUN
+from sdp.tests.support.clusters.hosts import LAUNCH, QUICKSTART, SDP, Hosts, finish, needs
 
 # The fixtures start long runs, which continue during these tests.
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("lives", "stories")]

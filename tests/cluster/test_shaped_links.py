@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import sdp
-from sdp.tests.support.hosts import SDP
+from sdp.tests.support.clusters.hosts import SDP
 from sdp.tests.support.processes import until
 
 pytestmark = pytest.mark.cluster

@@ -1,4 +1,4 @@
-"""SLURM over hosts in network namespaces; see tests/support/slurm_scenarios.py.
+"""SLURM over hosts in network namespaces; see tests/support/clusters/slurm_scenarios.py.
 
 Skipped, loudly, where a machine cannot make the hosts or has no SLURM.
 """
@@ -6,7 +6,7 @@ Skipped, loudly, where a machine cannot make the hosts or has no SLURM.
 from concurrent.futures import Future
 
 import pytest
-from sdp.tests.support.slurm_scenarios import STORIES, what_is_missing
+from sdp.tests.support.clusters.slurm_scenarios import STORIES, what_is_missing
 
 pytestmark = pytest.mark.cluster
 

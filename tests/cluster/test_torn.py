@@ -1,13 +1,13 @@
 """Runs that are stopped and lose a rank and a host end as if undisturbed, under every launcher.
 
-See tests/support/faults.py.
+See tests/support/clusters/faults.py.
 """
 
 from concurrent.futures import Future
 
 import pytest
-from sdp.tests.support.faults import LAUNCHERS, SLOW, Life, meet_the_rest
-from sdp.tests.support.hosts import Hosts, needs
+from sdp.tests.support.clusters.faults import LAUNCHERS, SLOW, Life, meet_the_rest
+from sdp.tests.support.clusters.hosts import Hosts, needs
 
 pytestmark = pytest.mark.cluster
 

@@ -14,11 +14,14 @@ from sdp.data.tokenizers import load_tokenizer
 from sdp.engine.checkpoint.files import read_state
 from sdp.engine.checkpoint.load import load
 from sdp.engine.checkpoint.save import write
+from sdp.engine.config.load import load_config
 from sdp.engine.distributed.agreement import Ranks
+from sdp.engine.errors import ConfigError
 from sdp.models.llama import Llama
 from sdp.models.registry import build_model
 from sdp.tests.support.texts import AWKWARD
 from sdp.tools.cli import main
+from sdp.tools.export import export as export_model
 from sdp.tools.runs import saved_run
 
 transformers = pytest.importorskip("transformers")
@@ -315,3 +318,9 @@ def test_the_memory_is_that_of_two_shards_not_of_the_model(trained_run, tmp_path
     assert len(files) > 3
     assert max(files) / 2 < peak <= 2 * max(files)
     shutil.rmtree(tmp_path)
+
+
+def test_scaled_branches_are_not_exported(tmp_path: Path) -> None:
+    saved = saved_run.SavedRun(tmp_path, load_config({"sdp": {"groups": 2, "branch_scale": "eval"}}), tmp_path, {})
+    with pytest.raises(ConfigError, match=r'sdp\.branch_scale "eval", and transformers cannot scale branches'):
+        export_model(saved, tmp_path / "out", torch.float32, 1 << 30)

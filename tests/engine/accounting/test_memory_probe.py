@@ -10,10 +10,10 @@ import sdp
 import torch
 import torch.distributed as dist
 from sdp.engine.accounting.memory_probe import peak_tensor_bytes
+from sdp.engine.distributed.fake_world import fake_world
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 CPU = torch.device("cpu")
@@ -235,11 +235,8 @@ def bfloat16_scratch() -> int:
 
 def peaks_without_a_network(config: dict[str, Any], world: int) -> tuple[int, int]:
     """As on rank 0 of ``world`` ranks, whose collectives do nothing: gloo's threads free memory unseen by the profiler."""
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    try:
+    with fake_world(0, world):
         return engine_peaks(config)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

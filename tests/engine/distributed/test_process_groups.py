@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from sdp.engine.distributed.fake_world import fake_world
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.distributed.process_groups import Communicators
 from sdp.tests.support.ranks import RankPool
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 HOLDER_SETS = [(0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 3), (2,)]
 
@@ -56,10 +56,7 @@ def test_each_direction_of_new_weights_has_a_communicator_of_its_own(ranks: Rank
 
 
 def test_groups_of_a_world_without_nccl_are_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    try:
+    with fake_world(0, 4):
         made = Communicators.build(Mesh(4), {(0, 1), (0, 1, 2, 3)}, replicate_inside=True)
         assert dist.get_backend(made.holders[0, 1]) == "fake"
-    finally:
-        dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from sdp.engine.errors import ConfigError
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
-from sdp.tools.export import export
-from sdp.tools.runs.saved_run import SavedRun
 
 HOLDERS = [[0], [0, 1], [0, 1], [1]]  # of "mixed" placements of blocks
 
@@ -121,12 +118,6 @@ def test_where_it_has_no_meaning() -> None:
         load_config({"sdp": {"groups": 2, "branch_scale": "eval", "engine": "deepspeed"}})
     with pytest.raises(ConfigError, match=r"sdp\.branch_scale"):
         load_config({"sdp": {"groups": 2, "branch_scale": "sometimes"}})
-
-
-def test_what_transformers_does_not_know_is_not_exported(tmp_path: Path) -> None:
-    saved = SavedRun(tmp_path, load_config({"sdp": {"groups": 2, "branch_scale": "eval"}}), tmp_path, {})
-    with pytest.raises(ConfigError, match=r'sdp\.branch_scale "eval", and transformers cannot scale branches'):
-        export(saved, tmp_path / "out", torch.float32, 1 << 30)
 
 
 def test_it_says_where_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ import pytest
 import sdp
 from sdp.tests.support.processes import until
 
-SCRIPTS = Path(__file__).parents[1] / "cluster"
+SCRIPTS = Path(__file__).parents[2] / "cluster"
 SDP = [sys.executable, "-P", "-m", "sdp"]
 ON_ETH0 = ["--env", "GLOO_SOCKET_IFNAME=eth0"]
 LAUNCH = [*SDP, "launch", *ON_ETH0]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
-from sdp.tests.support.hosts import LAUNCH, PAUSE, SCRIPTS, SDP, Hosts, is_rank
+from sdp.tests.support.clusters.hosts import LAUNCH, PAUSE, SCRIPTS, SDP, Hosts, is_rank
 from sdp.tests.support.processes import until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
-from sdp.tests.support.hosts import INTEL_MPIRUN, LAUNCH, PAUSE, Hosts, finish, is_rank
+from sdp.tests.support.clusters.hosts import INTEL_MPIRUN, LAUNCH, PAUSE, Hosts, finish, is_rank
 from sdp.tests.support.processes import until
 
 SECONDS = 240.0  # the limit for something that takes a few seconds on idle cores
