@@ -141,7 +141,7 @@ def evaluate(saved: SavedRun, limit: int | None = None) -> Evaluation:
 
 def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
     """The micro-batches that the data ranks of the run would read, one rank after the other."""
-    sdp, fsdp, tp, *sizes = saved.state["mesh"]
+    sdp, fsdp, tp, *sizes = saved.state["mesh"] if len(saved.state["mesh"]) > 2 else [*saved.state["mesh"], 1]
     mesh = Mesh(sdp, fsdp, tp, *map(tuple, sizes))
     micro = BatchSize.resolve(saved.config, mesh).micro
     loaders = (

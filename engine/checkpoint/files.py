@@ -109,7 +109,11 @@ def _is_object_or_null(value: Any) -> bool:
 
 
 def _is_mesh(value: Any) -> bool:
-    return isinstance(value, list) and 2 <= len(value) <= 4 and all(map(_is_count, value[:3]))
+    """Whether it has the degrees sdp, fsdp and tp, and for groups of unequal size their data ranks."""
+    if not isinstance(value, list) or not 2 <= len(value) <= 4:
+        return False
+    sizes = value[3] if len(value) == 4 else []
+    return isinstance(sizes, list) and all(_is_count(size) and size > 0 for size in (*value[:3], *sizes))
 
 
 def _are_rates(value: Any) -> bool:

@@ -165,7 +165,10 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str
         data: the directory of prepared data. Nothing is checked if it does not exist.
         name: the set of images that a resumed run would read, None for no resumed run.
     """
-    trained_with = state["client_state"].get("tokenizer")
+    trained_with, images = (state["client_state"].get(key) for key in ("tokenizer", "images"))
+    has_names = images is None or (isinstance(images, dict) and images.keys() >= {"name", "sha256"})
+    if not has_names or not isinstance(trained_with, dict | None):
+        raise CheckpointError(f"{checkpoint}: damaged, its client state does not describe the data; take another one")
     if trained_with is not None and (data / INDEX_FILE).is_file():
         found = load_index(data).tokenizer
         if found != trained_with:
@@ -173,7 +176,6 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str
                 f"{checkpoint}: was trained with another tokenizer ({_named(trained_with)}) than {data} was prepared with "
                 f"({_named(found)}); use the data of that run, or data prepared with its tokenizer"
             )
-    images = state["client_state"].get("images")
     if images is not None and name not in (None, "folder", images["name"]):
         raise CheckpointError(
             f"{checkpoint}: was trained with images of {images['name']!r}, but data.name is {name!r}; set it back"

@@ -345,6 +345,14 @@ def test_wrong_types_in_a_sealed_state_are_one_line(small: Path) -> None:
     assert engine.load_checkpoint(small)[0] is not None
 
 
+@pytest.mark.parametrize(
+    "mesh", [[0, 1, 1], [1], [1, 1, 1, "x"], [1, 1, 1, [0]], [1, 1, 1, ["x"]], [1, 1, 1, 1], [1, 1, 1, [], 1]]
+)
+def test_a_mesh_has_sizes_of_at_least_one(small: Path, mesh: list[Any]) -> None:
+    reseal(small / "step-1", mesh=mesh)
+    assert "state.json: damaged, 'mesh' is [" in refusal_of_load(small)
+
+
 def test_a_state_nested_too_deep_is_refused_when_it_is_saved_and_when_it_is_read(small: Path) -> None:
     deep: Any = []
     for _ in range(300):

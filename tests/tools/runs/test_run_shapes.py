@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.engine.errors import DataError
+from sdp.engine.errors import CheckpointError, DataError
 from sdp.tests.support.fabricated_runs import make_run
 from sdp.tools.cli import main
 from sdp.tools.evaluate import Evaluation, as_json
 from sdp.tools.runs.plot import plot_loss
 from sdp.tools.runs.run_files import read_run
+from sdp.tools.runs.saved_run import check_data
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("config.json", {"model": 3}),
@@ -80,3 +81,16 @@ def test_a_line_without_tokens_or_loss_can_be_plotted(tmp_path: Path) -> None:
 def test_a_loss_that_is_nan_is_null_in_the_json_of_an_evaluation() -> None:
     result = Evaluation("c", 1, "d", 1, 1, 1, float("nan"), float("inf"), None, None)
     assert json.loads(as_json(result), parse_constant=pytest.fail)["loss"] is None
+
+
+@pytest.mark.parametrize(
+    "client_state",
+    [{"images": 5}, {"images": {}}, {"images": {"name": "digits"}}, {"tokenizer": 5}, {"tokenizer": ["kind"]}],
+    ids=str,
+)
+def test_a_client_state_that_does_not_describe_the_data_is_refused(
+    tmp_path: Path, client_state: dict[str, Any]
+) -> None:
+    (tmp_path / "index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="step-4: damaged, its client state does not describe the data"):
+        check_data(Path("step-4"), {"client_state": client_state}, tmp_path, "digits")
