@@ -209,9 +209,10 @@ def _settings_of_all(config: Config) -> dict[str, Any]:
     ours = settings["zero_optimization"]
     theirs = config.deepspeed.get("zero_optimization", {})
     # The device of offload decides when averages are sent. The other offload settings may differ.
-    offload = (theirs.get("offload_optimizer") or {}).get("device") or "none"
-    of_theirs = {key: value for key, value in theirs.items() if not key.startswith("offload_")}
-    settings["zero_optimization"] = of_theirs | ours | {"offload_optimizer": {"device": offload}}
+    keys = ("offload_optimizer", "offload_param")
+    devices = {key: {"device": (ours[key] or {}).get("device", "none")} for key in keys}
+    of_theirs = {key: value for key, value in theirs.items() if key not in keys}
+    settings["zero_optimization"] = of_theirs | ours | devices
     return settings
 
 

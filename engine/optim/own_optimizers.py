@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -218,13 +219,13 @@ def _norms_of_whole(parameters: list[nn.Parameter], weights: Tensors, steps: Ten
     """Return the norms of whole parameters and of their whole steps. Collective where they are sharded."""
     both = [torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)) for tensors in (weights, steps)]
     squares = torch.stack(both).double().square()
-    shared: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
+    shared: dict[DeviceMesh, list[int]] = defaultdict(list)
     for index, parameter in enumerate(parameters):
         if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
-            shared[parameter.device_mesh.get_group()].append(index)
-    for communicator, indices in shared.items():
-        part = squares[:, indices]
-        dist.all_reduce(part, group=communicator)
-        squares[:, indices] = part
+            shared[parameter.device_mesh].append(index)
+    for mesh, indices in shared.items():
+        part = squares[:, indices].to(mesh.device_type)  # shards may be on the host, and NCCL cannot send from there
+        dist.all_reduce(part, group=mesh.get_group())
+        squares[:, indices] = part.to(squares.device)
     lengths, step_lengths = squares.sqrt().unbind()
     return lengths, step_lengths

@@ -66,6 +66,7 @@ def _start(kind: str, engine: str) -> str:
         ("frozen", "the model's parameters.head.bias.is trained: rank 0 has true, rank 1 has false; "),
         ("rate", "the learning rate of stem.weight: ranks have different values, from 0.1 to 0.2; "),
         ("data", "the samples of training_data, which the loader shares out: rank 0 has 24, rank 1 has 12; "),
+        ("offload", 'zero_optimization.offload_optimizer.device: rank 0 has "none", rank 1 has "cpu"; '),
         ("placement", ""),  # in another order
         ("own affairs", ""),
     ],
@@ -83,7 +84,6 @@ def test_a_rank_that_differs_stops_all(ranks: RankPool, engine: str, kind: str, 
     ("kind", "message"),
     [
         ("DeepSpeed's own", "zero_optimization.reduce_bucket_size: rank 0 has nothing, rank 1 has 500; "),
-        ("offload", 'zero_optimization.offload_optimizer.device: rank 0 has "none", rank 1 has "cpu"; '),
     ],
 )
 def test_deepspeeds_own_settings_are_compared(ranks: RankPool, kind: str, message: str) -> None:
