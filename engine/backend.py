@@ -149,7 +149,7 @@ class StateToSave(Protocol):
         """Weights, buffers and optimizer state by key. With ``to_load`` they are filled in place."""
         ...
 
-    def loaded(self) -> None:
+    def finish_load(self) -> None:
         """Finish a load, after the tensors were filled."""
         ...
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from .accounting.clock import clock
 from .backend import Backend
-from .backends.deepspeed.zero_checkpoint import converted, is_zero_checkpoint
+from .backends.deepspeed.zero_checkpoint import convert_zero_checkpoint, is_zero_checkpoint
 from .backends.fsdp2.backend import FSDP2Backend
 from .backends.fsdp2.offload import ShardHome
 from .backends.reference.backend import ReferenceBackend
@@ -156,7 +156,11 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
             )
         alone = config.sdp.in_one_process or not dist.is_initialized() or dist.get_world_size() == 1
         directory = Path(config.training.init_from)
-        files = converted(directory, Ranks(alone)) if is_zero_checkpoint(directory) else WeightFiles(directory)
+        files = (
+            convert_zero_checkpoint(directory, Ranks(alone))
+            if is_zero_checkpoint(directory)
+            else WeightFiles(directory)
+        )
         plan = filled_from(plan, fillers_from(files, directory, model, layout))
     require_float32(model)
     return plan

@@ -172,10 +172,10 @@ def _signal_to_a_rank(failures: Sequence[tuple[RankProcess, FatalError]]) -> int
 
 def _suspect(ranks: Sequence[RankProcess]) -> str:
     """Which rank probably hangs, in words. Ranks wait for each other, so another one may have reported it."""
-    stopped = [rank for rank in ranks if rank.is_stopped()]
+    stopped = [process for process in ranks if process.is_stopped()]
     if stopped:
         return f"; stopped: {stopped[0].whereabouts or f'rank {stopped[0].rank}'}"
-    known = [whereabouts for rank in ranks if (whereabouts := rank.whereabouts)]
+    known = [whereabouts for process in ranks if (whereabouts := process.whereabouts)]
     behind = min(known, key=lambda whereabouts: (whereabouts.step, whereabouts.since), default=None)
     return f"; the furthest behind: {behind}" if behind else ""
 
@@ -184,11 +184,11 @@ def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) ->
     """Say in one message which rank failed first, and why. Returns the exit code of the whole run."""
     if not failures:
         return 0
-    rank, failure = min(failures, key=lambda item: _lateness(*item))
-    if rank.rank == 0 and failure.text:
+    process, failure = min(failures, key=lambda item: _lateness(*item))
+    if process.rank == 0 and failure.text:
         with (
             contextlib.suppress(OSError, LaunchError),
-            os.fdopen(open_own_file(rank.log), "a", encoding="utf-8") as log,
+            os.fdopen(open_own_file(process.log), "a", encoding="utf-8") as log,
         ):
             log.write(failure.text.rstrip() + "\n")
     if failure.exit_code == 2:
@@ -196,21 +196,23 @@ def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) ->
             print(escape(failure.text), file=sys.stderr, flush=True)
         return 2
     lines = failure.text.strip().splitlines() or [""]
-    if rank.rank == 0 and len(lines) > 1:
+    if process.rank == 0 and len(lines) > 1:
         print(escape(failure.text.rstrip()), file=sys.stderr, flush=True)
     reason = f" ({lines[-1].removeprefix('sdp: error: ')}{suspect})" if lines[-1] else ""
-    _say(f"error: {described_end(rank.rank, failure.exit_code, rank.whereabouts)}{reason}; its log: {rank.log}")
+    _say(
+        f"error: {described_end(process.rank, failure.exit_code, process.whereabouts)}{reason}; its log: {process.log}"
+    )
     return 1
 
 
-def _lateness(rank: RankProcess, failure: FatalError) -> tuple[bool, bool, float, int]:
+def _lateness(process: RankProcess, failure: FatalError) -> tuple[bool, bool, float, int]:
     """A key that sorts causes before consequences.
 
     A rank that was killed from outside is a cause, except by SIGABRT: communication libraries end a process
     that way when its peer is gone. A user's mistake is a cause too. Among the others the first report counts.
     """
     killed = failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT
-    return not killed, failure.exit_code != 2, failure.time, rank.rank
+    return not killed, failure.exit_code != 2, failure.time, process.rank
 
 
 def _say(text: str) -> None:

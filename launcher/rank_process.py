@@ -49,7 +49,7 @@ class RankProcess:
                 log or its directory.
         """
         log, error_file = log_dir / f"rank-{rank}.log", log_dir / f"rank-{rank}.{os.getpid()}.error"
-        whereabouts_file = error_file.with_suffix(".place")
+        whereabouts_file = error_file.with_suffix(".whereabouts")
         environ |= {PARENT_PID: str(os.getpid())}
         environ |= {ERROR_FILE: str(error_file.absolute()), WHEREABOUTS_FILE: str(whereabouts_file.absolute())}
         try:

@@ -86,7 +86,7 @@ class LocalState:
                 found = self._merged(found, f"optimizer/{info.canonical}/{key}", of)
         return found
 
-    def loaded(self) -> None:
+    def finish_load(self) -> None:
         """Apply loaded scalars to all slices of a parameter, and to optimizers that keep them as plain numbers."""
         for first, other in self._twins:
             other.copy_(first)

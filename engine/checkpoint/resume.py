@@ -20,7 +20,7 @@ from ..distributed.tensors import local_tensor
 from ..errors import CheckpointError, quote
 from ..optim import optimizer_state
 from ..optim.param_groups import conflicting_rates, set_rates
-from ..optim.schedules import fitting, of_another_kind
+from ..optim.schedules import adapt_state, of_another_kind
 from ..placement.layout import Layout
 from .averaged import has_groups, keys_of_moments, load_means
 from .load import keys_in, load
@@ -132,7 +132,7 @@ def _load_tensors(
         if not had_state:
             optimizer_state.clear(optimizer)
         raise
-    own.loaded()
+    own.finish_load()
     backend.zero_grad()  # drop the gradients of micro-batches before the load
     if not has_stepped:
         optimizer_state.clear(optimizer)
@@ -168,7 +168,7 @@ def _load_between_averages(
         mine = LocalState(backend)
         buffers = weights_of(local.common_part().buffers)
         load(path, mine.model() | buffers | mine.tensors() | random, files, alone=alone)
-        mine.loaded()
+        mine.finish_load()
         return
     if ranks.rank == 0 and has_groups(saved):
         log.warning(
@@ -189,7 +189,7 @@ def _load_between_averages(
         if outer := mine.outer():
             load(path, outer, files, alone=alone)
         local.reset()
-    mine.loaded()
+    mine.finish_load()
     backend.zero_grad()
 
 
@@ -235,7 +235,7 @@ def _make_state(optimizer: Optimizer, names: Mapping[torch.Tensor, str], saved: 
 def _continue_schedule(path: Path, state: Mapping[str, Any], backend: Backend, scheduler: Any, *, tell: bool) -> None:
     saved = state["scheduler"]
     if scheduler is not None and saved is not None:
-        scheduler.load_state_dict(fitting(backend.shared_schedule(saved), scheduler.state_dict()))
+        scheduler.load_state_dict(adapt_state(backend.shared_schedule(saved), scheduler.state_dict()))
     elif scheduler is not None and tell:
         log.warning("%s: has no scheduler's state, and this run has a schedule, which begins at its first step", path)
     elif saved is not None and tell:
@@ -273,7 +273,7 @@ def resume_without_optimizer(
     _refuse_what_does_not_fit(path, state, scheduler, loader)
     weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
     load(path, weights, state["files"], alone=ranks.alone)
-    own.loaded()
+    own.finish_load()
     backend.zero_grad()
     backend.refresh(after_step=False)
     if scheduler is not None:

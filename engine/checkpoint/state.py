@@ -78,7 +78,7 @@ class SavedState:
             return name, tensor
         return info.canonical, Part([local_tensor(tensor)], [info.offset(self._backend.shard)], info.full_shape)
 
-    def loaded(self) -> None:
+    def finish_load(self) -> None:
         """Apply the values that were loaded into the result of :meth:`tensors`.
 
         Slices of one parameter share some state, such as a step count. Only the first slice was

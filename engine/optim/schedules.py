@@ -215,19 +215,19 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
     return schedule(optimizer, parse_section(schema, params, "scheduler.params"))  # type: ignore[call-arg]
 
 
-def shared(state: Mapping[str, Any]) -> dict[str, Any]:
+def keep_shared_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a scheduler's ``state`` without its lists per parameter group, such as ``base_lrs``.
 
     It is for parameter groups that differ between ranks. The states of nested schedulers are kept.
     """
     kept = {key: value for key, value in state.items() if not isinstance(value, list | tuple) or _of_schedulers(value)}
     return {
-        key: [shared(each) for each in value] if isinstance(value, list | tuple) else value
+        key: [keep_shared_state(each) for each in value] if isinstance(value, list | tuple) else value
         for key, value in kept.items()
     }
 
 
-def fitting(saved: Any, own: Any) -> Any:
+def adapt_state(saved: Any, own: Any) -> Any:
     """Adapt ``saved`` to a scheduler whose state is ``own``.
 
     ``own`` supplies missing keys. It also replaces lists whose length differs.
@@ -235,9 +235,9 @@ def fitting(saved: Any, own: Any) -> Any:
     if isinstance(own, Counter):  # milestones are settings, and JSON turned their numbers into strings
         return own
     if isinstance(saved, Mapping) and isinstance(own, Mapping):
-        return {**own, **{key: fitting(value, own[key]) if key in own else value for key, value in saved.items()}}
+        return {**own, **{key: adapt_state(value, own[key]) if key in own else value for key, value in saved.items()}}
     if isinstance(saved, list | tuple) and isinstance(own, list | tuple):
-        return [fitting(*pair) for pair in zip(saved, own, strict=True)] if len(saved) == len(own) else own
+        return [adapt_state(*pair) for pair in zip(saved, own, strict=True)] if len(saved) == len(own) else own
     return saved
 
 

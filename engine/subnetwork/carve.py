@@ -283,7 +283,7 @@ def frozen_view(block: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def masked(model: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
+def replace_modules(model: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
     """Replace the modules named by ``stand_ins`` inside the context.
 
     The full model then computes the subnetwork of one group.

@@ -162,7 +162,7 @@ class GradientSync:
                     parameter.grad.div_(self._tensor_ranks.size)
         self._summed = False
 
-    def dropped(self) -> None:
+    def note_dropped_gradients(self) -> None:
         """Note that all gradients were dropped."""
         self._summed = False
 

@@ -101,11 +101,11 @@ def matmul_rate(device: torch.device, size: int) -> float:
         for _ in range(PRODUCTS):
             torch.mm(left, right)
 
-    seconds = timed(products, device, least=MATMUL_BATCHES, most=MATMUL_BATCHES)
+    seconds = time_calls(products, device, least=MATMUL_BATCHES, most=MATMUL_BATCHES)
     return PRODUCTS * 2 * size**3 / statistics.median(seconds[-MATMUL_BATCHES // 3 :])
 
 
-def timed(
+def time_calls(
     work: Callable[[], Any], device: torch.device, *, least: int, most: int, seconds: float = math.inf
 ) -> list[float]:
     """Call ``work`` repeatedly and return the seconds of each call.
@@ -162,7 +162,7 @@ def _measured(job: Job, device: torch.device, *, tiny: bool) -> Share:
     require_kernels(kernels, engine.optimizer.param_groups, device)
     memory.reset()
     most = TINY_STEPS if tiny else MOST_STEPS
-    seconds = timed(step, device, least=min(LEAST_STEPS, most), most=most, seconds=SECONDS)
+    seconds = time_calls(step, device, least=min(LEAST_STEPS, most), most=most, seconds=SECONDS)
     loss = step().item()
     require_training(engine.skipped_steps, loss)
     micro_batch = engine.train_micro_batch_size_per_gpu()

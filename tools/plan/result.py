@@ -117,7 +117,7 @@ class Forecast:
     @property
     def slowest(self) -> RankForecast:
         """The rank that all others wait for. Of equally slow ranks, the first."""
-        return max(self.ranks, key=lambda rank: (rank.time.step, -rank.rank))
+        return max(self.ranks, key=lambda one: (one.time.step, -one.rank))
 
     @property
     def seconds(self) -> float:

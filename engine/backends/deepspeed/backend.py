@@ -250,7 +250,7 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         else:
             self.deepspeed.optimizer.zero_grad()
         if self._hooked is not None:
-            self._hooked.dropped()
+            self._hooked.note_dropped_gradients()
         if self._early is not None:
             self._early.drop()
         if self._usage is not None:

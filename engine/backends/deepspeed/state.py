@@ -121,9 +121,9 @@ class DeepSpeedState(SavedState):
                     tensors[f"model/{info.canonical}"] = part_of(info, start, values)
         return tensors
 
-    def loaded(self) -> None:
+    def finish_load(self) -> None:
         if self._backend.zero is None:
-            super().loaded()
+            super().finish_load()
             if self._backend.copies is not None:
                 self._backend.copies.spread_masters()
             return

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...accounting.memory import StateBytes
 from ...backend import StateToSave, Update
-from ...optim.schedules import shared
+from ...optim.schedules import keep_shared_state
 from ...sync.consistency import check_loss_scale
 from .held import HeldByDeepSpeed
 from .private import set_gradient_norm
@@ -120,7 +120,7 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
         return [[infos[name].canonical for name in bundle.names] for bundle in self.bundles]
 
     def shared_schedule(self, state: dict[str, Any]) -> dict[str, Any]:
-        return shared(state)  # the schedule's groups depend on the units that this rank holds
+        return keep_shared_state(state)  # the schedule's groups depend on the units that this rank holds
 
     # -- state -------------------------------------------------------------------------------------
 

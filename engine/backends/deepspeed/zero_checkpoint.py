@@ -118,7 +118,7 @@ def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
 FILE_BYTES = 2**30
 
 
-def converted(directory: Path, ranks: Ranks) -> WeightFiles:
+def convert_zero_checkpoint(directory: Path, ranks: Ranks) -> WeightFiles:
     """Convert a DeepSpeed checkpoint of a dense model and open the result. Collective.
 
     One rank of each host writes the weights to a temporary folder (4 bytes per parameter). The

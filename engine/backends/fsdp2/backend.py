@@ -262,7 +262,7 @@ class FSDP2Backend(ShardedBackend):
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._reducer.dropped()
+        self._reducer.note_dropped_gradients()
         self._accumulated = False
         for module in self.module.modules():
             if isinstance(module, FSDPModule):

@@ -27,7 +27,7 @@ from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
 from ...placement.units import goes_into_sum
 from ...subnetwork.branch_scale import BranchScale
-from ...subnetwork.carve import PassThrough, frozen_view, masked, refuse_together
+from ...subnetwork.carve import PassThrough, frozen_view, refuse_together, replace_modules
 from ..base import TorchOptimizerBackend
 from .local_steps import ReferenceLocalSteps, range_of
 from .other_values import Backward, Valued, cast_parameters
@@ -83,7 +83,7 @@ class ReferenceBackend(TorchOptimizerBackend):
             if self.layout.keeps_frozen:
                 for module, original in zip(stand_in.modules(), self.module.get_submodule(name).modules(), strict=True):
                     module.training = original.training
-        with masked(self.module, stand_ins):
+        with replace_modules(self.module, stand_ins):
             yield
 
     def _held_indices(self, group: int | None) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import sdp
 import torch
 import torch.distributed as dist
 from sdp.engine.errors import CheckpointError
-from sdp.engine.optim.schedules import fitting, of_another_kind, shared
+from sdp.engine.optim.schedules import adapt_state, keep_shared_state, of_another_kind
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, one_step
 from sdp.tests.support.ranks import RankPool
@@ -130,19 +130,19 @@ def test_what_cannot_go_on_is_refused_and_changes_nothing(
 def test_what_is_of_groups_is_the_ranks_own() -> None:
     inner = {"base_lrs": [0.1], "last_epoch": 3}
     saved = {"last_epoch": 5, "base_lrs": [1.0, 2.0], "_schedulers": [inner, inner], "_milestones": [4]}
-    assert shared(saved) == {"last_epoch": 5, "_schedulers": [{"last_epoch": 3}] * 2}
+    assert keep_shared_state(saved) == {"last_epoch": 5, "_schedulers": [{"last_epoch": 3}] * 2}
     own = {
         "last_epoch": 0,
         "base_lrs": [3.0],
         "_schedulers": [{"base_lrs": [7.0], "last_epoch": 0}] * 2,
         "_milestones": [4],
     }
-    assert fitting(shared(saved), own) == {
+    assert adapt_state(keep_shared_state(saved), own) == {
         "last_epoch": 5, "base_lrs": [3.0], "_schedulers": [{"base_lrs": [7.0], "last_epoch": 3}] * 2, "_milestones": [4]
     }  # fmt: skip
-    assert fitting(saved, own)["base_lrs"] == [3.0]  # of another number of groups
-    assert fitting({"base_lrs": [9.0]}, own)["base_lrs"] == [9.0]
-    assert fitting({"milestones": {"3": 1}}, {"milestones": Counter([3])}) == {"milestones": Counter([3])}
+    assert adapt_state(saved, own)["base_lrs"] == [3.0]  # of another number of groups
+    assert adapt_state({"base_lrs": [9.0]}, own)["base_lrs"] == [9.0]
+    assert adapt_state({"milestones": {"3": 1}}, {"milestones": Counter([3])}) == {"milestones": Counter([3])}
     assert of_another_kind({"last_batch_iteration": 1}, {"last_epoch": 0})
     assert not of_another_kind({"last_epoch": 1, "gamma": 1}, {"last_epoch": 0, "base_lrs": []})
     assert not of_another_kind(None, {"last_epoch": 0})

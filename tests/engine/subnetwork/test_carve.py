@@ -10,7 +10,7 @@ import torch
 from sdp.engine.errors import ModelError
 from sdp.engine.placement.placement import Placement
 from sdp.engine.placement.units import find_units
-from sdp.engine.subnetwork.carve import PassThrough, carve, masked, refuse_together
+from sdp.engine.subnetwork.carve import PassThrough, carve, refuse_together, replace_modules
 from sdp.tests.support import models
 from torch import nn
 
@@ -38,7 +38,7 @@ def test_masking_is_undone() -> None:
     model = models.mlp()
     before = list(model.layers)
     stand_in = PassThrough("layers.1", models.Block())
-    with pytest.raises(ValueError, match="inside"), masked(model, {"layers.1": stand_in}):
+    with pytest.raises(ValueError, match="inside"), replace_modules(model, {"layers.1": stand_in}):
         assert model.layers[1] is stand_in
         raise ValueError("inside")
     assert list(model.layers) == before

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from sdp.engine.backends.deepspeed import zero_checkpoint
-from sdp.engine.backends.deepspeed.zero_checkpoint import converted
+from sdp.engine.backends.deepspeed.zero_checkpoint import convert_zero_checkpoint
 from sdp.engine.distributed.agreement import Ranks
 from sdp.engine.distributed.tensors import local_tensor
 from sdp.engine.errors import ModelError
@@ -232,7 +232,7 @@ def _converted(scratch: str) -> tuple[list[float], list[str]]:
             "weights_of_zero_checkpoint",
             lambda _: {"weight": torch.full((2,), float(dist.get_rank()))},
         )
-        files, value = converted(Path("checkpoint"), Ranks(alone=False)), torch.empty(2)
+        files, value = convert_zero_checkpoint(Path("checkpoint"), Ranks(alone=False)), torch.empty(2)
     files.fill(value, 0, "weight")
     dist.barrier()
     return value.tolist(), [path.name for path in Path(scratch).iterdir()]

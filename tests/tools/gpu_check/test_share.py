@@ -16,7 +16,15 @@ from sdp.engine.errors import NonFiniteError
 from sdp.tools.gpu_check import command
 from sdp.tools.gpu_check import share as gpu_share
 from sdp.tools.gpu_check.rows import UNCOMPILED, job_of
-from sdp.tools.gpu_check.share import FLASH, UPDATE, WrongKernelError, measure, require_kernels, require_training, timed
+from sdp.tools.gpu_check.share import (
+    FLASH,
+    UPDATE,
+    WrongKernelError,
+    measure,
+    require_kernels,
+    require_training,
+    time_calls,
+)
 
 ROOT = Path(command.__file__).parents[2]
 
@@ -163,7 +171,7 @@ def test_a_row_fails_where_its_kernels_or_its_steps_are_not_those_meant(monkeypa
 
 def test_steps_are_timed_for_so_long_but_no_fewer_than_asked_for() -> None:
     cpu = torch.device("cpu")
-    assert len(timed(lambda: None, cpu, least=2, most=4)) == 4
-    seconds = timed(lambda: time.sleep(0.002), cpu, least=3, most=100, seconds=0.0)
+    assert len(time_calls(lambda: None, cpu, least=2, most=4)) == 4
+    seconds = time_calls(lambda: time.sleep(0.002), cpu, least=3, most=100, seconds=0.0)
     assert len(seconds) == 3
     assert min(seconds) >= 0.002

@@ -86,7 +86,7 @@ class Job:
         return until(find)
 
     def place(self, rank: int) -> Whereabouts | None:
-        return Whereabouts.read(self.dump_dir / "logs" / f"rank-{rank}.{self.process.pid}.place")
+        return Whereabouts.read(self.dump_dir / "logs" / f"rank-{rank}.{self.process.pid}.whereabouts")
 
     def signal_rank_when(self, rank: int, number: int, reached: Callable[[Whereabouts], bool]) -> list[int]:
         """Signal the rank once its place is ``reached``; returns all ranks' process ids."""

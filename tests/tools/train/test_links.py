@@ -130,14 +130,14 @@ def test_the_launcher_follows_no_link_among_the_logs(tmp_path: Path, link: str) 
 
 
 def test_ranks_follow_no_link_among_their_reports(tmp_path: Path) -> None:
-    for name in ("rank-1.7.tmp", "rank-1.7.place", "rank-1.log"):
+    for name in ("rank-1.7.tmp", "rank-1.7.whereabouts", "rank-1.log"):
         (tmp_path / name).symlink_to(tmp_path / "precious")
     with pytest.raises(LaunchError, match=r"rank-1\.7\.tmp: is a symbolic link"):
         FatalError(1, "text", 0.0).write(tmp_path / "rank-1.7.error")
     with pytest.raises(LaunchError, match=r"rank-1\.log: is a symbolic link"):
         Heartbeat(1, None, tmp_path / "rank-1.log", lambda _: None)
-    with pytest.raises(LaunchError, match=r"rank-1\.7\.place: is a symbolic link"):
-        Heartbeat(1, tmp_path / "rank-1.7.place", tmp_path / "other.log", lambda _: None)
+    with pytest.raises(LaunchError, match=r"rank-1\.7\.whereabouts: is a symbolic link"):
+        Heartbeat(1, tmp_path / "rank-1.7.whereabouts", tmp_path / "other.log", lambda _: None)
     assert not (tmp_path / "precious").exists()
 
 
