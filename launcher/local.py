@@ -16,11 +16,11 @@ from ..engine.environment.detect import LOOPBACK, free_port, local_environment, 
 from ..engine.environment.launchers import LISTENING_SOCKET
 from ..engine.errors import LaunchError, escape
 from .allocator import tune_allocator
+from .fatal_errors import FatalError, described_end
 from .own_command import own_command, search_path
 from .own_files import open_own_file
 from .rank_process import RankProcess
 from .signals import CAUGHT, GRACE_SECONDS, caught_signals
-from .supervision import FatalError, described_end
 
 # A rank that is stopped (SIGSTOP) writes no checkpoint, and the others wait for it. All are killed this long after a signal.
 STOPPED_SECONDS = 15.0

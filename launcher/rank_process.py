@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ..engine.environment.launchers import ERROR_FILE, PARENT_PID, WHEREABOUTS_FILE
 from ..engine.errors import LaunchError
+from .fatal_errors import FatalError
 from .heartbeat import Whereabouts
 from .own_files import open_own_file, refuse_link
-from .supervision import FatalError
 
 _LAST_LOG_BYTES = 4096
 

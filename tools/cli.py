@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from ..engine.environment.exit import leaves_at_once
 from ..engine.environment.supervision import Supervision, supervision
 from ..engine.errors import PeerLostError, SDPError, format_error
-from ..launcher.supervision import report_fatal, tie_to_parent
+from ..launcher.fatal_errors import report_fatal, tie_to_parent
 from .shared.arguments import Parser, split_set_values
 from .shared.files import NO_ROOM
 

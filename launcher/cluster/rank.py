@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ...engine.environment.child import thread_settings
 from ...engine.environment.detect import detect, export
 from ...engine.errors import LaunchError, format_error
-from ..supervision import report_fatal
+from ..fatal_errors import report_fatal
 from .hosts import parse_slots
 from .numa import bind_near_device
 from .quoting import decode

@@ -24,9 +24,9 @@ from pathlib import Path
 from ...engine.environment.child import child_environment
 from ...engine.environment.launchers import PARENT_PID, WHEREABOUTS_FILE
 from ...engine.errors import LaunchError
+from ..fatal_errors import HOLD_BACK_SECONDS, PREFIX, described_end
 from ..heartbeat import Whereabouts
 from ..own_command import own_command, search_path
-from ..supervision import HOLD_BACK_SECONDS, PREFIX, described_end
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Waits until no process has the other end of its pipe open. Then it kills its own group, including

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import sdp
+from sdp.launcher.fatal_errors import FatalError
 from sdp.launcher.heartbeat import Whereabouts
-from sdp.launcher.supervision import FatalError
 from sdp.tests.support.processes import alive, until
 
 # Says the guard's process id once the guard knows where the rank is, and then stops itself.

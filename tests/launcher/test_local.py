@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import sdp
-from sdp.launcher.supervision import described_end
+from sdp.launcher.fatal_errors import described_end
 from sdp.tests.support.processes import alive, until
 
 HOST = socket.gethostname()
@@ -22,7 +22,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, {folder!r})
 from sdp.engine.environment.supervision import supervision
-from sdp.launcher.supervision import report_fatal, tie_to_parent
+from sdp.launcher.fatal_errors import report_fatal, tie_to_parent
 above = supervision()
 tie_to_parent(above.parent_pid)
 rank = int(os.environ["RANK"])
@@ -258,7 +258,7 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
 
 
 def test_rank_whose_launcher_is_gone_ends_at_once() -> None:
-    code = "from sdp.launcher.supervision import tie_to_parent\ntie_to_parent(1)\nprint('still here')"
+    code = "from sdp.launcher.fatal_errors import tie_to_parent\ntie_to_parent(1)\nprint('still here')"
     environ = {**os.environ, "PYTHONPATH": PACKAGE_FOLDER}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")

@@ -13,7 +13,7 @@ from sdp.engine.errors import DataError, HolderMismatchError
 from sdp.launcher import degrees as layout
 from sdp.launcher import local
 from sdp.launcher import supervision as supervised
-from sdp.launcher.supervision import FatalError
+from sdp.launcher.fatal_errors import FatalError
 from sdp.tools import cli as command_line
 from sdp.tools.cli import main
 from sdp.tools.train.command import STOP_SECONDS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...engine.environment.detect import detect, export
 from ...engine.errors import ConfigError
-from ...launcher.supervision import report_fatal
+from ...launcher.fatal_errors import report_fatal
 from .options import TrainOptions
 from .options import add_arguments as add_arguments
 
