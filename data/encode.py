@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -17,16 +17,18 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.environment.detect import export, exported
 from ..engine.errors import LaunchError
 from ..engine.json_files import parse_json
 from .sources import Document
-from .tokenizers import Tokenizer, tokenizer_from_spec
+from .tokenizers import Tokenizer, load_encoder, tokenizer_from_spec
 from .tokenizers.long_texts import cut_text
 
 BATCH_CHARACTERS = 1_000_000
 LONG_CHARACTERS = 8_000_000  # longer documents are encoded in pieces, in this process
 _HASHED_CHARACTERS = 2**20
 _AHEAD_PER_WORKER = 3
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}  # per process, because there is a process for each core
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,16 @@ class EncodedBatch:
     without_text: int
 
 
+@dataclass(frozen=True)
+class _Arguments:
+    """What every process needs. ``spec`` is the JSON of the tokenizer's description."""
+
+    spec: str
+    end_of_text: int
+    directory: str
+    held_out: float
+
+
 def split_of(document: Document, held_out: float) -> str:
     """Choose the split of a document: "held_out" for the given fraction, else "train".
 
@@ -61,7 +73,12 @@ def split_of(document: Document, held_out: float) -> str:
 
 
 def encode_documents(
-    documents: Iterable[Document], spec: dict[str, Any], directory: Path, held_out: float, workers: int
+    documents: Iterable[Document],
+    spec: dict[str, Any],
+    end_of_text: int,
+    directory: Path,
+    held_out: float,
+    workers: int,
 ) -> Iterator[EncodedBatch]:
     """Encode all documents in order.
 
@@ -72,6 +89,7 @@ def encode_documents(
         documents: The documents. A long one is encoded in this process, so that only one copy of
             it is in memory.
         spec: Describes the tokenizer. Every process loads it.
+        end_of_text: The tokenizer's token that ends a document.
         directory: Where the tokenizer's files are.
         held_out: The fraction of documents that are held out.
         workers: The number of processes; 1 uses only this process.
@@ -79,19 +97,18 @@ def encode_documents(
     Raises:
         LaunchError: A process died.
     """
-    arguments = json.dumps(spec), str(directory), held_out
+    arguments = _Arguments(json.dumps(spec), end_of_text, str(directory), held_out)
     batches = _batches(documents)
     if workers == 1:
-        yield from _encode_here(batches, *arguments)
+        with exported(_ONE_THREAD):
+            yield from _encode_here(batches, arguments)
         return
     # Ctrl-C reaches every process of the terminal. This process ends the workers, and they must
     # not print tracebacks of their own.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
-    )
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
     try:
-        yield from _encode_in_pool(pool, batches, workers, *arguments)
+        yield from _encode_in_pool(pool, batches, workers, arguments)
     except BrokenProcessPool as error:
         raise LaunchError(
             "a worker process ended unexpectedly (out of memory, or a calling script without"
@@ -101,32 +118,33 @@ def encode_documents(
         pool.shutdown(cancel_futures=True)
 
 
-def _encode_here(
-    batches: Iterator[list[Document]], spec: str, directory: str, held_out: float
-) -> Iterator[EncodedBatch]:
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    export(_ONE_THREAD)
+
+
+def _encode_here(batches: Iterator[list[Document]], arguments: _Arguments) -> Iterator[EncodedBatch]:
     while batch := next(batches, None):
         if _is_long(batch):
-            yield from _encode_long(spec, directory, held_out, batch.pop())
+            yield from _encode_long(arguments, batch.pop())
         else:
-            yield _encode_batch(spec, directory, held_out, batch)
+            yield _encode_batch(arguments, batch)
 
 
 def _encode_in_pool(
     pool: ProcessPoolExecutor,
     batches: Iterator[list[Document]],
     workers: int,
-    spec: str,
-    directory: str,
-    held_out: float,
+    arguments: _Arguments,
 ) -> Iterator[EncodedBatch]:
-    encode = functools.partial(_encode_batch, spec, directory, held_out)
+    encode = functools.partial(_encode_batch, arguments)
     # A bounded window: the reader must not run ahead of the encoders and fill the memory.
     pending: deque[Future[EncodedBatch]] = deque()
     while batch := next(batches, None):
         if _is_long(batch):
             while pending:
                 yield pending.popleft().result()
-            yield from _encode_long(spec, directory, held_out, batch.pop())
+            yield from _encode_long(arguments, batch.pop())
             continue
         pending.append(pool.submit(encode, batch))
         if len(pending) > _AHEAD_PER_WORKER * workers:
@@ -163,26 +181,26 @@ def _is_long(batch: list[Document]) -> bool:
     return len(batch) == 1 and len(batch[0].text) > LONG_CHARACTERS
 
 
-def _encode_batch(spec: str, directory: str, held_out: float, documents: list[Document]) -> EncodedBatch:
-    tokenizer = _tokenizer(spec, directory)
+def _encode_batch(arguments: _Arguments, documents: list[Document]) -> EncodedBatch:
+    encode = _encoder(arguments.spec, arguments.directory)
     ids: dict[str, list[np.ndarray]] = {}
     with_text = [document for document in documents if document.text]
-    for document in with_text:
-        tokens = np.asarray([*tokenizer.encode(document.text), tokenizer.end_of_text], dtype=np.uint32)
-        ids.setdefault(split_of(document, held_out), []).append(tokens)
+    end = np.asarray([arguments.end_of_text], dtype=np.uint32)
+    for document, tokens in zip(with_text, encode([each.text for each in with_text]), strict=True):
+        ids.setdefault(split_of(document, arguments.held_out), []).extend((tokens, end))
     return EncodedBatch(
         tokens={split: np.concatenate(parts) for split, parts in ids.items()},
-        documents={split: len(parts) for split, parts in ids.items()},
+        documents={split: len(parts) // 2 for split, parts in ids.items()},
         text_bytes=sum(len(document.text.encode()) for document in documents),
         source_bytes=sum(document.source_bytes for document in documents),
         without_text=len(documents) - len(with_text),
     )
 
 
-def _encode_long(spec: str, directory: str, held_out: float, document: Document) -> Iterator[EncodedBatch]:
+def _encode_long(arguments: _Arguments, document: Document) -> Iterator[EncodedBatch]:
     """Encode one long document in batches. Only the last batch counts the document."""
-    tokenizer = _tokenizer(spec, directory)
-    split = split_of(document, held_out)
+    tokenizer = _tokenizer(arguments.spec, arguments.directory)
+    split = split_of(document, arguments.held_out)
     for piece in cut_text(document.text, tokenizer):
         tokens = np.asarray(tokenizer.encode(piece), dtype=np.uint32)
         yield EncodedBatch({split: tokens}, {split: 0}, sum(map(len, _utf8(piece))), 0, 0)
@@ -194,6 +212,11 @@ def _utf8(text: str) -> Iterator[bytes]:
     """Encode ``text`` as UTF-8 in pieces, so that a long text is not copied as a whole."""
     for start in range(0, len(text), _HASHED_CHARACTERS):
         yield text[start : start + _HASHED_CHARACTERS].encode()
+
+
+@functools.lru_cache(maxsize=1)
+def _encoder(spec: str, directory: str) -> Callable[[Sequence[str]], list[np.ndarray]]:
+    return load_encoder(parse_json(spec), Path(directory))
 
 
 @functools.lru_cache(maxsize=1)

@@ -150,7 +150,7 @@ def _make(
     with writing(directory):
         made.save(directory)
     total_bytes = sum(source.bytes for source in sources)
-    encoded = encode_documents(corpus.documents(), made.spec(), directory, settings.held_out, workers)
+    encoded = encode_documents(corpus.documents(), made.spec(), made.end_of_text, directory, settings.held_out, workers)
     written = _write(directory, _with_progress(encoded, total_bytes, progress), made, settings)
     if written.without_text:
         _say(f"left out {written.without_text:,} document(s) without text (empty or null)", progress)

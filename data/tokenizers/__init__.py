@@ -8,6 +8,7 @@ from .kinds import SentencePieceTokenizer as SentencePieceTokenizer
 from .kinds import Tokenizer as Tokenizer
 from .load import DEFAULT_VOCAB_SIZE as DEFAULT_VOCAB_SIZE
 from .load import check_request as check_request
+from .load import load_encoder as load_encoder
 from .load import load_tokenizer as load_tokenizer
 from .load import make_tokenizer as make_tokenizer
 from .load import ready_made as ready_made

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import sentencepiece
 
 from ...engine.errors import DataError, quote
@@ -31,6 +32,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without any added token."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids (uint32) of each text, as :meth:`encode` gives them. Uses one thread."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -67,6 +72,9 @@ class BytesTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i != self.end_of_text).decode("utf-8", "replace")
 
@@ -96,6 +104,12 @@ class SentencePieceTokenizer:
         for i, part in enumerate(text.split(SPACE_SYMBOL)):
             ids += [*self._space_symbol, *self._encode_plain(part)] if i else self._encode_plain(part)
         return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        plain = [text for text in texts if SPACE_SYMBOL not in text]
+        encoded = iter(self._processor.encode(plain, out_type=int, num_threads=1) if plain else ())
+        ids = (self.encode(text) if SPACE_SYMBOL in text else next(encoded) for text in texts)
+        return [np.asarray(each, dtype=np.uint32) for each in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode(list(ids))
@@ -140,6 +154,12 @@ class HuggingFaceTokenizer:
         # A special token that is spelled out in a text is text. It does not end the document.
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not hasattr(backend, "encode_batch_fast"):  # a tokenizer that is written in Python
+            return [np.asarray(self.encode(text), dtype=np.uint32) for text in texts]
+        return encode_fast(backend, texts)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
             [i for i in ids if i != self.end_of_text], skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -155,6 +175,29 @@ class HuggingFaceTokenizer:
         """Write the files of ``transformers``; return the id of the begin-of-text token, if any."""
         self._tokenizer.save_pretrained(directory)
         return self._tokenizer.bos_token_id
+
+
+def load_fast(directory: Path) -> Any:
+    """Load the tokenizer that :meth:`HuggingFaceTokenizer.save` wrote without ``transformers``.
+
+    Importing ``transformers`` takes seconds. Returns None for a tokenizer that is written in Python.
+    """
+    file = directory / HF_DIRECTORY / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer as FastTokenizer
+
+    return FastTokenizer.from_file(str(file))
+
+
+def encode_fast(backend: Any, texts: Sequence[str]) -> list[np.ndarray]:
+    """Encode ``texts`` with a tokenizer of the package ``tokenizers``, without any added token."""
+    # The tokenizer's files may ask for these. A document is neither cut nor padded.
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True  # a special token that is spelled out in a text is text
+    encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)  # without offsets
+    return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
 def _load_automatically(location: str) -> Any:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ...engine.errors import DataError, quote, shorten
 from ...engine.json_files import read_json_file
 from ..shared.files import INDEX_FILE, require_regular
-from .kinds import BytesTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from .kinds import (
+    HF_DIRECTORY,
+    BytesTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    encode_fast,
+    load_fast,
+)
 from .train import train_sentencepiece
 
 DEFAULT_VOCAB_SIZE = 4096
@@ -103,6 +114,15 @@ def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
     raise DataError(
         f"{directory}: the index does not describe a known kind of tokenizer: {shorten(spec)}; prepare the data again"
     )
+
+
+def load_encoder(spec: dict[str, Any], directory: Path) -> Callable[[Sequence[str]], list[np.ndarray]]:
+    """Return the ``encode_batch`` of the tokenizer that ``spec()`` described, loaded as fast as possible.
+
+    Raises DataError if the files do not match the description.
+    """
+    backend = load_fast(directory) if spec.get("kind") == "hf" and spec.get("directory") == HF_DIRECTORY else None
+    return partial(encode_fast, backend) if backend is not None else tokenizer_from_spec(spec, directory).encode_batch
 
 
 def _load_sentencepiece(path: Path, sha256: str) -> Tokenizer:

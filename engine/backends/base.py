@@ -202,17 +202,21 @@ class TorchOptimizerBackend:
         if self._config.sdp.in_one_process:
             return Traffic()
         stage, compute_bytes = self._config.zero_optimization.stage, self._config.compute_bytes
+        group = self.layout.mesh.coordinates(self._rank).sdp
+        gathers = planned_gathers(self.optimizer, self.layout, group, self._shards)
         if self._config.sdp.sync is not None:
             plan = LocalTraffic(
                 self.layout, self._rank, self._config.sdp.sync, stage=stage, accumulation=accumulation,
                 compute_bytes=compute_bytes,
             )  # fmt: skip
-            return plan.of_round() if step is None else plan.of_step(step)
+            planned = plan.of_round() if step is None else plan.of_step(step)
+            for _ in range(self._config.sdp.sync.every if step is None else 1):
+                planned.add(gathers)
+            return planned
         planned = plan_traffic(
             self.layout, self._rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
         )
-        group = self.layout.mesh.coordinates(self._rank).sdp
-        planned.add(planned_gathers(self.optimizer, self.layout, group, self._shards))
+        planned.add(gathers)
         return planned
 
     def traffic_formula(self) -> str:

@@ -161,6 +161,21 @@ def export(settings: Mapping[str, str]) -> None:
     os.environ.update(settings)
 
 
+@contextmanager
+def exported(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process inside the context."""
+    before = {name: os.environ.get(name) for name in settings}
+    export(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def free_port() -> int:
     """Return a TCP port that is free on this host at this moment."""
     with socket.socket() as probe:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from sdp.data.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     check_request,
+    load_encoder,
     load_tokenizer,
     make_tokenizer,
     tokenizer_from_spec,
@@ -74,6 +76,26 @@ def test_awkward_text(piece, hf_directory, text):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert tokenizer.end_of_text not in ids
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "hf"])
+def test_a_batch_has_the_ids_of_each_text(tmp_path, piece, hf_directory, kind):
+    """With the whole tokenizer, and with the encoder that worker processes load."""
+    tokenizer = {"bytes": BytesTokenizer(), "sentencepiece": piece, "hf": HuggingFaceTokenizer(str(hf_directory))}[kind]
+    tokenizer.save(tmp_path)
+    encode = load_encoder(tokenizer.spec(), tmp_path)
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        st.lists(st.text() | st.sampled_from(["<|endoftext|>", "a ▁ b", "def f(x):\n\treturn x", "", "word " * 900]))
+    )
+    def check(texts: list[str]) -> None:
+        expected = [tokenizer.encode(text) for text in texts]
+        for batch in (tokenizer.encode_batch(texts), encode(texts)):
+            assert [ids.tolist() for ids in batch] == expected
+            assert all(ids.dtype == np.uint32 for ids in batch)
+
+    check()
 
 
 def test_sentencepiece_is_reproducible_and_of_the_size_asked_for(model, piece):
