@@ -11,8 +11,7 @@ import pytest
 import sdp
 from sdp.engine.errors import DataError, HolderMismatchError
 from sdp.launcher import degrees as layout
-from sdp.launcher import local
-from sdp.launcher import supervision as supervised
+from sdp.launcher import fatal_errors, local
 from sdp.launcher.fatal_errors import FatalError
 from sdp.tools import cli as command_line
 from sdp.tools.cli import main
@@ -59,7 +58,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(local, "start_local", start_local)
     monkeypatch.setattr(local, "tune_allocator", lambda: None)
     monkeypatch.setattr(layout, "visible_devices", lambda: 0)
-    monkeypatch.setattr(supervised, "HOLD_BACK_SECONDS", 0.0)
+    monkeypatch.setattr(fatal_errors, "HOLD_BACK_SECONDS", 0.0)
     return calls
 
 
