@@ -28,7 +28,7 @@ _OF_NO_ENGINE = frozenset(
 HINTS = _OF_NO_ENGINE | frozenset(
     """
     dump_state memory_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather
-    disable_python_gc log_level vocabulary_size seq_parallel_communication_data_type
+    disable_python_gc log_level vocabulary_size seq_parallel_communication_data_type dataloader_drop_last
     zero_optimization.overlap_comm zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
     zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size zero_optimization.allgather_partitions
     zero_optimization.sub_group_size zero_optimization.round_robin_gradients zero_optimization.ignore_unused_parameters
@@ -46,7 +46,8 @@ HINTS = _OF_NO_ENGINE | frozenset(
     zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.elastic_checkpoint
     zero_optimization.memory_efficient_linear zero_optimization.pipeline_loading_checkpoint
     zero_optimization.override_module_apply zero_optimization.log_trace_cache_warnings
-    zero_optimization.enable_sanity_checks zero_optimization.leaf_module
+    zero_optimization.enable_sanity_checks zero_optimization.leaf_module zero_optimization.compute_grad_norm
+    zero_optimization.save_muon_momentum_buffer_in_memory
     fp16.fp16_master_weights_and_grads
     bf16.check_grad_overflow bf16.immediate_grad_update bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
     torch_autocast.lower_precision_safe_modules tensor_parallel.tp_overlap_comm tensor_parallel.keep_module_on_host
@@ -94,7 +95,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantize_training": ({}, None),
     "communication_data_type": (None, "fp32"),
     "data_types.grad_accum_dtype": (None, "fp32"),
+    "data_types.param_dtype": (None, "fp32"),
+    "data_types.buffer_dtype": (None, "fp32"),
+    "data_types.keep_in_fp32_modules": (None, "auto"),
     "gradient_allreduce_op": ("mean",),
+    "managed_gradient_accumulation": (True,),
     "graph_harvesting": (False,),
     "use_data_before_expert_parallelism": (False,),
     "sequence_parallel_size": (1, None),

@@ -126,6 +126,8 @@ def test_hjson_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
         {"quantize_training": {"enabled": False, "quantize_groups": 1}},
         {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
         {"sparse_gradients": False},
+        {"managed_gradient_accumulation": True, "dataloader_drop_last": True, "data_types": {"keep_in_fp32_modules": "auto"}},
+        {"zero_optimization": {"stage": 2, "compute_grad_norm": True, "save_muon_momentum_buffer_in_memory": False}},
         {"sparse_gradients": True, "sparse_attention": {"mode": "fixed", "block": 16}, "fp32_allreduce": True},
         {"checkpoint": {"parallel_write": {"pipeline_stage": True}, "writer": {"type": "fast"}}},
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "CPU", "buffer_count": 4, "fast_init": False}}},
