@@ -26,7 +26,7 @@ from ...engine.errors import NonFiniteError
 from ...engine.model_interface import get_config
 from ..runs.model_inputs import model_and_batch
 from ..shared.steal import stolen, ticks
-from .methods import OUTER_EVERY, SAME_STEPS, is_sdp
+from .methods import SAME_STEPS, is_diloco, is_sdp
 from .networks import shape
 from .options import MethodOptions
 from .report import Race
@@ -101,7 +101,7 @@ def take_turns(
         _say(f"round {number + 1} of {options.rounds}")
         for name in list(runners)[:: 1 if number % 2 == 0 else -1]:
             for mode, around in _MODES.items():
-                if mode != "not_overlapped_seconds" or is_sdp(name):
+                if mode != "not_overlapped_seconds" or is_sdp(name) or (is_diloco(name) and "-o" in name):
                     turn = _turn(runners[name], batches, options.steps, device, around)
                     _require_finite(name, turn.finite)
                     turns[name].setdefault(mode, []).append(turn)
@@ -154,39 +154,28 @@ def _turn(
     device: torch.device,
     around: Callable[[], AbstractContextManager[None]],
 ) -> _Turn:
-    dist.barrier()
-    before, calls = sent_by_this_process(), collectives_of_this_process()
+    steps = -(-steps // runner.round) * runner.round  # whole rounds: any such number of steps has the same averages
     with around():
         loss = runner.step(batches)
+        runner.settle()
+        dist.barrier()
+        before, calls = sent_by_this_process(), collectives_of_this_process()
         now = clock(device, waits=True)
         started, started_work = now(), time.process_time()
         for _ in range(steps):
             loss = runner.step(batches)
         seconds, work = (now() - started) / steps, (time.process_time() - started_work) / steps
         runner.settle()
-        between, calls_between = sent_by_this_process(), collectives_of_this_process()
-        if runner.outer is not None:
-            dist.barrier()
-            started = now()
-            runner.outer()
-            seconds += (now() - started) / OUTER_EVERY
-    calls_after = collectives_of_this_process() - (1 if runner.outer is not None else 0)  # without the barrier above
+        calls_after = collectives_of_this_process()
     dist.barrier()
     after = sent_by_this_process()
     weights = [local_tensor(weight.detach()) for group in runner.optimizer.param_groups for weight in group["params"]]
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in (loss, *weights))
 
-    def of_a_step(first: float, inner: float, last: float) -> float:
-        return (
-            (inner - first) / (steps + 1) + (last - inner) / OUTER_EVERY
-            if runner.outer
-            else (last - first) / (steps + 1)
-        )
-
     # Where the kernel does not count bytes, the report leaves them out: see ``why_not_counted``.
-    sent = 0.0 if before is None or between is None or after is None else of_a_step(before, between, after)
+    sent = 0.0 if before is None or after is None else (after - before) / steps
     busy = seconds if device.type == "cuda" else work
-    return _Turn(seconds, busy, sent, of_a_step(calls, calls_between, calls_after), finite)
+    return _Turn(seconds, busy, sent, (calls_after - calls) / steps, finite)
 
 
 def _require_finite(name: str, finite: bool) -> None:
@@ -235,15 +224,14 @@ def build_method(name: str, config: Config, batches: list[Any], device: torch.de
     others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     runner = build(name, config, device)
     losses = [_mean(runner.step(batches)) for _ in range(WARM_UP)]
+    for _ in range(2 * runner.round - WARM_UP if runner.round > 1 else 0):  # averages allocate in the first round
+        runner.step(batches)
 
     def step() -> None:
-        runner.step(batches)
+        for _ in range(runner.round):
+            runner.step(batches)
         runner.settle()
-        if runner.outer is not None:
-            runner.outer()
 
-    if runner.outer is not None:
-        runner.outer()  # it allocates in its first call
     peak = peak_tensor_bytes(step, runner.module, runner.optimizer, device, kept=runner.kept()) - others
     facts: dict[str, Any] = {"losses": losses, "parameters": runner.parameters, "peak_bytes": peak}
     if runner.counted is not None:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from typing import Any
 
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
+from ...engine.config.section import parse_section
+from ...engine.config.sync import SyncSection
 from ...engine.distributed.mesh import mesh_of
 from ...engine.errors import ConfigError, SDPError
 from ...engine.placement.layout import Layout
@@ -24,7 +27,10 @@ DENSE = (DDP, "ddp-recompute", "ddp-bf16-gradients", "fsdp2", "hsdp", "zero2", "
 REPLICAS = 2  # of the shards of HSDP
 # Local steps between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105).
 OUTER_EVERY = 50
-_SDP = re.compile(r"sdp-(block|neuron)-(forward|backward)-(0?\.\d+|1|1\.0+|\d(?:\.\d+)?e-\d+)")
+# Local steps: -local32-f4-o2-bf16 averages every 32 steps, in 4 fragments, 2 steps late, in bfloat16.
+_LOCAL = r"-local(?P<every>\d+)(?:-f(?P<fragments>\d+))?(?:-o(?P<overlap>\d+))?(?:-(?P<compression>bf16|int8))?"
+_SDP = re.compile(rf"sdp-(block|neuron)-(forward|backward)-(0?\.\d+|1|1\.0+|\d(?:\.\d+)?e-\d+)(?:{_LOCAL})?")
+_DILOCO = re.compile(rf"diloco(?:{_LOCAL})?")
 # Methods that make the same steps as DDP, except for rounding.
 SAME_STEPS = {DDP, "ddp-recompute", "fsdp2", "hsdp", "zero2", "zero3"}
 
@@ -55,10 +61,27 @@ def is_sdp(name: str) -> bool:
     return name.startswith("sdp")
 
 
-def variant(name: str, config: Config, layers: int | None = None) -> Config:
+def is_diloco(name: str) -> bool:
+    """Whether the method is DiLoCo: local steps of the dense model."""
+    return _DILOCO.fullmatch(name) is not None
+
+
+def is_streaming(sync: SyncSection) -> bool:
+    """Whether local steps have fragments, overlap or compression, as in Streaming DiLoCo."""
+    return sync.fragments > 1 or sync.overlap > 0 or sync.compression != "none"
+
+
+def variant(name: str, config: Config, world: int, layers: int | None = None) -> Config:
     """Return the configuration of the method ``name``.
 
-    ``layers`` is the depth of the smaller model. Raises :class:`ConfigError` for an unknown name.
+    Args:
+        name: The method.
+        config: The configuration that all methods share.
+        world: The number of ranks.
+        layers: The depth of the smaller model.
+
+    Raises:
+        ConfigError: The name is unknown.
     """
     if name == "sdp":
         return config
@@ -67,16 +90,25 @@ def variant(name: str, config: Config, layers: int | None = None) -> Config:
         if found is None:
             raise ConfigError(
                 f"--methods {name}: write sdp (as CONFIG says), or sdp-block-forward-0.5 (block or neuron, forward or "
-                "backward, capacity)"
+                "backward, capacity), perhaps with -local32-f4-o2-bf16 (steps, fragments, overlap, compression)"
             )
         if isinstance(config.sdp.placement, dict):
             raise ConfigError(
                 f"--methods {name}: sdp.placement lists the holders of every unit, whatever the capacity is; write sdp"
             )
-        changed = {"granularity": found[1], "masking": found[2], "capacity": float(found[3])}
+        changed: dict[str, Any] = {"granularity": found[1], "masking": found[2], "capacity": float(found[3])}
+        if found["every"]:
+            changed["sync"] = _sync_of(name, found)
         return config.model_copy(update={"sdp": config.sdp.model_copy(update=changed)})
+    if (found := _DILOCO.fullmatch(name)) is not None:
+        sync = _sync_of(name, found) if found["every"] else config.sdp.sync or SyncSection(every=OUTER_EVERY)
+        dense = dense_config(config, world, 0)
+        return dense.model_copy(update={"sdp": dense.sdp.model_copy(update={"sync": sync})})
     if name not in DENSE:
-        raise ConfigError(f"--methods {name}: unknown; known: {', '.join(DENSE)}, sdp, sdp-block-forward-0.5 …")
+        raise ConfigError(
+            f"--methods {name}: unknown; known: {', '.join(DENSE)}, sdp, sdp-block-forward-0.5, "
+            "sdp-block-forward-0.5-local32, diloco-local32 …"
+        )
     stage = {"fsdp2": 3, "hsdp": 3, "zero2": 2, "zero3": 3}.get(name, 0)
     changed = dense_config(config, REPLICAS if name == "hsdp" else 1, stage)
     if name == "ddp-recompute":
@@ -87,9 +119,20 @@ def variant(name: str, config: Config, layers: int | None = None) -> Config:
     return changed
 
 
+def _sync_of(name: str, found: re.Match[str]) -> SyncSection:
+    """Return the settings of local steps that a method's name has."""
+    settings = {
+        "every": int(found["every"]),
+        "fragments": int(found["fragments"] or 1),
+        "overlap": int(found["overlap"] or 0),
+        "compression": found["compression"] or "none",
+    }
+    return parse_section(SyncSection, settings, f"--methods {name}")
+
+
 def why_not(name: str, config: Config, world: int) -> str | None:
     """Say why the method cannot run here, or return None. Raises :class:`ConfigError` for an unknown name."""
-    own = variant(name, config)
+    own = variant(name, config, world)
     if name in ("zero2", "zero3") and importlib.util.find_spec("deepspeed") is None:
         return 'needs the package deepspeed; pip install "sdp-engine[deepspeed]"'
     if name == "hsdp" and (world % REPLICAS or world == REPLICAS):

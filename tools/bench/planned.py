@@ -10,12 +10,12 @@ from ...engine.errors import ConfigError
 from ...engine.tracing.operators import device_here
 from ..plan.alternatives import with_buckets
 from ..plan.forecast import forecast
-from ..plan.machine import Machine, StepTime, step_time
+from ..plan.machine import Machine, StepTime, step_time, with_outer_steps
 from ..plan.result import Forecast, RankForecast
-from .methods import DDP, OUTER_EVERY, SMALLER, is_sdp, variant
+from .methods import DDP, SMALLER, is_diloco, is_sdp, is_streaming, variant
 
 _IN_BUCKETS = {DDP, "ddp-recompute", "ddp-bf16-gradients", SMALLER}
-_SENT = {"ddp-bf16-gradients": 0.5, "diloco": 1 / OUTER_EVERY}  # fraction of the bytes that DDP sends
+_SENT = {"ddp-bf16-gradients": 0.5}  # fraction of the bytes that DDP sends
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Plan:
         times = self._times(flops, link)
         compute = max(time.compute for time in times)
         awaited = max(
-            time.compute + time.tensor_parallel + time.between + max(0.0, time.inside - time.compute) for time in times
+            time.compute + time.tensor_parallel + time.between + time.outer + max(0.0, time.inside - time.compute)
+            for time in times
         )
         if awaited == compute or any(time.refresh for time in times):
             return None
@@ -68,11 +69,12 @@ class Plan:
     def _times(self, flops: float, link: float) -> list[StepTime]:
         plan = self.forecast
         machine = Machine((plan.layout.mesh.world_size,), flops, 1.0, link, link)
-        return [
-            step_time(group.trace.flops, rank.collectives, machine, plan.batch.accumulation)
-            for group in plan.groups
-            for rank in group.ranks
-        ]
+        sync, times = plan.config.sdp.sync, []
+        for group in plan.groups:
+            for rank in group.ranks:
+                time = step_time(group.trace.flops, rank.collectives, machine, plan.batch.accumulation)
+                times.append(time if sync is None else with_outer_steps(time, rank.averages, sync, machine))
+        return times
 
 
 def _sending(rank: RankForecast, factor: float) -> RankForecast:
@@ -92,7 +94,7 @@ def plan_methods(names: Sequence[str], config: Config, world: int) -> dict[str, 
         if name == SMALLER:
             peaks = [plan.peak for method, plan in plans.items() if is_sdp(method) and plan.peak is not None]
             layers = planner.layers_within(peaks[0] if peaks else planner.forecast(config).worst.trace.peak, config)
-        plans[name] = planner.plan(name, variant(name, config, layers))
+        plans[name] = planner.plan(name, variant(name, config, world, layers))
     return plans
 
 
@@ -125,10 +127,12 @@ class _Planner:
         flops = sum(group.trace.flops * len(group.groups) for group in model.groups) / sum(
             len(group.groups) for group in model.groups
         )
+        by_hand = is_diloco(name) and config.sdp.sync is not None and not is_streaming(config.sdp.sync)
+        known = not name.startswith("zero") and factor == 1.0 and not by_hand
         return Plan(
             config=config,
-            peak=None if name.startswith("zero") or factor != 1.0 else plan.worst.trace.peak,
-            sent=max(sum(one.sent for one in rank.collectives) for rank in plan.ranks),
+            peak=plan.worst.trace.peak if known else None,
+            sent=max(sum(rank.sent(plan.machine).values()) for rank in plan.ranks),
             flops=flops,
             forecast=plan,
         )
@@ -141,7 +145,7 @@ class _Planner:
         fits, too_many = 0, int(config.model["num_hidden_layers"]) + 1
         while too_many - fits > 1:
             layers = (fits + too_many) // 2
-            if with_buckets(self.forecast(variant(SMALLER, config, layers))).worst.trace.peak <= peak:
+            if with_buckets(self.forecast(variant(SMALLER, config, self._world, layers))).worst.trace.peak <= peak:
                 fits = layers
             else:
                 too_many = layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from ...engine.subnetwork.activations import checkpoint_activations
 from ...engine.subnetwork.compile import compile_units
 from ...engine.subnetwork.materialise import give_values
 from ..runs.model_inputs import model_and_batch
-from .methods import REPLICAS, is_sdp
+from .methods import REPLICAS, is_diloco, is_sdp, is_streaming
 
 Batch = Any
 
@@ -54,7 +55,7 @@ class Runner:
         optimizer: The optimizer of its weights.
         step: Makes one optimizer step on this rank's micro-batches, and returns their mean loss.
         settle: Waits for transfers that a step leaves running.
-        outer: The work that is done once in ``OUTER_EVERY`` steps.
+        round: The number of steps after which the work repeats: of a round of local steps, else 1.
         counted: For SDP: makes one more step, and returns bytes of state and bytes sent between
             groups, real and planned.
         kept: Tensors that live through every step, apart from parameters and optimizer state.
@@ -65,7 +66,7 @@ class Runner:
     optimizer: Optimizer
     step: Callable[[Sequence[Batch]], Tensor]
     settle: Callable[[], None] = lambda: None
-    outer: Callable[[], None] | None = None
+    round: int = 1
     counted: Callable[[Sequence[Batch]], dict[str, int]] | None = None
     kept: Callable[[], Sequence[Tensor]] = tuple
 
@@ -74,11 +75,14 @@ def build(name: str, config: Config, device: torch.device) -> Runner:
     """Build the method ``name`` from its own configuration (see :func:`variant`). Collective."""
     if is_sdp(name):
         return _sdp(config)
+    if is_diloco(name) and config.sdp.sync is not None and is_streaming(config.sdp.sync):
+        return _sdp(config)  # Streaming DiLoCo: the engine's local steps of the dense model
     made = _Dense(config, device)
     if name.startswith("zero"):
         return made.deepspeed(2 if name == "zero2" else 3)
-    if name == "diloco":
-        return made.diloco()
+    if is_diloco(name):
+        assert config.sdp.sync is not None
+        return made.diloco(config.sdp.sync.every)
     if name in ("fsdp2", "hsdp"):
         return made.fsdp2(REPLICAS if name == "hsdp" else 1)
     return made.ddp(_bf16_gradients if name == "ddp-bf16-gradients" else allreduce_hook)
@@ -93,25 +97,39 @@ def _sdp(config: Config) -> Runner:
     def step(batches: Sequence[Batch]) -> Tensor:
         losses = []
         for batch in batches:
-            losses.append(engine.backward(engine(batch)).detach())
+            output = engine(batch)
+            engine.backward(output)
+            losses.append(loss_of(output).detach())
             engine.step()
         return torch.stack(losses).mean()
 
     def settle() -> None:
         _ = engine.frozen_here  # reading the copies waits for the refresh
 
+    every = section.sync.every if section.sync is not None else 1
+
     def counted(batches: Sequence[Batch]) -> dict[str, int]:
         engine.traffic.reset()
-        step(batches)
+        for _ in range(every):
+            step(batches)
         return {
             "state_bytes": engine.measured_state_bytes().total,
             "planned_state_bytes": engine.predicted_state_bytes().total,
-            "between_groups_bytes": _between_groups(engine.traffic),
-            "planned_between_groups_bytes": _between_groups(engine.planned_traffic()),
+            "between_groups_bytes": round(_between_groups(engine.traffic) / every),
+            "planned_between_groups_bytes": round(_between_groups(engine.planned_traffic()) / every),
         }
 
     held = engine.layout.held(engine.layout.mesh.coordinates(engine.global_rank).sdp)
-    return Runner(sum(info.numel for info in held), engine.module, engine.optimizer, step, settle, counted=counted)
+    return Runner(
+        sum(info.numel for info in held),
+        engine.module,
+        engine.optimizer,
+        step,
+        settle,
+        round=every,
+        counted=counted,
+        kept=engine.local_training.tensors_on_device,
+    )
 
 
 def _between_groups(traffic: Traffic) -> int:
@@ -209,11 +227,11 @@ class _Dense:
 
         return Runner(self.parameters, engine.module, engine.optimizer.optimizer, step)
 
-    def diloco(self) -> Runner:
+    def diloco(self, every: int) -> Runner:
         """Train a separate replica on every rank.
 
-        ``outer`` averages how far the replicas moved, and uses the average as the gradient of a common
-        step.
+        After ``every`` steps it averages how far the replicas moved, and uses the average as the
+        gradient of a common step.
         """
         optimizer = self._optimizer()
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -235,7 +253,15 @@ class _Dense:
             return [*common, *(momentum["momentum_buffer"] for momentum in outer_optimizer.state.values())]
 
         loop = self._loop(self.model, optimizer, nullcontext)
-        return Runner(self.parameters, self.model, optimizer, loop, outer=outer, kept=kept)
+        steps = itertools.count(1)
+
+        def step(batches: Sequence[Batch]) -> Tensor:
+            loss = loop(batches)
+            if next(steps) % every == 0:
+                outer()
+            return loss
+
+        return Runner(self.parameters, self.model, optimizer, step, round=every, kept=kept)
 
     def _optimizer(self) -> Optimizer:
         section = self.config.optimizer or NamedParams(type="AdamW")

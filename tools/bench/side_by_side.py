@@ -81,7 +81,7 @@ def run(options: MethodOptions) -> int:
     layers = Ranks(alone=False).from_rank_0(
         lambda: {name: plan.config.model.get("num_hidden_layers") for name, plan in plans.items()}
     )
-    configs = {name: variant(name, config, layers[name]) for name in names}
+    configs = {name: variant(name, config, world, layers[name]) for name in names}
     facts, races = measure(configs, options, config, device)
     dist.destroy_process_group()
     if is_first:
