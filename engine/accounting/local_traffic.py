@@ -38,9 +38,8 @@ class LocalTraffic:
     def of_step(self, step: int) -> Traffic:
         """Return the bytes of one step. Steps are numbered from 1."""
         traffic = Traffic()
-        plan = self._inner if self._rounds.is_local(step) else self._every_step
         starting, arriving = self._rounds.starting(step), self._rounds.arriving(step)
-        collectives = plan.of(self._rank)
+        collectives = self.training(local=self._rounds.is_local(step))
         if starting is not None:
             collectives += self.changes(starting)
         if arriving is not None:
@@ -61,6 +60,10 @@ class LocalTraffic:
         """Return what crosses between groups in a round: changes of all fragments, and refreshed copies."""
         fragments = self._rounds.fragments
         return [one for fragment in fragments for one in (*self.changes(fragment), *self.copies(fragment))]
+
+    def training(self, *, local: bool) -> list[Collective]:
+        """Return what a step without an outer step sends. ``local``: groups take the step on their own."""
+        return (self._inner if local else self._every_step).of(self._rank)
 
     def changes(self, fragment: int) -> list[Collective]:
         """Return the averages of a fragment in which this rank takes part."""

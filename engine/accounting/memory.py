@@ -87,13 +87,13 @@ def predict_state_bytes(
     trained = 4 * sum(numel for info, numel in held if info.trainable)
     frozen = () if everything else layout.frozen(at.sdp)
     copies = compute_bytes * sum(info.shard_numel(shards, index) for info in frozen)
-    outer = 0 if sync is None else _outer_bytes(sync, [(info, numel) for info, numel in held if info.trainable])
+    outer = 0 if sync is None else predict_outer_bytes(sync, [(info, numel) for info, numel in held if info.trainable])
     on_host = outer if sync is not None and sync.offload == "cpu" else 0
     optimizer_bytes = sum(state_bytes(optimizer, layout, info, numel) for info, numel in held if info.trainable)
     return StateBytes(kept, trained, optimizer_bytes, copies, outer, on_host)
 
 
-def _outer_bytes(sync: SyncSection, trained: Sequence[tuple[TensorInfo, int]]) -> int:
+def predict_outer_bytes(sync: SyncSection, trained: Sequence[tuple[TensorInfo, int]]) -> int:
     """Return the bytes of anchors, outer optimizer state and errors, for parameters with their local numbers."""
     shared = sum(numel for info, numel in trained if len(info.holders) > 1)
     everything = sum(numel for _, numel in trained)

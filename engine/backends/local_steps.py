@@ -69,7 +69,7 @@ class ShardedLocalSteps:
 
         A group whose norm is NaN or infinite leaves its weights and optimizer state as they are.
         """
-        backend, mesh = self._backend, self._layout.mesh
+        backend = self._backend
         gradients = backend.gradients()
         norm = self._norm_in_group()
         is_finite = math.isfinite(norm)
@@ -81,13 +81,24 @@ class ShardedLocalSteps:
         backend.zero_grad()
         if scheduler is not None:
             scheduler.step()
-        first = self._at.fsdp == 0 and self._at.tp == 0
-        share = 1 / mesh.sdp if first and is_finite else 0.0  # of the groups that take the step
-        own = [loss.item() / mesh.world_size, share * norm if share else 0.0, share]
-        totals = torch.tensor(own, dtype=torch.float64, device=backend.device)
+        totals = torch.tensor(self._summary(loss, norm), dtype=torch.float64, device=backend.device)
         backend.all_reduce_control(totals)
-        mean_loss, norms, stepped = totals.tolist()
-        return LocalUpdate(mean_loss, norms / stepped if stepped else math.nan, round(mesh.sdp * (1 - stepped)))
+        return self._outcome(totals)
+
+    def _summary(self, loss: torch.Tensor, norm: float) -> list[float]:
+        """Return what this rank adds to the sums from which :meth:`_outcome` follows."""
+        mesh, first = self._layout.mesh, self._at.fsdp == 0 and self._at.tp == 0
+        share = 1 / mesh.sdp if first else 0.0  # of the groups
+        return [
+            loss.item() / mesh.world_size,
+            *((share * norm, share) if math.isfinite(norm) else (0.0, 0.0)),
+            share,
+        ]
+
+    def _outcome(self, totals: torch.Tensor) -> LocalUpdate:
+        mean_loss, norms, stepped, everyone = totals.tolist()
+        skipped = round(self._layout.mesh.sdp * (everyone - stepped))
+        return LocalUpdate(mean_loss, norms / stepped if stepped else math.nan, skipped)
 
     def _norm_in_group(self) -> float:
         backend = self._backend

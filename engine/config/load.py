@@ -193,7 +193,8 @@ def _refuse_precision(config: Config) -> None:
 
 
 def _refuse_offload(config: Config) -> None:
-    if config.sdp.engine != "fsdp2" or not config.zero_optimization.offloads:
+    applies_to = ("fsdp2", "deepspeed") if config.sdp.sync is not None else ("fsdp2",)
+    if config.sdp.engine not in applies_to or not config.zero_optimization.offloads:
         return
     others = {
         "sdp.sync": config.sdp.sync is not None,
@@ -254,10 +255,8 @@ def _refuse_sync(config: Config) -> None:
     sdp = config.sdp
     if sdp.sync is None:
         return
-    if sdp.engine in ("deepspeed", "vectorized"):
-        raise ConfigError(
-            f'sdp.sync: local steps are not available with sdp.engine "{sdp.engine}"; use "fsdp2", or "reference"'
-        )
+    if sdp.engine == "vectorized":
+        raise ConfigError('sdp.sync: local steps are not available with sdp.engine "vectorized"; use "reference"')
     if sdp.in_one_process and config.activation_checkpointing.mode != "none":
         raise ConfigError(
             f'activation_checkpointing.mode: "{config.activation_checkpointing.mode}" is not available with sdp.sync and '

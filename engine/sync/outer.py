@@ -80,6 +80,8 @@ class OuterSteps:
         sum_over_ranks: sums a few float64 values over all ranks, in place.
         clock: measures the time spent waiting, in seconds.
         all_reduce: starts a sum over a communicator.
+        divisor: for a holder set, by what this rank divides its changes before they are summed. The
+            default is the number of ranks of the communicator.
     """
 
     def __init__(
@@ -98,11 +100,12 @@ class OuterSteps:
         sum_over_ranks: Callable[[torch.Tensor], None],
         clock: Callable[[], float] = time.perf_counter,
         all_reduce: AllReduce = start_all_reduce,
+        divisor: Callable[[Holders], float] | None = None,
     ):
         self._sync, self._weights, self._names, self._fragments = sync, weights, list(names), fragments
         self._counts, self._counts_once = counts, counts_once
         self._device, self._traffic, self._sum = device, traffic, sum_over_ranks
-        self._clock, self._all_reduce = clock, all_reduce
+        self._clock, self._all_reduce, self._divisor = clock, all_reduce, divisor
         self.exposed_seconds = 0.0
         self._buckets: dict[int, list[tuple[tuple[str, ...], Holders, dist.ProcessGroup | None]]] = {}
         here = set(self._names)
@@ -128,16 +131,19 @@ class OuterSteps:
         """Start to average ``fragment``. Every rank must call this after the same step."""
         assert self._travelling is None, "an average has arrived before the next one starts"
         averages = []
-        for names, _, group in self._buckets.get(fragment, ()):
+        for names, holders, group in self._buckets.get(fragment, ()):
             changes = [self.anchors[name].to(self._device) - self._weights(name) for name in names]
             before = [self._weights(name).clone() for name in names] if self._sync.overlap else None
-            exchange = self._exchange(names, changes, group) if group is not None else None
+            ranks = dist.get_world_size(group) if group is not None else 1
+            divisor = ranks if self._divisor is None else self._divisor(holders)
+            exchange = self._exchange(names, changes, group, divisor) if group is not None else None
             averages.append(_Average(names, changes if exchange is None else [], exchange, before))
         self._travelling = fragment, averages
 
-    def _exchange(self, names: Sequence[str], changes: list[torch.Tensor], group: dist.ProcessGroup) -> Exchange:
-        ranks = dist.get_world_size(group)
-        shares = torch._foreach_div(changes, ranks)
+    def _exchange(
+        self, names: Sequence[str], changes: list[torch.Tensor], group: dist.ProcessGroup, divisor: float
+    ) -> Exchange:
+        shares = torch._foreach_div(changes, divisor)
         changes.clear()
         if self._sync.compression == "int8":
             errors = [self.errors[name] for name in names]

@@ -8,7 +8,7 @@ norm and clips. With one group nothing is installed: DeepSpeed runs unchanged.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...config.sync import SyncSection
 from ...distributed.mesh import Coordinates
 from ...distributed.traffic import Traffic
 from ...full_model.evaluation import StreamedEvaluation, mean_loss
@@ -25,14 +26,13 @@ from ...subnetwork.carve import PassThrough
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
 from .checks import UsedParameters
-from .held import Gathered
+from .held import CalledEngine, Gathered
 from .optimizer import LossScale, MasterCopies, ZeroState, local_part
 from .partitions import Bundle, RoutedRefresh
 from .private import logged_all_reduce, logged_broadcast
 from .process_groups import ProcessGroups
 from .shard_sync import EarlyLaunch, ShardSync
 from .stepping import SteppedByDeepSpeed
-from .traffic_plan import plan_traffic
 
 
 class DeepSpeedBackend(SteppedByDeepSpeed):
@@ -53,6 +53,7 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         stage: int,
         compute_dtype: torch.dtype,
         traffic: Traffic,
+        sync: SyncSection | None = None,
     ):
         self.deepspeed, self.layout, self.stand_ins, self.device = engine, layout, stand_ins, device
         self.module: nn.Module = engine.module
@@ -70,7 +71,8 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         self.scale = LossScale(engine.optimizer)
         self.bundles = [bundle for bundle in bundles if self.at.sdp in bundle.holders]
         self._exposed = 0.0
-        self._usage = self._watch_use() if self.zero is not None else None
+        self._local, self.local_settings = None, sync
+        self.usage = self._watch_use() if self.zero is not None else None
         self.options = [bundle.options for bundle in self.bundles]
         self.options_count = 1 + max(bundle.options for bundle in bundles)
         self._install(bundles)
@@ -98,7 +100,8 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         self.refresh(after_step=False)
 
     def _install(self, bundles: Sequence[Bundle]) -> None:
-        self._hooked: GradientSync | None = None
+        self._hooked: GradientSync | None = None  # of steps that all groups take together
+        self._inner: GradientSync | None = None  # of local steps
         self._sync: ShardSync | None = None
         self._early: EarlyLaunch | None = None
         if not self.installed:
@@ -120,6 +123,16 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
                 clock=self.clock,
                 all_reduce=logged_all_reduce,
             )
+            if self.local_settings is not None:
+                inside = self.communicators.replicas
+                self._inner = GradientSync(
+                    buckets,
+                    self.parameters,
+                    {bucket.holders: inside for bucket in buckets} if inside is not None else {},
+                    self.traffic,
+                    clock=self.clock,
+                    scope="inside groups",
+                )
             return
         held = iter(range(len(self.bundles)))
         here = [next(held) if self.at.sdp in bundle.holders else None for bundle in bundles]
@@ -151,37 +164,53 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
 
     @property
     def exposed_seconds(self) -> float:
-        return self._exposed + (self._hooked.exposed_seconds if self._hooked else 0.0)
+        waited = self._exposed + (self._hooked.exposed_seconds if self._hooked else 0.0)
+        waited += self._inner.exposed_seconds if self._inner else 0.0
+        return waited + (self.local.outer.exposed_seconds if self.local is not None else 0.0)
 
     def _wait_for_weights(self, block: str) -> Callable[..., None]:
         return lambda *_: self._refresh.wait(block)
 
     def refresh(self, *, after_step: bool) -> None:
-        self._refresh.start({name for name, info in self.layout.parameters.items() if info.trainable or not after_step})
-        if not after_step or self.stage == 3:  # ZeRO 3 gathers a unit's weights before its forward begins
+        names = {name for name, info in self.layout.parameters.items() if info.trainable or not after_step}
+        if self.local is not None:
+            self.local.send_all_anchors(names)
+        else:
+            self.send_copies(names, at_once=not after_step)
+
+    def send_copies(self, names: Collection[str], *, at_once: bool) -> None:
+        """Send the model's weights of ``names`` to the frozen copies of other groups. Collective.
+
+        Unless ``at_once``, the copies are awaited when they are needed.
+        """
+        self._refresh.start(names)
+        if at_once or self.stage == 3:  # ZeRO 3 gathers a unit's weights before its forward begins
             self._refresh.finish()
         if self.stage == 3 and self.zero is not None and self.layout.keeps_frozen:
             self.zero.gather_persistent()
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        return call(_Called(self.deepspeed), batch)
+        if self.local is not None:
+            self.local.freshen()
+        return call(CalledEngine(self.deepspeed), batch)
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
-        if self._hooked is not None:
-            self._hooked.begin()
+        reducer = self._reducer
+        if reducer is not None:
+            reducer.begin()
             if boundary:
-                self._hooked.arm()
-        if self._early is not None and boundary:
+                reducer.arm()
+        if self._early is not None and boundary and self.local is None:
             self._early.arm()
         try:
             self.deepspeed.backward(self._scaled(loss), scale_wrt_gas=False)
         except BaseException:
             self._abandon()
             raise
-        if self._usage is not None:
-            self._usage.end_micro_batch()
-        if self._hooked is not None and boundary:
-            self._hooked.finish()
+        if self.usage is not None:
+            self.usage.end_micro_batch()
+        if reducer is not None and boundary:
+            reducer.finish()
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, multiplied by the loss scale where DeepSpeed does not do it.
@@ -194,9 +223,14 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         loss = loss.float()  # a scaled loss may exceed the range of float16
         return loss if self.zero is not None else loss * self.scale.value
 
+    @property
+    def _reducer(self) -> GradientSync | None:
+        """What averages whole gradients in the present step (stage 0)."""
+        return self._hooked if self.local is None else self._inner
+
     def _abandon(self) -> None:
-        if self._hooked is not None:
-            self._hooked.abandon()
+        if self._reducer is not None:
+            self._reducer.abandon()
         if self._early is not None and self._sync is not None:
             self._early.drop()
             self._sync.abandon()
@@ -204,10 +238,14 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
     def gradients(self) -> list[torch.Tensor]:
         """The gradients with which DeepSpeed will step: g_u times the loss scale."""
         if self.zero is None:
-            return [p.grad for p in self.parameters.values() if p.grad is not None]
+            self.averaged = [p.grad for p in self.parameters.values() if p.grad is not None]
+            return self.averaged
         if self._sync is None:  # one group: gradients stay as DeepSpeed keeps them
-            self._averaged = self.zero.gradients()
-            return self._averaged
+            self.averaged = self.zero.gradients()
+            return self.averaged
+        if self.local is not None:  # ZeRO has averaged inside the group
+            self.averaged = [self.zero.take_gradient(index) for index in range(len(self.bundles))]
+            return self.averaged
         found = self._early.take() if self._early is not None else {}
         for index, gradient in found.items():
             self.zero.put_gradient(index, gradient)
@@ -217,14 +255,14 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
         started = self.clock()
         self._sync.finish()
         self._exposed += self.clock() - started
-        self._averaged = [found[index] for index in range(len(found))]
-        return self._averaged
+        self.averaged = [found[index] for index in range(len(found))]
+        return self.averaged
 
     def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
         if self._sync is not None:
-            counted = self._sync.counted(self._averaged)
+            counted = self._sync.counted(self.averaged)
         elif self.zero is not None:
-            counted = self._averaged
+            counted = self.averaged
         else:  # whole gradients
             infos = self.layout.parameters
             first = self.at.fsdp == 0
@@ -235,13 +273,13 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
             ]
         squared = squared_norm(counted, self.device) / self.scale.value**2
         totals = torch.stack([squared, (loss / self.layout.mesh.world_size).to(self.device)])
-        if self._usage is None:
+        if self.usage is None:
             self.all_reduce_control(totals)
             return totals
-        totals = torch.cat([totals, totals.new_tensor(self._usage.differences())])
+        totals = torch.cat([totals, totals.new_tensor(self.usage.differences())])
         self.all_reduce_control(totals)
         totals = totals.cpu()
-        self._usage.check(totals[2:])
+        self.usage.check(totals[2:])
         return totals[:2]
 
     def zero_grad(self) -> None:
@@ -249,27 +287,12 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
             self.zero.drop_gradients()
         else:
             self.deepspeed.optimizer.zero_grad()
-        if self._hooked is not None:
-            self._hooked.note_dropped_gradients()
+        if self._reducer is not None:
+            self._reducer.note_dropped_gradients()
         if self._early is not None:
             self._early.drop()
-        if self._usage is not None:
-            self._usage.start_step()
-
-    def planned_traffic(self, accumulation: int, step: int | None = None) -> Traffic:
-        """The bytes that this rank sends in a step.
-
-        DeepSpeed's own messages inside the group are not counted (see ``comms_logger``).
-        """
-        return plan_traffic(
-            self.layout,
-            self._process_groups,
-            self._sync,
-            rank=self.rank,
-            stage=self.stage,
-            compute_bytes=self.compute_dtype.itemsize,
-            reduces_whole_gradients=self._hooked is not None,
-        )
+        if self.usage is not None:
+            self.usage.start_step()
 
     # -- the full model ----------------------------------------------------------------------------
 
@@ -293,15 +316,3 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
 
     def shard_parameters(self) -> None:
         self._refresh.finish()
-
-
-class _Called(nn.Module):
-    """DeepSpeed's engine with the signature of the module's ``forward``."""
-
-    def __init__(self, engine: Any):
-        super().__init__()
-        self._hidden = (engine,)
-        self.forward = engine.module.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hidden[0](*args, **kwargs)

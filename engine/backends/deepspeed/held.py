@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...config.sync import SyncSection
 from ...distributed.process_groups import Communicators
 from ...placement.tensor_info import Shard
 from ..sharded import ShardedBackend
@@ -33,6 +34,8 @@ class HeldByDeepSpeed(ShardedBackend):
     zero: ZeroState | None
     copies: MasterCopies | None
     scale: LossScale
+    local_settings: SyncSection | None  # of local steps
+    averaged: list[torch.Tensor]  # the gradients of the present step, as the next update uses them
     _process_groups: ProcessGroups
 
     @property
@@ -64,6 +67,11 @@ class HeldByDeepSpeed(ShardedBackend):
     @property
     def shard(self) -> Shard:
         return Shard()
+
+    @property
+    def between(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """The communicators between groups by their ranks (ZeRO 1 to 3)."""
+        return self._process_groups.between
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
         """This rank's pieces of every bundle's parameters, each with the bundle's index (ZeRO 1 to 3)."""
@@ -147,3 +155,15 @@ class Gathered:
 
     def gather_root(self) -> None:
         """A no-op: DeepSpeed gathers with hooks of its own."""
+
+
+class CalledEngine(nn.Module):
+    """DeepSpeed's engine with the signature of the module's ``forward``."""
+
+    def __init__(self, engine: Any):
+        super().__init__()
+        self._hidden = (engine,)
+        self.forward = engine.module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._hidden[0](*args, **kwargs)

@@ -96,7 +96,9 @@ def initialize_deepspeed(
     handover = _Handover(_settings(config, batch), optimizer, lr_scheduler)
     if layout.mesh.sdp > 1 or (optimizer is None and config.optimizer is None):
         _take_optimizer_over(handover, config, layout, param_groups, held, parameters, device)
-    process_groups = ProcessGroups(layout, bundles, config.zero_optimization.stage)
+    process_groups = ProcessGroups(
+        layout, bundles, config.zero_optimization.stage, local_steps=config.sdp.sync is not None
+    )
     _keep_units_whole(handover.settings, config, bundles, layout)
     unbuilt = not isinstance(handover.optimizer, Optimizer)
     model_parameters = _as_given(param_groups, parameters, grouped=grouped) if unbuilt else None
@@ -112,6 +114,7 @@ def initialize_deepspeed(
         stage=config.zero_optimization.stage,
         compute_dtype=getattr(torch, config.precision),
         traffic=Traffic(),
+        sync=config.sdp.sync,
     )
     backend.clock = clock(device, waits=config.wall_clock_breakdown)
     check_partitions(backend, parameters)

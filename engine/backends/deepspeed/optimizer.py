@@ -226,6 +226,11 @@ class ZeroState:
             delattr(optimizer, replaced)
             optimizer.check_grad_overflow = checks
 
+    def release_parameters(self) -> None:
+        """Drop gathered copies of parameters that ZeRO 3 still keeps for the next modules of a pass."""
+        if self._stage == 3:
+            self._optimizer._partition_all_parameters()
+
     def spread_masters(self) -> None:
         """Copy the float32 weights to the model, after something else changed them.
 

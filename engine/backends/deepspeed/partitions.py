@@ -66,6 +66,28 @@ def pieces_of(bundle: Bundle, stage: int, ranks: int, rank: int) -> list[Piece]:
     return pieces
 
 
+def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Split a range of a tensor's elements, in memory order, into boxes.
+
+    The range is [start, start + length) of a tensor of ``shape``. A box is (offsets, sizes,
+    elements).
+    """
+    if len(shape) <= 1:
+        yield ((start,) if shape else ()), ((length,) if shape else ()), length
+        return
+    row = torch.Size(shape[1:]).numel()
+    while length:
+        index, inside = divmod(start, row)
+        if inside or length < row:
+            part = min(length, row - inside)
+            for offsets, sizes, numel in boxes(inside, part, shape[1:]):
+                yield (index, *offsets), (1, *sizes), numel
+        else:
+            part = length // row * row
+            yield (index, *(0 for _ in shape[1:])), (part // row, *shape[1:]), part
+        start, length = start + part, length - part
+
+
 def partition_numel(bundle: Bundle, stage: int, ranks: int) -> int:
     """Elements of a rank's flat partition, including padding. Stage 0 partitions nothing."""
     if stage == 0:

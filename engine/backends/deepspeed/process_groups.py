@@ -18,13 +18,14 @@ from .partitions import Bundle, Route, rank_sets, routes_of
 class ProcessGroups:
     """The process groups of one rank. Every rank must create them, with the same arguments."""
 
-    def __init__(self, layout: Layout, bundles: Sequence[Bundle], stage: int):
+    def __init__(self, layout: Layout, bundles: Sequence[Bundle], stage: int, *, local_steps: bool = False):
         mesh, rank = layout.mesh, dist.get_rank()
         self.communicators = Communicators.build(
             mesh,
             {info.holders for info in layout.parameters.values()} if stage == 0 else (),
             replicate_inside=True,
             refreshes={(refresh.source, refresh.members) for refresh in layout.refreshes} if not mesh.sizes else (),
+            local_steps=local_steps,
         )
         self.mpu: GroupAsWorld | None = None
         self.between: dict[tuple[int, ...], dist.ProcessGroup] = {}

@@ -76,6 +76,14 @@ class ShardSync:
         """Forget launched all-reduces without waiting, because another rank may have failed."""
         self._works.clear()
 
+    def parts(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of this rank's partitions without padding."""
+        return [
+            gradients[index].narrow(0, at, stretch.length)
+            for index, (_, mine) in self._plan.items()
+            for at, stretch in mine
+        ]
+
     def counted(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parts of the averaged gradients that this rank, and no other, counts in the global norm."""
         return [
@@ -85,11 +93,9 @@ class ShardSync:
             if stretch.ranks[0] == self._rank
         ]
 
-    def plan(self, planned: Traffic) -> None:
-        """Add the bytes that :meth:`launch` sends to ``planned``."""
-        for _, mine in self._plan.values():
-            for _, stretch in mine:
-                planned.record("between groups", "all_reduce", 4 * stretch.length, len(stretch.ranks))
+    def stretches_here(self) -> list[Shared]:
+        """Return the stretches that :meth:`launch` averages, of all bundles."""
+        return [stretch for _, mine in self._plan.values() for _, stretch in mine]
 
 
 class EarlyLaunch:

@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
-from ...accounting.memory import StateBytes, state_tensors
+from ...accounting.memory import StateBytes, predict_outer_bytes, state_tensors
 from ...checkpoint.dcp import Part
 from ...checkpoint.state import SavedState
+from ...errors import CheckpointError
 from ...optim.optimizer_state import OptimizerState
 from ...placement.tensor_info import TensorInfo
 from ...placement.units import SHARED
 from ...sync.consistency import CHUNK, compare_sums
 from .held import HeldByDeepSpeed, untrained_part
+from .local_steps import find_boxes
 from .optimizer import local_part
-from .partitions import partition_numel
-
-Box = tuple[tuple[int, ...], tuple[int, ...], int]
-
-
-def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
-    """Split a range of a tensor's elements, in memory order, into boxes.
-
-    The range is [start, start + length) of a tensor of ``shape``. A box is (offsets, sizes,
-    elements).
-    """
-    if len(shape) <= 1:
-        yield ((start,) if shape else ()), ((length,) if shape else ()), length
-        return
-    row = torch.Size(shape[1:]).numel()
-    while length:
-        index, inside = divmod(start, row)
-        if inside or length < row:
-            part = min(length, row - inside)
-            for offsets, sizes, numel in boxes(inside, part, shape[1:]):
-                yield (index, *offsets), (1, *sizes), numel
-        else:
-            part = length // row * row
-            yield (index, *(0 for _ in shape[1:])), (part // row, *shape[1:]), part
-        start, length = start + part, length - part
+from .partitions import boxes, partition_numel
 
 
 def part_of(info: TensorInfo, start: int, flat: torch.Tensor) -> Part:
@@ -68,6 +47,10 @@ class DeepSpeedState(SavedState):
 
     def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
         backend = self._backend
+        if backend.local is not None:
+            raise CheckpointError(
+                'sdp.sync: checkpoints are not available with sdp.engine "deepspeed" while groups take steps on their own; use "fsdp2"'
+            )
         if backend.zero is None:
             return super().tensors(to_load=to_load)
         backend.shard_parameters()
@@ -162,30 +145,20 @@ def materialise_state(backend: HeldByDeepSpeed) -> None:
 def check_holders(backend: HeldByDeepSpeed) -> None:
     """Compare float32 weights and optimizer state across holders. Collective.
 
-    Groups may partition differently. A checksum is the sum over elements of their bits times their
-    positions, so the sums over any partitions are equal. Raises HolderMismatchError.
+    In local steps, anchors and the state of the outer optimizer are compared. Groups may partition
+    differently. A checksum is the sum over elements of their bits times their positions, so the
+    sums over any partitions are equal. Raises HolderMismatchError.
     """
     assert backend.zero is not None
     names = [SHARED, *(unit.name for unit in backend.layout.units)]
     sums = torch.zeros(len(names), dtype=torch.int64)
     position = {name: index for index, name in enumerate(backend.layout.parameters)}
-    masters = backend.zero.masters
-    for index, piece in backend.pieces():
-        state = backend.deepspeed.basic_optimizer.state.get(masters[index], {})
-        values = [
-            masters[index].detach(),
-            *(v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor) and v.dim()),
-        ]
+    for name, start, values in _common_values(backend):
         for kind, value in enumerate(values):
-            first = (position[piece.name] * 8 + kind) * 1_000_003 + piece.start
-            total = sums[names.index(backend.layout.parameters[piece.name].unit)]
-            for at in range(0, piece.length, CHUNK):  # 64-bit copies of a whole partition could be too much
-                words = (
-                    value[piece.at + at : piece.at + min(at + CHUNK, piece.length)]
-                    .contiguous()
-                    .view(torch.int32)
-                    .long()
-                )
+            first = (position[name] * 8 + kind) * 1_000_003 + start
+            total = sums[names.index(backend.layout.parameters[name].unit)]
+            for at in range(0, value.numel(), CHUNK):  # 64-bit copies of a whole partition could be too much
+                words = value[at : at + CHUNK].contiguous().view(torch.int32).long()
                 weights = 2 * torch.arange(first + at, first + at + words.numel(), device=words.device) + 1
                 total += (words * weights).sum().cpu()
     everyones = torch.empty((backend.layout.mesh.world_size, len(names)), dtype=torch.int64, device=backend.device)
@@ -199,6 +172,31 @@ def check_holders(backend: HeldByDeepSpeed) -> None:
         )
 
 
+def _common_values(backend: HeldByDeepSpeed) -> Iterator[tuple[str, int, list[torch.Tensor]]]:
+    """Yield name, start and flat values of what all holders of a parameter have: weights and optimizer state.
+
+    In local steps, these are anchors and the state of the outer optimizer.
+    """
+    local: Any = backend.local
+    if local is not None:
+        outer = local.outer
+        for key, box in local.boxes.items():
+            anchor = outer.anchors[key]
+            yield box.name, box.start, [value.view(-1) for value in _with_state(anchor, outer.optimizer)]
+        return
+    assert backend.zero is not None
+    masters = backend.zero.masters
+    for index, piece in backend.pieces():
+        values = _with_state(masters[index], backend.deepspeed.basic_optimizer)
+        yield piece.name, piece.start, [value[piece.at : piece.at + piece.length] for value in values]
+
+
+def _with_state(weights: torch.Tensor, optimizer: Optimizer) -> list[torch.Tensor]:
+    state = optimizer.state.get(weights, {})
+    of_state = [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor) and value.dim()]
+    return [weights.detach(), *of_state]
+
+
 def measured_bytes(backend: HeldByDeepSpeed, gradient_bytes: int) -> StateBytes:
     """Bytes of the tensors that exist on this rank; gradients as at the last step.
 
@@ -209,7 +207,9 @@ def measured_bytes(backend: HeldByDeepSpeed, gradient_bytes: int) -> StateBytes:
     masters = sum(master.nbytes for master in backend.masters)
     states = backend.deepspeed.basic_optimizer.state.values()
     moments = sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
-    return StateBytes(held + masters, gradient_bytes, moments, copies)
+    outer = backend.local.nbytes() if backend.local is not None else 0
+    on_host = outer if backend.local is not None and backend.local.sync.offload == "cpu" else 0
+    return StateBytes(held + masters, gradient_bytes, moments, copies, outer, on_host)
 
 
 def predicted_bytes(backend: HeldByDeepSpeed) -> StateBytes:
@@ -226,6 +226,9 @@ def predicted_bytes(backend: HeldByDeepSpeed) -> StateBytes:
     masters = 4 * stepped if backend.stage or compute == 2 else 0
     # Averages between groups are float32. With one group, gradients keep DeepSpeed's own dtype.
     averaged = 4 if backend.installed or (backend.zero is not None and backend.zero.offloaded) else compute
-    return StateBytes(
-        held + masters, averaged * stepped, 4 * stepped * state_tensors(backend.deepspeed.basic_optimizer), copies
-    )
+    moments = 4 * stepped * state_tensors(backend.deepspeed.basic_optimizer)
+    sync, outer = backend.local_settings, 0
+    if sync is not None:
+        outer = predict_outer_bytes(sync, [(infos[box.name], box.numel) for box in find_boxes(backend).values()])
+    on_host = outer if sync is not None and sync.offload == "cpu" else 0
+    return StateBytes(held + masters, averaged * stepped, moments, copies, outer, on_host)

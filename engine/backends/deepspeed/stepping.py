@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ...accounting.memory import StateBytes
 from ...backend import StateToSave, Update
+from ...distributed.traffic import Traffic
+from ...optim.clip import squared_norm
 from ...optim.schedules import keep_shared_state
 from ...sync.consistency import check_loss_scale
 from .held import HeldByDeepSpeed
+from .local_steps import DeepSpeedLocalSteps, find_boxes
 from .private import set_gradient_norm
+from .shard_sync import ShardSync
 from .state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
+from .traffic_plan import LocalTrafficPlan, TrafficPlan
 
 
 class SteppedByDeepSpeed(HeldByDeepSpeed):
@@ -23,6 +30,9 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
 
     With one group the whole step is DeepSpeed's.
     """
+
+    _local: DeepSpeedLocalSteps | None
+    _sync: ShardSync | None  # averages partitions between groups
 
     @property
     def basic_optimizer(self) -> Optimizer:
@@ -37,7 +47,8 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
         with self.scale.raised_afterwards():
             self.deepspeed.step()
         set_gradient_norm(self.deepspeed, norm)
-        self.refresh(after_step=True)
+        if self.local is None:
+            self.refresh(after_step=True)
         return Update(norm, skipped=False)
 
     def _update_alone(self, norm: float) -> Update:
@@ -82,6 +93,44 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
         engine = self.deepspeed
         engine.global_steps, engine.micro_steps, engine.skipped_steps = steps, micro_steps, skipped
         engine.global_samples = steps * engine.train_batch_size()  # DeepSpeed counts the samples of its group
+
+    # -- local steps -------------------------------------------------------------------------------
+
+    @property
+    def local(self) -> DeepSpeedLocalSteps | None:
+        return self._local
+
+    def begin_local_steps(self) -> None:
+        assert self.local_settings is not None
+        self._local = DeepSpeedLocalSteps(self, self.local_settings)  # type: ignore[arg-type]
+
+    def end_local_steps(self) -> None:
+        self._local = None
+
+    def local_weight(self, key: str) -> torch.Tensor:
+        """Return the float32 weights of a box, as a view."""
+        assert self._local is not None
+        return self._local.weight_of(key)
+
+    def norm_in_group(self) -> float:
+        """Return the norm of this group's gradient. Collective inside the group."""
+        if self._sync is not None:
+            counted = self._sync.parts(self.averaged)
+        else:  # whole gradients are equal on all ranks of the group
+            counted = self.averaged if self.zero is not None or self.at.fsdp == 0 else []
+        squared = squared_norm(counted, self.device)
+        if self.ranks_inside > 1:
+            self.traffic.record("control", "all_reduce", squared.nbytes, self.ranks_inside)
+            dist.all_reduce(squared, group=self._process_groups.inside)
+        return math.sqrt(squared.item())
+
+    def write_weights(self) -> None:
+        """Copy the float32 weights to the model's parameters, where both exist. Collective inside the group."""
+        if self.zero is not None:
+            self.zero.release_parameters()
+        state = self.zero or self.copies
+        if state is not None:
+            state.spread_masters()
 
     # -- loss scale --------------------------------------------------------------------------------
 
@@ -146,7 +195,31 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
     def measured_state_bytes(self, gradient_bytes: int) -> StateBytes:
         return measured_bytes(self, gradient_bytes)
 
+    def planned_traffic(self, accumulation: int, step: int | None = None) -> Traffic:
+        """The bytes that this rank sends in a step.
+
+        DeepSpeed's own messages inside the group are not counted (see ``comms_logger``).
+        """
+        plan = TrafficPlan(
+            self.layout,
+            self._process_groups,
+            self._sync,
+            rank=self.rank,
+            stage=self.stage,
+            compute_bytes=self.compute_dtype.itemsize,
+            reduces_whole_gradients=self.installed and self.zero is None,
+        )
+        if self.local_settings is None:
+            planned = Traffic()
+            for one in plan.common_step():
+                planned.record(one.scope, one.kind, one.nbytes, len(one.ranks))
+            return planned
+        boxes = find_boxes(self).values()
+        steps = LocalTrafficPlan(self.layout, self.rank, self.local_settings, plan, boxes)
+        return steps.of_round() if step is None else steps.of_step(step)
+
     def traffic_formula(self) -> str:
         planned = self.planned_traffic(1).by_kind()
         between = sum(nbytes for kind, nbytes in planned.items() if kind.startswith("between groups"))
-        return f"the shards that holders average = {between:,} (DeepSpeed's own messages inside groups are not counted)"
+        every = f" in a round of {self.local_settings.every} steps" if self.local_settings is not None else ""
+        return f"the shards that holders average{every} = {between:,} (DeepSpeed's own messages inside groups are not counted)"

@@ -1,0 +1,206 @@
+"""Local steps under DeepSpeed: steps of a group alone, and outer steps on what ZeRO has partitioned.
+
+The outer steps work on boxes. At stage 0 a box is a whole parameter, or its float32 copy. At stages
+1 to 3 it is a view of a flat partition: the elements of one parameter that one rank of every holder
+has, cut so that they form a box in the parameter's shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ...backend import LocalUpdate
+from ...placement.buckets import Bucket
+from ...sync.outer import OuterSteps
+from ..local_steps import ShardedLocalSteps
+from .held import HeldByDeepSpeed
+from .partitions import boxes, pieces_of, stretches
+from .private import logged_all_reduce
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements of a parameter or slice that this rank averages with the other holders.
+
+    Attributes:
+        name: the parameter or slice.
+        start: the index of the first element, in memory order.
+        offsets: the position of the first element, by dimension.
+        sizes: the shape.
+        ranks: the ranks that have these elements and average them, this one included.
+        bundle: the index of the flat partition, or None for a whole parameter.
+        at: the index of the first element in the partition.
+    """
+
+    name: str
+    start: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    bundle: int | None = None
+    at: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def find_boxes(backend: HeldByDeepSpeed) -> dict[str, Box]:
+    """Return the boxes of this rank by key, in one order for all ranks."""
+    layout, mesh = backend.layout, backend.layout.mesh
+    if backend.zero is None:
+        return {
+            name: Box(
+                name, 0, (0,) * len(info.shape), tuple(info.shape), tuple(chain(*map(mesh.ranks_of, info.holders)))
+            )
+            for name, info in layout.parameters.items()
+            if info.trainable and backend.at.sdp in info.holders
+        }
+    found: dict[str, Box] = {}
+    for index, bundle in enumerate(backend.bundles):
+        pieces = pieces_of(bundle, backend.stage, backend.ranks_inside, backend.rank_inside)
+        for stretch in stretches(bundle, backend.stage, mesh):
+            if backend.rank not in stretch.ranks:
+                continue
+            begin = stretch.at[stretch.ranks.index(backend.rank)]
+            for piece in pieces:
+                first, last = max(piece.at, begin), min(piece.at + piece.length, begin + stretch.length)
+                start, shape = piece.start + first - piece.at, layout.parameters[piece.name].shape
+                for offsets, sizes, numel in boxes(start, last - first, shape) if first < last else ():
+                    box = Box(piece.name, start, offsets, sizes, stretch.ranks, index, first)
+                    found[f"{piece.name}[{start}]"] = box
+                    start, first = start + numel, first + numel
+    return found
+
+
+class DeepSpeedLocalSteps(ShardedLocalSteps):
+    """The local steps of one rank under DeepSpeed."""
+
+    _backend: Any  # the backend of this package
+
+    def _make_outer_steps(self) -> OuterSteps:
+        backend = self._backend
+        self.boxes = find_boxes(backend)
+        self._is_stale = False  # whether the model has other weights than the float32 ones
+        fragments = {key: self._fragments[box.name] for key, box in self.boxes.items()}
+        whole = backend.zero is None
+        buckets, communicators = self._buckets_of_partitions(fragments), backend.between
+        if whole:
+            buckets, communicators = self._layout.buckets(lambda _: False), backend.communicators.holders
+        return OuterSteps(
+            self.sync,
+            buckets,
+            self.weight_of,
+            list(self.boxes),
+            fragments,
+            communicators,
+            counts=self._counts,
+            counts_once=lambda key: self._counts(key) and self.boxes[key].ranks[0] == backend.rank,
+            device=backend.device,
+            traffic=backend.traffic,
+            sum_over_ranks=backend.all_reduce_control,
+            clock=backend.clock,
+            all_reduce=logged_all_reduce,
+            divisor=None if whole else self._divisor,
+        )
+
+    def _buckets_of_partitions(self, fragments: Mapping[str, int]) -> list[Bucket]:
+        """Return a message for the boxes of each stretch. Its ranks stand for the holders: one rank of each."""
+        together: dict[tuple[Any, ...], list[str]] = {}
+        for key, box in self.boxes.items():
+            together.setdefault((box.bundle, box.ranks, fragments[key]), []).append(key)
+        return [Bucket(ranks, tuple(keys)) for (_, ranks, _), keys in together.items()]
+
+    def _divisor(self, ranks: tuple[int, ...]) -> float:
+        """Return Σ F / F_w: a group counts as often as it has data ranks."""
+        mesh = self._layout.mesh
+        return mesh.data_ranks_of(mesh.coordinates(rank).sdp for rank in ranks) / mesh.size(self._at.sdp)
+
+    def _counts(self, name: str) -> bool:
+        """Return whether this rank counts a box in the norm over its group."""
+        return self._backend.zero is not None or self._at.fsdp == 0
+
+    def weight_of(self, key: str) -> torch.Tensor:
+        """Return the float32 weights of a box, as a view."""
+        backend, box = self._backend, self.boxes[key]
+        if box.bundle is None:
+            return backend.stepped[box.name].detach()
+        return backend.zero.masters[box.bundle].detach()[box.at : box.at + box.numel].view(box.sizes)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def step(self, loss: torch.Tensor, scheduler: Any) -> LocalUpdate:
+        """Clip by the norm of this group's gradient, and let DeepSpeed step the group. Collective.
+
+        DeepSpeed advances the schedule in a step, but not in one that it skips. The schedule of a
+        group that skips is advanced here, so all groups have the same learning rate.
+        """
+        backend, norm = self._backend, self._backend.norm_in_group()
+        summary = self._summary(loss, norm)
+        differences = backend.usage.differences() if backend.usage is not None else []
+        totals = torch.tensor([*summary, *differences], dtype=torch.float64, device=backend.device)
+        backend.all_reduce_control(totals)  # before the update, so that all ranks raise an error together
+        if backend.usage is not None:
+            backend.usage.check(totals[len(summary) :].cpu())
+        skipped_before = backend.deepspeed.skipped_steps
+        if math.isfinite(norm):
+            backend.update(backend.averaged, norm, scheduler)
+        else:
+            backend.skip_update(norm)
+        if scheduler is not None and backend.deepspeed.skipped_steps > skipped_before:
+            scheduler.step()
+        return self._outcome(totals[: len(summary)])
+
+    def _send_anchors(self, names: Collection[str]) -> None:
+        """Write the new weights to the model, and refresh the frozen copies of ``names``. Collective."""
+        infos = self._layout.parameters
+        sent = {name for name in names if name in infos and infos[name].trainable}
+        concerned = any(name in sent for refresh in self._layout.refreshes for name in refresh.names)
+        if concerned and self.sync.overlap:
+            self.send_all_anchors(sent)
+            return
+        self._write_weights()
+        if concerned:
+            self._backend.send_copies(sent, at_once=False)
+
+    def send_all_anchors(self, names: Collection[str]) -> None:
+        """Refresh the frozen copies of ``names`` from the anchors, where weights may differ from them. Collective."""
+        with self.outer.swapped():
+            self._write_weights()
+            self._backend.send_copies(names, at_once=True)
+        self._write_weights()
+
+    def _write_weights(self) -> None:
+        """Copy the float32 weights to the model's parameters. Collective inside the group."""
+        self._backend.write_weights()
+        self._is_stale = False
+
+    def freshen(self) -> None:
+        """Write the weights after an error inside :meth:`anchored`. Collective inside the group."""
+        if self._is_stale and not self.outer.is_swapped:
+            self._write_weights()
+
+    # -- the full model ----------------------------------------------------------------------------
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """A context in which weights and buffers of the module are the anchors."""
+        if self.outer.is_swapped:
+            yield
+            return
+        with super().anchored():
+            self._write_weights()
+            self._is_stale = True
+            yield
+        self._write_weights()
+
+    def common_state(self) -> tuple[Mapping[str, torch.Tensor], Optimizer]:
+        return self.outer.anchors, self.outer.optimizer

@@ -1,0 +1,138 @@
+"""Local steps under DeepSpeed equal those of the reference."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, assert_same_run, engine_of, one_step, reference
+from sdp.tests.support.deepspeed_runs import run_under_deepspeed
+from sdp.tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+COVER = [
+    Case(2, 2, 0, 2, clip=True, steps=4, sync='{"every": 3}', model="llama-tied"),
+    Case(2, 2, 1, optimizer="adamw", clip=True, steps=4, sync='{"every": 1}'),
+    Case(2, 2, 2, 2, steps=6, sync='{"every": 3}', masking="backward", model="llama-tied-meta"),
+    Case(2, 2, 3, clip=True, optimizer="adamw", steps=4, sync='{"every": 2, "fragments": 2}', model="llama-tied-meta"),
+    Case(2, 2, 0, optimizer="adamw", steps=5, sync='{"every": 2, "fragments": 2}', masking="backward"),
+    Case(2, 1, 3, 2, steps=5, sync='{"every": 4, "fragments": 2, "overlap": 1}', masking="backward", model="llama-meta"),
+    Case(2, 2, 1, optimizer="momentum", steps=5, masking="backward",
+         sync='{"every": 2, "fragments": 1, "overlap": 1, "single_holder": "skip"}'),
+    Case(2, 2, 2, optimizer="adamw", steps=5, sync='{"every": 2, "start_after": 2, "offload": "cpu"}'),
+]  # fmt: skip
+UNEQUAL = Case(2, sizes=(2, 1))
+MORE = [
+    replace(UNEQUAL, stage=1, steps=4, sync='{"every": 2}', optimizer="adamw"),
+    replace(UNEQUAL, stage=0, steps=4, sync='{"every": 2}', clip=True, masking="backward", model="llama-tied"),
+    replace(UNEQUAL, stage=3, steps=4, sync='{"every": 2, "fragments": 2}', masking="backward", model="llama-meta"),
+    Case(2, 2, 2, neurons=2, steps=4, sync='{"every": 2, "fragments": 2}', model="even-llama-tied-meta", clip=True),
+    Case(2, 2, 3, neurons=2, steps=4, sync='{"every": 3, "single_holder": "skip"}', model="even-llama", masking="backward"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*COVER, *MORE], ids=str)
+def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
+    """Bytes are as planned too: those of the state, and in every step those that are sent."""
+    ours = run_under_deepspeed(ranks, case)
+    assert_same_run(ours, reference(case), case)
+    for rank, result in enumerate(ours):
+        assert result.traffic == result.planned_steps, f"rank {rank}"
+        assert result.measured == result.predicted, f"rank {rank}"
+        control = [of.get("control/all_reduce", 0) for of in result.traffic]
+        assert max(control) < 1024
+
+
+PLAIN = '{"type": "SGD", "params": {"lr": 1.0}}'
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_one_group_with_plain_averages_trains_as_usual(ranks: RankPool, stage: int) -> None:
+    usual = Case(1, 2, stage, 2, steps=4, optimizer="adamw", clip=True, model="llama-tied-meta")
+    local = replace(usual, sync=f'{{"every": 2, "outer_optimizer": {PLAIN}}}')
+    ours, theirs = run_under_deepspeed(ranks, local), run_under_deepspeed(ranks, usual)
+    assert ours[0].after is not None and theirs[0].after is not None
+    for name, weight in theirs[0].after.items():
+        torch.testing.assert_close(ours[0].after[name], weight, rtol=0, atol=1e-6, msg=name)
+    for result, usual_result in zip(ours, theirs, strict=True):
+        assert result.losses == pytest.approx(usual_result.losses, rel=1e-5)
+        assert result.norms == pytest.approx(usual_result.norms, rel=1e-5)
+        assert result.rates == usual_result.rates
+
+
+def _nan_in_one_group(case: Case) -> tuple[list[int], list[float], list[bool], dict[str, torch.Tensor] | None]:
+    """Return skipped steps and rates after each of 4 steps, whether weights moved, and the full model at the end."""
+    engine = engine_of(case, "deepspeed")
+    skipped, rates, moved = [], [], []
+    for step in range(4):
+        batch = dict(models.micro_batch(case.model, step, 0, dist.get_rank()))
+        if step == 1 and dist.get_rank() == case.world - 1:
+            batch["x"] = batch["x"] * float("nan")
+        if case.bf16:
+            batch["x"] = batch["x"].bfloat16()
+        before = {name: part.clone() for name, part in _own_weights(engine).items()}
+        engine.backward(engine(batch))
+        engine.step()
+        skipped.append(engine.skipped_steps)
+        rates.append(engine.get_lr()[0])
+        moved.append(any(not torch.equal(before[name], part) for name, part in _own_weights(engine).items()))
+    engine.check_holders()
+    return skipped, rates, moved, engine.full_state_dict()
+
+
+def _own_weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {key: engine.backend.local_weight(key) for key in engine.backend.local.boxes}
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (0, True), (2, False), (3, True)])
+def test_only_the_group_with_a_nan_skips_its_update(ranks: RankPool, stage: int, bf16: bool) -> None:
+    """The schedule goes on in all groups."""
+    case = Case(2, 2, stage, optimizer="adamw", clip=True, sync='{"every": 4}', bf16=bf16)
+    answers = ranks.run(_nan_in_one_group, case, world=case.world)
+    for rank, (skipped, rates, moved, _) in enumerate(answers):
+        assert skipped == [0, 1, 1, 1]
+        assert moved == [True, rank < 2, True, True]
+        assert rates == answers[0][1]
+    assert len(set(answers[0][1])) > 1
+    model = answers[0][3]
+    assert model is not None and all(bool(torch.isfinite(weight).all()) for weight in model.values())
+
+
+def _evaluated_in_a_round(case: Case, name: str) -> tuple[float, list[float], list[float]]:
+    """Return losses of the full model and of the subnetworks after step 3, and the training losses of all steps."""
+    engine = engine_of(case, name)
+    rank = None if name == "reference" else dist.get_rank()
+    losses, full, subnetworks = [], 0.0, []
+    for step in range(5):
+        losses.append(one_step(engine, case, step, data_rank=rank))
+        engine.step()
+        if step == 2:
+            if rank is None:
+                batches = [models.rows_of_all(case.model, 7, micro, case.data_ranks) for micro in range(2)]
+            else:
+                batches = [models.micro_batch(case.model, 7, micro, rank) for micro in range(2)]
+            full, subnetworks = engine.evaluate(batches), engine.evaluate_subnetworks(batches)
+    return full, subnetworks, losses
+
+
+@pytest.mark.parametrize("case", [
+    Case(2, 2, 3, model="llama-tied-meta", sync='{"every": 4, "fragments": 2}'),
+    Case(2, 2, 3, model="llama-meta", masking="backward", sync='{"every": 2}'),
+    Case(2, 2, 1, model="llama-tied-meta", sync='{"every": 2}'),
+    Case(2, 2, 0, model="llama-tied-meta", sync='{"every": 2}'),
+], ids=str)  # fmt: skip
+def test_evaluation_in_a_round_uses_the_anchors_and_training_goes_on(ranks: RankPool, case: Case) -> None:
+    full, subnetworks, losses = _evaluated_in_a_round(case, "reference")
+    answers = ranks.run(_evaluated_in_a_round, case, "deepspeed", world=case.world)
+    for ours in answers:
+        assert ours[0] == pytest.approx(full, rel=1e-5)
+        assert ours[1] == pytest.approx(subnetworks, rel=1e-5)
+    means = torch.tensor([ours[2] for ours in answers], dtype=torch.float64).mean(0).tolist()
+    assert means == pytest.approx(losses, rel=1e-5)
