@@ -19,6 +19,7 @@ from typing import Any, cast
 from sdp.engine.config import deepspeed_keys
 from sdp.engine.config.schema import Config
 from sdp.engine.config.section import Section
+from sdp.engine.config.sync import SyncSection
 from sdp.engine.optim.muon_setup import MuonParams
 from sdp.engine.optim.optimizers import AdamParams, LambParams, LionParams, SGDParams
 from sdp.engine.optim.schedules import SCHEDULES
@@ -67,6 +68,8 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
     for name, field in Config.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield name, field.annotation
+        if name == "sdp":
+            yield "sdp.sync", SyncSection
     yield "optimizer (AdamW, Adam, FusedAdam)", AdamParams
     yield "optimizer (Lion)", LionParams
     yield "optimizer (Lamb)", LambParams
@@ -108,6 +111,7 @@ def configuration_page() -> str:
 
 _INTRODUCTIONS = {
     "sdp": "Which group of ranks holds which part of the model.\n\n",
+    "sdp.sync": "Local steps. [Slow links](slow_links.md) says when to use them.\n\n",
     "zero_optimization": "How a group shards its state among its own ranks.\n\n",
     "data": "What to train on. [Data](data.md) and [Images](images.md) have examples.\n\n",
     "training": "Length of the run, evaluation, checkpoints and time limits. `sdp train` reads them.\n\n",
