@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.fp16 import loss_scaler
 from sdp.engine.config.load import load_config
 from sdp.engine.config.schema import FP16Section
 from sdp.engine.errors import ConfigError
@@ -29,6 +28,7 @@ from sdp.tests.support.deepspeed_runs import float16_here
     ids=str,
 )
 def test_a_dynamic_scale_follows_deepspeed(section: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    loss_scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
     monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)  # it tells its rank, and has no process group here
     monkeypatch.setattr(loss_scaler, "log_dist", lambda *_, **__: None)
     settings = FP16Section(**section)
@@ -92,6 +92,7 @@ def train_in_half(case: Case, engine: str) -> Any:
 
 def test_float16_equals_deepspeed(ranks: Any) -> None:
     """The real DeepSpeed rounds in other places, so the runs differ by less than float16 differs from float32."""
+    pytest.importorskip("deepspeed")
     case = Case(2, 1, 1, model="llama-tied")  # its inputs are integers, as DeepSpeed does not cast inputs
     ours, theirs = (ranks.run(train_in_half, case, engine, world=case.world)[0] for engine in ("fsdp2", "deepspeed"))
     exact = reference(case)
