@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 
 from .accounting.memory import StateBytes
 from .config.schema import Config
-from .config.sync import SyncSection
 from .distributed.traffic import Traffic
 from .full_model.recalibration import Statistics
+from .local_steps import CommonPart as CommonPart
+from .local_steps import GroupPart as GroupPart
+from .local_steps import LocalSteps as LocalSteps
+from .local_steps import LocalUpdate as LocalUpdate
 from .placement.layout import Layout
 from .placement.tensor_info import Shard
-from .sync.outer import OuterFacts
 
 
 class Update(NamedTuple):
@@ -28,114 +30,6 @@ class Update(NamedTuple):
 
     norm: float
     skipped: bool
-
-
-class LocalUpdate(NamedTuple):
-    """The outcome of a local step of all groups.
-
-    Attributes:
-        loss: the mean loss of all ranks.
-        norm: the mean of the groups' gradient norms before clipping, without those of groups that skipped.
-        skipped: the number of groups that skipped the step, because their gradient is NaN or infinite.
-    """
-
-    loss: float
-    norm: float
-    skipped: int
-
-
-class GroupPart(NamedTuple):
-    """This process's part of what one group has by itself between averages.
-
-    Attributes:
-        group: the group.
-        position: the coordinates of the rank in the keys of what ranks do not share.
-        weights: the group's weights by name.
-        parameters: the tensors to which the optimizer's state belongs, by name.
-        optimizer: the inner optimizer, with the state of this group.
-        errors: what compression has not sent yet, by name.
-        before: the weights at the start of the average that is under way, by name.
-        buffers: the running statistics of the rank, by name.
-    """
-
-    group: int
-    position: str
-    weights: Mapping[str, torch.Tensor]
-    parameters: Mapping[str, torch.Tensor]
-    optimizer: Optimizer
-    errors: Mapping[str, torch.Tensor]
-    before: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-
-
-class CommonPart(NamedTuple):
-    """This process's part of what all holders of a unit have in common between averages.
-
-    Attributes:
-        anchors: the anchors of trained parameters by name.
-        optimizer: the outer optimizer, which steps on the anchors.
-        buffers: the averaged running statistics by name.
-        means: the changes that have been averaged and are not applied yet, by name.
-    """
-
-    anchors: Mapping[str, torch.Tensor]
-    optimizer: Optimizer
-    buffers: Mapping[str, torch.Tensor]
-    means: Mapping[str, torch.Tensor]
-
-
-class LocalSteps(Protocol):
-    """Steps that groups take on their own, and the averages between them (``sdp.sync``)."""
-
-    @property
-    def sync(self) -> SyncSection:
-        """The settings."""
-        ...
-
-    def step(self, loss: torch.Tensor, scheduler: Any) -> LocalUpdate:
-        """Let every group clip and take a step of its own. ``loss`` is this process's mean loss. Collective."""
-        ...
-
-    @property
-    def travelling(self) -> int | None:
-        """The fragment whose average was started and is not applied yet."""
-        ...
-
-    def common_state(self) -> tuple[Mapping[str, torch.Tensor], Optimizer]:
-        """The weights and the optimizer that are equal at all holders: anchors, and the outer optimizer."""
-        ...
-
-    def start(self, fragment: int) -> None:
-        """Start to average the weights of ``fragment`` among their holders. Collective."""
-        ...
-
-    def arrive(self) -> OuterFacts:
-        """Apply the average that was started. Collective."""
-        ...
-
-    def groups_here(self) -> Iterator[GroupPart]:
-        """The groups of this process. The optimizer has the state of a group only until the next one."""
-        ...
-
-    def common_part(self) -> CommonPart:
-        """What all holders have in common. Waits for averages that are under way."""
-        ...
-
-    def nbytes(self) -> int:
-        """The bytes of anchors, outer optimizer state and errors of this process."""
-        ...
-
-    def restart(self, travelling: int | None) -> None:
-        """Prepare to load a state in which the average of the fragment ``travelling`` is under way."""
-        ...
-
-    def reset(self) -> None:
-        """Make the backend's parameters the anchors and the weights of all groups. Outer state stays."""
-        ...
-
-    def anchored(self) -> AbstractContextManager[None]:
-        """A context in which the module has the weights and buffers of the anchors. Collective."""
-        ...
 
 
 class StateToSave(Protocol):

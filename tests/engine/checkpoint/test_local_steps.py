@@ -33,7 +33,7 @@ def _train(engine: Any, case: Case, first: int, last: int, *, reference: bool = 
 
 def _everything(engine: Any) -> dict[str, torch.Tensor]:
     """Return clones of all that this process would save."""
-    tensors = engine._saved.tensors()
+    tensors = engine.backend.state_to_save().tensors()
     parts = {key: getattr(value, "locals", [value]) for key, value in tensors.items()}
     return {f"{key} {i}": part.detach().clone() for key, of in parts.items() for i, part in enumerate(of)}
 
