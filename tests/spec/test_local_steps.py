@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, Result, assert_same_run, engine_of, native, one_step, reference
+from sdp.tests.support.cases import (
+    Case,
+    Result,
+    assert_same_run,
+    data_rank_of,
+    engine_of,
+    native,
+    one_step,
+    reference,
+)
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
@@ -204,3 +213,73 @@ def test_groups_differ_between_averages_and_agree_after_them() -> None:
         assert torch.equal(*shared) == (step == 2)
     assert engine.local_training.outer_steps == 1
     assert engine.local_training.last.drift > 0
+
+
+def _with_evaluations(case: Case, evaluates: bool) -> tuple[dict[str, torch.Tensor] | None, list[float], list[float]]:
+    """Train, and evaluate the full model after every step if asked. Returns weights, held-out losses, losses."""
+    engine, held_out, losses = engine_of(case), [], []
+    batches = [models.micro_batch(case.model, 99, micro, data_rank_of(case)) for micro in range(2)]
+    for step in range(case.steps):
+        losses.append(one_step(engine, case, step, data_rank=data_rank_of(case)))
+        engine.step()
+        if evaluates:
+            held_out.append(engine.evaluate(batches))
+    return engine.full_state_dict(), held_out, losses
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, 3, steps=5, model="llama-tied-meta", optimizer="adamw", sync='{"every": 3}'),
+        Case(2, 1, steps=5, model="resnet-meta", sync='{"every": 4, "fragments": 2, "overlap": 1}', masking="backward"),
+    ],
+    ids=str,
+)
+def test_an_evaluation_in_a_round_is_that_of_the_anchors_and_changes_nothing(ranks: RankPool, case: Case) -> None:
+    plain, watched = (ranks.run(_with_evaluations, case, evaluates, world=case.world) for evaluates in (False, True))
+    assert plain[0][0] is not None and watched[0][0] is not None
+    for name, weight in plain[0][0].items():
+        assert torch.equal(watched[0][0][name], weight), name
+    assert [answer[2] for answer in watched] == [answer[2] for answer in plain]
+    held_out = watched[0][1]
+    every = json.loads(case.sync)["every"]
+    if every == 3:  # steps 1 and 2 have the anchors of the start, steps 3 to 5 those of the average
+        assert held_out[0] == held_out[1] != held_out[2] == held_out[3] == held_out[4]
+    else:  # applied after steps 3 and 5
+        assert held_out[0] == held_out[1] != held_out[2] == held_out[3] != held_out[4]
+
+
+def test_the_end_of_a_run_averages_what_is_left() -> None:
+    """Plain averages of one group give its weights. A second call changes nothing."""
+    case = Case(1, 2, 1, steps=5, optimizer="adamw", sync=f'{{"every": 3, "outer_optimizer": {PLAIN}}}')
+    engine, usual = engine_of(case, "reference"), reference(replace(case, sync=""))
+    for step in range(case.steps):
+        one_step(engine, case, step, data_rank=None)
+        engine.step()
+    before = engine.full_state_dict()
+    assert engine.finish_round()
+    assert not engine.finish_round()
+    after = engine.full_state_dict()
+    assert before is not None and after is not None and usual.after is not None
+    for name, weight in usual.after.items():
+        torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-6, msg=name)
+    assert any(not torch.equal(before[name], after[name]) for name in after)
+
+
+def test_a_group_with_a_nan_gradient_skips_alone(ranks: RankPool) -> None:
+    case = Case(2, 1, steps=2, sync='{"every": 2}')
+    for rank, (skipped, changed, step, norm) in enumerate(ranks.run(_with_a_nan, case, world=2)):
+        assert skipped == 1 and step == 1
+        assert changed == (rank == 0)
+        assert norm > 0, "the mean over the groups that took the step"
+
+
+def _with_a_nan(case: Case) -> tuple[int, bool, int, float]:
+    """Train a step in which the second group has a NaN. Returns skips, whether weights changed, steps, norm."""
+    engine, rank = engine_of(case), data_rank_of(case)
+    before = {name: parameter.detach().clone() for name, parameter in engine.parameters_here.items()}
+    loss = engine(models.micro_batch(case.model, 0, 0, rank))
+    engine.backward(loss * (float("nan") if rank == 1 else 1.0))
+    engine.step()
+    changed = any(not torch.equal(before[name], of) for name, of in engine.parameters_here.items())
+    return engine.skipped_steps, changed, engine.global_steps, engine.get_global_grad_norm()

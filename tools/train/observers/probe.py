@@ -26,6 +26,8 @@ class MemoryProbe(Observer):
     def around_step(self, step: int, compute: Callable[[], None]) -> None:
         if step == PROBED_STEP:
             engine = self._engine
-            self.peak = peak_tensor_bytes(compute, engine.module, engine.optimizer, engine.device)
+            self.peak = peak_tensor_bytes(
+                compute, engine.module, engine.optimizer, engine.device, kept=engine.local_training.tensors_on_device()
+            )
         else:
             compute()
