@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from pydantic import BaseModel
 
 from ...engine.config.schema import Config
-from ...engine.errors import ConfigError, DataError
+from ...engine.errors import ConfigError, DataError, shorten
 from ...engine.json_files import parse_json, read_json_file
 from ...engine.placement.placement import Placement
 from ..shared.files import WriteError, refuse_link, write_whole
@@ -175,7 +175,13 @@ def _lock(file: TextIO, dump_dir: Path) -> None:
 
 def require_no_other_run(dump_dir: Path, *, resume: bool) -> None:
     """Raise ConfigError if ``dump_dir`` holds a run, unless that run is resumed."""
-    if not resume and _holds_run(dump_dir):
+    try:
+        holds_run = _holds_run(dump_dir)
+    except OSError as error:
+        raise ConfigError(
+            f"--dump-dir {shorten(dump_dir)}: cannot be used ({error.strerror}); choose another"
+        ) from None
+    if not resume and holds_run:
         raise ConfigError(f"{dump_dir} already holds a run; pass --resume to continue it or name another --dump-dir")
 
 

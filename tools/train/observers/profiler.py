@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ....engine.errors import ConfigError
+from ....engine.errors import ConfigError, shorten
 from ...shared.files import WriteError, refuse_link
 from .observer import Line, Observer
 
@@ -17,15 +17,17 @@ log = logging.getLogger("sdp")
 
 # The newest events are kept. An event takes about 100 bytes, or 1 KB with its stack.
 MEMORY_EVENTS = 1_000_000
+_MOST_DIGITS = 18  # of a step; Python refuses to read numbers of thousands of digits
 
 
 def parse_steps(text: str) -> tuple[int, int]:
     """Read ``FIRST-LAST`` or ``STEP``, counted from 1. Raises :class:`ConfigError`."""
     first, _, last = text.partition("-")
     last = last or first
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+    is_valid = all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in (first, last))
+    if not is_valid or not 1 <= int(first) <= int(last):
         raise ConfigError(
-            f"--profile {text}: steps are given as FIRST-LAST, for example 3-5; if this is CONFIG, put it before --profile"
+            f"--profile {shorten(text)}: steps are given as FIRST-LAST, for example 3-5; if this is CONFIG, put it before --profile"
         )
     return int(first), int(last)
 

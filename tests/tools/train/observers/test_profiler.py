@@ -46,6 +46,7 @@ def test_a_trace_of_the_steps_that_were_asked_for(
     [
         ("5-3", "steps are given as FIRST-LAST, for example 3-5"),
         ("0", "FIRST-LAST"),
+        ("9" * 5000, "9… (4,800 more characters): steps are given as FIRST-LAST"),
         ("3-5", "5 steps are needed, but only 4 are left"),
     ],
 )
