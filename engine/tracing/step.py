@@ -207,9 +207,8 @@ def _run(
 
     The other blocks of ``middles`` share one window, which belongs to no block.
     """
-    size = BatchSize.resolve(config, full.mesh)
+    size, rank = BatchSize.resolve(config, full.mesh), full.mesh.rank(group)
     accumulation = min(size.accumulation, MICRO_BATCHES)
-    rank = full.mesh.rank(group)
     with fake_world(rank, full.mesh.world_size):
         native = build_native(model, config, full, CPU, prepare=partial(_without_blocks, absent))
         layout = native.layout
