@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from sdp.engine.config.load import load_config
-from sdp.engine.errors import ConfigError, NonFiniteError
+from sdp.engine.errors import NonFiniteError
 from sdp.tests.support.ranks import RankPool
 from sdp.tools.bench import side_by_side
 from sdp.tools.bench.measure import build_method, make_batches, measure, require_same_losses, take_turns
-from sdp.tools.bench.methods import DENSE, default_methods, variant, why_not
-from sdp.tools.bench.networks import Link
+from sdp.tools.bench.methods import DENSE, variant
 from sdp.tools.bench.options import MethodOptions
 from sdp.tools.bench.planned import plan_methods
 from sdp.tools.bench.report import Race, Report, to_markdown, write_report
@@ -295,47 +294,6 @@ def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> 
     assert plans["diloco-local4"].sent == pytest.approx(every_step / 4, rel=0.01)
 
 
-def test_a_method_names_its_local_steps() -> None:
-    config = load_config(CONFIG)
-    sync = variant("sdp-neuron-backward-0.5-local32-f4-o2-int8", config, 4).sdp.sync
-    assert sync is not None
-    assert (sync.every, sync.fragments, sync.overlap, sync.compression) == (32, 4, 2, "int8")
-    dense = variant("diloco", config, 4).sdp
-    assert dense.groups == 4 and dense.capacity == 1.0 and dense.sync is not None and dense.sync.every == 50
-    with pytest.raises(ConfigError, match="not divisible by fragments"):
-        variant("diloco-local32-f5", config, 4)
-
-
-def test_defaults_are_all_methods_at_the_capacity() -> None:
-    config = load_config(CONFIG)
-    names = default_methods(config)
-    assert names[-1] == "sdp-neuron-backward-0.5"
-    assert len(names) == len(set(names)) == len(DENSE) + 4
-    assert variant("sdp-neuron-backward-0.75", config, 4).sdp.masking == "backward"
-    assert why_not("hsdp", config, 3) is not None
-    assert why_not("hsdp", config, 4) is None
-
-
-@pytest.mark.parametrize("capacity", [0.3333333, 0.33333334, 1.0, 1e-05])
-def test_a_default_method_is_named_by_all_of_its_capacity(capacity: float) -> None:
-    config = load_config(CONFIG | {"sdp": {"groups": 4, "capacity": capacity}})
-    of_sdp = default_methods(config)[len(DENSE) :]
-    assert len(set(of_sdp)) == 4
-    assert all(variant(name, config, 4).sdp.capacity == capacity for name in of_sdp)
-
-
-@pytest.mark.parametrize(
-    "listed",
-    [
-        {"placement": {f"layers.{layer}": [0, 1] for layer in range(4)}},
-        {"profile": [4, 2, 1, 1]},
-        {"capacity": [0.5] * 4},
-    ],
-)
-def test_holders_that_are_listed_go_without_the_name_of_a_capacity(listed: dict[str, Any]) -> None:
-    assert default_methods(load_config(CONFIG | {"sdp": {"groups": 4} | listed})) == [*DENSE, "sdp"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -410,12 +368,3 @@ def test_numbers_of_workers_have_their_devices(
 def test_options_of_the_comparison_need_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--rounds", "3"]) == 2
     assert "--rounds: needs a CONFIG" in capsys.readouterr().err
-
-
-def test_links_are_tcs_rates() -> None:
-    assert Link.parse("300mbit").bytes_per_second == 37.5e6
-    assert Link.parse("1gbit").bytes_per_second == 125e6
-    assert Link.parse("1.5Gbit/s").bits_per_second == 1.5e9
-    for wrong in ("300", "300mbps", "-1mbit", "0gbit", "0.0mbit", "nanmbit", "nan", "1e400mbit", ""):
-        with pytest.raises(ConfigError):
-            Link.parse(wrong)
