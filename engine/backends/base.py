@@ -27,6 +27,7 @@ from ..optim.clip import clip_
 from ..optim.loss_scale import LossScaler
 from ..optim.muon_setup import planned_gathers
 from ..optim.optimizer_state import materialise_state
+from ..optim.rate_scale import HolderScale, ScaledRates, exponent_of
 from ..placement.layout import Layout
 from ..sync.consistency import check_holders
 
@@ -46,6 +47,15 @@ class TorchOptimizerBackend:
     def attach(self, optimizer: Optimizer, config: Config) -> None:
         self.optimizer, self._config = optimizer, config
         self._scaler = LossScaler.of(config)
+        exponent = exponent_of(config.sdp.lr_scale, self.basic_optimizer)
+        if exponent and self.layout.units:
+            self.scale_rates(HolderScale(self.layout, exponent))
+
+    def scale_rates(self, scale: HolderScale) -> None:
+        """Give each unit a learning rate by its number of holders."""
+        infos = self.layout.parameters
+        factors = {id(p): scale.of(infos[name].unit, infos[name].holders) for name, p in self.stepped.items()}
+        ScaledRates(self.basic_optimizer, lambda _, parameter: factors.get(id(parameter), 1.0))
 
     @property
     def basic_optimizer(self) -> Optimizer:

@@ -229,6 +229,7 @@ def _refuse_unavailable(config: Config) -> None:
     _refuse_precision(config)
     _refuse_offload(config)
     _refuse_sync(config)
+    _refuse_lr_scale(config)
     if sdp.granularity == "neuron":
         _refuse_with_neurons(config)
     if sdp.engine == "deepspeed":
@@ -250,6 +251,15 @@ def _refuse_unavailable(config: Config) -> None:
         raise ConfigError(f'training.compile: true is not available with sdp.engine "{sdp.engine}"; use false')
 
 
+def _refuse_lr_scale(config: Config) -> None:
+    sdp, optimizer = config.sdp, config.optimizer
+    if sdp.lr_scale != "none" and optimizer is not None and optimizer.type.lower() in ("muon", "lamb"):
+        raise ConfigError(
+            f'sdp.lr_scale: {json.dumps(sdp.lr_scale)} is not available with optimizer.type "{optimizer.type}", whose steps are '
+            'those of whole matrices; use "none", or AdamW'
+        )
+
+
 def _refuse_sync(config: Config) -> None:
     """Raise ConfigError for what local steps cannot be combined with."""
     sdp = config.sdp
@@ -257,6 +267,11 @@ def _refuse_sync(config: Config) -> None:
         return
     if sdp.engine == "vectorized":
         raise ConfigError('sdp.sync: local steps are not available with sdp.engine "vectorized"; use "reference"')
+    if sdp.lr_scale != "none":
+        raise ConfigError(
+            f"sdp.lr_scale: {json.dumps(sdp.lr_scale)} has no meaning with sdp.sync, where the noise of a local step does not "
+            'depend on the holders; use "none"'
+        )
     if sdp.in_one_process and config.activation_checkpointing.mode != "none":
         raise ConfigError(
             f'activation_checkpointing.mode: "{config.activation_checkpointing.mode}" is not available with sdp.sync and '

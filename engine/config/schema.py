@@ -149,6 +149,8 @@ class SDPSection(Section):
     evaluations of the full model.
     ``sync``: local steps. Groups average their weights every few steps, not their gradients in
     every step.
+    ``lr_scale``: a unit's learning rate is multiplied by (k / mean k) to this power, where k is its
+    number of holders. "auto" is 1 for SGD and 0.5 for other optimizers.
     ``group_sizes``: the ranks of each group, in rank order, if groups differ. [8, 4] is a big and a
     small node. Ranks weigh the same, so a group with twice the ranks has twice the samples.
     """
@@ -170,6 +172,7 @@ class SDPSection(Section):
     engine: Literal["fsdp2", "deepspeed", "reference", "vectorized"] = "fsdp2"
     check_interval: NonNegativeInt = 100
     sync: SyncSection | None = None
+    lr_scale: Literal["none", "auto"] | Annotated[float, Field(ge=0, le=4)] = "none"
 
     @property
     def in_one_process(self) -> bool:

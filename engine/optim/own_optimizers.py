@@ -112,16 +112,16 @@ class UncorrectedAdam(_ForeachOptimizer):
         weight_decay: float = 0.0,
         decoupled: bool = True,
     ):
-        self._decoupled = decoupled
+        self.decoupled = decoupled
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def update(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         weights, gradients = _step_tensors(parameters), _gradients(parameters)
-        if group["weight_decay"] and not self._decoupled:
+        if group["weight_decay"] and not self.decoupled:
             gradients = torch._foreach_add(gradients, weights, alpha=group["weight_decay"])
         averages, squares = self._locals(parameters, "exp_avg"), self._locals(parameters, "exp_avg_sq")
         denominators = _update_moments(averages, squares, gradients, group)
-        if self._decoupled:
+        if self.decoupled:
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_addcdiv_(weights, averages, denominators, -group["lr"])
 

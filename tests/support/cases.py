@@ -42,6 +42,7 @@ class Case:
     branch_scale: Literal["none", "train", "eval"] = "none"
     sizes: tuple[int, ...] = ()  # the number of ranks of each group, if groups are unequal
     sync: str = ""  # local steps: the section as JSON
+    lr_scale: str = "none"  # rates by holders: as JSON, or "auto"
 
     @property
     def data_ranks(self) -> int:
@@ -57,6 +58,7 @@ class Case:
         parts += ["clip"] * self.clip + ["bf16"] * self.bf16 + [self.checkpointing] * (self.checkpointing != "none")
         parts += ["backward"] * (self.masking == "backward") + [f"neurons{self.neurons}"] * (self.neurons > 0)
         parts += [f"scale-{self.branch_scale}"] * (self.branch_scale != "none")
+        parts += [f"rates-{self.lr_scale}"] * (self.lr_scale != "none")
         parts += [re.sub(r"[^\w.]+", "-", self.sync).strip("-")] * bool(self.sync)
         return "-".join(parts)
 
@@ -103,6 +105,7 @@ class Case:
                 **self._placement(),
                 **self._neurons(),
                 **({"sync": json.loads(self.sync)} if self.sync else {}),
+                "lr_scale": self.lr_scale if self.lr_scale in ("none", "auto") else json.loads(self.lr_scale),
             },
             **sections,
         }

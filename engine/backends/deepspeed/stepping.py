@@ -15,6 +15,7 @@ from ...accounting.memory import StateBytes
 from ...backend import StateToSave, Update
 from ...distributed.traffic import Traffic
 from ...optim.clip import squared_norm
+from ...optim.rate_scale import HolderScale, ScaledRates
 from ...optim.schedules import keep_shared_state
 from ...sync.consistency import check_loss_scale
 from .held import HeldByDeepSpeed
@@ -131,6 +132,12 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
         state = self.zero or self.copies
         if state is not None:
             state.spread_masters()
+
+    def scale_rates(self, scale: HolderScale) -> None:
+        # ZeRO 1 and 2 let the optimizer step on one of its parameter groups at a time.
+        pairs = zip(self.basic_optimizer.param_groups, self.bundles, strict=True)
+        factors = {id(group): scale.of(bundle.unit, bundle.holders) for group, bundle in pairs}
+        ScaledRates(self.basic_optimizer, lambda group, _: factors[id(group)])
 
     # -- loss scale --------------------------------------------------------------------------------
 

@@ -23,12 +23,14 @@ from ...full_model.buffers import held_entries
 from ...full_model.recalibration import Statistics, batch_statistics
 from ...model_interface import get_sharding_groups
 from ...optim.clip import squared_norm
+from ...optim.rate_scale import HolderScale
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
 from ...placement.units import goes_into_sum
 from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough, frozen_view, refuse_together, replace_modules
 from ..base import TorchOptimizerBackend
+from .element_rates import scale_rates
 from .local_steps import ReferenceLocalSteps, range_of
 from .other_values import Backward, Valued, cast_parameters
 from .worker_buffers import WorkerBuffers
@@ -56,7 +58,7 @@ class ReferenceBackend(TorchOptimizerBackend):
         with self._scale.of_full_model():
             self._all = self._held_indices(None)
         self._workers = self._count_workers()
-        self._held_entries = [held_entries(layout, group, device) for group in range(layout.mesh.sdp)]
+        self.held_entries = [held_entries(layout, group, device) for group in range(layout.mesh.sdp)]
         self._local: ReferenceLocalSteps | None = None
         if compute_dtype != torch.float32:
             self._cast_inputs()
@@ -137,10 +139,6 @@ class ReferenceBackend(TorchOptimizerBackend):
     @property
     def stand_ins(self) -> dict[str, nn.Module]:
         return {}
-
-    def held_entries(self, group: int) -> dict[str, torch.Tensor]:
-        """Per floating-point buffer, a mask of the entries that ``group`` holds."""
-        return self._held_entries[group]
 
     def refresh(self, *, after_step: bool) -> None:
         """A no-op: there is one model, and no copies."""
@@ -232,6 +230,9 @@ class ReferenceBackend(TorchOptimizerBackend):
     @property
     def local(self) -> ReferenceLocalSteps | None:
         return self._local
+
+    def scale_rates(self, scale: HolderScale) -> None:
+        scale_rates(self.optimizer, self.parameters, self.layout, scale, self.ones_along)
 
     def begin_local_steps(self) -> None:
         assert self._config.sdp.sync is not None

@@ -227,7 +227,7 @@ class ReferenceLocalSteps:
         mean = BufferMean(infos, self._backend.device)
         for index, group in enumerate(self.groups):
             for _ in range(self._layout.mesh.size(index)):
-                mean.add({name: group.buffers[name] for name in infos}, self._backend.held_entries(index))
+                mean.add({name: group.buffers[name] for name in infos}, self._backend.held_entries[index])
         mean.give(here)
         for name, info in infos.items():
             if not info.dtype.is_floating_point:

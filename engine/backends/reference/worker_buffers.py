@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class WorkerBuffers:
         self,
         module: nn.Module,
         layout: Layout,
-        held: Callable[[int], Mapping[str, torch.Tensor]],
+        held: Sequence[Mapping[str, torch.Tensor]],
         device: torch.device,
         of_groups: Sequence[dict[str, torch.Tensor]] | None,
     ):
@@ -55,7 +55,7 @@ class WorkerBuffers:
             if worker == first_worker(self._mesh, group):
                 self._firsts |= {f"{group} {name}": buffer.clone() for name, buffer in self._here.items()}
             return
-        self._mean.add(self._here, self._held(group))
+        self._mean.add(self._here, self._held[group])
         self._firsts |= {
             name: self._here[name].clone()
             for name, info in self._layout.buffers.items()

@@ -1,0 +1,116 @@
+"""Scales the learning rate of a unit by its number of holders (``sdp.lr_scale``).
+
+The mean of k gradients has a k-th of the noise of one, so units with many holders can take larger
+steps. A unit with k of N groups as holders gets the rate times (k / k̄)^p. k̄ is the mean number of
+holders, weighted by parameters. The shared part keeps its rate. Decoupled weight decay is not
+scaled.
+
+The optimizer sees the scaled rates only during its step. Schedules, checkpoints and logs have the
+rates of the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..distributed.mesh import Holders
+from ..placement.layout import Layout
+from ..placement.units import SHARED
+
+ADAM_LIKE, SGD_LIKE = 0.5, 1.0
+
+
+def exponent_of(setting: str | float, optimizer: Optimizer) -> float:
+    """Return p for a value of ``sdp.lr_scale``. "auto" is 1 for SGD and 0.5 for Adam-like optimizers."""
+    if setting == "none":
+        return 0.0
+    if setting == "auto":
+        return SGD_LIKE if isinstance(optimizer, torch.optim.SGD) else ADAM_LIKE
+    return float(setting)
+
+
+class HolderScale:
+    """The factor of a unit's rate, by its holders."""
+
+    def __init__(self, layout: Layout, exponent: float):
+        units, holders = layout.units, layout.placement.holders
+        weights = [unit.numel for unit in units]
+        total = sum(weights)
+        pairs = zip(holders, weights, strict=True)
+        self.mean = sum(len(of) * weight for of, weight in pairs) / total if total else 1.0
+        self._exponent = exponent
+
+    def of(self, unit: str, holders: Holders) -> float:
+        """Return the factor for a unit with these holders. It is 1 for the shared part."""
+        return 1.0 if unit == SHARED else (len(holders) / self.mean) ** self._exponent
+
+
+class ScaledRates:
+    """Gives an optimizer scaled rates during each step.
+
+    Args:
+        optimizer: The optimizer, which gets hooks.
+        scale_of: Returns the factor of a parameter, from its parameter group and the parameter.
+        elementwise: Factors of single elements, for whole parameters of which slices have holders of
+            their own. They broadcast to the parameter. ``scale_of`` must return 1 for these.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scale_of: Callable[[dict[str, Any], Tensor], float],
+        elementwise: Mapping[Tensor, Tensor] | None = None,
+    ):
+        self._scale_of, self._elementwise = scale_of, elementwise or {}
+        self._whole: list[dict[str, Any]] | None = None
+        self._before: dict[Tensor, Tensor] = {}
+        optimizer.register_step_pre_hook(self._split)
+        optimizer.register_step_post_hook(self._join)
+
+    def _split(self, optimizer: Optimizer, *_: Any) -> None:
+        """Replace each parameter group by one for each factor."""
+        if self._whole is not None:  # the step before failed
+            optimizer.param_groups = self._whole
+        self._whole, split = optimizer.param_groups, []
+        for group in self._whole:
+            by_factor: dict[float, list[Tensor]] = {}
+            for parameter in group["params"]:
+                by_factor.setdefault(self._scale_of(group, parameter), []).append(parameter)
+            for factor, parameters in by_factor.items():
+                changed = {"params": parameters, "lr": group["lr"] * factor}
+                if is_decoupled(optimizer, group):
+                    changed["weight_decay"] = group["weight_decay"] / factor if factor else 0.0
+                split.append({**group, **changed, "of": group})
+        optimizer.param_groups = split
+        self._before = {parameter: parameter.detach().clone() for parameter in self._elementwise}
+
+    @torch.no_grad()
+    def _join(self, optimizer: Optimizer, *_: Any) -> None:
+        """Restore the parameter groups, and scale the steps of single elements."""
+        assert self._whole is not None
+        for part in optimizer.param_groups:
+            if "step" in part:  # some optimizers count steps in the group
+                part["of"]["step"] = part["step"]
+        optimizer.param_groups, self._whole = self._whole, None
+        for group in optimizer.param_groups if self._before else ():
+            for parameter in group["params"]:
+                if parameter in self._before:
+                    kept = self._before.pop(parameter)
+                    if is_decoupled(optimizer, group):
+                        kept = kept * (1 - group["lr"] * group["weight_decay"])
+                    parameter.copy_(kept + self._elementwise[parameter] * (parameter - kept))
+        self._before = {}
+
+
+def is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether weight decay shrinks the weights directly, and not through the gradient."""
+    if not group.get("weight_decay"):
+        return False
+    of_optimizer = getattr(optimizer, "decoupled", getattr(optimizer, "adam_w_mode", None))
+    known = group.get("decoupled_weight_decay", of_optimizer)
+    return bool(known) if known is not None else type(optimizer).__name__ in ("AdamW", "Lion")

@@ -1,0 +1,94 @@
+"""Learning rates by holders: every engine equals the reference, and the reference equals torch with one rate per unit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sdp.engine.config.load import load_config
+from sdp.engine.errors import ConfigError
+from sdp.engine.optim.rate_scale import HolderScale
+from sdp.tests.support.cases import Case, assert_same_run, engine_of, native, one_step, reference, train
+from sdp.tests.support.ranks import RankPool
+
+SCALED = [
+    Case(2, 1, lr_scale="auto", steps=4),
+    Case(4, 1, lr_scale="auto", optimizer="adamw", clip=True, model="llama-tied-meta"),
+    Case(2, 2, 3, lr_scale="auto", optimizer="momentum", masking="backward"),
+    Case(2, 2, 2, neurons=2, lr_scale="auto", model="even-llama-tied-meta", optimizer="adamw"),
+    Case(2, 1, neurons=2, tp=2, lr_scale="0.7", model="wide-llama", masking="backward"),
+]
+
+
+@pytest.mark.parametrize("case", SCALED, ids=str)
+def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
+    assert_same_run(native(ranks, case), reference(case), case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 1, 0, lr_scale="auto", optimizer="adamw"),
+        Case(2, 2, 2, lr_scale="auto", optimizer="adamw", clip=True),
+        Case(2, 2, 3, lr_scale="auto", masking="backward"),
+    ],
+    ids=str,
+)
+def test_deepspeed_equals_reference(ranks: RankPool, case: Case) -> None:
+    assert_same_run(ranks.run(train, case, "deepspeed", world=case.world), reference(case), case)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_reference_equals_an_optimizer_with_a_rate_for_each_unit(optimizer: Any) -> None:
+    """The decay of AdamW is that of the unscaled rate."""
+    case = Case(4, 1, optimizer=optimizer)
+    usual, scaled = (
+        engine_of(case, "reference"),
+        engine_of(Case(4, 1, optimizer=optimizer, lr_scale="auto"), "reference"),
+    )
+    factors = HolderScale(usual.layout, 1.0 if optimizer == "sgd" else 0.5)
+    infos = usual.layout.parameters
+    assert len({factors.of(info.unit, info.holders) for info in infos.values()}) > 3
+    for step in range(2):
+        before = {name: p.detach().clone() for name, p in usual.parameters_here.items()}
+        for engine in (usual, scaled):
+            for name, parameter in engine.parameters_here.items():
+                parameter.data.copy_(before[name])
+            one_step(engine, case, step, data_rank=None)
+            engine.step()
+        rate = usual.get_lr()[0] if step == 0 else None
+        for name, parameter in usual.parameters_here.items():
+            factor = factors.of(infos[name].unit, infos[name].holders)
+            decay = 0.0
+            if optimizer == "adamw":
+                decay = 0.1 * _rate_of_step(case, step)
+            kept = before[name] * (1 - decay)
+            expected = kept + factor * (parameter.detach() - kept)
+            torch.testing.assert_close(scaled.parameters_here[name].detach(), expected, rtol=1e-5, atol=1e-7, msg=name)
+        assert rate is None or rate > 0
+
+
+def _rate_of_step(case: Case, step: int) -> float:
+    return reference(case).rates[step]
+
+
+def test_rates_of_schedules_and_logs_are_not_scaled() -> None:
+    case = Case(2, 1, lr_scale="auto", optimizer="adamw")
+    assert reference(case).rates == reference(Case(2, 1, optimizer="adamw")).rates
+
+
+def test_the_mean_number_of_holders_is_weighted_by_parameters() -> None:
+    layout = engine_of(Case(4, 1, model="llama-tied-meta"), "reference").layout
+    scale = HolderScale(layout, 1.0)
+    numels = [unit.numel for unit in layout.units]
+    total = sum(
+        scale.of(unit.name, of) * n for unit, of, n in zip(layout.units, layout.placement.holders, numels, strict=True)
+    )
+    assert total == pytest.approx(sum(numels)), "the mean factor is 1"
+    assert scale.of("shared", layout.everyone) == 1.0
+
+
+def test_it_is_refused_with_local_steps() -> None:
+    with pytest.raises(ConfigError, match=r"sdp\.lr_scale.*no meaning with sdp\.sync"):
+        load_config({"train_batch_size": 4, "sdp": {"groups": 2, "lr_scale": "auto", "sync": {"every": 2}}})
