@@ -18,9 +18,11 @@ from .config.schema import Config
 from .distributed.traffic import Traffic
 from .full_model.recalibration import Statistics
 from .local_steps import CommonPart as CommonPart
+from .local_steps import FlatState as FlatState
 from .local_steps import GroupPart as GroupPart
 from .local_steps import LocalSteps as LocalSteps
 from .local_steps import LocalUpdate as LocalUpdate
+from .local_steps import Spot as Spot
 from .placement.layout import Layout
 from .placement.tensor_info import Shard
 
@@ -45,6 +47,10 @@ class StateToSave(Protocol):
 
     def finish_load(self) -> None:
         """Finish a load, after the tensors were filled."""
+        ...
+
+    def finish_load_of_weights(self) -> None:
+        """Finish a load of weights alone, after the tensors were filled."""
         ...
 
     def random_state(self) -> dict[str, torch.Tensor]:
@@ -150,6 +156,14 @@ class Backend(Protocol):
     @property
     def local(self) -> LocalSteps | None:
         """The local steps. None while gradients are averaged in every step."""
+        ...
+
+    def spot_of(self, name: str) -> Spot:
+        """Where the part of a weight is that :class:`GroupPart` and :class:`CommonPart` have under ``name``."""
+        ...
+
+    def only_part(self) -> GroupPart:
+        """This process's weights and optimizer state, where groups take no steps on their own."""
         ...
 
     def begin_local_steps(self) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..accounting.local_traffic import LocalTraffic
 from ..accounting.memory import StateBytes, measure_state_bytes, predict_state_bytes
 from ..accounting.traffic_plan import describe_formula, plan_traffic
-from ..backend import LocalSteps, StateToSave, Update
+from ..backend import GroupPart, LocalSteps, Spot, StateToSave, Update
 from ..checkpoint.state import SavedState
 from ..config.schema import Config
 from ..distributed.tensors import local_tensor
@@ -29,6 +29,7 @@ from ..optim.muon_setup import planned_gathers
 from ..optim.optimizer_state import materialise_state
 from ..optim.rate_scale import HolderScale, ScaledRates, exponent_of
 from ..placement.layout import Layout
+from ..placement.tensor_info import Shard
 from ..sync.consistency import check_holders
 
 
@@ -124,6 +125,13 @@ class TorchOptimizerBackend:
     @property
     def local(self) -> LocalSteps | None:
         return None
+
+    def spot_of(self, name: str) -> Spot:
+        return Spot(name, self.layout.parameters[name].offset(self.shard))
+
+    def only_part(self) -> GroupPart:
+        weights = {name: local_tensor(of.detach()) for name, of in self.stepped.items()}
+        return GroupPart(0, "", weights, self.stepped, self.optimizer, {}, {}, {})
 
     def begin_local_steps(self) -> None:
         raise NotImplementedError
@@ -239,6 +247,10 @@ class TorchOptimizerBackend:
 
     @property
     def frozen(self) -> dict[str, nn.Parameter]:
+        raise NotImplementedError
+
+    @property
+    def shard(self) -> Shard:
         raise NotImplementedError
 
     @property

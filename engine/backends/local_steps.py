@@ -115,9 +115,7 @@ class ShardedLocalSteps:
         return self.outer.fragment_under_way
 
     def common_state(self) -> tuple[Mapping[str, torch.Tensor], Optimizer]:
-        infos = self._layout.parameters
-        untrained = {name: p for name, p in self._backend.parameters.items() if not infos[name].trainable}
-        return {**untrained, **self.outer.anchors}, self.outer.optimizer
+        return {**self.untrained(), **self.outer.anchors}, self.outer.optimizer
 
     def groups_here(self) -> Iterator[GroupPart]:
         backend, at = self._backend, self._at
@@ -134,6 +132,10 @@ class ShardedLocalSteps:
             self.outer.travelling[1],
             buffers,
         )
+
+    def untrained(self) -> Mapping[str, torch.Tensor]:
+        infos = self._layout.parameters
+        return {name: p for name, p in self._backend.parameters.items() if not infos[name].trainable}
 
     def common_part(self) -> CommonPart:
         swapped = self.outer.is_swapped

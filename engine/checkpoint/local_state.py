@@ -22,7 +22,7 @@ import torch
 from ..backend import Backend, GroupPart
 from ..distributed.tensors import local_tensor
 from ..optim.optimizer_state import OptimizerState
-from ..placement.tensor_info import Shard, TensorInfo
+from ..placement.tensor_info import TensorInfo
 from .dcp import Part
 
 Tensors = dict[str, Any]
@@ -43,9 +43,7 @@ class LocalState:
         self._counts, self._twins = [], []
         found = self.outer()
         for name, mean in local.common_part().means.items():
-            found = self._merged(
-                found, f"travelling/{self._layout.parameters[name].canonical}", self._whole(name, mean)
-            )
+            found = self._merged(found, f"travelling/{self._info(name).canonical}", self._whole(name, mean))
         for part in local.groups_here():
             found |= self._of_group(part)
         return found
@@ -58,7 +56,7 @@ class LocalState:
         states, found = OptimizerState(common.optimizer), Tensors()
         self._counts.append(states)
         for name, anchor in common.anchors.items():
-            canonical = self._layout.parameters[name].canonical
+            canonical = self._info(name).canonical
             for key, value in states.of(anchor, canonical).items():
                 of = self._whole(name, value) if value.shape == anchor.shape else value
                 found = self._merged(found, f"outer/{canonical}/{key}", of)
@@ -68,8 +66,8 @@ class LocalState:
         """Return the weights of the full model by key: anchors, and parameters that are not trained."""
         local, found = self._backend.local, Tensors()
         assert local is not None
-        for name, weight in {**self._backend.parameters, **local.common_part().anchors}.items():
-            key = f"model/{self._layout.parameters[name].canonical}"
+        for name, weight in {**local.untrained(), **local.common_part().anchors}.items():
+            key = f"model/{self._info(name).canonical}"
             found = self._merged(found, key, self._whole(name, weight.detach()))
         return found
 
@@ -77,14 +75,24 @@ class LocalState:
         """Return the inner optimizer's state by key ``optimizer/NAME/KEY``, as parts of the full parameters."""
         states, found = OptimizerState(part.optimizer), Tensors()
         self._counts.append(states)
-        for name, parameter in part.parameters.items():
-            info = self._layout.parameters[name]
-            for key, value in states.of(parameter, info.canonical).items():
-                tensor = local_tensor(value)
-                same = tensor.shape == part.weights[name].shape and tensor.dim() > 0
-                of = self._whole(name, tensor) if same else value
-                found = self._merged(found, f"optimizer/{info.canonical}/{key}", of)
+        for name in part.weights:
+            for key, value, is_part in self._state_of(part, states, name):
+                full_key = f"optimizer/{self._info(name).canonical}/{key}"
+                found = self._merged(found, full_key, self._whole(name, value) if is_part else value)
         return found
+
+    def _state_of(self, part: GroupPart, states: OptimizerState, name: str) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Yield the inner optimizer's state of a weight: key, tensor, and whether it has the weight's shape."""
+        owner, weight, flat = part.parameters[name], part.weights[name], part.flat.get(name)
+        group = flat.param_group if flat is not None else None
+        for key, value in states.of(owner, self._info(name).canonical, group).items():
+            tensor = local_tensor(value)
+            if flat is not None and tensor.dim() and tensor.shape == owner.shape:
+                yield key, tensor[flat.start : flat.start + weight.numel()].view(weight.shape), True
+            elif tensor.dim() and tensor.shape == weight.shape:
+                yield key, tensor, True
+            else:
+                yield key, value, False
 
     def finish_load(self) -> None:
         """Apply loaded scalars to all slices of a parameter, and to optimizers that keep them as plain numbers."""
@@ -101,16 +109,14 @@ class LocalState:
         for name, weight in part.weights.items():
             kinds = {"model": weight, "error": part.errors.get(name), "before": part.before.get(name)}
             for kind, tensor in kinds.items():
-                if tensor is not None:
-                    found |= {f"{start}/{kind}/{piece}": of for piece, of in self._pieces(part.group, name, tensor)}
-            canonical = self._layout.parameters[name].canonical
-            for key, value in states.of(part.parameters[name], canonical).items():
-                tensor = local_tensor(value)
-                if tensor.shape == weight.shape and tensor.dim():
-                    pieces = self._pieces(part.group, name, tensor)
-                    found |= {f"{start}/optimizer/{piece}/{key}": of for piece, of in pieces}
+                for piece, of in self._pieces(part.group, name, tensor) if tensor is not None else ():
+                    found = self._merged(found, f"{start}/{kind}/{piece}", of)
+            for key, value, is_part in self._state_of(part, states, name):
+                if is_part:
+                    for piece, of in self._pieces(part.group, name, value):
+                        found = self._merged(found, f"{start}/optimizer/{piece}/{key}", of)
                 else:
-                    found = self._merged(found, f"{start}/optimizer/{canonical}/{key}", value)
+                    found = self._merged(found, f"{start}/optimizer/{self._info(name).canonical}/{key}", value)
         return found
 
     def _merged(self, found: Tensors, key: str, value: Any) -> Tensors:
@@ -123,20 +129,24 @@ class LocalState:
             found[key] = value
         return found
 
+    def _info(self, name: str) -> TensorInfo:
+        """Return the parameter or slice to which the part of a weight belongs."""
+        return self._layout.parameters[self._backend.spot_of(name).name]
+
     def _whole(self, name: str, tensor: torch.Tensor) -> Part:
         """Return a tensor of a parameter's shape as a part of the full parameter."""
-        info = self._layout.parameters[name]
-        return Part([local_tensor(tensor)], [info.offset(self._backend.shard)], info.full_shape)
+        return Part([local_tensor(tensor)], [self._backend.spot_of(name).offset], self._info(name).full_shape)
 
     def _pieces(self, group: int, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, Part]]:
         """Yield the pieces of a parameter that ``group`` holds, by their names."""
-        info, shard = self._layout.parameters[name], self._backend.shard
+        info = self._info(name)
         if info.cut is not None:
-            yield f"{info.canonical}@{info.cut.dim}:{info.cut.start}", _within_slice(info, tensor, shard)
+            offset = self._backend.spot_of(name).offset
+            yield f"{info.canonical}@{info.cut.dim}:{info.cut.start}", _within_slice(info, tensor, offset)
             return
         sliced = [(part, holders) for part, holders in self._layout.slices() if part.parameter == name]
         if not sliced:
-            yield name, self._whole(name, tensor)
+            yield info.name, self._whole(name, tensor)
         for part, holders in sliced:  # only the reference has whole parameters of which slices are held
             if group in holders:
                 assert part.dim is not None
@@ -145,8 +155,7 @@ class LocalState:
                 yield f"{name}@{part.dim}:{first}", Part([held], [[0] * held.dim()], held.shape)
 
 
-def _within_slice(info: TensorInfo, tensor: torch.Tensor, shard: Shard) -> Part:
+def _within_slice(info: TensorInfo, tensor: torch.Tensor, offset: tuple[int, ...]) -> Part:
     assert info.cut is not None
-    offset = list(info.offset(shard))
-    offset[info.cut.dim] -= info.cut.start
-    return Part([local_tensor(tensor)], [offset], info.shape)
+    inside = [at - info.cut.start if dim == info.cut.dim else at for dim, at in enumerate(offset)]
+    return Part([local_tensor(tensor)], [inside], info.shape)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,10 @@ from torch.optim import Optimizer
 
 from ..backend import Backend, GroupPart, LocalSteps, StateToSave
 from ..distributed.agreement import Ranks
-from ..distributed.tensors import local_tensor
 from ..errors import CheckpointError, quote
 from ..optim import optimizer_state
 from ..optim.param_groups import conflicting_rates, set_rates
 from ..optim.schedules import adapt_state, of_another_kind
-from ..placement.layout import Layout
 from .averaged import has_groups, keys_of_moments, load_means
 from .load import keys_in, load
 from .local_state import LocalState
@@ -160,10 +158,10 @@ def _load_between_averages(
         same = same and position["fragments"] == local.sync.fragments and local.sync.overlap > 0
     files, alone = state["files"], ranks.alone
     if local is not None:
-        _make_outer_state(local, layout, saved)
+        _make_outer_state(local, backend, saved)
     if local is not None and has_groups(saved) and same:
         for part in local.groups_here():
-            _make_inner_state(part, saved, f"local/{part.group}/optimizer/", layout)
+            _make_inner_state(part, saved, f"local/{part.group}/optimizer/", backend)
         local.restart(position["travelling"])
         mine = LocalState(backend)
         buffers = weights_of(local.common_part().buffers)
@@ -177,9 +175,10 @@ def _load_between_averages(
         )  # fmt: skip
     weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
     load(path, weights | random, files, alone=alone)
+    own.finish_load_of_weights()
     mine = LocalState(backend)
-    for part in local.groups_here() if local is not None else [_only_part(backend)]:
-        _make_inner_state(part, keys_of_moments(saved) | saved, "optimizer/", layout)
+    for part in local.groups_here() if local is not None else [backend.only_part()]:
+        _make_inner_state(part, keys_of_moments(saved) | saved, "optimizer/", backend)
         moments = mine.moments(part)
         if has_groups(saved):
             load_means(path, moments, files, alone=alone)
@@ -202,33 +201,41 @@ def _position_in_round(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     return position
 
 
-def _only_part(backend: Backend) -> GroupPart:
-    """Return the part of a process whose group takes no steps on its own."""
-    weights = {name: local_tensor(of.detach()) for name, of in backend.stepped.items()}
-    return GroupPart(0, "", weights, backend.stepped, backend.optimizer, {}, {}, {})
-
-
-def _make_inner_state(part: GroupPart, saved: set[str], start: str, layout: Layout) -> None:
+def _make_inner_state(part: GroupPart, saved: set[str], start: str, backend: Backend) -> None:
     """Create the optimizer state of the parameters for which the checkpoint has some, and only of those."""
-    _make_state(
-        part.optimizer, {of: layout.parameters[name].canonical for name, of in part.parameters.items()}, saved, start
-    )
+    _make_state(part.optimizer, _owners(part.parameters, backend), saved, start, part.materialise)
 
 
-def _make_outer_state(local: LocalSteps, layout: Layout, saved: set[str]) -> None:
+def _make_outer_state(local: LocalSteps, backend: Backend, saved: set[str]) -> None:
     common = local.common_part()
-    names = {of: layout.parameters[name].canonical for name, of in common.anchors.items()}
-    _make_state(common.optimizer, names, saved, "outer/")
+    _make_state(common.optimizer, _owners(common.anchors, backend), saved, "outer/", None)
 
 
-def _make_state(optimizer: Optimizer, names: Mapping[torch.Tensor, str], saved: set[str], start: str) -> None:
+def _owners(tensors: Mapping[str, torch.Tensor], backend: Backend) -> dict[torch.Tensor, set[str]]:
+    """Return the tensors to which optimizer state belongs, with the full model's parameters that they have."""
+    owners: dict[torch.Tensor, set[str]] = {}
+    for name, tensor in tensors.items():
+        owners.setdefault(tensor, set()).add(backend.layout.parameters[backend.spot_of(name).name].canonical)
+    return owners
+
+
+def _make_state(
+    optimizer: Optimizer,
+    owners: Mapping[torch.Tensor, set[str]],
+    saved: set[str],
+    start: str,
+    materialise: Callable[[], None] | None,
+) -> None:
     have = {key.removeprefix(start).rpartition("/")[0].rpartition("@")[0] or key.removeprefix(start).rpartition("/")[0]
             for key in saved if key.startswith(start)}  # fmt: skip
     optimizer_state.clear(optimizer)
     if have:
-        optimizer_state.materialise_state(optimizer)
-        for tensor, name in names.items():
-            if name not in have:
+        if materialise is not None:
+            materialise()
+        else:
+            optimizer_state.materialise_state(optimizer)
+        for tensor, names in owners.items():
+            if not names & have:
                 optimizer.state.pop(tensor, None)
 
 

@@ -93,6 +93,9 @@ class SavedState:
                     if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
                         value.copy_(self._optimizer.state[here[0]][key])
 
+    def finish_load_of_weights(self) -> None:
+        """Finish a load of weights alone. A no-op where the optimizer steps on the model's parameters."""
+
     def random_state(self) -> dict[str, torch.Tensor]:
         """Return the states of this rank's generators, under names with the rank's coordinates.
 

@@ -79,6 +79,14 @@ class HeldByDeepSpeed(ShardedBackend):
             for piece in pieces_of(bundle, self.stage, self.ranks_inside, self.rank_inside):
                 yield index, piece
 
+    def write_weights(self) -> None:
+        """Copy the float32 weights to the model's parameters, where both exist. Collective inside the group."""
+        if self.zero is not None:
+            self.zero.release_parameters()
+        state = self.zero or self.copies
+        if state is not None:
+            state.spread_masters()
+
     def all_reduce_inside(self, tensor: torch.Tensor) -> None:
         """Sum a tensor over the ranks of the group in place."""
         if self.ranks_inside > 1:

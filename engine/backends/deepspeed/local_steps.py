@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ...backend import LocalUpdate
+from ...backend import GroupPart, LocalUpdate
 from ...placement.buckets import Bucket
+from ...placement.tensor_info import TensorInfo
 from ...sync.outer import OuterSteps
 from ..local_steps import ShardedLocalSteps
 from .held import HeldByDeepSpeed
-from .partitions import boxes, pieces_of, stretches
+from .optimizer import local_part
+from .partitions import Bundle, boxes, pieces_of, stretches
 from .private import logged_all_reduce
 
 
@@ -54,30 +56,48 @@ class Box:
 
 
 def find_boxes(backend: HeldByDeepSpeed) -> dict[str, Box]:
-    """Return the boxes of this rank by key, in one order for all ranks."""
-    layout, mesh = backend.layout, backend.layout.mesh
+    """Return the boxes of this rank's trained parameters by key, in one order for all ranks."""
+    infos = backend.layout.parameters
     if backend.zero is None:
-        return {
-            name: Box(
-                name, 0, (0,) * len(info.shape), tuple(info.shape), tuple(chain(*map(mesh.ranks_of, info.holders)))
-            )
-            for name, info in layout.parameters.items()
-            if info.trainable and backend.at.sdp in info.holders
-        }
+        held = [info for info in infos.values() if info.trainable and backend.at.sdp in info.holders]
+        return {info.name: _whole(backend, info) for info in held}
     found: dict[str, Box] = {}
     for index, bundle in enumerate(backend.bundles):
-        pieces = pieces_of(bundle, backend.stage, backend.ranks_inside, backend.rank_inside)
-        for stretch in stretches(bundle, backend.stage, mesh):
-            if backend.rank not in stretch.ranks:
-                continue
-            begin = stretch.at[stretch.ranks.index(backend.rank)]
-            for piece in pieces:
-                first, last = max(piece.at, begin), min(piece.at + piece.length, begin + stretch.length)
-                start, shape = piece.start + first - piece.at, layout.parameters[piece.name].shape
-                for offsets, sizes, numel in boxes(start, last - first, shape) if first < last else ():
-                    box = Box(piece.name, start, offsets, sizes, stretch.ranks, index, first)
-                    found[f"{piece.name}[{start}]"] = box
-                    start, first = start + numel, first + numel
+        found |= _boxes_of(backend, bundle, backend.stage, index)
+    return found
+
+
+def find_untrained_boxes(backend: HeldByDeepSpeed) -> dict[str, Box]:
+    """Return the boxes of the parameters that the optimizer does not have, by key."""
+    found: dict[str, Box] = {}
+    for name in backend.parameters:
+        info = backend.layout.parameters[name]
+        if not info.trainable and backend.stage == 3:
+            found |= _boxes_of(backend, Bundle(info.unit, 0, info.holders, (name,), (info.numel,)), 3, None)
+        elif not info.trainable:
+            found[name] = _whole(backend, info)
+    return found
+
+
+def _whole(backend: HeldByDeepSpeed, info: TensorInfo) -> Box:
+    ranks = tuple(chain(*map(backend.layout.mesh.ranks_of, info.holders)))
+    return Box(info.name, 0, (0,) * len(info.shape), tuple(info.shape), ranks)
+
+
+def _boxes_of(backend: HeldByDeepSpeed, bundle: Bundle, stage: int, index: int | None) -> dict[str, Box]:
+    """Return the boxes of this rank's partition of a bundle. All holders cut them in the same way."""
+    found: dict[str, Box] = {}
+    pieces = pieces_of(bundle, stage, backend.ranks_inside, backend.rank_inside)
+    for stretch in stretches(bundle, stage, backend.layout.mesh):
+        if backend.rank not in stretch.ranks:
+            continue
+        begin = stretch.at[stretch.ranks.index(backend.rank)]
+        for piece in pieces:
+            first, last = max(piece.at, begin), min(piece.at + piece.length, begin + stretch.length)
+            start, shape = piece.start + first - piece.at, backend.layout.parameters[piece.name].shape
+            for offsets, sizes, numel in boxes(start, last - first, shape) if first < last else ():
+                found[f"{piece.name}[{start}]"] = Box(piece.name, start, offsets, sizes, stretch.ranks, index, first)
+                start, first = start + numel, first + numel
     return found
 
 
@@ -88,7 +108,7 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
 
     def _make_outer_steps(self) -> OuterSteps:
         backend = self._backend
-        self.boxes = find_boxes(backend)
+        self.boxes: dict[str, Box] = backend.boxes
         self._is_stale = False  # whether the model has other weights than the float32 ones
         fragments = {key: self._fragments[box.name] for key, box in self.boxes.items()}
         whole = backend.zero is None
@@ -98,7 +118,7 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
         return OuterSteps(
             self.sync,
             buckets,
-            self.weight_of,
+            backend.local_weight,
             list(self.boxes),
             fragments,
             communicators,
@@ -127,13 +147,6 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
     def _counts(self, name: str) -> bool:
         """Return whether this rank counts a box in the norm over its group."""
         return self._backend.zero is not None or self._at.fsdp == 0
-
-    def weight_of(self, key: str) -> torch.Tensor:
-        """Return the float32 weights of a box, as a view."""
-        backend, box = self._backend, self.boxes[key]
-        if box.bundle is None:
-            return backend.stepped[box.name].detach()
-        return backend.zero.masters[box.bundle].detach()[box.at : box.at + box.numel].view(box.sizes)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -202,5 +215,27 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
             yield
         self._write_weights()
 
+    # -- state -------------------------------------------------------------------------------------
+
     def common_state(self) -> tuple[Mapping[str, torch.Tensor], Optimizer]:
         return self.outer.anchors, self.outer.optimizer
+
+    def untrained(self) -> Mapping[str, torch.Tensor]:
+        backend = self._backend
+        flats = {key: local_part(backend.parameters[box.name]) for key, box in backend.untrained_boxes.items()}
+        return {
+            key: flats[key].detach().view(-1)[box.at : box.at + box.numel].view(box.sizes)
+            for key, box in backend.untrained_boxes.items()
+        }
+
+    def groups_here(self) -> Iterator[GroupPart]:
+        at, swapped = self._at, self.outer.is_swapped
+        part = self._backend.only_part()
+        yield part._replace(
+            group=at.sdp,
+            position=f"{at.sdp}.{at.fsdp}.{at.tp}",
+            weights=self.outer.anchors if swapped else part.weights,
+            errors=self.outer.errors,
+            before=self.outer.travelling[1],
+            buffers=self.buffers if swapped else self._buffers_here(),
+        )

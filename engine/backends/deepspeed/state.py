@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from ...accounting.memory import StateBytes, predict_outer_bytes, state_tensors
 from ...checkpoint.dcp import Part
 from ...checkpoint.state import SavedState
-from ...errors import CheckpointError
 from ...optim.optimizer_state import OptimizerState
 from ...placement.tensor_info import TensorInfo
 from ...placement.units import SHARED
@@ -47,11 +46,7 @@ class DeepSpeedState(SavedState):
 
     def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
         backend = self._backend
-        if backend.local is not None:
-            raise CheckpointError(
-                'sdp.sync: checkpoints are not available with sdp.engine "deepspeed" while groups take steps on their own; use "fsdp2"'
-            )
-        if backend.zero is None:
+        if backend.zero is None or (backend.local is not None and not to_load):
             return super().tensors(to_load=to_load)
         backend.shard_parameters()
         if not to_load:
@@ -113,6 +108,9 @@ class DeepSpeedState(SavedState):
         self._state.write_back()
         self._spread_counts()
         self._backend.zero.spread_masters()
+
+    def finish_load_of_weights(self) -> None:
+        self._backend.write_weights()
 
     def _spread_counts(self) -> None:
         """Copy the state that all slices of a parameter share (a step count) from the first slice.

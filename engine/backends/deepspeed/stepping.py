@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,14 +13,14 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ...accounting.memory import StateBytes
-from ...backend import StateToSave, Update
+from ...backend import FlatState, GroupPart, Spot, StateToSave, Update
 from ...distributed.traffic import Traffic
 from ...optim.clip import squared_norm
 from ...optim.rate_scale import HolderScale, ScaledRates
 from ...optim.schedules import keep_shared_state
 from ...sync.consistency import check_loss_scale
 from .held import HeldByDeepSpeed
-from .local_steps import DeepSpeedLocalSteps, find_boxes
+from .local_steps import Box, DeepSpeedLocalSteps, find_boxes, find_untrained_boxes
 from .private import set_gradient_norm
 from .shard_sync import ShardSync
 from .state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
@@ -108,10 +109,42 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
     def end_local_steps(self) -> None:
         self._local = None
 
+    @cached_property
+    def boxes(self) -> dict[str, Box]:
+        """What this rank averages with other holders in outer steps, by key."""
+        return find_boxes(self)
+
+    @cached_property
+    def untrained_boxes(self) -> dict[str, Box]:
+        return find_untrained_boxes(self)
+
     def local_weight(self, key: str) -> torch.Tensor:
         """Return the float32 weights of a box, as a view."""
-        assert self._local is not None
-        return self._local.weight_of(key)
+        box = self.boxes[key]
+        if box.bundle is None:
+            return self.stepped[box.name].detach()
+        assert self.zero is not None
+        return self.zero.masters[box.bundle].detach()[box.at : box.at + box.numel].view(box.sizes)
+
+    def spot_of(self, name: str) -> Spot:
+        box = self.boxes.get(name) or self.untrained_boxes[name]
+        start = self.layout.parameters[box.name].offset(self.shard)
+        return Spot(box.name, tuple(a + b for a, b in zip(start, box.offsets, strict=True)))
+
+    def only_part(self) -> GroupPart:
+        weights = {key: self.local_weight(key) for key in self.boxes}
+        if self.zero is None:
+            owners, flat = {name: self.stepped[name] for name in self.boxes}, {}
+        else:
+            groups = self.zero.basic_groups()
+            owners = {key: groups[box.bundle][1] for key, box in self.boxes.items() if box.bundle is not None}
+            flat = {
+                key: FlatState(box.at, groups[box.bundle][0])
+                for key, box in self.boxes.items()
+                if box.bundle is not None
+            }
+        create = self.materialise_optimizer_state
+        return GroupPart(0, "", weights, owners, self.basic_optimizer, {}, {}, {}, flat, create)
 
     def norm_in_group(self) -> float:
         """Return the norm of this group's gradient. Collective inside the group."""
@@ -124,14 +157,6 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
             self.traffic.record("control", "all_reduce", squared.nbytes, self.ranks_inside)
             dist.all_reduce(squared, group=self._process_groups.inside)
         return math.sqrt(squared.item())
-
-    def write_weights(self) -> None:
-        """Copy the float32 weights to the model's parameters, where both exist. Collective inside the group."""
-        if self.zero is not None:
-            self.zero.release_parameters()
-        state = self.zero or self.copies
-        if state is not None:
-            state.spread_masters()
 
     def scale_rates(self, scale: HolderScale) -> None:
         # ZeRO 1 and 2 let the optimizer step on one of its parameter groups at a time.
@@ -221,7 +246,7 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
             for one in plan.common_step():
                 planned.record(one.scope, one.kind, one.nbytes, len(one.ranks))
             return planned
-        boxes = find_boxes(self).values()
+        boxes = self.boxes.values()
         steps = LocalTrafficPlan(self.layout, self.rank, self.local_settings, plan, boxes)
         return steps.of_round() if step is None else steps.of_step(step)
 

@@ -252,6 +252,9 @@ class ReferenceLocalSteps:
                     group.buffers,
                 )
 
+    def untrained(self) -> Mapping[str, torch.Tensor]:
+        return {name: p for name, p in self._backend.parameters.items() if name not in self._anchors}
+
     def common_part(self) -> CommonPart:
         buffers = persistent_buffers(self._backend.module, self._layout)
         means = self.under_way[1] if self.under_way is not None else {}
