@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +27,30 @@ class LocalUpdate(NamedTuple):
     skipped: int
 
 
+class Spot(NamedTuple):
+    """Where a tensor of local steps is in the full model.
+
+    Attributes:
+        name: the parameter or slice to which its elements belong.
+        offset: the index of its first element in the full model's parameter.
+    """
+
+    name: str
+    offset: tuple[int, ...]
+
+
+class FlatState(NamedTuple):
+    """Where the optimizer's state of a weight is, if one flat tensor has that of many weights.
+
+    Attributes:
+        start: the index of the weight's first element in the flat tensor.
+        param_group: the optimizer's parameter group of the flat tensor.
+    """
+
+    start: int
+    param_group: dict[str, Any]
+
+
 class GroupPart(NamedTuple):
     """This process's part of what one group has by itself between averages.
 
@@ -34,11 +58,13 @@ class GroupPart(NamedTuple):
         group: the group.
         position: the coordinates of the rank in the keys of what ranks do not share.
         weights: the group's weights by name.
-        parameters: the tensors to which the optimizer's state belongs, by name.
+        parameters: the tensors to which the optimizer's state belongs, by the names of weights.
         optimizer: the inner optimizer, with the state of this group.
         errors: what compression has not sent yet, by name.
         before: the weights at the start of the average that is under way, by name.
         buffers: the running statistics of the rank, by name.
+        flat: where the state of a weight is in its tensor of ``parameters``, if that tensor is flat.
+        materialise: creates the optimizer's state of all ``parameters``. None: as torch does it.
     """
 
     group: int
@@ -49,6 +75,8 @@ class GroupPart(NamedTuple):
     errors: Mapping[str, torch.Tensor]
     before: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
+    flat: Mapping[str, FlatState] = {}
+    materialise: Callable[[], None] | None = None
 
 
 class CommonPart(NamedTuple):
@@ -98,6 +126,10 @@ class LocalSteps(Protocol):
 
     def groups_here(self) -> Iterator[GroupPart]:
         """The groups of this process. The optimizer has the state of a group only until the next one."""
+        ...
+
+    def untrained(self) -> Mapping[str, torch.Tensor]:
+        """This process's parts of the parameters that are not trained, by name."""
         ...
 
     def common_part(self) -> CommonPart:
