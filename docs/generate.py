@@ -20,7 +20,7 @@ from sdp.engine.config import deepspeed_keys
 from sdp.engine.config.schema import Config
 from sdp.engine.config.section import Section
 from sdp.engine.config.sync import SyncSection
-from sdp.engine.optim.muon_setup import MuonParams
+from sdp.engine.optim.muon.setup import MuonParams
 from sdp.engine.optim.optimizers import AdamParams, LambParams, LionParams, SGDParams
 from sdp.engine.optim.schedules import SCHEDULES
 from sdp.models.registry import MODELS

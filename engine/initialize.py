@@ -28,7 +28,7 @@ from .environment.detect import detect
 from .environment.exit import watch
 from .errors import ConfigError, ModelError
 from .full_model.whole_copy import UncutModel
-from .optim.muon_setup import arrange as arrange_muon
+from .optim.muon.setup import arrange as arrange_muon
 from .optim.optimizers import check_optimizer, make_optimizer
 from .optim.param_groups import freeze_others, groups_here, named_groups
 from .optim.schedules import scheduler_of

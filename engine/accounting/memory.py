@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from ..config.sync import SyncSection
 from ..distributed.tensors import local_tensor
-from ..optim.muon import Muon
-from ..optim.muon_setup import is_matrix
+from ..optim.muon.algorithm import Muon
+from ..optim.muon.setup import is_matrix
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 

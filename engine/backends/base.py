@@ -25,7 +25,7 @@ from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Traffic
 from ..optim.clip import clip_
 from ..optim.loss_scale import LossScaler
-from ..optim.muon_setup import planned_gathers
+from ..optim.muon.setup import planned_gathers
 from ..optim.optimizer_state import materialise_state
 from ..optim.rate_scale import HolderScale, ScaledRates, exponent_of
 from ..placement.layout import Layout

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,36 @@ from torch.optim import Optimizer
 
 from ..backend import CommonPart, GroupPart, LocalUpdate
 from ..config.sync import SyncSection
+from ..full_model.backend_view import SubnetworkBackend
 from ..full_model.buffers import agree_on_buffers, persistent_buffers
 from ..optim.clip import squared_norm
 from ..sync.outer import OuterFacts, OuterSteps
 from ..sync.rounds import fragments_of
 
-if TYPE_CHECKING:
-    from .fsdp2.backend import FSDP2Backend
+
+class LocalBackend(SubnetworkBackend, Protocol):
+    """What local steps need of a backend: its weights, and an optimizer that steps on them."""
+
+    clock: Callable[[], float]
+    optimizer: Optimizer
+
+    def gradients(self) -> list[torch.Tensor]: ...
+
+    def clip(self, gradients: list[torch.Tensor], norm: float) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+    def shard_parameters(self) -> None: ...
+
+    def agree_on_buffers(self) -> None: ...
+
+    def local_weight(self, name: str) -> torch.Tensor:
+        """This rank's part of a parameter. Its memory may change between calls."""
+        ...
+
+    def refresh_from(self, anchors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+        """Send the ``anchors`` of ``names`` to the frozen copies of other groups. Collective."""
+        ...
 
 
 class ShardedLocalSteps:
@@ -29,7 +52,7 @@ class ShardedLocalSteps:
     step.
     """
 
-    def __init__(self, backend: FSDP2Backend, sync: SyncSection):
+    def __init__(self, backend: LocalBackend, sync: SyncSection):
         self.sync = sync
         self._backend, self._layout, self._at = backend, backend.layout, backend.at
         self._fragments = fragments_of(backend.layout, sync.fragments)

@@ -151,8 +151,9 @@ def _load_between_averages(
         raise CheckpointError(
             f"{path}: was written between two averages of sdp.sync, and this engine has no local steps; use the engine that wrote it"
         )
-    placement = json.loads(json.dumps(layout.placement.to_json()))  # tuples become lists, as in the file
-    same = state["mesh"] == own.mesh_shape() and state["placement"] == placement
+    # As JSON text, in which a tuple is a list.
+    here, there = (json.dumps(of, sort_keys=True) for of in (layout.placement.to_json(), state["placement"]))
+    same = state["mesh"] == own.mesh_shape() and here == there
     position = _position_in_round(path, state)
     if local is not None and position["travelling"] is not None:  # its fragment must be the same here
         same = same and position["fragments"] == local.sync.fragments and local.sync.overlap > 0

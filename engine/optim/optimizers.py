@@ -17,7 +17,7 @@ from ..config.schema import Config, NamedParams
 from ..config.section import Beta, NonNegative, Section, parse_section
 from ..errors import ConfigError, suggestion
 from .apex import ApexFusedAdam, apex_kernel
-from .muon_setup import build_muon
+from .muon.setup import build_muon
 from .own_optimizers import Lamb, Lion, UncorrectedAdam
 from .param_groups import Parameters
 

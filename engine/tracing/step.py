@@ -31,7 +31,7 @@ from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Kind
 from ..engine import SDPEngine
 from ..errors import LaunchError
-from ..optim.muon_setup import arrange as arrange_muon
+from ..optim.muon.setup import arrange as arrange_muon
 from ..optim.optimizer_state import materialise_state
 from ..optim.optimizers import make_optimizer
 from ..placement.layout import Layout

@@ -20,7 +20,7 @@ from ...engine.config.sync import SyncSection
 from ...engine.distributed.mesh import Coordinates, Mesh, mesh_of
 from ...engine.errors import ConfigError
 from ...engine.module_paths import parents
-from ...engine.optim.muon_setup import gathered_bytes
+from ...engine.optim.muon.setup import gathered_bytes
 from ...engine.placement.layout import Layout
 from ...engine.tracing.repetition import sequence
 from ...engine.tracing.step import StepTrace, trace_step

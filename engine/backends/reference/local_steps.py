@@ -10,24 +10,41 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ...backend import CommonPart, GroupPart, LocalUpdate
 from ...config.sync import SyncSection
 from ...full_model.buffers import BufferMean, persistent_buffers
 from ...optim.clip import clip_, squared_norm
+from ...placement.layout import Layout
 from ...placement.units import Slice
 from ...sync.compression import rounded
 from ...sync.outer import OuterFacts, make_outer_optimizer
 from ...sync.rounds import fragments_of
 
-if TYPE_CHECKING:
-    from .backend import ReferenceBackend
-
 Tensors = dict[str, torch.Tensor]
+
+
+class FullModelBackend(Protocol):
+    """What local steps need of the reference: the full model, and the optimizer that groups take in turn."""
+
+    layout: Layout
+    module: nn.Module
+    device: torch.device
+    parameters: dict[str, nn.Parameter]
+    optimizer: Optimizer
+    held_entries: list[dict[str, torch.Tensor]]
+
+    @property
+    def clipping(self) -> float: ...
+
+    def ones_along(self, name: str, dim: int | None) -> torch.Tensor: ...
+
+    def zero_grad(self) -> None: ...
 
 
 class GroupState:
@@ -47,7 +64,7 @@ class GroupState:
 class ReferenceLocalSteps:
     """The local steps of all groups of the reference."""
 
-    def __init__(self, backend: ReferenceBackend, sync: SyncSection):
+    def __init__(self, backend: FullModelBackend, sync: SyncSection):
         self._backend, self.sync, self._layout = backend, sync, backend.layout
         layout = backend.layout
         trained = {name: p for name, p in backend.parameters.items() if layout.parameters[name].trainable}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
-from sdp.engine.optim.muon import Muon
-from sdp.engine.optim.muon_setup import is_matrix
+from sdp.engine.optim.muon.algorithm import Muon
+from sdp.engine.optim.muon.setup import is_matrix
 from sdp.engine.optim.optimizer_state import materialise_state
 from sdp.engine.optim.optimizers import build_optimizer, check_optimizer
 from sdp.tests.support import models

@@ -9,7 +9,7 @@ takes whole matrices only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..distributed.tensor_collectives import TensorRanks
-from ..distributed.tensors import local_tensor
-from ..distributed.traffic import Traffic
-from .param_groups import Parameters
+from ...distributed.tensor_collectives import TensorRanks
+from ...distributed.tensors import local_tensor
+from ...distributed.traffic import Traffic
 
 # The iteration's coefficients and its guard against a division by 0 (as in torch.optim.Muon).
 _COEFFICIENTS, _EPS = (3.4445, -4.7750, 2.0315), 1e-7
@@ -51,7 +50,7 @@ class Muon(Optimizer):
     Until :meth:`arrange` is called, all parameters with two dimensions are matrices.
 
     Args:
-        parameters: Parameters or parameter groups, as plain tensors or DTensors.
+        parameters: Iterable[Any] or parameter groups, as plain tensors or DTensors.
         lr: The learning rate of matrices.
         momentum: The decay rate of the momentum of matrices.
         nesterov: Whether the step looks ahead along the momentum.
@@ -69,7 +68,7 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        parameters: Parameters,
+        parameters: Iterable[Any],
         *,
         lr: float = 1e-3,
         momentum: float = 0.95,

@@ -10,14 +10,14 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
-from ..config.schema import NamedParams
-from ..config.section import Beta, NonNegative, Section, parse_section
-from ..distributed.tensor_collectives import TensorRanks
-from ..distributed.traffic import Traffic
-from ..errors import ConfigError
-from ..placement.layout import Layout
-from ..placement.tensor_info import TensorInfo
-from .muon import Matrix, Muon, Range
+from ...config.schema import NamedParams
+from ...config.section import Beta, NonNegative, Section, parse_section
+from ...distributed.tensor_collectives import TensorRanks
+from ...distributed.traffic import Traffic
+from ...errors import ConfigError
+from ...placement.layout import Layout
+from ...placement.tensor_info import TensorInfo
+from .algorithm import Matrix, Muon, Range
 
 
 class MuonParams(Section):

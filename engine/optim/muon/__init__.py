@@ -1,0 +1,1 @@
+"""Muon for matrices: the algorithm, and which parameters it gets."""
