@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import errno
 import importlib
 import logging
 import os
@@ -31,7 +32,7 @@ from typing import Any, NoReturn
 
 from ..engine.environment.exit import leaves_at_once
 from ..engine.environment.supervision import Supervision, supervision
-from ..engine.errors import PeerLostError, SDPError, format_error
+from ..engine.errors import PeerLostError, SDPError, format_error, shorten
 from ..launcher.fatal_errors import report_fatal, tie_to_parent
 from .shared.arguments import Parser, split_set_values
 from .shared.files import NO_ROOM
@@ -92,6 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if above is None and error.filename is None and error.errno in NO_ROOM and _output_fails():
             report_fatal(f"sdp: error: standard output cannot be written ({error.strerror})", 2, above)
+            return 2
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) and error.filename is not None:
+            report_fatal(f"sdp: error: {shorten(error.filename)}: {error.strerror}; give another path", 2, above)
             return 2
         report_fatal(traceback.format_exc().rstrip(), 1, above)
         return 1

@@ -309,3 +309,19 @@ def test_supervised_rank_leaves_its_error_to_the_launcher(
     assert (report.exit_code, report.text) == (2, "sdp: error: empty corpus")
     assert capsys.readouterr().err == ("sdp: error: empty corpus\n" if printed else "")
     assert "SDP_PARENT_PID" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "NAME"],
+        ["evaluate", "NAME"],
+        ["export", "NAME", "--to", "hf", "out"],
+        ["prepare", "--output", "NAME", "--verify"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_path_that_is_too_long_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word.replace("NAME", "a" * 300) for word in words]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("sdp: error: ") and "File name too long" in message and len(message) < 400

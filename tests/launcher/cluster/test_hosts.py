@@ -1,5 +1,6 @@
 """Hostfile, --include and --exclude: read as DeepSpeed reads them, and nothing in them is more than a name."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -151,3 +152,22 @@ def test_no_near_cores_without_numa(tmp_path: Path) -> None:
     gpu_host(tmp_path, [-1])
     assert near_cores(0, tmp_path) == set()
     assert near_cores(0, tmp_path / "no-driver") == set()
+
+
+def test_a_hostfile_is_a_regular_file_of_bounded_size(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (Path("/dev/zero"), tmp_path / "fifo"):
+        with pytest.raises(LaunchError, match=r"cannot be read \(it is not a regular file\)"):
+            read_hostfile(path)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(17 << 20)
+    with pytest.raises(LaunchError, match=r"cannot be read \(it is larger than 16 MiB\)"):
+        read_hostfile(tmp_path / "large")
+
+
+def test_the_output_of_a_command_can_be_a_hostfile() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"a slots=2\n")
+    os.close(writing)
+    assert read_hostfile(Path(f"/dev/fd/{reading}")) == [Host("a", (0, 1))]
+    os.close(reading)
