@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, shorten
-from ..json_files import JsonError, parse_json, read_json_file
+from ..json_files import MOST_DEPTH, JsonError, parse_json, read_json_file
 from .auto_values import resolve_auto, resolve_spellings
 from .deepspeed_filter import for_deepspeed, known_keys, split_foreign_keys
 from .deepspeed_keys import DEEPSPEED_CLIPS_AT
@@ -124,6 +124,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {shorten(override)}: expected section.key=value")
     value = _value_of(text, path)
     *parents, key = path.strip().split(".")
+    if len(parents) >= MOST_DEPTH // 2:  # the value may be nested, too
+        raise ConfigError(f"--set {shorten(override)}: the key has {len(parents) + 1} parts, and no key has so many")
     section = raw
     for parent in parents:
         section = section.setdefault(parent, {})

@@ -44,6 +44,11 @@ def test_bad_overrides_are_refused(value: str) -> None:
     assert len(str(error.value)) < 200
 
 
+def test_an_override_of_an_endless_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the key has 2001 parts, and no key has so many"):
+        load_config({"sdp": {"groups": 1}}, ["x" + ".y" * 2000 + "=1"])
+
+
 def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(OSError, match="not a regular file"):
