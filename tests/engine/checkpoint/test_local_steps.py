@@ -80,7 +80,15 @@ UNDER_DEEPSPEED = [
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(("case", "saved_after"), UNDER_DEEPSPEED, ids=str)
+@pytest.mark.parametrize(
+    ("case", "saved_after"),
+    [
+        UNDER_DEEPSPEED[0],
+        UNDER_DEEPSPEED[1],
+        *(pytest.param(*row, marks=pytest.mark.full_table) for row in UNDER_DEEPSPEED[2:]),
+    ],
+    ids=str,
+)
 def test_a_resume_under_deepspeed_goes_on_bit_for_bit(
     ranks: RankPool, tmp_path: Path, case: Case, saved_after: int
 ) -> None:
@@ -197,7 +205,11 @@ MOVES = [
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(("wrote", "source", "target"), MOVES, ids=str)
+@pytest.mark.parametrize(
+    ("wrote", "source", "target"),
+    [*MOVES[:2], *(pytest.param(*row, marks=pytest.mark.full_table) for row in MOVES[2:])],
+    ids=str,
+)
 def test_deepspeed_goes_on_as_the_reference_does(
     ranks: RankPool, tmp_path: Path, wrote: str, source: Case, target: Case
 ) -> None:
@@ -235,7 +247,7 @@ def _partly_frozen(case: Case, folder: str) -> None:
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full_table), 3])
 def test_parameters_that_the_user_froze_are_saved_under_deepspeed(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     case = Case(2, stage=stage, sizes=(2, 1), model="llama", sync='{"every": 4}', optimizer="adamw")
     ranks.run(_partly_frozen, case, str(tmp_path), world=3)

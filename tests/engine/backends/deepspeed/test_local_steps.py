@@ -17,28 +17,40 @@ from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
+
+def full_table(*values: Any) -> Any:
+    """Mark a row that only the full table has."""
+    return pytest.param(*values, marks=pytest.mark.full_table)
+
+
+UNEQUAL = Case(2, sizes=(2, 1))
 COVER = [
     Case(2, 2, 0, 2, clip=True, steps=4, sync='{"every": 3}', model="llama-tied"),
-    Case(2, 2, 1, optimizer="adamw", clip=True, steps=4, sync='{"every": 1}'),
+    Case(2, 2, 1, optimizer="adamw", clip=True, steps=3, sync='{"every": 1}', masking="backward"),
     Case(2, 2, 2, 2, steps=6, sync='{"every": 3}', masking="backward", model="llama-tied-meta"),
     Case(2, 2, 3, clip=True, optimizer="adamw", steps=4, sync='{"every": 2, "fragments": 2}', model="llama-tied-meta"),
+    replace(UNEQUAL, stage=3, steps=4, sync='{"every": 3, "fragments": 3}', masking="backward", model="llama-meta"),
+]  # fmt: skip
+WIDE = [
     Case(2, 2, 0, optimizer="adamw", steps=5, sync='{"every": 2, "fragments": 2}', masking="backward"),
     Case(2, 1, 3, 2, steps=5, sync='{"every": 4, "fragments": 2, "overlap": 1}', masking="backward", model="llama-meta"),
     Case(2, 2, 1, optimizer="momentum", steps=5, masking="backward",
          sync='{"every": 2, "fragments": 1, "overlap": 1, "single_holder": "skip"}'),
     Case(2, 2, 2, optimizer="adamw", steps=5, sync='{"every": 2, "start_after": 2, "offload": "cpu"}'),
-]  # fmt: skip
-UNEQUAL = Case(2, sizes=(2, 1))
-MORE = [
+    Case(2, 2, 1, steps=4, clip=True,
+         sync='{"every": 2, "outer_optimizer": {"type": "AdamW", "params": {"lr": 0.05, "eps": 0.01}}}'),
     replace(UNEQUAL, stage=1, steps=4, sync='{"every": 2}', optimizer="adamw"),
     replace(UNEQUAL, stage=0, steps=4, sync='{"every": 2}', clip=True, masking="backward", model="llama-tied"),
-    replace(UNEQUAL, stage=3, steps=4, sync='{"every": 2, "fragments": 2}', masking="backward", model="llama-meta"),
+    replace(UNEQUAL, stage=2, steps=4, sync='{"every": 2}', neurons=2, model="even-llama", masking="backward"),
+    replace(UNEQUAL, groups=4, sizes=(1, 2, 3, 1), stage=3, steps=5, sync='{"every": 2, "overlap": 1}', optimizer="adamw"),
     Case(2, 2, 2, neurons=2, steps=4, sync='{"every": 2, "fragments": 2}', model="even-llama-tied-meta", clip=True),
     Case(2, 2, 3, neurons=2, steps=4, sync='{"every": 3, "single_holder": "skip"}', model="even-llama", masking="backward"),
+    Case(2, 2, 0, steps=4, sync='{"every": 2}', model="resnet-meta"),
+    Case(2, 2, 2, steps=4, sync='{"every": 2}', model="resnet-meta"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*COVER, *MORE], ids=str)
+@pytest.mark.parametrize("case", [*COVER, *map(full_table, WIDE)], ids=str)
 def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
     """Bytes are as planned too: those of the state, and in every step those that are sent."""
     ours = run_under_deepspeed(ranks, case)
@@ -46,14 +58,12 @@ def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
     for rank, result in enumerate(ours):
         assert result.traffic == result.planned_steps, f"rank {rank}"
         assert result.measured == result.predicted, f"rank {rank}"
-        control = [of.get("control/all_reduce", 0) for of in result.traffic]
-        assert max(control) < 1024
 
 
 PLAIN = '{"type": "SGD", "params": {"lr": 1.0}}'
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [full_table(0), 1, full_table(3)])
 def test_one_group_with_plain_averages_trains_as_usual(ranks: RankPool, stage: int) -> None:
     usual = Case(1, 2, stage, 2, steps=4, optimizer="adamw", clip=True, model="llama-tied-meta")
     local = replace(usual, sync=f'{{"every": 2, "outer_optimizer": {PLAIN}}}')
@@ -91,7 +101,7 @@ def _own_weights(engine: Any) -> dict[str, torch.Tensor]:
     return {key: engine.backend.local_weight(key) for key in engine.backend.local.boxes}
 
 
-@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (0, True), (2, False), (3, True)])
+@pytest.mark.parametrize(("stage", "bf16"), [(0, False), full_table(0, True), full_table(2, False), (3, True)])
 def test_only_the_group_with_a_nan_skips_its_update(ranks: RankPool, stage: int, bf16: bool) -> None:
     """The schedule goes on in all groups."""
     case = Case(2, 2, stage, optimizer="adamw", clip=True, sync='{"every": 4}', bf16=bf16)
@@ -123,10 +133,10 @@ def _evaluated_in_a_round(case: Case, name: str) -> tuple[float, list[float], li
 
 
 @pytest.mark.parametrize("case", [
-    Case(2, 2, 3, model="llama-tied-meta", sync='{"every": 4, "fragments": 2}'),
     Case(2, 2, 3, model="llama-meta", masking="backward", sync='{"every": 2}'),
-    Case(2, 2, 1, model="llama-tied-meta", sync='{"every": 2}'),
-    Case(2, 2, 0, model="llama-tied-meta", sync='{"every": 2}'),
+    full_table(Case(2, 2, 3, model="llama-tied-meta", sync='{"every": 4, "fragments": 2}')),
+    full_table(Case(2, 2, 1, model="llama-tied-meta", sync='{"every": 2}')),
+    full_table(Case(2, 2, 0, model="llama-tied-meta", sync='{"every": 2}')),
 ], ids=str)  # fmt: skip
 def test_evaluation_in_a_round_uses_the_anchors_and_training_goes_on(ranks: RankPool, case: Case) -> None:
     full, subnetworks, losses = _evaluated_in_a_round(case, "reference")
