@@ -1,4 +1,4 @@
-"""Detects the rank, world size, node and master address of this process.
+"""Detects the rank, world size, host and master address of this process.
 
 The values come from the variables that a launcher set (see ``launchers.py``). Nothing outside this
 package reads or sets environment variables.
@@ -31,8 +31,8 @@ _MOST_DIGITS = 18  # of a number in a variable
 class Environment:
     """This process's ranks, world sizes and master address in a run.
 
-    ``local_world_size`` is the number of processes on this host, and ``node`` is the index of this
-    host. Both are None if the launcher does not tell them. ``source`` names the launcher whose
+    ``local_world_size`` is the number of processes on this host, and ``host_index`` is the index of
+    this host. Both are None if the launcher does not tell them. ``source`` names the launcher whose
     variables were used.
     """
 
@@ -40,7 +40,7 @@ class Environment:
     world_size: int
     local_rank: int
     local_world_size: int | None
-    node: int | None
+    host_index: int | None
     master_addr: str
     master_port: int
     source: str
@@ -52,7 +52,7 @@ class Environment:
             "WORLD_SIZE": self.world_size,
             "LOCAL_RANK": self.local_rank,
             "LOCAL_WORLD_SIZE": self.local_world_size,
-            "GROUP_RANK": self.node,
+            "GROUP_RANK": self.host_index,
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": self.master_port,
         }
@@ -188,9 +188,9 @@ def _resolve(launcher: Launcher, environ: Mapping[str, str]) -> Environment:
     world_size = _integer(environ, launcher.world_size)
     if rank is None or world_size is None:
         raise _incomplete(launcher, [_either(launcher.world_size)])
-    node = _integer(environ, launcher.node)
+    host_index = _integer(environ, launcher.node)
     local_rank = _integer(environ, launcher.local_rank)
-    local_world_size = _local_world_size(launcher, environ, node)
+    local_world_size = _local_world_size(launcher, environ, host_index)
     if world_size == 1 or _is_loopback(environ.get("MASTER_ADDR", "")):
         # All ranks are on this host, so these values are known even if the launcher sets none.
         local_rank = rank if local_rank is None else local_rank
@@ -207,19 +207,19 @@ def _resolve(launcher: Launcher, environ: Mapping[str, str]) -> Environment:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        node=0 if node is None and one_host else node,
+        host_index=0 if host_index is None and one_host else host_index,
         master_addr=address,
         master_port=port,
         source=launcher.source,
     )
 
 
-def _local_world_size(launcher: Launcher, environ: Mapping[str, str], node: int | None) -> int | None:
+def _local_world_size(launcher: Launcher, environ: Mapping[str, str], host_index: int | None) -> int | None:
     counts = _first(environ, launcher.tasks_per_node)
-    if counts is None or node is None:
+    if counts is None or host_index is None:
         return _integer(environ, launcher.local_world_size)
     tasks = expand_counts(counts)
-    return tasks[node] if node < len(tasks) else None
+    return tasks[host_index] if host_index < len(tasks) else None
 
 
 def _master_address(launcher: Launcher, environ: Mapping[str, str], world_size: int, one_host: bool) -> str | None:
