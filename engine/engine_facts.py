@@ -45,10 +45,10 @@ class EngineFacts:
         training = config.training
         self.spikes = SpikeDetector(training.on_spike, training.spike_sigma, training.spike_window)
         self.uncut: UncutModel | None = None  # sdp.initialize sets it
-        self._evaluation = Evaluation()
+        self.evaluation = Evaluation()
         if self.runs_subnetwork:
             warn_of_partial_state(self.module)
-            warn_of_partial_pass(self.module, self._evaluation)
+            warn_of_partial_pass(self.module, self.evaluation)
 
     @property
     def backend(self) -> Backend:
@@ -230,7 +230,7 @@ class EngineFacts:
             yield
 
     def _evaluate(self, evaluation: Callable[[list[Any]], Any], batches: Iterable[Any]) -> Any:
-        with in_eval_mode(self.module), self._evaluation.running():
+        with in_eval_mode(self.module), self.evaluation.running():
             return evaluation(list(batches))
 
     @contextmanager

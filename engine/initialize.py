@@ -35,6 +35,7 @@ from .optim.schedules import scheduler_of
 from .placement.layout import Layout
 from .placement.requirements import draws_of
 from .subnetwork.initialisation import seed_of
+from .subnetwork.materialise import make_float32
 from .sync.consistency import check_placement
 
 log = logging.getLogger("sdp")
@@ -102,6 +103,10 @@ def initialize(
         raise ModelError(
             "sdp.initialize: all parameters are frozen, so there is nothing to train; set requires_grad on some of them"
         )
+    converted = make_float32(model)
+    if converted and (reference or dist.get_rank() == 0):
+        computes = f"the model computes in {settings.precision}"
+        log.warning("%s; %s, which bf16.enabled chooses", converted, computes)
     layout = Layout.of(model, settings, mesh)
     if draws_of(model):
         torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else dist.get_rank()))

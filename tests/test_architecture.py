@@ -22,7 +22,7 @@ ENGINE_ORDER = (
     "errors", "json_files", "module_paths", "model_interface", "environment", "config", "distributed", "batch", "placement",
     "optim", "subnetwork", "sync", "accounting", "full_model", "local_steps", "backend", "checkpoint", "local_training",
     "engine_facts", "deepspeed_facts", "deepspeed_names", "engine", "backends", "construct", "tracing", "announcement",
-    "initialize", "deepspeed_api",
+    "initialize", "integrations", "deepspeed_api",
 )  # fmt: skip
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "train", "plan")
@@ -330,6 +330,7 @@ def test_every_package_is_installed() -> None:
 # Private names that tests may reach, and whose they are. Those of SDP are not among them.
 FOREIGN_PRIVATE_NAMES = {
     "_dynamo": "torch",
+    "_reset_state": "AcceleratorState of accelerate",
     "_local_scalar_dense": "torch.ops.aten",
     "_world": "torch.distributed.distributed_c10d",
     "_get_fsdp_state": "FSDPModule of torch",

@@ -15,30 +15,32 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_HERE = __package__
-# The names after "sdp.", and the file of this folder. Submodules of DeepSpeed have all names of their parent.
+_ENGINE = (__package__ or "").rpartition(".")[0]
+# The names after "sdp.", and the modules of the engine. Submodules of DeepSpeed have all names of their parent.
 MODULES = {
-    "accelerator": "accelerator",
-    "accelerator.real_accelerator": "accelerator",
-    "checkpointing": "checkpointing",
-    "comm": "comm",
-    "comm.comm": "comm",
-    "ops": "ops",
-    "ops.adam": "ops",
-    "ops.adagrad": "ops",
-    "ops.lamb": "ops",
-    "ops.lion": "ops",
-    "runtime": "runtime",
-    "runtime.activation_checkpointing": "runtime",
-    "runtime.activation_checkpointing.checkpointing": "checkpointing",
-    "runtime.dataloader": "utils",
-    "runtime.lr_schedules": "runtime",
-    "runtime.utils": "utils",
-    "runtime.zero": "zero",
-    "runtime.zero.partition_parameters": "zero",
-    "utils": "utils",
-    "utils.logging": "utils",
-    "zero": "zero",
+    "accelerator": "deepspeed_api.accelerator",
+    "accelerator.real_accelerator": "deepspeed_api.accelerator",
+    "checkpointing": "deepspeed_api.checkpointing",
+    "comm": "deepspeed_api.comm",
+    "comm.comm": "deepspeed_api.comm",
+    "integrations": "integrations",
+    "integrations.accelerate": "integrations.accelerate",
+    "ops": "deepspeed_api.ops",
+    "ops.adam": "deepspeed_api.ops",
+    "ops.adagrad": "deepspeed_api.ops",
+    "ops.lamb": "deepspeed_api.ops",
+    "ops.lion": "deepspeed_api.ops",
+    "runtime": "deepspeed_api.runtime",
+    "runtime.activation_checkpointing": "deepspeed_api.runtime",
+    "runtime.activation_checkpointing.checkpointing": "deepspeed_api.checkpointing",
+    "runtime.dataloader": "deepspeed_api.utils",
+    "runtime.lr_schedules": "deepspeed_api.runtime",
+    "runtime.utils": "deepspeed_api.utils",
+    "runtime.zero": "deepspeed_api.zero",
+    "runtime.zero.partition_parameters": "deepspeed_api.zero",
+    "utils": "deepspeed_api.utils",
+    "utils.logging": "deepspeed_api.utils",
+    "zero": "deepspeed_api.zero",
 }
 OUT_OF_SCOPE = {
     "autotuning": "DeepSpeed's autotuning is not supported; sdp plan shows memory and traffic of a configuration",
@@ -116,7 +118,7 @@ class DeepSpeedModules(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         name = spec.name.partition(".")[2]
         if name in MODULES:
-            module = importlib.import_module(f"{_HERE}.{MODULES[name]}")
+            module = importlib.import_module(f"{_ENGINE}.{MODULES[name]}")
             self._own_specs = {**getattr(self, "_own_specs", {}), spec.name: module.__spec__}
             return module
         reason = self._reason(name)
@@ -148,4 +150,5 @@ class DeepSpeedModules(MetaPathFinder, Loader):
 def install(package: str) -> None:
     """Make the modules importable under ``package``."""
     if not any(isinstance(finder, DeepSpeedModules) for finder in sys.meta_path):
-        sys.meta_path.append(DeepSpeedModules(package))
+        # First, because the folder of a package would otherwise be searched for its modules, too.
+        sys.meta_path.insert(0, DeepSpeedModules(package))

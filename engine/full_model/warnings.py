@@ -13,10 +13,16 @@ log = logging.getLogger("sdp")
 
 
 class Evaluation:
-    """Knows whether the engine itself runs the module to evaluate it."""
+    """Knows who runs the module in evaluation mode.
+
+    Attributes:
+        is_running: Whether the engine itself evaluates now.
+        is_replaced: Whether a pass in evaluation mode runs the full model instead.
+    """
 
     def __init__(self) -> None:
         self.is_running = False
+        self.is_replaced = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -36,7 +42,7 @@ def warn_of_partial_pass(module: nn.Module, evaluation: Evaluation) -> None:
     """
 
     def warn(module: nn.Module, _: Any) -> None:
-        if not module.training and not evaluation.is_running:
+        if not (module.training or evaluation.is_running or evaluation.is_replaced):
             handle.remove()
             log.warning(
                 "the model runs in evaluation mode, but this rank has only the subnetwork of its group; engine.evaluate(BATCHES) gives "

@@ -57,6 +57,23 @@ def replace_blocks(
     return {}
 
 
+def make_float32(model: nn.Module) -> str:
+    """Convert bfloat16 and float16 tensors of ``model`` to float32, in place.
+
+    Parameters stay the same objects, so an optimizer keeps them. The result says what was done. It
+    is empty if nothing was.
+    """
+    kinds: dict[torch.dtype, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            kinds[tensor.dtype] = kinds.get(tensor.dtype, 0) + 1
+            tensor.data = tensor.data.float()
+    if not kinds:
+        return ""
+    found = " and ".join(f"{count} in {str(kind).removeprefix('torch.')}" for kind, count in kinds.items())
+    return f"weights: the model has tensors in half precision ({found}), which are now float32: master weights"
+
+
 def require_float32(model: nn.Module) -> None:
     """Raise ModelError if a parameter is of another floating-point dtype than float32."""
     for name, parameter in model.named_parameters():

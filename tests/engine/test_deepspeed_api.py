@@ -29,9 +29,9 @@ def test_every_module_can_be_imported_and_is_the_same_by_all_its_names() -> None
 
     for name, file in MODULES.items():
         module = importlib.import_module(f"sdp.{name}")
-        own = importlib.import_module(f"sdp.engine.deepspeed_api.{file}")
+        own = importlib.import_module(f"sdp.engine.{file}")
         assert module is own
-        assert own.__spec__ is not None and own.__spec__.name == f"sdp.engine.deepspeed_api.{file}"
+        assert own.__spec__ is not None and own.__spec__.name == f"sdp.engine.{file}"
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("sdp.nothing")
     with pytest.raises(AttributeError):

@@ -191,8 +191,29 @@ def test_models_that_cannot_be_initialised() -> None:
     half.head.to_empty(device="meta")
     with pytest.raises(sdp.ModelError, match=r"'head.weight' is on the meta device but others have values"):
         sdp.initialize(model=half, config=config)
-    for low in (models.mlp().bfloat16(), models.mlp(device="meta").bfloat16()):
-        with pytest.raises(
-            sdp.ModelError, match=r"'stem.weight' is torch.bfloat16; master weights are float32: call model.float"
-        ):
-            sdp.initialize(model=low, config=config)
+    with pytest.raises(
+        sdp.ModelError, match=r"'stem.weight' is torch.float64; master weights are float32: call model.float"
+    ):
+        sdp.initialize(model=models.mlp().double(), config=config)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_in_half_precision_gets_master_weights_in_float32(
+    caplog: pytest.LogCaptureFixture, device: str
+) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "sdp": {"engine": "reference", "groups": 2, "capacity": 0.5}}
+    low = models.mlp(device=device).bfloat16()
+    before = {name: value.float() for name, value in low.state_dict().items()}
+    optimizer = torch.optim.SGD(low.parameters(), lr=0.1)
+    engine = sdp.initialize(model=low, optimizer=optimizer, config=config)[0]
+    assert "in bfloat16), which are now float32" in caplog.text
+    state = engine.full_state_dict()
+    assert state is not None
+    for name, value in state.items():
+        assert value.dtype == torch.float32
+        assert device == "meta" or torch.equal(value, before[name])
+    engine.backward(engine(torch.ones(4, 5), torch.ones(4, 3)))
+    engine.step()
+    after = engine.full_state_dict()
+    assert after is not None
+    assert any(not torch.equal(after[name], value) for name, value in state.items())

@@ -1,0 +1,170 @@
+"""Accelerate and the Trainer of transformers, with the real packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sdp.tests.support.ranks import RankPool
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed; make dev installs it")
+pytest.importorskip("accelerate", reason="accelerate is not installed; make dev installs it")
+pytest.importorskip("deepspeed", reason="deepspeed is not installed; make dev installs it")
+
+HOLDERS = {"model.layers.0": [0], "model.layers.1": [0, 1], "model.layers.2": [1], "model.layers.3": [1]}
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, use_cache=False
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def _config(accumulation: int = 2) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2},
+        "sdp": {"groups": 2, "placement": HOLDERS},
+    }
+
+
+class Tokens(Dataset):
+    """Sixteen samples of random tokens."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(32, (6,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def _whole_loss(state: dict[str, torch.Tensor]) -> float:
+    model = _llama().eval()
+    model.load_state_dict(state)
+    batch = next(iter(DataLoader(Tokens(), batch_size=16)))
+    with torch.no_grad():
+        return model(**batch).loss.item()
+
+
+def _accelerate(folder: str) -> None:
+    import sdp.integrations
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+
+    sdp.integrations.install()
+    sdp.integrations.install()  # a second call changes nothing
+    AcceleratorState._reset_state(reset_partial_state=True)
+    # On a CPU, Accelerate joins the processes under DeepSpeed only if it is told the backend.
+    backend = InitProcessGroupKwargs(backend="nccl" if torch.cuda.is_available() else "gloo")
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=_config()), kwargs_handlers=[backend])
+    model = _llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    model, optimizer, loader, schedule = accelerator.prepare(
+        model, optimizer, DataLoader(Tokens(), batch_size=2), schedule
+    )
+    assert isinstance(model.engine, sdp.SDPEngine)
+    assert accelerator.unwrap_model(model) is model.module
+    rates = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            rates += model.get_lr() if accelerator.sync_gradients else []
+    assert model.global_steps == 2, (
+        model.global_steps,
+        model.micro_steps,
+        len(loader),
+        accelerator.num_processes,
+        type(loader),
+    )
+    assert rates[0] > rates[-1]
+    assert model.get_lr() == schedule.get_last_lr()
+    accelerator.save_state(folder)
+    state = accelerator.get_state_dict(model)
+    batch = next(iter(loader))
+    accelerator.backward(model(**batch).loss)
+    accelerator.load_state(folder)
+    assert model.global_steps == 2
+    again = accelerator.get_state_dict(model)
+    if dist.get_rank() == 0:
+        assert state.keys() == _llama().state_dict().keys()
+        assert all(torch.equal(again[name], value) for name, value in state.items())
+    model.eval()
+    box = [state]
+    dist.broadcast_object_list(box, src=0)
+    whole = next(iter(DataLoader(Tokens(), batch_size=16)))
+    with torch.no_grad():
+        assert model(**whole).loss.item() == pytest.approx(_whole_loss(box[0]), rel=1e-5)
+    model.train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_trains_saves_and_loads(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_accelerate, str(tmp_path), world=2, timeout=90)
+
+
+def _trainer(folder: str) -> tuple[list[float], float]:
+    import os
+
+    import sdp.integrations
+    from accelerate.state import AcceleratorState, PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+
+    sdp.integrations.install()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    # On a CPU, Accelerate joins the processes under DeepSpeed only if it is told the backend.
+    PartialState(backend="nccl" if torch.cuda.is_available() else "gloo")
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=1e-2,
+        lr_scheduler_type="linear", deepspeed=_config(), report_to=[], logging_steps=1, save_strategy="epoch", eval_strategy="epoch",
+        per_device_eval_batch_size=8, disable_tqdm=True, accelerator_config={"use_configured_state": True},
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=_llama(), args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+    trainer.train()
+    engine = trainer.model_wrapped.engine
+    assert isinstance(engine, sdp.SDPEngine)
+    trainer.save_model(f"{folder}/last")
+    dist.barrier()
+    rates = [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
+    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert engine.global_steps == 4
+    assert engine.get_lr()[0] == pytest.approx(trainer.lr_scheduler.get_last_lr()[0])
+    if dist.get_rank() == 0:
+        saved = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/last")
+        assert type(saved) is transformers.LlamaForCausalLM
+        state = saved.state_dict()
+        assert losses[-1] == pytest.approx(_whole_loss(state), rel=1e-5)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(backend="nccl" if torch.cuda.is_available() else "gloo")
+    resumed = transformers.Trainer(model=_llama(), args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    again = resumed.model_wrapped.engine.full_state_dict()
+    last = engine.full_state_dict()
+    if dist.get_rank() == 0:
+        for name, value in last.items():
+            torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-6)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return rates, losses[-1]
+
+
+def test_the_trainer_trains_saves_the_whole_model_and_resumes(ranks: RankPool, tmp_path: Path) -> None:
+    (rates, loss), (_, other) = ranks.run(_trainer, str(tmp_path), world=2, timeout=90)
+    assert len(rates) == 4
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > rates[-1]
+    assert loss == pytest.approx(other)
