@@ -311,6 +311,8 @@ class DeepSpeedBackend(SteppedByDeepSpeed):
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         self._refresh.finish()
+        if self.local is not None:
+            self.local.freshen()
         with torch.no_grad():
             yield
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sdp.engine.errors import DataError
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, assert_same_run, engine_of, one_step, reference
+from sdp.tests.support.cases import Case, assert_same_run, engine_of, one_step, reference, train
 from sdp.tests.support.deepspeed_runs import run_under_deepspeed
 from sdp.tests.support.ranks import RankPool
 
@@ -146,3 +147,59 @@ def test_evaluation_in_a_round_uses_the_anchors_and_training_goes_on(ranks: Rank
         assert ours[1] == pytest.approx(subnetworks, rel=1e-5)
     means = torch.tensor([ours[2] for ours in answers], dtype=torch.float64).mean(0).tolist()
     assert means == pytest.approx(losses, rel=1e-5)
+
+
+def _facts(case: Case, name: str) -> list[tuple[float, float]]:
+    """Return drift and norm of the outer gradient of every outer step."""
+    engine = engine_of(case, name)
+    facts = []
+    for step in range(4):
+        one_step(engine, case, step, data_rank=None if name == "reference" else dist.get_rank())
+        engine.step()
+        last = engine.local_training.last
+        facts += [(last.drift, last.gradient_norm)] if last is not None else []
+    return facts
+
+
+@pytest.mark.full_table
+@pytest.mark.parametrize("stage", [0, 2])
+def test_facts_of_outer_steps_equal_those_of_the_reference(ranks: RankPool, stage: int) -> None:
+    case = replace(UNEQUAL, stage=stage, sync='{"every": 2, "fragments": 2}')
+    expected = torch.tensor(_facts(replace(case, stage=0), "reference"))
+    for facts in ranks.run(_facts, case, "deepspeed", world=3):
+        torch.testing.assert_close(torch.tensor(facts), expected, rtol=1e-5, atol=0)
+
+
+def _goes_on_after_an_error(case: Case, disturbed: bool) -> list[float]:
+    engine, losses = engine_of(case, "deepspeed"), []
+    for step in range(4):
+        losses.append(one_step(engine, case, step, data_rank=dist.get_rank()))
+        engine.step()
+        if disturbed and step == 0:
+            with pytest.raises(DataError):
+                engine.evaluate([{"unknown": torch.zeros(2)}])
+    return losses
+
+
+def test_an_error_in_an_evaluation_leaves_the_groups_their_weights(ranks: RankPool) -> None:
+    case = Case(2, 2, 1, sync='{"every": 3}')
+    runs = [ranks.run(_goes_on_after_an_error, case, disturbed, world=4) for disturbed in (True, False)]
+    assert runs[0] == runs[1]
+
+
+def _sent_and_planned(case: Case) -> tuple[list[dict[str, int]], list[dict[str, int]], float]:
+    result = train(case, "deepspeed")
+    return result.traffic, result.planned_steps, result.losses[-1]
+
+
+@pytest.mark.full_table
+@pytest.mark.parametrize("compression", ["bf16", "int8"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_compressed_changes_have_the_planned_bytes(ranks: RankPool, stage: int, compression: str) -> None:
+    sync = f'{{"every": 2, "compression": "{compression}"}}'
+    case = replace(UNEQUAL, stage=stage, steps=4, sync=sync, optimizer="adamw", model="llama-tied")
+    answers = ranks.run(_sent_and_planned, case, world=3)
+    for sent, planned, _ in answers:
+        assert sent == planned
+    exact = reference(replace(case, stage=0, sync='{"every": 2}')).losses[-1]
+    assert sum(loss for *_, loss in answers) / 3 == pytest.approx(exact, rel=1e-2)
