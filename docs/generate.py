@@ -200,18 +200,31 @@ def command_parsers() -> dict[str, argparse.ArgumentParser]:
 def commands_page() -> str:
     """The page with every command, its options, their defaults and meanings."""
     parts = [_EDITED.format(source="the commands' help texts"), _COMMANDS]
-    for name, parser in command_parsers().items():
+    for name, parser in _with_sub_commands(command_parsers()):
         actions = [action for action in parser._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
+        actions = [action for action in actions if not isinstance(action, argparse._SubParsersAction)]
         positional = [_operand(action) for action in actions if not action.option_strings]
         usage = " ".join(["sdp", name, *(["[OPTIONS]"] if len(actions) > len(positional) else []), *positional])
         summary = f"{(parser.description or '')[:1].upper()}{(parser.description or '')[1:]}"
-        parts.append(f"\n## sdp {name}\n\n{summary}.\n\n```\n{usage}\n```\n")
+        level = "###" if " " in name else "##"
+        parts.append(f"\n{level} sdp {name}\n\n{summary.rstrip('.')}.\n\n```\n{usage}\n```\n")
         for group in parser._action_groups:
             own = [action for action in group._group_actions if action in actions]
             if own:
                 title = "" if group.title in ("positional arguments", "options") else f"\n**{group.title}**\n"
                 parts += [title, "\n| argument | default | meaning |\n|---|---|---|\n", *map(_argument_row, own)]
     return "".join(parts)
+
+
+def _with_sub_commands(
+    parsers: Mapping[str, argparse.ArgumentParser],
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every parser with its command, each followed by those of its sub-commands."""
+    for name, parser in parsers.items():
+        yield name, parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                yield from ((f"{name} {sub}", inner) for sub, inner in action.choices.items())
 
 
 def _operand(action: argparse.Action) -> str:
