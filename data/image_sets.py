@@ -156,7 +156,8 @@ def load_arrays(directory: Path, split: str, index: ImageIndex) -> Arrays:
             raise DataError(f"{path}: cannot be read ({error}); remove {directory} to have it made again") from None
         if len(arrays[-1]) != index.counts[split]:
             raise DataError(
-                f"{path}: {len(arrays[-1])} samples instead of {index.counts[split]}; remove {directory} to have it made again"
+                f"{path}: {len(arrays[-1])} samples instead of {index.counts[split]}; remove {directory} to have it "
+                "made again"
             )
     return arrays[0], arrays[1]
 

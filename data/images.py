@@ -101,7 +101,8 @@ class ImageFolder(Dataset[Sample]):
         self.classes, files = _files_of(root, split)
         if not files:
             raise DataError(
-                f"{root}: no images for the split {split!r}; expected train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg"
+                f"{root}: no images for the split {split!r}; expected train/CLASS/*.jpg and val/CLASS/*.jpg, or "
+                "CLASS/*.jpg"
             )
         # Arrays, because worker processes would copy the pages of a list.
         self.paths = np.array([path for path, _ in files])
@@ -201,7 +202,8 @@ def check_packages(name: str | None = None) -> None:
     for package, module in (("kornia", "kornia"), *([("Pillow", "PIL")] if name == "folder" else [])):
         if find_spec(module) is None:
             raise ConfigError(
-                f'data.name: images need the package {package}, which is not installed; pip install "sdp-engine[vision]"'
+                f"data.name: images need the package {package}, which is not installed; pip install "
+                '"sdp-engine[vision]"'
             )
 
 

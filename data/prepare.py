@@ -271,8 +271,8 @@ def _check_splits(documents: dict[str, int], held_out: float) -> None:
         raise DataError("the corpus is empty: none of its files holds a document with text")
     if total < len(documents):
         raise DataError(
-            f"the corpus is one document, and each of the splits {' and '.join(documents)} needs one; give more (a .txt file is one "
-            "document, a .jsonl file has one per line, under the key text)"
+            f"the corpus is one document, and each of the splits {' and '.join(documents)} needs one; give more (a "
+            ".txt file is one document, a .jsonl file has one per line, under the key text)"
         )
     for split, count in documents.items():
         if not count:

@@ -23,9 +23,9 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     """Sample ``i`` is tokens ``[i × L, (i + 1) × L)`` of a split, with L = ``sequence_length``.
 
     A sample is ``{"input_ids": (L,), "labels": (L,)}``. Both are int64 and equal: the model shifts
-    the labels, as Hugging Face's models do. With ``document_mask``, ``"documents": (L,)`` numbers the
-    documents in the sample; an end-of-text token belongs to the document that it ends. A sample may span documents and shards. Tokens after
-    the last whole sample are not read.
+    the labels, as Hugging Face's models do. With ``document_mask``, ``"documents": (L,)`` numbers
+    the documents in the sample; an end-of-text token belongs to the document that it ends. A sample
+    may span documents and shards. Tokens after the last whole sample are not read.
 
     The constructor checks that every shard exists and has the right size. A shard is checked again
     whenever it is read. Raises DataError if a shard is missing or damaged, if the split is too
@@ -118,8 +118,8 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
 class MixedTokens(Dataset[dict[str, torch.Tensor]]):
     """The samples of one split of all sources, one source after the other.
 
-    The loader reads ``sources`` and mixes them. A source is identified by the hash of its corpus, so
-    a directory may be moved during a run.
+    The loader reads ``sources`` and mixes them. A source is identified by the hash of its corpus,
+    so a directory may be moved during a run.
 
     Args:
         paths: The directories of the sources.
@@ -172,8 +172,8 @@ def _refuse_unlike(parts: Sequence[TokenDataset]) -> None:
     for part in parts[1:]:
         if part.index.tokenizer != first.index.tokenizer or part.vocab_size != first.vocab_size:
             raise DataError(
-                f"data.sources: {part.directory} was prepared with another tokenizer than {first.directory}; prepare all "
-                "sources with the same one, for example --tokenizer hf:DIR"
+                f"data.sources: {part.directory} was prepared with another tokenizer than {first.directory}; prepare "
+                "all sources with the same one, for example --tokenizer hf:DIR"
             )
     seen: dict[str, Path] = {}
     for part in parts:

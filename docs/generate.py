@@ -170,11 +170,11 @@ def _deepspeed_keys() -> str:
         for key, values in deepspeed_keys.NEUTRAL.items()
     )
     return (
-        "\n## DeepSpeed's other keys\n\n"
-        f"These performance hints are accepted and listed once at the start. They have no effect with `sdp.engine` "
-        f'`"fsdp2"`. With `"deepspeed"`, DeepSpeed acts on them, except on those of `activation_checkpointing` and on {kept}.\n\n'
-        f"{hints}\n\n"
-        "These sections are accepted in the same way:\n\n| section | why it has no effect |\n|---|---|\n"
+        "\n## DeepSpeed's other keys\n\nThese performance hints are accepted and listed once at the start. They have "
+        "no effect with `sdp.engine` "
+        '`"fsdp2"`. With `"deepspeed"`, DeepSpeed acts on them, except on those of `activation_checkpointing` and on '
+        f"{kept}.\n\n"
+        f"{hints}\n\nThese sections are accepted in the same way:\n\n| section | why it has no effect |\n|---|---|\n"
         + sections
         + "\n"
         "These keys would change what is computed. Each is accepted only with the values listed here, and is an error "

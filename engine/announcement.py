@@ -68,8 +68,8 @@ def _announce_sharing(engine: SDPEngine) -> None:
     if layout.refreshes and not config.sdp.in_one_process:
         ways = {(refresh.source, refresh.members) for refresh in layout.refreshes}
         most = max(sum(group in members for _, members in ways) for group in layout.everyone)
-        log.info("masking: units that a group does not hold run from frozen copies, which holders refresh after each step "
-                 "(at most %d more communicators per rank)", most)  # fmt: skip
+        log.info("masking: units that a group does not hold run from frozen copies, which holders refresh after each "
+                 "step (at most %d more communicators per rank)", most)  # fmt: skip
     if config.sdp.sync is not None:
         log.info("sync: %s", engine.local_training.describe())
         if layout.mesh.sdp == 1:
@@ -101,6 +101,7 @@ def _warn_of_hysteresis(config: Config) -> None:
     for key in ("hysteresis", "consecutive_hysteresis"):
         if getattr(config.fp16, key) != FP16Section.model_fields[key].default:
             log.warning(
-                "fp16.%s has no effect at zero_optimization.stage 0, where DeepSpeed halves the scale at every overflow",
+                "fp16.%s has no effect at zero_optimization.stage 0, where DeepSpeed halves the scale at every "
+                "overflow",
                 key,
             )

@@ -38,14 +38,17 @@ from .subnetwork.weight_files import WeightFiles, filled_from, fillers_from
 def build_backend(
     model: nn.Module, config: Config, layout: Layout, device: torch.device, plan: Sequence[ModuleInit] | None
 ) -> Backend:
-    """Build the backend that the configuration asks for, and cut ``model`` in place to this rank's part.
+    """Build the backend that the configuration asks for, and cut ``model`` in place to this rank's
+    part.
 
     Args:
         model: the full model, with weights or on the meta device.
-        config: the run's configuration. It must not name the DeepSpeed engine, which has its own function.
+        config: the run's configuration. It must not name the DeepSpeed engine, which has its own
+            function.
         layout: the layout of ``model`` on the mesh.
         device: the device of this rank.
-        plan: the initial values, from :func:`values_to_give`. None keeps the model's weights: rank 0's on all ranks.
+        plan: the initial values, from :func:`values_to_give`. None keeps the model's weights: rank
+            0's on all ranks.
 
     Returns:
         A backend whose parameters have values.
@@ -95,8 +98,8 @@ def build_native(
         config: the run's configuration.
         layout: the layout of ``model`` on the mesh.
         device: the device of this rank.
-        prepare: changes the model once its tensors have their local shapes, and returns the layout of the
-            changed model. The tracer leaves out repeated blocks this way.
+        prepare: changes the model once its tensors have their local shapes, and returns the layout
+            of the changed model. The tracer leaves out repeated blocks this way.
     """
     at = layout.mesh.coordinates(dist.get_rank())
     traffic, compute_dtype = Traffic(), getattr(torch, config.precision)
@@ -146,7 +149,8 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < len(layout.wholes):
         raise ModelError(
-            f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of the two"
+            f"parameter {on_meta[0]!r} is on the meta device but others have values; build the model wholly on one of "
+            "the two"
         )
     plan = plan_initialisation(model, config.training.seed) if on_meta else None
     if config.training.init_from is not None:

@@ -51,12 +51,14 @@ FACTS_OF_CONFIG: dict[str, Fact] = {
 
 # Parts of DeepSpeed that are not used here, so these methods return False.
 FACTS_THAT_ARE_FALSE = frozenset(
-    "amp_enabled autotuning_enabled autotuning_profile_model_info checkpoint_tag_validation_enabled checkpoint_tag_validation_fail "
-    "curriculum_enabled_legacy curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled dump_state "
-    "dynamic_loss_scale_args eigenvalue_enabled flops_profiler_enabled is_compiled is_deepcompile_active is_deepcompile_enabled "
-    "is_sanity_checks_enabled load_universal_checkpoint memory_breakdown optimizer_legacy_fusion pld_enabled quantize_training "
-    "random_ltd_enabled sparse_gradients_enabled super_offload use_node_local_storage zero_load_from_fp32_weights "
-    "zero_nvme_offload_optimizer zero_quantized_gradients zero_quantized_weights zero_quantized_nontrainable_weights".split()
+    "amp_enabled autotuning_enabled autotuning_profile_model_info checkpoint_tag_validation_enabled "
+    "checkpoint_tag_validation_fail curriculum_enabled_legacy curriculum_learning_enabled data_efficiency_enabled "
+    "data_sampling_enabled dump_state dynamic_loss_scale_args eigenvalue_enabled flops_profiler_enabled is_compiled "
+    "is_deepcompile_active is_deepcompile_enabled is_sanity_checks_enabled load_universal_checkpoint "
+    "memory_breakdown optimizer_legacy_fusion pld_enabled quantize_training random_ltd_enabled "
+    "sparse_gradients_enabled super_offload use_node_local_storage zero_load_from_fp32_weights "
+    "zero_nvme_offload_optimizer zero_quantized_gradients zero_quantized_weights "
+    "zero_quantized_nontrainable_weights".split()
 )
 
 

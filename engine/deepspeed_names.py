@@ -28,7 +28,8 @@ METHODS_OUT_OF_SCOPE = {
     "reload_states": "states stay where they are; give zero_optimization.offload_optimizer in the configuration",
     "load_moe_state_dict": "DeepSpeed's MoE layers are not supported",
     "allreduce_gradients": "backward() averages the gradients at the accumulation boundary",
-    "load_module_state_dict": "groups hold parts of the model; give the weights to sdp.initialize, or use load_checkpoint",
+    "load_module_state_dict": "groups hold parts of the model; give the weights to sdp.initialize, or use "
+    "load_checkpoint",
     "float": "the configuration chooses the model's type, with bf16 or fp16",
     "double": "the configuration chooses the model's type, with bf16 or fp16",
     "compile": "give training.compile in the configuration",
@@ -132,7 +133,8 @@ class DeepSpeedNames(EngineFacts):
         micro, ranks = self._batch.micro, self.layout.mesh.data_ranks
         if train_batch_size < 1 or train_batch_size % (micro * ranks):
             raise ConfigError(
-                f"engine.set_train_batch_size: {train_batch_size} is not a multiple of micro-batch {micro} × data ranks {ranks}"
+                f"engine.set_train_batch_size: {train_batch_size} is not a multiple of micro-batch {micro} × data "
+                f"ranks {ranks}"
             )
         if self.micro_steps % self._batch.accumulation and self._own_boundary is None:
             raise ConfigError(
@@ -151,8 +153,8 @@ class DeepSpeedNames(EngineFacts):
         """
         if self.loader is not None:
             raise ConfigError(
-                "engine.set_train_micro_batch_size: the loader of training_data makes batches of the configured size; give "
-                "train_micro_batch_size_per_gpu in the configuration"
+                "engine.set_train_micro_batch_size: the loader of training_data makes batches of the configured "
+                "size; give train_micro_batch_size_per_gpu in the configuration"
             )
         accumulation = self._batch.accumulation
         self._batch = BatchSize(

@@ -116,7 +116,10 @@ def shorten(text: object, most: int = MOST_QUOTED) -> str:
 
 
 def quote(value: object) -> str:
-    """Return ``repr(value)`` for a message, shortened like :func:`shorten`. A text keeps its quotes."""
+    """Return ``repr(value)`` for a message, shortened like :func:`shorten`.
+
+    A text keeps its quotes.
+    """
     if isinstance(value, str):
         left_out = len(value) - MOST_QUOTED
         return repr(value[:MOST_QUOTED]) + (f"… ({left_out:,} more characters)" if left_out > 0 else "")

@@ -56,7 +56,8 @@ def initialize(
     config: str | Path | Mapping[str, Any] | Config | None = None,
     config_params: str | Mapping[str, Any] | None = None,
 ) -> tuple[SDPEngine, Optimizer, EpochLoader | None, Any]:
-    """Cut ``model`` for this rank's SDP group and return ``(engine, optimizer, loader, scheduler)``.
+    """Cut ``model`` for this rank's SDP group and return ``(engine, optimizer, loader,
+    scheduler)``.
 
     Args:
         args: Parsed arguments that may hold ``deepspeed_config``; see :func:`add_config_arguments`.
@@ -159,13 +160,14 @@ def _checked(model: Any) -> nn.Module:
         raise ConfigError(f"sdp.initialize: model must be a torch.nn.Module, not {type(model).__name__}")
     if model in _initialized:
         raise ModelError(
-            "sdp.initialize was called twice on one model, which the first call has cut; use its engine, or build the model again"
+            "sdp.initialize was called twice on one model, which the first call has cut; use its engine, or build "
+            "the model again"
         )
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ModelError(
-                f"sdp.initialize: parameter {name!r} is complex ({parameter.dtype}), and only real ones can be trained; "
-                "keep real and imaginary parts as two parameters"
+                f"sdp.initialize: parameter {name!r} is complex ({parameter.dtype}), and only real ones can be "
+                "trained; keep real and imaginary parts as two parameters"
             )
     return model
 
@@ -175,8 +177,9 @@ def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
     steered = getattr(scheduler, "optimizer", None)
     if steered is not None and steered is not optimizer and steered is not getattr(optimizer, "optimizer", None):
         raise ConfigError(
-            f"sdp.initialize: the {type(scheduler).__name__} in lr_scheduler was built on another optimizer, so the learning rate would "
-            "never change; pass that optimizer as optimizer=, or a function that makes the scheduler from the optimizer"
+            f"sdp.initialize: the {type(scheduler).__name__} in lr_scheduler was built on another optimizer, so the "
+            "learning rate would never change; pass that optimizer as optimizer=, or a function that makes the "
+            "scheduler from the optimizer"
         )
 
 
@@ -185,8 +188,8 @@ def _check_launch(port: int | None, init_required: bool | None, *, in_one_proces
     environment = detect()
     if port is not None and not dist.is_initialized() and (environment is None or environment.master_port != port):
         raise ConfigError(
-            f"sdp.initialize: distributed_port {port} cannot be honoured, because the launcher chooses the port; leave it out, "
-            "or give the port to the launcher (--master-port, or MASTER_PORT)"
+            f"sdp.initialize: distributed_port {port} cannot be honoured, because the launcher chooses the port; "
+            "leave it out, or give the port to the launcher (--master-port, or MASTER_PORT)"
         )
     if init_required is False and not in_one_process and not dist.is_initialized():
         raise ConfigError(

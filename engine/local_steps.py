@@ -18,8 +18,10 @@ class LocalUpdate(NamedTuple):
 
     Attributes:
         loss: the mean loss of all ranks.
-        norm: the mean of the groups' gradient norms before clipping, without those of groups that skipped.
-        skipped: the number of groups that skipped the step, because their gradient is NaN or infinite.
+        norm: the mean of the groups' gradient norms before clipping, without those of groups that
+            skipped.
+        skipped: the number of groups that skipped the step, because their gradient is NaN or
+            infinite.
     """
 
     loss: float
@@ -63,7 +65,8 @@ class GroupPart(NamedTuple):
         errors: what compression has not sent yet, by name.
         before: the weights at the start of the average that is under way, by name.
         buffers: the running statistics of the rank, by name.
-        flat: where the state of a weight is in its tensor of ``parameters``, if that tensor is flat.
+        flat: where the state of a weight is in its tensor of ``parameters``, if that tensor is
+            flat.
         materialise: creates the optimizer's state of all ``parameters``. None: as torch does it.
     """
 
@@ -104,7 +107,10 @@ class LocalSteps(Protocol):
         ...
 
     def step(self, loss: torch.Tensor, scheduler: Any) -> LocalUpdate:
-        """Let every group clip and take a step of its own. ``loss`` is this process's mean loss. Collective."""
+        """Let every group clip and take a step of its own.
+
+        ``loss`` is this process's mean loss. Collective.
+        """
         ...
 
     @property
@@ -113,7 +119,9 @@ class LocalSteps(Protocol):
         ...
 
     def common_state(self) -> tuple[Mapping[str, torch.Tensor], Optimizer]:
-        """The weights and the optimizer that are equal at all holders: anchors, and the outer optimizer."""
+        """The weights and the optimizer that are equal at all holders: anchors, and the outer
+        optimizer.
+        """
         ...
 
     def start(self, fragment: int) -> None:
@@ -125,7 +133,10 @@ class LocalSteps(Protocol):
         ...
 
     def groups_here(self) -> Iterator[GroupPart]:
-        """The groups of this process. The optimizer has the state of a group only until the next one."""
+        """The groups of this process.
+
+        The optimizer has the state of a group only until the next one.
+        """
         ...
 
     def untrained(self) -> Mapping[str, torch.Tensor]:
@@ -145,7 +156,10 @@ class LocalSteps(Protocol):
         ...
 
     def reset(self) -> None:
-        """Make the backend's parameters the anchors and the weights of all groups. Outer state stays."""
+        """Make the backend's parameters the anchors and the weights of all groups.
+
+        Outer state stays.
+        """
         ...
 
     def anchored(self) -> AbstractContextManager[None]:

@@ -91,7 +91,10 @@ class LocalTraining:
         return max(self._rounds.steps_alone(steps, fragment) for fragment in self._rounds.fragments)
 
     def metrics(self) -> dict[str, Any]:
-        """Return what the outer step after the last step did, for metrics.jsonl. Empty if there was none."""
+        """Return what the outer step after the last step did, for metrics.jsonl.
+
+        Empty if there was none.
+        """
         if self.last is None:
             return {}
         return {

@@ -11,7 +11,10 @@ _PARAMETERS = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1, "MALL
 
 
 def tune_allocator() -> None:
-    """Give this process the allocator settings that started ranks get as variables. A no-op without glibc."""
+    """Give this process the allocator settings that started ranks get as variables.
+
+    A no-op without glibc.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         resolved = child_environment({}, allocator_settings())

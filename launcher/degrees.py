@@ -49,11 +49,13 @@ class Degrees:
     def check(self, processes: int, source: str) -> None:
         """Check that ``processes``, a number that comes from ``source``, fits the run.
 
-        The ranks would find a mistake only after they have started, or after they have waited in a queue.
+        The ranks would find a mistake only after they have started, or after they have waited in a
+        queue.
 
         Raises:
             LaunchError: the processes do not make a whole grid. The message has every factor.
-            ConfigError: the samples of a step do not divide equally, or the groups cannot have the capacity.
+            ConfigError: the samples of a step do not divide equally, or the groups cannot have the
+                capacity.
         """
         if processes > _MOST_RANKS:
             raise LaunchError(f"{processes} processes ({source}) are more than the {_MOST_RANKS:,} of the largest run")
@@ -77,8 +79,8 @@ class Degrees:
         elif self.sizes:
             if processes != sum(self.sizes) * self.tp:
                 raise LaunchError(
-                    f"{processes} processes ({source}) are not the {sum(self.sizes) * self.tp} of sdp.group_sizes {list(self.sizes)}"
-                    f" * tp {self.tp} (tensor_parallel.autotp_size); change one of them"
+                    f"{processes} processes ({source}) are not the {sum(self.sizes) * self.tp} of sdp.group_sizes "
+                    f"{list(self.sizes)} * tp {self.tp} (tensor_parallel.autotp_size); change one of them"
                 )
         elif self.fsdp is not None and processes != self.groups * self.fsdp * self.tp:
             raise LaunchError(
@@ -87,14 +89,16 @@ class Degrees:
             )
         elif processes % (self.groups * self.tp):
             raise LaunchError(
-                f"{processes} processes ({source}) are not a multiple of {factors} = {self.groups * self.tp}; change one of them"
+                f"{processes} processes ({source}) are not a multiple of {factors} = {self.groups * self.tp}; change "
+                "one of them"
             )
 
     def processes(self, nproc: int | None, devices: int) -> int:
-        """How many processes to start on this host: ``nproc``, else one per device, else as few as the degrees allow.
+        """How many processes to start on this host: ``nproc``, else one per device, else as few as
+        the degrees allow.
 
-        ``devices`` is the number of visible accelerators, 0 on a CPU. Raises the errors of :meth:`check`, and
-        :class:`LaunchError` if there are fewer devices than processes.
+        ``devices`` is the number of visible accelerators, 0 on a CPU. Raises the errors of
+        :meth:`check`, and :class:`LaunchError` if there are fewer devices than processes.
         """
         if nproc is not None:
             count, source = nproc, "--nproc"
@@ -116,7 +120,9 @@ class Degrees:
 
 
 def visible_devices() -> int:
-    """Count the accelerators that a process on this host sees. torch is imported only if a driver is loaded."""
+    """Count the accelerators that a process on this host sees. torch is imported only if a driver
+    is loaded.
+    """
     if not any(Path(file).exists() for file in _DEVICE_FILES):
         return 0
     import torch

@@ -35,7 +35,8 @@ _REASONS = {
     "SIGBUS": ", perhaps because a file that it reads was cut short (sdp prepare --verify) or /dev/shm is full",
 }
 _MOST_BYTES = 1 << 20  # of a report; a traceback has some KB
-# Launchers look at their processes every 0.1 s (torchrun) to 1 s (DeepSpeed), and end all of them after the first failure.
+# Launchers look at their processes every 0.1 s (torchrun) to 1 s (DeepSpeed), and end all of them
+# after the first failure.
 HOLD_BACK_SECONDS = 2.0
 
 
@@ -59,7 +60,9 @@ class FatalError:
 
     @property
     def is_known(self) -> bool:
-        """Whether the program itself says in one line what is wrong, other than that another rank is gone."""
+        """Whether the program itself says in one line what is wrong, other than that another rank
+        is gone.
+        """
         return self.text.startswith(PREFIX) and not self.follows
 
     def write(self, path: Path) -> None:
@@ -91,7 +94,8 @@ def described_end(rank: int, exit_code: int, whereabouts: Whereabouts | None) ->
 
 def tie_to_parent(parent_pid: int) -> None:
     """Let this process end when the launcher ends, even by SIGKILL."""
-    # Rank 0 is in a background process group of the terminal. Under `stty tostop` writing to the terminal would stop it.
+    # Rank 0 is in a background process group of the terminal. Under `stty tostop` writing to the
+    # terminal would stop it.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -28,8 +28,8 @@ SILENT_SECONDS = _TELL_SECONDS + 5.0  # the guard gives the rank's own thread th
 _RECORD_BYTES = 256  # all records have the same size, because each one overwrites the one before
 
 
-# Reads lines "SECONDS WHEREABOUTS": the rank is alive, and may be silent for SECONDS (0: without limit).
-# The guard ends with the rank, and ignores signals.
+# Reads lines "SECONDS WHEREABOUTS": the rank is alive, and may be silent for SECONDS (0: without
+# limit). The guard ends with the rank, and ignores signals.
 _GUARD = """
 import os, select, signal, sys, time
 for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
@@ -82,8 +82,8 @@ class Whereabouts:
 class Heartbeat:
     """Is told by the training loop what it does next, and how many seconds that may take.
 
-    If a phase takes longer, the stacks of all threads are appended to ``log``, ``on_stall`` is called
-    with a message, and the process ends. This works even if the file system hangs.
+    If a phase takes longer, the stacks of all threads are appended to ``log``, ``on_stall`` is
+    called with a message, and the process ends. This works even if the file system hangs.
 
     Args:
         rank: the number of the rank.
@@ -158,7 +158,8 @@ def _open_for_whereabouts(file: Path) -> int:
 def _start_guard() -> subprocess.Popen[bytes]:
     """Start the process that watches this one. It ends when this one ends."""
     words = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
-    # In its own process group: signals of a terminal or a launcher to the rank's group must not reach it.
+    # In its own process group: signals of a terminal or a launcher to the rank's group must not
+    # reach it.
     guard = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
     assert guard.stdin is not None
     os.set_blocking(guard.stdin.fileno(), False)

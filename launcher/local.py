@@ -22,13 +22,15 @@ from .own_files import open_own_file
 from .rank_process import RankProcess
 from .signals import CAUGHT, GRACE_SECONDS, caught_signals
 
-# A rank that is stopped (SIGSTOP) writes no checkpoint, and the others wait for it. All are killed this long after a signal.
+# A rank that is stopped (SIGSTOP) writes no checkpoint, and the others wait for it. All are killed
+# this long after a signal.
 STOPPED_SECONDS = 15.0
 
 _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 1.0
-# A rank that fails breaks the collectives of the others, which fail too. This long after the first failure, those
-# that have ended are compared, so that the cause is reported and not its consequences.
+# A rank that fails breaks the collectives of the others, which fail too. This long after the first
+# failure, those that have ended are compared, so that the cause is reported and not its
+# consequences.
 _SETTLE_SECONDS = 0.5
 
 
@@ -44,9 +46,10 @@ def start_local(
 ) -> int:
     """Run ``sdp`` in several processes on this host, and return the exit code of the whole.
 
-    Rank 0 keeps this process's terminal. The output of rank R > 0 is appended to ``log_dir/rank-R.log``.
-    If a rank fails, or this process gets SIGINT, SIGTERM, SIGHUP or SIGUSR1, the other ranks get a signal,
-    and are killed if they do not end. A second signal kills them at once.
+    Rank 0 keeps this process's terminal. The output of rank R > 0 is appended to
+    ``log_dir/rank-R.log``. If a rank fails, or this process gets SIGINT, SIGTERM, SIGHUP or
+    SIGUSR1, the other ranks get a signal, and are killed if they do not end. A second signal kills
+    them at once.
 
     Args:
         argv: the words that follow ``sdp``.
@@ -54,14 +57,15 @@ def start_local(
         log_dir: the directory of the logs.
         on_cpu: give the ranks glibc's allocator settings for a CPU.
         grace_seconds: from the signal to the ranks until they are killed.
-        stop_seconds: the same after a signal to this process, so that a checkpoint can be written. None:
-            ``grace_seconds``.
+        stop_seconds: the same after a signal to this process, so that a checkpoint can be written.
+            None: ``grace_seconds``.
         command: what to run in place of ``python -m sdp``.
 
     Returns:
-        0 if all ranks succeed, and 2 if the rank that failed first ended with 2 (the user's mistake). 128 + the
-        signal if a signal to this process or to a rank ended the run. 1 for other failures. If a rank reports an
-        error of its own after a signal, the exit code is that rank's.
+        0 if all ranks succeed, and 2 if the rank that failed first ended with 2 (the user's
+        mistake). 128 + the signal if a signal to this process or to a rank ended the run. 1 for
+        other failures. If a rank reports an error of its own after a signal, the exit code is that
+        rank's.
 
     Raises:
         LaunchError: a process cannot be started, or its log cannot be written.
@@ -82,7 +86,8 @@ def start_local(
         finally:
             _end(ranks, received, stop_seconds if received and stop_seconds is not None else grace_seconds)
         if number:
-            # A rank may report that it could not write its checkpoint. That its peers are gone is expected.
+            # A rank may report that it could not write its checkpoint. That its peers are gone is
+            # expected.
             reports = [(rank, report) for rank in ranks if (report := rank.report())]
             failures = [(rank, report) for rank, report in reports if report.is_known]
         exit_code = 128 + number if number and not failures else _report(failures, suspect)
@@ -92,7 +97,10 @@ def start_local(
 
 
 def become_single(*, on_cpu: bool = True) -> None:
-    """Make this process a run of one rank. On a CPU it gets the allocator settings that started ranks get."""
+    """Make this process a run of one rank.
+
+    On a CPU it gets the allocator settings that started ranks get.
+    """
     if on_cpu:
         tune_allocator()
     for name, value in loopback_settings().items():
@@ -103,10 +111,13 @@ def become_single(*, on_cpu: bool = True) -> None:
 def _start_all(
     ranks: list[RankProcess], command: Sequence[str], processes: int, log_dir: Path, *, on_cpu: bool
 ) -> None:
-    """Append the started ranks to ``ranks`` one by one, so that the caller can end them if a later start fails."""
+    """Append the started ranks to ``ranks`` one by one, so that the caller can end them if a later
+    start fails.
+    """
     settings = {**search_path(), **thread_settings(processes)}
     defaults = loopback_settings() | (allocator_settings() if on_cpu else {})
-    # Rank 0 inherits the socket on which it serves torch's store. No other process can take the port in between.
+    # Rank 0 inherits the socket on which it serves torch's store. No other process can take the
+    # port in between.
     with socket.create_server((LOOPBACK, 0)) as listening:
         port, handle = listening.getsockname()[1], listening.fileno()
         for rank in range(processes):
@@ -171,7 +182,10 @@ def _signal_to_a_rank(failures: Sequence[tuple[RankProcess, FatalError]]) -> int
 
 
 def _suspect(ranks: Sequence[RankProcess]) -> str:
-    """Which rank probably hangs, in words. Ranks wait for each other, so another one may have reported it."""
+    """Which rank probably hangs, in words.
+
+    Ranks wait for each other, so another one may have reported it.
+    """
     stopped = [process for process in ranks if process.is_stopped()]
     if stopped:
         return f"; stopped: {stopped[0].whereabouts or f'rank {stopped[0].rank}'}"
@@ -181,7 +195,10 @@ def _suspect(ranks: Sequence[RankProcess]) -> str:
 
 
 def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) -> int:
-    """Say in one message which rank failed first, and why. Returns the exit code of the whole run."""
+    """Say in one message which rank failed first, and why.
+
+    Returns the exit code of the whole run.
+    """
     if not failures:
         return 0
     process, failure = min(failures, key=lambda item: _lateness(*item))
@@ -208,8 +225,9 @@ def _report(failures: Sequence[tuple[RankProcess, FatalError]], suspect: str) ->
 def _lateness(process: RankProcess, failure: FatalError) -> tuple[bool, bool, float, int]:
     """A key that sorts causes before consequences.
 
-    A rank that was killed from outside is a cause, except by SIGABRT: communication libraries end a process
-    that way when its peer is gone. A user's mistake is a cause too. Among the others the first report counts.
+    A rank that was killed from outside is a cause, except by SIGABRT: communication libraries end a
+    process that way when its peer is gone. A user's mistake is a cause too. Among the others the
+    first report counts.
     """
     killed = failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT
     return not killed, failure.exit_code != 2, failure.time, process.rank

@@ -20,9 +20,9 @@ def own_command() -> list[str]:
 def search_path() -> dict[str, str]:
     """The variables under which a child process imports this very package.
 
-    A child finds an installed package, editable or not, without help. If this process found the package
-    on its search path, the child needs the folder above the package on PYTHONPATH. site-packages must not
-    be put there, because PYTHONPATH goes before the standard library.
+    A child finds an installed package, editable or not, without help. If this process found the
+    package on its search path, the child needs the folder above the package on PYTHONPATH.
+    site-packages must not be put there, because PYTHONPATH goes before the standard library.
     """
     package = Path(__file__).absolute().parent.parent
     installed = [*site.getsitepackages(), site.getusersitepackages()]

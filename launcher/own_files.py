@@ -10,10 +10,12 @@ from ..engine.errors import LaunchError
 
 
 def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEND) -> int:
-    """Open ``path`` and return the file descriptor. By default it is made if it is missing, and appended to.
+    """Open ``path`` and return the file descriptor. By default it is made if it is missing, and
+    appended to.
 
     Raises:
-        LaunchError: ``path`` is a symbolic link, which somebody may have put there to have another file overwritten.
+        LaunchError: ``path`` is a symbolic link, which somebody may have put there to have another
+            file overwritten.
         OSError: ``path`` cannot be opened.
     """
     try:

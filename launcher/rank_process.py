@@ -22,7 +22,10 @@ _LAST_LOG_BYTES = 4096
 
 @dataclass
 class RankProcess:
-    """A started process. ``log_start``: the byte of the log, which is appended to, where this run begins."""
+    """A started process.
+
+    ``log_start``: the byte of the log, which is appended to, where this run begins.
+    """
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -38,15 +41,16 @@ class RankProcess:
         """Start a rank.
 
         Args:
-            rank: its number. Rank 0 keeps the terminal, the output of others is appended to their log.
+            rank: its number. Rank 0 keeps the terminal, the output of others is appended to their
+                log.
             command: the words to run.
             environ: its environment.
             log_dir: the directory of its log. It is made if it is missing.
             pass_fds: open files that the process inherits.
 
         Raises:
-            LaunchError: the process cannot be started, its log cannot be written, or a symbolic link is in place of the
-                log or its directory.
+            LaunchError: the process cannot be started, its log cannot be written, or a symbolic
+                link is in place of the log or its directory.
         """
         log, error_file = log_dir / f"rank-{rank}.log", log_dir / f"rank-{rank}.{os.getpid()}.error"
         whereabouts_file = error_file.with_suffix(".whereabouts")
@@ -72,14 +76,19 @@ class RankProcess:
             raise LaunchError(f"rank {rank} cannot be started with its log in {log_dir}: {error}") from None
 
     def has_ended(self) -> bool:
-        """Whether the process has ended. If so, everything that it left in its process group is killed."""
+        """Whether the process has ended.
+
+        If so, everything that it left in its process group is killed.
+        """
         if self.process.returncode is None and _has_exited(self.process):
             self.kill()  # before the process is reaped: after that its group id may belong to another
             self.process.wait()
         return self.process.returncode is not None
 
     def failure(self) -> FatalError | None:
-        """Why it failed, from its own report, which may come before its end, or from its exit status."""
+        """Why it failed, from its own report, which may come before its end, or from its exit
+        status.
+        """
         code = self.process.returncode
         if code == 0:
             return None
@@ -117,7 +126,10 @@ class RankProcess:
                 path.unlink(missing_ok=True)
 
     def _last_log_line(self) -> str:
-        """The last line that a rank above 0 logged in this run. The output of rank 0 is on the terminal."""
+        """The last line that a rank above 0 logged in this run.
+
+        The output of rank 0 is on the terminal.
+        """
         if self.rank == 0:
             return ""
         try:

@@ -17,8 +17,8 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 def caught_signals() -> Iterator[list[int]]:
     """Collect signals to this process in a list while inside, instead of dying of them.
 
-    A signal that is ignored (SIGHUP under nohup) stays ignored. Outside the main thread, which alone may
-    handle signals, nothing is caught.
+    A signal that is ignored (SIGHUP under nohup) stays ignored. Outside the main thread, which
+    alone may handle signals, nothing is caught.
     """
     received: list[int] = []
     previous = {}

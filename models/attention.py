@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return which tokens (B, 1, S, S) a token sees: the earlier ones of its own document, and itself.
+    """Return which tokens (B, 1, S, S) a token sees: the earlier ones of its own document, and
+    itself.
 
     ``documents`` (B, S) numbers the documents of each sequence. Positions need not restart at a
     document, because the rotary embedding depends only on the distance of two tokens.

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from ..engine.errors import ModelError
 from ..engine.model_interface import Branch
 
-# A branch: the module before which its weights are needed, what counts its neurons, and the dimension
-# of each parameter along which they lie. "width" counts the outputs of the first layer, "heads" the
-# key/value heads. A dimension such as "3:1" means: queries, keys and values, one after the other.
+# A branch: the module before which its weights are needed, what counts its neurons, and the
+# dimension of each parameter along which they lie. "width" counts the outputs of the first layer,
+# "heads" the key/value heads. A dimension such as "3:1" means: queries, keys and values, one after
+# the other.
 _Part = tuple[str, str, Mapping[str, int | str]]
 _GATED: _Part = ("mlp", "width", {"mlp.gate_proj.weight": 0, "mlp.up_proj.weight": 0, "mlp.down_proj.weight": 1})
 _HEADS: _Part = (
@@ -75,7 +76,8 @@ _VIT: list[_Part] = [
     ),
     ("mlp", "width", {"mlp.fc1.weight": 0, "mlp.fc1.bias": 0, "mlp.fc2.weight": 1}),
 ]
-# By model_type of the configuration: the end of the name of the list of layers, and the branches of a layer.
+# By model_type of the configuration: the end of the name of the list of layers, and the branches of
+# a layer.
 _FAMILIES: dict[str, tuple[str, list[_Part]]] = {
     "bert": ("encoder.layer", _BERT),
     "gemma": ("layers", _LLAMA),
@@ -95,8 +97,8 @@ def declare_neuron_branches(model: nn.Module) -> nn.Module:
     """Give a model of transformers the hook ``neuron_branches``, in place, and return the model.
 
     Call it before :func:`sdp.initialize`. Attention is cut by key/value heads, and the feed-forward
-    by hidden units. With GPT-2, leave ``sdp.branch_scale`` at "none": its layers store their weights
-    the other way around.
+    by hidden units. With GPT-2, leave ``sdp.branch_scale`` at "none": its layers store their
+    weights the other way around.
 
     Raises:
         ModelError: The branches of this kind of model are not known here.
@@ -126,8 +128,8 @@ def neuron_branches(model: nn.Module) -> list[Branch]:
     kind = getattr(config, "model_type", None)
     if kind not in _FAMILIES:
         raise ModelError(
-            f"neuron_branches: the branches of {type(model).__name__} ({kind}) are not known; known: {', '.join(_FAMILIES)}. Define "
-            "neuron_branches() on the model, see docs/your_model.md"
+            f"neuron_branches: the branches of {type(model).__name__} ({kind}) are not known; known: "
+            f"{', '.join(_FAMILIES)}. Define neuron_branches() on the model, see docs/your_model.md"
         )
     ending, parts = _FAMILIES[kind]
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -157,7 +159,9 @@ def _subclass(kind: type, members: dict[str, Any]) -> type:
 
 
 def _apply_conv1d(self: Any, x: Tensor) -> Tensor:
-    """Apply the ``Conv1D`` of transformers, whose weight is (inputs, outputs), with some outputs or inputs."""
+    """Apply the ``Conv1D`` of transformers, whose weight is (inputs, outputs), with some outputs or
+    inputs.
+    """
     weight = self.weight
     y = x @ weight + self.bias if weight.shape[0] else x.new_zeros((*x.shape[:-1], weight.shape[1])) + self.bias
     slices = getattr(self, "slices", {}).get("weight")

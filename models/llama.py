@@ -115,7 +115,9 @@ class LlamaDecoderLayer(nn.Module):
         self.dropout, self.survival = config.residual_dropout, survival
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``hidden`` (B, S, D) → (B, S, D), with ``cos`` and ``sin`` (S, E) and a ``mask`` (B, 1, S, S)."""
+        """``hidden`` (B, S, D) → (B, S, D), with ``cos`` and ``sin`` (S, E) and a ``mask`` (B, 1,
+        S, S).
+        """
         attended = hidden + self._dropped(self.self_attn(self.input_layernorm(hidden), cos, sin, mask))
         output = attended + self._dropped(self.mlp(self.post_attention_layernorm(attended)))
         return skip_rows(hidden, output, self.survival) if self.training and self.survival < 1 else output

@@ -50,7 +50,8 @@ class LlamaConfig(Section):
             )
         if self.num_attention_heads % self.key_value_heads:
             raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads {self.key_value_heads}"
+                f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads "
+                f"{self.key_value_heads}"
             )
         if self.head_size % 2:
             raise ValueError(

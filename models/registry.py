@@ -131,7 +131,8 @@ def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict
     for key, value in stated.items():
         if value is not None and key in found and value != found[key]:
             raise ConfigError(
-                f"model.{key}: {json.dumps(value)}, but {path} has {json.dumps(found[key])}; remove it to take the value from there"
+                f"model.{key}: {json.dumps(value)}, but {path} has {json.dumps(found[key])}; remove it to take the "
+                "value from there"
             )
     return {**stated, **found}
 

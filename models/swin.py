@@ -57,7 +57,8 @@ class SwinConfig(Section):
     def _fits_together(self) -> Self:
         if len(self.depths) != len(self.num_heads):
             raise ValueError(
-                f"depths names {len(self.depths)} stages and num_heads {len(self.num_heads)}; give both one number per stage"
+                f"depths names {len(self.depths)} stages and num_heads {len(self.num_heads)}; give both one number "
+                "per stage"
             )
         for stage, heads in enumerate(self.num_heads):
             if self.channels(stage) % heads:
@@ -66,7 +67,8 @@ class SwinConfig(Section):
                 )
         if self.stochastic_depth:
             raise ValueError(
-                f"stochastic_depth {self.stochastic_depth:g} is not available in this version: its draws would depend on the layout; use 0"
+                f"stochastic_depth {self.stochastic_depth:g} is not available in this version: its draws would depend "
+                "on the layout; use 0"
             )
         return self
 

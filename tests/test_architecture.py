@@ -75,7 +75,9 @@ def exists(name: Name) -> bool:
 
 
 def imports_of(path: Path) -> Iterator[tuple[Name, str]]:
-    """Yield the modules of ``sdp`` that a file imports, and the name that it takes of each ('' for none)."""
+    """Yield the modules of ``sdp`` that a file imports, and the name that it takes of each ('' for
+    none).
+    """
     package = name_of(path) if path.name == "__init__.py" else name_of(path)[:-1]
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
@@ -140,7 +142,10 @@ def points_down(source: Name, target: Name) -> bool:
 
 
 def is_before(target: str, source: str, order: tuple[str, ...]) -> bool:
-    """Whether ``target`` is before ``source``. All that the order lists is before all that it does not list."""
+    """Whether ``target`` is before ``source``.
+
+    All that the order lists is before all that it does not list.
+    """
     return target in order[: order.index(source)] if source in order else target in order
 
 
@@ -164,7 +169,9 @@ def dotted(names: tuple[Name, ...] | list[Name]) -> str:
 
 
 def test_no_import_gets_around_the_order() -> None:
-    """Not through the root package, which hands names on, nor by a string; nothing imports the tests or the command line."""
+    """Not through the root package, which hands names on, nor by a string; nothing imports the
+    tests or the command line.
+    """
     found = [f"{path.relative_to(ROOT)}: imports {what}" for path in sources() for what in forbidden_imports(path)]
     assert not found, "\n".join(found)
 
@@ -347,7 +354,8 @@ PRIVATE = re.compile(r"_[^_]")
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
-    """Yield the private names that a test imports from ``sdp``, or reaches in an object, each with its line.
+    """Yield the private names that a test imports from ``sdp``, or reaches in an object, each with
+    its line.
 
     Strings of several lines that are Python code are scripts that a test runs, and count too.
     """

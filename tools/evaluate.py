@@ -31,7 +31,8 @@ from .runs.dataset import Corpus, open_prepared
 from .runs.run_files import read_run
 from .runs.saved_run import CheckpointChoice, SavedRun
 
-# The reference engine holds the whole model in one process, so the layout of the training does not matter.
+# The reference engine holds the whole model in one process, so the layout of the training does not
+# matter.
 _IN_ONE_PROCESS = (
     "sdp.engine=reference",
     "fp16.enabled=false",
@@ -103,7 +104,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate a checkpoint and print the result. Raises an SDPError if the checkpoint or the data cannot be read."""
+    """Evaluate a checkpoint and print the result.
+
+    Raises an SDPError if the checkpoint or the data cannot be read.
+    """
     options = EvaluateOptions.from_args(args)
     result = saved_run.use(options.choice, lambda saved: evaluate(saved, options.batches), _IN_ONE_PROCESS)
     print(as_json(result) if options.json else _table(result))
@@ -111,14 +115,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(result: Evaluation) -> str:
-    """Return ``result`` as one line of JSON. A loss that is NaN or infinite becomes null, which JSON has no numbers for."""
+    """Return ``result`` as one line of JSON.
+
+    A loss that is NaN or infinite becomes null, which JSON has no numbers for.
+    """
     values = asdict(result)
     unknown = {key: None for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     return json.dumps(values | unknown, allow_nan=False)
 
 
 def evaluate(saved: SavedRun, limit: int | None = None) -> Evaluation:
-    """Evaluate the full model of ``saved`` on the batches that the run itself reads, at most ``limit`` per data rank."""
+    """Evaluate the full model of ``saved`` on the batches that the run itself reads, at most
+    ``limit`` per data rank.
+    """
     corpus = open_prepared(saved.config, saved.data)
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
     backend = _load(saved, corpus)

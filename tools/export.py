@@ -85,7 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export a checkpoint and print what was written. Raises an SDPError, and then writes no output directory."""
+    """Export a checkpoint and print what was written.
+
+    Raises an SDPError, and then writes no output directory.
+    """
     options = ExportOptions.from_args(args)
     print(saved_run.use(options.choice, lambda saved: _export(saved, options)))
     return 0
@@ -100,20 +103,22 @@ def _export(saved: SavedRun, options: ExportOptions) -> str:
 
 
 def export(saved: SavedRun, out: Path, dtype: torch.dtype, max_shard_bytes: int) -> list[Path]:
-    """Write the model and the tokenizer of ``saved`` to ``out``, and return the files of the weights.
+    """Write the model and the tokenizer of ``saved`` to ``out``, and return the files of the
+    weights.
 
-    What ``out`` held before is replaced once everything is written. Raises ConfigError and CheckpointError.
+    What ``out`` held before is replaced once everything is written. Raises ConfigError and
+    CheckpointError.
     """
     out = out.resolve()
     if saved.config.sdp.branch_scale == "eval" and saved.config.sdp.groups > 1:
         raise ConfigError(
-            f'sdp export: {saved.dump_dir} was trained with sdp.branch_scale "eval", and transformers cannot scale branches '
-            'in evaluation; train with "train" or "none" to export'
+            f'sdp export: {saved.dump_dir} was trained with sdp.branch_scale "eval", and transformers cannot scale '
+            'branches in evaluation; train with "train" or "none" to export'
         )
     if saved.config.data.name is not None:
         raise ConfigError(
-            f"sdp export: {saved.dump_dir} trained {saved.config.model['name']} on images, and transformers has no model with "
-            "these tensor names; engine.full_state_dict() gives its weights under torchvision's names"
+            f"sdp export: {saved.dump_dir} trained {saved.config.model['name']} on images, and transformers has no "
+            "model with these tensor names; engine.full_state_dict() gives its weights under torchvision's names"
         )
     tokenizer = load_tokenizer(saved.data)
     config = huggingface_config(saved.config.model, tokenizer.vocab_size)
@@ -140,7 +145,10 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype, max_shard_bytes: int)
 
 
 def _shapes(saved: SavedRun, vocab_size: int) -> dict[str, torch.Size]:
-    """The shapes of the model's tensors, in the model's order. A tied parameter is listed once, under its first name."""
+    """The shapes of the model's tensors, in the model's order.
+
+    A tied parameter is listed once, under its first name.
+    """
     model = build_model(saved.config.model, vocab_size)
     persistent = model.state_dict().keys()
     tensors = (
@@ -153,7 +161,8 @@ def _shapes(saved: SavedRun, vocab_size: int) -> dict[str, torch.Size]:
 def _write_weights(
     path: Path, out: Path, shapes: Mapping[str, torch.Size], dtype: torch.dtype, limit: int
 ) -> list[str]:
-    """Write the tensors of the checkpoint at ``path`` to files of at most ``limit`` bytes, and return the files' names.
+    """Write the tensors of the checkpoint at ``path`` to files of at most ``limit`` bytes, and
+    return the files' names.
 
     Several files get an index.
     """
@@ -174,7 +183,10 @@ def _write_weights(
 
 
 def _divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Divide the names among files of at most ``limit`` bytes. A larger tensor gets a file of its own."""
+    """Divide the names among files of at most ``limit`` bytes.
+
+    A larger tensor gets a file of its own.
+    """
     shards: list[list[str]] = []
     filled = limit
     for name, size in sizes.items():
@@ -200,7 +212,10 @@ def _check_output(out: Path, *, overwrite: bool) -> None:
 
 
 def _replace(new: Path, out: Path) -> None:
-    """Replace the directory ``out`` by ``new``. Other files in the parent directory are not touched."""
+    """Replace the directory ``out`` by ``new``.
+
+    Other files in the parent directory are not touched.
+    """
     if not out.exists():
         new.rename(out)
         return

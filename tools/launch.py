@@ -59,7 +59,10 @@ class LaunchArguments:
         return cls(LaunchOptions(**given, sbatch=sbatch), tuple(args.words), tuple(args.env), args.status)
 
     def train_words(self) -> list[str]:
-        """The words for ``sdp train``. Raises :class:`ConfigError` if an ``--env`` has another form."""
+        """The words for ``sdp train``.
+
+        Raises :class:`ConfigError` if an ``--env`` has another form.
+        """
         return [*self.words, *(word for setting in self.env for word in ("--set", _env_override(setting)))]
 
 
@@ -127,7 +130,8 @@ def run(args: argparse.Namespace) -> int:
     if train.nproc is not None:
         raise ConfigError("--nproc: sdp launch counts the processes itself; give --gpus-per-node before CONFIG")
     config = load_config(train.config, train.overrides)
-    # Under these launchers rank 0 has this host's dump directory, and a job would find the mistake after its time in the queue.
+    # Under these launchers rank 0 has this host's dump directory, and a job would find the mistake
+    # after its time in the queue.
     if options.launcher in ("local", "slurm"):
         from .runs.run_files import require_no_other_run
 
@@ -136,12 +140,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for an option that has no effect under the launcher, and for what is missing."""
+    """Raise ConfigError for an option that has no effect under the launcher, and for what is
+    missing.
+    """
     for name, launchers in _MEANT_FOR.items():
         if getattr(args, name) is not None and args.launcher not in launchers:
             option = "--" + name.replace("_", "-")
             raise ConfigError(
-                f"{option} has no effect with --launcher {args.launcher}, only with {' or '.join(launchers)}; leave it out"
+                f"{option} has no effect with --launcher {args.launcher}, only with {' or '.join(launchers)}; leave "
+                "it out"
             )
     if args.status is not None:
         if args.words:

@@ -180,7 +180,8 @@ class HuggingFaceTokenizer:
 def load_fast(directory: Path) -> Any:
     """Load the tokenizer that :meth:`HuggingFaceTokenizer.save` wrote without ``transformers``.
 
-    Importing ``transformers`` takes seconds. Returns None for a tokenizer that is written in Python.
+    Importing ``transformers`` takes seconds. Returns None for a tokenizer that is written in
+    Python.
     """
     file = directory / HF_DIRECTORY / "tokenizer.json"
     if not file.is_file():

@@ -41,7 +41,8 @@ def check_request(request: str, vocab_size: int | None) -> None:
         raise DataError("hf: must be followed by a directory or a name on the hub, as in hf:gpt2")
     if request == "sentencepiece" and vocab_size is not None and vocab_size <= _SMALLEST_VOCABULARY:
         raise DataError(
-            f"the vocabulary size must be more than {_SMALLEST_VOCABULARY}, since every byte is a token; it is {vocab_size}"
+            f"the vocabulary size must be more than {_SMALLEST_VOCABULARY}, since every byte is a token; it is "
+            f"{vocab_size}"
         )
     if request == "bytes" and vocab_size not in (None, BytesTokenizer.vocab_size):
         raise DataError(
@@ -117,7 +118,8 @@ def tokenizer_from_spec(spec: dict[str, Any], directory: Path) -> Tokenizer:
 
 
 def load_encoder(spec: dict[str, Any], directory: Path) -> Callable[[Sequence[str]], list[np.ndarray]]:
-    """Return the ``encode_batch`` of the tokenizer that ``spec()`` described, loaded as fast as possible.
+    """Return the ``encode_batch`` of the tokenizer that ``spec()`` described, loaded as fast as
+    possible.
 
     Raises DataError if the files do not match the description.
     """

@@ -57,12 +57,17 @@ class LocalTraffic:
         return traffic
 
     def round_between_groups(self) -> list[Collective]:
-        """Return what crosses between groups in a round: changes of all fragments, and refreshed copies."""
+        """Return what crosses between groups in a round: changes of all fragments, and refreshed
+        copies.
+        """
         fragments = self._rounds.fragments
         return [one for fragment in fragments for one in (*self.changes(fragment), *self.copies(fragment))]
 
     def training(self, *, local: bool) -> list[Collective]:
-        """Return what a step without an outer step sends. ``local``: groups take the step on their own."""
+        """Return what a step without an outer step sends.
+
+        ``local``: groups take the step on their own.
+        """
         return (self._inner if local else self._every_step).of(self._rank)
 
     def changes(self, fragment: int) -> list[Collective]:
@@ -80,7 +85,9 @@ class LocalTraffic:
         return found
 
     def copies(self, fragment: int) -> list[Collective]:
-        """Return the refreshes of frozen copies that this rank sends after a fragment's average is applied."""
+        """Return the refreshes of frozen copies that this rank sends after a fragment's average is
+        applied.
+        """
         found, index = [], self._at.fsdp if self._shards > 1 else 0
         for refresh in self._layout.refreshes:
             if refresh.sent_by(self._at.sdp):

@@ -94,7 +94,9 @@ def predict_state_bytes(
 
 
 def predict_outer_bytes(sync: SyncSection, trained: Sequence[tuple[TensorInfo, int]]) -> int:
-    """Return the bytes of anchors, outer optimizer state and errors, for parameters with their local numbers."""
+    """Return the bytes of anchors, outer optimizer state and errors, for parameters with their
+    local numbers.
+    """
     shared = sum(numel for info, numel in trained if len(info.holders) > 1)
     everything = sum(numel for _, numel in trained)
     stepped = everything if sync.single_holder == "outer" else shared

@@ -81,7 +81,9 @@ class TorchOptimizerBackend:
         return self._config.gradient_clipping
 
     def clip(self, gradients: list[torch.Tensor], norm: float) -> None:
-        """Scale ``gradients`` in place so that the full model's norm is at most ``gradient_clipping``."""
+        """Scale ``gradients`` in place so that the full model's norm is at most
+        ``gradient_clipping``.
+        """
         if self._config.gradient_clipping > 0:
             clip_(gradients, norm, self._config.gradient_clipping)
 

@@ -137,7 +137,8 @@ def loss_of(output: Any) -> torch.Tensor:
         if output.numel() == 1:
             return output.reshape(())
         raise ModelError(
-            f"the model returned a tensor of shape {tuple(output.shape)} where a scalar loss is needed; give it the labels"
+            f"the model returned a tensor of shape {tuple(output.shape)} where a scalar loss is needed; give it the "
+            "labels"
         )
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
@@ -198,7 +199,8 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
                 return leaf
             if leaf.shape[0] % parts:
                 raise DataError(
-                    f"a batch of {leaf.shape[0]} rows cannot be cut for {parts} workers; give a multiple of {parts} rows"
+                    f"a batch of {leaf.shape[0]} rows cannot be cut for {parts} workers; give a multiple of {parts} "
+                    "rows"
                 )
             rows = leaf.shape[0] // parts
             return leaf[index * rows : (index + 1) * rows]

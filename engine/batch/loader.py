@@ -22,8 +22,9 @@ class ResumableLoader:
 
     ``dataset`` is any map-style data set, the same on every data rank. If its ``reads_positions``
     is true, it is asked for epoch × length + index. If it has ``sources``, a sequence of
-    :class:`~sdp.engine.batch.mixture.Source`, they are mixed by their weights. ``collate_fn``, ``num_workers`` and
-    ``pin_memory`` are as in torch's ``DataLoader``. Raises DataError for an empty data set.
+    :class:`~sdp.engine.batch.mixture.Source`, they are mixed by their weights. ``collate_fn``,
+    ``num_workers`` and ``pin_memory`` are as in torch's ``DataLoader``. Raises DataError for an
+    empty data set.
     """
 
     def __init__(
@@ -104,7 +105,10 @@ class ResumableLoader:
             raise RuntimeError("this iterator ended when its loader was iterated or loaded again; call iter(loader)")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's state after the batches that were handed out. It is equal on all data ranks."""
+        """Return the sampler's state after the batches that were handed out.
+
+        It is equal on all data ranks.
+        """
         return self.sampler.state_at(self._consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

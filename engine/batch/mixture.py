@@ -182,8 +182,8 @@ class MixtureSampler(ResumableBatchSampler):
         entries, order = state.get("sources"), state.get("order")
         if not isinstance(entries, Mapping):
             raise CheckpointError(
-                "data loader state: the checkpoint read one data set, and this run reads data.sources; set data.path as it was, or "
-                "start a new run from the weights with training.init_from"
+                "data loader state: the checkpoint read one data set, and this run reads data.sources; set data.path "
+                "as it was, or start a new run from the weights with training.init_from"
             )
         good = isinstance(order, list) and all(_is_entry(entries.get(key)) for key in {*order, *entries})
         if not good or type(state.get("block")) is not int or not 0 <= state["block"] <= consumed:
@@ -198,7 +198,9 @@ class MixtureSampler(ResumableBatchSampler):
         return consumed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after ``state``, by the rules of :meth:`checked_position`, with this run's weights."""
+        """Continue after ``state``, by the rules of :meth:`checked_position`, with this run's
+        weights.
+        """
         self.consumed = self.checked_position(state)
         entries: Mapping[str, Any] = state["sources"]
         before = MixtureSampler(

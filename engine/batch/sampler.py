@@ -92,7 +92,8 @@ class ResumableBatchSampler:
         """
         if "sources" in state:
             raise CheckpointError(
-                "data loader state: the checkpoint read several sources, and this run reads one data set; set data.sources as it was"
+                "data loader state: the checkpoint read several sources, and this run reads one data set; set "
+                "data.sources as it was"
             )
         return self._checked_counts(state)
 

@@ -56,7 +56,7 @@ class BatchSize:
         product = self.micro * self.accumulation * mesh.data_ranks
         ranks = f"sdp.group_sizes {list(mesh.sizes)}" if mesh.sizes else f"sdp.groups {mesh.sdp} × fsdp {mesh.fsdp}"
         return (
-            f"train_batch_size {self.train} ({source(train)}) is not train_micro_batch_size_per_gpu {self.micro} ({source(micro)}) × "
-            f"gradient_accumulation_steps {self.accumulation} ({source(accumulation)}) × data ranks {mesh.data_ranks} "
-            f"({ranks}) = {product}; change one of them"
+            f"train_batch_size {self.train} ({source(train)}) is not train_micro_batch_size_per_gpu {self.micro} "
+            f"({source(micro)}) × gradient_accumulation_steps {self.accumulation} ({source(accumulation)}) × data "
+            f"ranks {mesh.data_ranks} ({ranks}) = {product}; change one of them"
         )

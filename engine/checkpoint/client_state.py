@@ -48,7 +48,10 @@ class ClientState:
     """
 
     def __init__(self, state: Mapping[str, Any] | None):
-        """Encode ``state``. Raises CheckpointError that names the first value that cannot be stored."""
+        """Encode ``state``.
+
+        Raises CheckpointError that names the first value that cannot be stored.
+        """
         self.tensors: dict[str, torch.Tensor] = {}
         self.encoded: dict[str, Any] = {}
         for key, value in (state or {}).items():
@@ -94,8 +97,9 @@ class ClientState:
         if isinstance(value, Path):
             return {_KIND: "Path", "name": str(value)}
         raise CheckpointError(
-            f"{shorten(where)}: a {kind.__module__}.{kind.__qualname__} is not JSON, a tensor or an array, and nothing is pickled; "
-            "give numbers, text, lists, tuples, dicts, tensors or arrays, such as its state_dict()"
+            f"{shorten(where)}: a {kind.__module__}.{kind.__qualname__} is not JSON, a tensor or an array, and "
+            "nothing is pickled; give numbers, text, lists, tuples, dicts, tensors or arrays, such as its "
+            "state_dict()"
         )
 
     def _encode_mapping(self, value: Mapping[Any, Any], kind: str, where: str) -> Any:
@@ -111,7 +115,8 @@ class ClientState:
         array = np.ascontiguousarray(value)
         if not _NUMPY_TYPE.fullmatch(array.dtype.str) or array.dtype.hasobject or array.dtype.fields:
             raise CheckpointError(
-                f"{shorten(where)}: an array of type {shorten(array.dtype)} holds Python objects; give an array of numbers or text"
+                f"{shorten(where)}: an array of type {shorten(array.dtype)} holds Python objects; give an array of "
+                "numbers or text"
             )
         if isinstance(value, np.generic):
             return {_KIND: "numpy.scalar", "dtype": array.dtype.str, "hex": array.tobytes().hex()}
@@ -122,7 +127,8 @@ class ClientState:
     def _store(self, tensor: torch.Tensor, where: str) -> int:
         if isinstance(tensor, DTensor) or tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise CheckpointError(
-                f"{shorten(where)}: is a sharded, sparse or quantized tensor, or has no values; give a dense tensor, such as full_tensor()"
+                f"{shorten(where)}: is a sharded, sparse or quantized tensor, or has no values; give a dense tensor, "
+                "such as full_tensor()"
             )
         index = len(self.tensors)
         self.tensors[str(index)] = tensor.detach().to("cpu", copy=True).contiguous()
@@ -130,7 +136,8 @@ class ClientState:
 
 
 def read_client_state(path: Path, state: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Return the caller's own state from the checkpoint at ``path``. Tensors are on the CPU. Collective.
+    """Return the caller's own state from the checkpoint at ``path``. Tensors are on the CPU.
+    Collective.
 
     Args:
         path: The directory of the checkpoint.
@@ -138,7 +145,8 @@ def read_client_state(path: Path, state: Mapping[str, Any], ranks: Ranks) -> dic
         ranks: The ranks that load together.
 
     Raises:
-        CheckpointError: On every rank, if a value is damaged or forged, or a newer version wrote it.
+        CheckpointError: On every rank, if a value is damaged or forged, or a newer version wrote
+            it.
     """
     found, problem = {}, None
     try:

@@ -28,7 +28,8 @@ _OWN_NAMES = (LATEST, STATE, METADATA)
 
 
 def check_tag(tag: Any) -> str:
-    """Return ``tag`` as text, if it can name a checkpoint's directory. A number becomes text, as in DeepSpeed.
+    """Return ``tag`` as text, if it can name a checkpoint's directory. A number becomes text, as in
+    DeepSpeed.
 
     Raises:
         CheckpointError: ``tag`` is not a name that a checkpoint's directory may have.

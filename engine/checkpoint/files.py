@@ -125,7 +125,8 @@ def _is_loss_scale(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and all(map(_is_number, value.values())))
 
 
-# What the fields must be. Those of the second table are absent from checkpoints of earlier versions.
+# What the fields must be. Those of the second table are absent from checkpoints of earlier
+# versions.
 _REQUIRED = {
     "global_steps": (_is_count, "a count"),
     "global_samples": (_is_count, "a count"),

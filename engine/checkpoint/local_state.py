@@ -37,7 +37,10 @@ class LocalState:
         self._twins: list[tuple[torch.Tensor, torch.Tensor]] = []  # scalars that slices share: first, and another's
 
     def tensors(self) -> Tensors:
-        """Return the tensors of all groups and what they have in common, by key. Nothing may be under way."""
+        """Return the tensors of all groups and what they have in common, by key.
+
+        Nothing may be under way.
+        """
         local = self._backend.local
         assert local is not None
         self._counts, self._twins = [], []
@@ -63,7 +66,9 @@ class LocalState:
         return found
 
     def model(self) -> Tensors:
-        """Return the weights of the full model by key: anchors, and parameters that are not trained."""
+        """Return the weights of the full model by key: anchors, and parameters that are not
+        trained.
+        """
         local, found = self._backend.local, Tensors()
         assert local is not None
         for name, weight in {**local.untrained(), **local.common_part().anchors}.items():
@@ -72,7 +77,9 @@ class LocalState:
         return found
 
     def moments(self, part: GroupPart) -> Tensors:
-        """Return the inner optimizer's state by key ``optimizer/NAME/KEY``, as parts of the full parameters."""
+        """Return the inner optimizer's state by key ``optimizer/NAME/KEY``, as parts of the full
+        parameters.
+        """
         states, found = OptimizerState(part.optimizer), Tensors()
         self._counts.append(states)
         for name in part.weights:
@@ -82,7 +89,9 @@ class LocalState:
         return found
 
     def _state_of(self, part: GroupPart, states: OptimizerState, name: str) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Yield the inner optimizer's state of a weight: key, tensor, and whether it has the weight's shape."""
+        """Yield the inner optimizer's state of a weight: key, tensor, and whether it has the
+        weight's shape.
+        """
         owner, weight, flat = part.parameters[name], part.weights[name], part.flat.get(name)
         group = flat.param_group if flat is not None else None
         for key, value in states.of(owner, self._info(name).canonical, group).items():
@@ -95,7 +104,9 @@ class LocalState:
                 yield key, value, False
 
     def finish_load(self) -> None:
-        """Apply loaded scalars to all slices of a parameter, and to optimizers that keep them as plain numbers."""
+        """Apply loaded scalars to all slices of a parameter, and to optimizers that keep them as
+        plain numbers.
+        """
         for first, other in self._twins:
             other.copy_(first)
         for states in self._counts:

@@ -188,8 +188,8 @@ def refuse_unless_shared(aside: Path, rank: int) -> str | None:
     while not aside.is_dir():
         if time.monotonic() > deadline:
             return (
-                f"rank {rank} on {socket.gethostname()} does not see {aside.parent}, which rank 0 made; checkpoints need a directory "
-                "that all hosts share"
+                f"rank {rank} on {socket.gethostname()} does not see {aside.parent}, which rank 0 made; checkpoints "
+                "need a directory that all hosts share"
             )
         time.sleep(0.1)
     return None

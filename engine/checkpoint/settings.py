@@ -47,7 +47,8 @@ def describe_settings(saved: Any, own: Mapping[str, Any], names: Sequence[Sequen
     """Describe each setting that differs: its name, the saved value, and the configured value.
 
     Args:
-        saved: The result of :func:`settings_to_save` in the checkpoint. Earlier versions saved none.
+        saved: The result of :func:`settings_to_save` in the checkpoint. Earlier versions saved
+            none.
         own: The same of this run.
         names: For each parameter group of this run, the canonical names of its parameters.
     """
@@ -76,7 +77,8 @@ def describe_settings(saved: Any, own: Mapping[str, Any], names: Sequence[Sequen
 def describe_rates(
     before: Mapping[str, float], optimizer: Optimizer, names: Sequence[Sequence[str]], scheduler: Any
 ) -> list[str]:
-    """Describe how the loaded rates differ from those that the configuration would give at this step.
+    """Describe how the loaded rates differ from those that the configuration would give at this
+    step.
 
     Args:
         before: The rates before the checkpoint was loaded. They count if there is no schedule.
@@ -103,8 +105,8 @@ def warn_of_other_settings(path: Path, changes: Sequence[str]) -> None:
     """Warn that a checkpoint was written with other settings, if there are ``changes``."""
     if changes:
         log.warning(
-            "%s was written with other settings (checkpoint → configured): %s; the checkpoint's learning rates apply until a "
-            "schedule sets others, all else is as configured", path, "; ".join(changes),
+            "%s was written with other settings (checkpoint → configured): %s; the checkpoint's learning rates apply "
+            "until a schedule sets others, all else is as configured", path, "; ".join(changes),
         )  # fmt: skip
 
 

@@ -56,7 +56,10 @@ class SavedState:
         return tensors_of(self._backend.stepped, buffers, self._state, self._placed)
 
     def _between_averages(self) -> dict[str, Any]:
-        """Return what a checkpoint between two averages of local steps has. The full model is the anchors."""
+        """Return what a checkpoint between two averages of local steps has.
+
+        The full model is the anchors.
+        """
         local, state = self._backend.local, LocalState(self._backend)
         assert local is not None
         known = self._backend.layout.buffers
@@ -94,7 +97,10 @@ class SavedState:
                         value.copy_(self._optimizer.state[here[0]][key])
 
     def finish_load_of_weights(self) -> None:
-        """Finish a load of weights alone. A no-op where the optimizer steps on the model's parameters."""
+        """Finish a load of weights alone.
+
+        A no-op where the optimizer steps on the model's parameters.
+        """
 
     def random_state(self) -> dict[str, torch.Tensor]:
         """Return the states of this rank's generators, under names with the rank's coordinates.
@@ -154,7 +160,8 @@ def tensors_of(
             if value.shape != parameter.shape:
                 if value.dim() and canonical != name:
                     raise CheckpointError(
-                        f"the optimizer's {key.rpartition('/')[2]!r} of {name} does not have the shape of its parameter, so no other "
+                        f"the optimizer's {key.rpartition('/')[2]!r} of {name} does not have the shape of its "
+                        "parameter, so no other "
                         'layout could continue with it; use AdamW or SGD, or sdp.granularity "block"'
                     )
                 tensors.setdefault(key, value)

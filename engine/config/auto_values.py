@@ -47,7 +47,9 @@ _WITHOUT_ARGUMENTS: dict[str, tuple[Any, str]] = {
 
 
 def resolve_spellings(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return ``raw`` with the spellings of DeepSpeed 0.19: aliases, comments, inf, null and old switches."""
+    """Return ``raw`` with the spellings of DeepSpeed 0.19: aliases, comments, inf, null and old
+    switches.
+    """
     known = {key: value for key, value in raw.items() if key != "comment" and not key.startswith(_COMMENTS)}
     for old, new in ALIASES.items():
         if old in known and new not in known:
@@ -70,7 +72,9 @@ def resolve_spellings(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_equal_norm(params: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's ``params`` without a ``max_grad_norm`` that says what gradient_clipping says."""
+    """Return the optimizer's ``params`` without a ``max_grad_norm`` that says what
+    gradient_clipping says.
+    """
     same = params.get("max_grad_norm") in (0, raw.get("gradient_clipping"))
     return {key: value for key, value in params.items() if key != "max_grad_norm" or not same}
 
@@ -162,7 +166,10 @@ def _resolve_one(path: str, raw: dict[str, Any], arguments: Any, kept: dict[str,
 
 
 def _is_usable(path: str, value: Any) -> bool:
-    """Whether an argument of the script has a value. The Trainer's max_steps is -1 if it is not set."""
+    """Whether an argument of the script has a value.
+
+    The Trainer's max_steps is -1 if it is not set.
+    """
     if path.endswith(".enabled"):
         return isinstance(value, bool)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -11,7 +11,9 @@ from .section import NonNegative, NonNegativeInt, Pixels, Section, Tokens, Width
 
 
 class SourceSection(Section):
-    """One source of a mixture: token shards, and their share of the samples relative to other weights."""
+    """One source of a mixture: token shards, and their share of the samples relative to other
+    weights.
+    """
 
     path: str
     weight: NonNegative
@@ -20,7 +22,8 @@ class SourceSection(Section):
 class DataSection(Section):
     """The data to train on: token shards, or images if ``name`` is given.
 
-    ``sources``: several directories of token shards, in place of ``path``, which are mixed by weight.
+    ``sources``: several directories of token shards, in place of ``path``, which are mixed by
+    weight.
     ``path``: the token shards. Without it, the sources of Python's standard library are prepared.
     ``document_mask``: attention does not cross the borders of documents in a sample.
     ``tokenizer`` (None: sentencepiece) and ``vocab_size`` say how. Shards at ``path`` must have

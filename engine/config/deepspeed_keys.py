@@ -140,8 +140,10 @@ WHY_NOT_DEEPSPEED: dict[str, str] = {
     "zero_optimization.zero_quantized_weights": _ROUNDED,
     "zero_optimization.zero_quantized_nontrainable_weights": _ROUNDED,
     "zero_optimization.zero_quantized_gradients": _ROUNDED,
-    "zero_optimization.offload_optimizer.device": 'a group\'s shards must be in memory to be averaged; offload to "cpu"',
-    "zero_optimization.offload_param.device": "parameters on a host or disk are not followed between groups; offload the optimizer",
+    "zero_optimization.offload_optimizer.device": "a group's shards must be in memory to be averaged; offload to "
+    '"cpu"',
+    "zero_optimization.offload_param.device": "parameters on a host or disk are not followed between groups; offload "
+    "the optimizer",
     "communication_data_type": _ROUNDED,
     "data_types.grad_accum_dtype": "the shards that are averaged would lie elsewhere",
     "elasticity.enabled": "the number of groups is fixed for a run",

@@ -83,7 +83,8 @@ def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_hjson(path: Path) -> dict[str, Any] | None:
-    """Return the file as DeepSpeed reads it: with comments, trailing commas and names without quotes.
+    """Return the file as DeepSpeed reads it: with comments, trailing commas and names without
+    quotes.
 
     None if it is not hjson either, or not an object.
     """
@@ -147,7 +148,8 @@ def _value_of(text: str, path: str) -> Any:
 def _refuse_with_neurons(config: Config) -> None:
     if config.sdp.units != "auto":
         raise ConfigError(
-            'sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its branches'
+            'sdp.units: patterns name blocks; with sdp.granularity "neuron" leave it "auto", the model states its '
+            "branches"
         )
     mode = config.activation_checkpointing.mode
     if config.sdp.in_one_process and mode != "none":  # recomputation would read whole parameters, not slices
@@ -175,7 +177,8 @@ def _refuse_with_deepspeed(config: Config) -> None:
     for path, (refused, value, remedy) in unavailable.items():
         if refused:
             raise ConfigError(
-                f'{path}: {json.dumps(value)} is not available in this version together with sdp.engine "deepspeed"; {remedy}'
+                f'{path}: {json.dumps(value)} is not available in this version together with sdp.engine "deepspeed"; '
+                f"{remedy}"
             )
 
 
@@ -184,7 +187,8 @@ def _refuse_precision(config: Config) -> None:
     key = "fp16.enabled" if config.fp16.enabled else "torch_autocast.enabled"
     if engine == "vectorized" and (config.fp16.enabled or autocasts):
         raise ConfigError(
-            f'{key}: true is not available with sdp.engine "vectorized", which does not scale the loss; use bf16, or "fsdp2"'
+            f'{key}: true is not available with sdp.engine "vectorized", which does not scale the loss; use bf16, or '
+            '"fsdp2"'
         )
     if config.sdp.sync is not None and config.scales_loss:
         raise ConfigError(f"{key}: float16 is not available together with sdp.sync; use bf16")
@@ -206,7 +210,8 @@ def _refuse_offload(config: Config) -> None:
         if applies:
             key = "offload_optimizer" if config.zero_optimization.offload_optimizer is not None else "offload_param"
             raise ConfigError(
-                f'zero_optimization.{key}.device: "cpu" is not available in this version together with {other}; use "none"'
+                f'zero_optimization.{key}.device: "cpu" is not available in this version together with {other}; use '
+                '"none"'
             )
 
 
@@ -216,7 +221,8 @@ def _refuse_group_sizes(config: Config) -> None:
         return
     if len(sizes) != sdp.groups:
         raise ConfigError(
-            f"sdp.group_sizes: {sizes} are the sizes of {len(sizes)} groups, and sdp.groups is {sdp.groups}; change one of them"
+            f"sdp.group_sizes: {sizes} are the sizes of {len(sizes)} groups, and sdp.groups is {sdp.groups}; change "
+            "one of them"
         )
     if sdp.engine == "fsdp2" and len(set(sizes)) > 1:
         raise ConfigError(
@@ -239,15 +245,18 @@ def _refuse_unavailable(config: Config) -> None:
     if sdp.engine == "vectorized" and (sdp.masking != "forward" or sdp.branch_scale != "none"):
         key, value = ("masking", "forward") if sdp.masking != "forward" else ("branch_scale", "none")
         raise ConfigError(
-            f'sdp.{key}: "{getattr(sdp, key)}" is not available with sdp.engine "vectorized"; use "{value}", or "reference"'
+            f'sdp.{key}: "{getattr(sdp, key)}" is not available with sdp.engine "vectorized"; use "{value}", or '
+            '"reference"'
         )
     if sdp.branch_scale != "none" and sdp.masking == "backward":
         raise ConfigError(
-            f'sdp.branch_scale: {json.dumps(sdp.branch_scale)} has no meaning with sdp.masking "backward", where all units run; use "none"'
+            f'sdp.branch_scale: {json.dumps(sdp.branch_scale)} has no meaning with sdp.masking "backward", where all '
+            'units run; use "none"'
         )
     if config.training.compile and config.tensor_parallel.autotp_size > 1:
         raise ConfigError(
-            "training.compile: true is not available in this version together with tensor_parallel.autotp_size above 1; use false"
+            "training.compile: true is not available in this version together with tensor_parallel.autotp_size above "
+            "1; use false"
         )
     if config.training.compile and sdp.in_one_process:
         raise ConfigError(f'training.compile: true is not available with sdp.engine "{sdp.engine}"; use false')
@@ -257,8 +266,8 @@ def _refuse_lr_scale(config: Config) -> None:
     sdp, optimizer = config.sdp, config.optimizer
     if sdp.lr_scale != "none" and optimizer is not None and optimizer.type.lower() in ("muon", "lamb"):
         raise ConfigError(
-            f'sdp.lr_scale: {json.dumps(sdp.lr_scale)} is not available with optimizer.type "{optimizer.type}", whose steps are '
-            'those of whole matrices; use "none", or AdamW'
+            f'sdp.lr_scale: {json.dumps(sdp.lr_scale)} is not available with optimizer.type "{optimizer.type}", whose '
+            'steps are those of whole matrices; use "none", or AdamW'
         )
 
 
@@ -271,11 +280,12 @@ def _refuse_sync(config: Config) -> None:
         raise ConfigError('sdp.sync: local steps are not available with sdp.engine "vectorized"; use "reference"')
     if sdp.lr_scale != "none":
         raise ConfigError(
-            f"sdp.lr_scale: {json.dumps(sdp.lr_scale)} has no meaning with sdp.sync, where the noise of a local step does not "
+            f"sdp.lr_scale: {json.dumps(sdp.lr_scale)} has no meaning with sdp.sync, where the noise of a local step "
+            "does not "
             'depend on the holders; use "none"'
         )
     if sdp.in_one_process and config.activation_checkpointing.mode != "none":
         raise ConfigError(
-            f'activation_checkpointing.mode: "{config.activation_checkpointing.mode}" is not available with sdp.sync and '
-            f'sdp.engine "{sdp.engine}"; use "none"'
+            f'activation_checkpointing.mode: "{config.activation_checkpointing.mode}" is not available with sdp.sync '
+            f'and sdp.engine "{sdp.engine}"; use "none"'
         )

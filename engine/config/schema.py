@@ -56,7 +56,8 @@ class FP16Section(Section):
     def _begins_above_the_minimum(self) -> Self:
         if self.loss_scale == 0 and self.min_loss_scale > 2**self.initial_scale_power:
             raise ValueError(
-                f"min_loss_scale {self.min_loss_scale:g} is more than the scale at the start, 2^{self.initial_scale_power}"
+                f"min_loss_scale {self.min_loss_scale:g} is more than the scale at the start, "
+                f"2^{self.initial_scale_power}"
             )
         return self
 
@@ -214,7 +215,8 @@ class Config(Section):
     def _spikes_are_common(self) -> Self:
         if self.sdp.sync is not None and self.training.on_spike != "none":
             raise ValueError(
-                f'training.on_spike "{self.training.on_spike}" needs an average in every step; remove it, or remove sdp.sync'
+                f'training.on_spike "{self.training.on_spike}" needs an average in every step; remove it, or remove '
+                "sdp.sync"
             )
         return self
 

@@ -12,7 +12,10 @@ Steps = Annotated[int, Field(gt=0, le=2**24)]
 
 
 class OuterSGDParams(Section):
-    """Parameters of the outer SGD, as in torch. Without any of them, those of DiLoCo (arXiv 2311.08105) hold."""
+    """Parameters of the outer SGD, as in torch.
+
+    Without any of them, those of DiLoCo (arXiv 2311.08105) hold.
+    """
 
     lr: NonNegative = 0.7
     momentum: Beta = 0.0
@@ -89,12 +92,13 @@ class SyncSection(Section):
     def _fits_together(self) -> Self:
         if self.every % self.fragments:
             raise ValueError(
-                f"every {self.every} is not divisible by fragments {self.fragments}; choose a divisor of every as fragments"
+                f"every {self.every} is not divisible by fragments {self.fragments}; choose a divisor of every as "
+                "fragments"
             )
         apart = self.every // self.fragments
         if self.overlap >= apart:
             raise ValueError(
-                f"overlap {self.overlap} must be less than every / fragments = {apart}, so that an average has arrived before "
-                "the next one starts"
+                f"overlap {self.overlap} must be less than every / fragments = {apart}, so that an average has "
+                "arrived before the next one starts"
             )
         return self

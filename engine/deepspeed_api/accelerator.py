@@ -11,7 +11,10 @@ __path__: list[str] = []
 
 
 class Accelerator:
-    """The device of this machine: CUDA, or the CPU. Other names are those of ``torch.cuda`` or ``torch.cpu``."""
+    """The device of this machine: CUDA, or the CPU.
+
+    Other names are those of ``torch.cuda`` or ``torch.cpu``.
+    """
 
     def __init__(self) -> None:
         self._on_cuda = torch.cuda.is_available()

@@ -52,7 +52,9 @@ send = _without_options(dist.send)
 
 
 def __getattr__(name: str) -> Any:
-    """Return another function of torch.distributed, such as those that a script uses to send objects."""
+    """Return another function of torch.distributed, such as those that a script uses to send
+    objects.
+    """
     if name.startswith("_") or not hasattr(dist, name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(dist, name)

@@ -16,7 +16,8 @@ from types import ModuleType
 from typing import Any
 
 _ENGINE = (__package__ or "").rpartition(".")[0]
-# The names after "sdp.", and the modules of the engine. Submodules of DeepSpeed have all names of their parent.
+# The names after "sdp.", and the modules of the engine. Submodules of DeepSpeed have all names of
+# their parent.
 MODULES = {
     "accelerator": "deepspeed_api.accelerator",
     "accelerator.real_accelerator": "deepspeed_api.accelerator",
@@ -46,7 +47,8 @@ OUT_OF_SCOPE = {
     "autotuning": "DeepSpeed's autotuning is not supported; sdp plan shows memory and traffic of a configuration",
     "compression": "DeepSpeed's compression is not supported",
     "elasticity": "DeepSpeed's elasticity is not supported",
-    "inference": "DeepSpeed's inference is not supported; use engine.full_model(), or engine.save_pretrained(DIR) and a server",
+    "inference": "DeepSpeed's inference is not supported; use engine.full_model(), or engine.save_pretrained(DIR) "
+    "and a server",
     "linear": "DeepSpeed's linear layers are not supported",
     "model_implementations": "DeepSpeed's inference is not supported",
     "module_inject": "DeepSpeed's kernel injection is not supported",
@@ -91,7 +93,9 @@ class _Refusing(type):
 
 
 def refusing(name: str, reason: str) -> type:
-    """Return a class that raises :class:`~sdp.engine.deepspeed_names.OutOfScopeError` when it is called."""
+    """Return a class that raises :class:`~sdp.engine.deepspeed_names.OutOfScopeError` when it is
+    called.
+    """
 
     def refuse(*_: Any, **__: Any) -> Any:
         from ..deepspeed_names import OutOfScopeError

@@ -76,7 +76,8 @@ class DeepSpeedCPUAdam(FusedAdam):
             weight_decay: The weight decay.
             amsgrad: Whether to use the largest second moment so far.
             adamw_mode: Whether weight decay is decoupled (AdamW).
-            fp32_optimizer_states: Has no effect: states have the type of the master weights, float32.
+            fp32_optimizer_states: Has no effect: states have the type of the master weights,
+                float32.
         """
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 

@@ -70,7 +70,9 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 class OnDevice:
-    """A context in which tensors are made on ``device``, such as "meta", with ``dtype`` where it is not "meta"."""
+    """A context in which tensors are made on ``device``, such as "meta", with ``dtype`` where it is
+    not "meta".
+    """
 
     def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True):
         self._device = torch.device(device) if enabled else None

@@ -72,8 +72,8 @@ class GatheredParameters:
         self._of_deepspeed: Any = None
         if any(isinstance(parameter, DTensor) for parameter in self._parameters):
             raise ConfigError(
-                "sdp.zero.GatheredParameters: a parameter is sharded by sdp.initialize; change weights before it, and read them with "
-                "engine.full_state_dict() or engine.full_model()"
+                "sdp.zero.GatheredParameters: a parameter is sharded by sdp.initialize; change weights before it, "
+                "and read them with engine.full_state_dict() or engine.full_model()"
             )
         if any(hasattr(parameter, "ds_id") for parameter in self._parameters):
             from deepspeed import zero as of_deepspeed  # its engine shards them

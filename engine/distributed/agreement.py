@@ -76,7 +76,9 @@ class Ranks:
             raise CheckpointError(first)
 
     def first(self, value: Any) -> Any:
-        """Return the first ``value`` (JSON) in rank order that is not None, or None if all are None."""
+        """Return the first ``value`` (JSON) in rank order that is not None, or None if all are
+        None.
+        """
         return next((found for found in self.gather(value) if found is not None), None)
 
     def all_or_none(self, action: Callable[[], T]) -> T:
@@ -85,7 +87,8 @@ class Ranks:
         A rank that fails by itself would leave the others waiting in a collective.
 
         Raises:
-            SDPError: on every rank, if ``action`` raised one on any. It is the first, in rank order.
+            SDPError: on every rank, if ``action`` raised one on any. It is the first, in rank
+                order.
         """
         result, error = None, None
         try:

@@ -47,8 +47,8 @@ def split_tensor_group(hosts: Sequence[str], tp: int) -> str | None:
     for first in range(0, len(hosts), tp):
         if len(here := list(dict.fromkeys(hosts[first : first + tp]))) > 1:
             return (
-                f"tensor parallelism of {tp} ranks crosses the network: ranks {first} to {first + tp - 1} are on {' and '.join(here)}, and"
-                " wait for each other's activations in every layer, forward and backward; choose a tensor_parallel.autotp_size that"
-                " divides the ranks of each host"
+                f"tensor parallelism of {tp} ranks crosses the network: ranks {first} to {first + tp - 1} are on "
+                f"{' and '.join(here)}, and wait for each other's activations in every layer, forward and backward; "
+                "choose a tensor_parallel.autotp_size that divides the ranks of each host"
             )
     return None

@@ -55,8 +55,8 @@ class Mesh:
         """
         if world_size % (groups * tp):
             raise ConfigError(
-                f"world size {world_size} is not divisible by sdp.groups {groups} × tensor_parallel.autotp_size {tp} = {groups * tp}; "
-                f"start a multiple of {groups * tp} processes or change sdp.groups"
+                f"world size {world_size} is not divisible by sdp.groups {groups} × tensor_parallel.autotp_size {tp} "
+                f"= {groups * tp}; start a multiple of {groups * tp} processes or change sdp.groups"
             )
         return cls(groups, world_size // (groups * tp), tp)
 
@@ -141,8 +141,9 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
     if sizes is not None:
         mesh = Mesh.of_groups(sizes, 1 if alone else config.tensor_parallel.autotp_size)
         if not alone and mesh.world_size != world_size:
-            raise ConfigError(f"world size {world_size} is not sdp.group_sizes {sizes} × tensor_parallel.autotp_size {mesh.tp} = "
-                              f"{mesh.world_size}; start {mesh.world_size} processes, or change sdp.group_sizes")  # fmt: skip
+            raise ConfigError(f"world size {world_size} is not sdp.group_sizes {sizes} × tensor_parallel.autotp_size "
+                              f"{mesh.tp} = {mesh.world_size}; start {mesh.world_size} processes, or change "
+                              "sdp.group_sizes")  # fmt: skip
         return mesh
     if alone:
         return Mesh(config.sdp.groups, _virtual_fsdp(config))

@@ -65,7 +65,9 @@ def _inherited(found: Environment) -> socket.socket | None:
 
 
 def _bound(found: Environment) -> socket.socket | None:
-    """A socket on the master address, or None if that cannot be the address of rank 0 for all ranks."""
+    """A socket on the master address, or None if that cannot be the address of rank 0 for all
+    ranks.
+    """
     where = f"{found.master_addr}:{found.master_port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(

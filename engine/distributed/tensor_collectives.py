@@ -145,8 +145,8 @@ def scatter_sequence(whole: Tensor, ranks: TensorRanks) -> Tensor:
     """
     if whole.shape[SEQUENCE] % ranks.size:
         raise ModelError(
-            f"a sequence of {whole.shape[SEQUENCE]} tokens cannot be cut among tensor_parallel.autotp_size = {ranks.size} ranks; "
-            f"make its length a multiple of {ranks.size}"
+            f"a sequence of {whole.shape[SEQUENCE]} tokens cannot be cut among tensor_parallel.autotp_size = "
+            f"{ranks.size} ranks; make its length a multiple of {ranks.size}"
         )
     return _ScatterSequence.apply(whole, ranks)  # type: ignore[return-value]
 

@@ -71,7 +71,8 @@ def _require_divisible(name: str, parameter: nn.Parameter, style: Style, ranks: 
     if size % pieces or pieces % ranks:
         what = f"{pieces} pieces of {size // pieces}" if pieces != size else f"size {size}"
         raise ModelError(
-            f"{name}: dimension {style.dims} ({what}) cannot be cut among {TP} = {ranks} ranks; choose a divisor of {pieces}"
+            f"{name}: dimension {style.dims} ({what}) cannot be cut among {TP} = {ranks} ranks; choose a divisor of "
+            f"{pieces}"
         )
 
 

@@ -96,7 +96,9 @@ class StreamedEvaluation:
         return work
 
     def _install(self) -> Callable[[], None]:
-        """Make held units stop the passes and absent ones run as guests; return a function to undo it."""
+        """Make held units stop the passes and absent ones run as guests; return a function to undo
+        it.
+        """
         handles = []
         for name in self._units:
             module = self._backend.module.get_submodule(name)
@@ -160,7 +162,9 @@ class StreamedEvaluation:
             self._hosts.pop().guests.clear()
 
     def _unit_shard(self, unit: Unit, source: int) -> torch.Tensor:
-        """The unit's padded shards, joined, in compute precision; uninitialised except at the source."""
+        """The unit's padded shards, joined, in compute precision; uninitialised except at the
+        source.
+        """
         backend = self._backend
         infos = backend.layout.members.get(unit.name, [])
         if backend.at.sdp == source:

@@ -30,7 +30,9 @@ def gather_inside(backend: SubnetworkBackend, shard: torch.Tensor) -> torch.Tens
 
 
 def assemble(shards: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """This tensor-parallel rank's part of the parameter from its padded shards, shape (shards, padded numel)."""
+    """This tensor-parallel rank's part of the parameter from its padded shards, shape (shards,
+    padded numel).
+    """
     return shards.reshape(-1)[: info.part.numel()].view(info.part)
 
 

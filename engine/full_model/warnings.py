@@ -45,8 +45,9 @@ def warn_of_partial_pass(module: nn.Module, evaluation: Evaluation) -> None:
         if not (module.training or evaluation.is_running or evaluation.is_replaced):
             handle.remove()
             log.warning(
-                "the model runs in evaluation mode, but this rank has only the subnetwork of its group; engine.evaluate(BATCHES) gives "
-                "the loss of the full model, engine.full_model() and engine.generate() run it"
+                "the model runs in evaluation mode, but this rank has only the subnetwork of its group; "
+                "engine.evaluate(BATCHES) gives the loss of the full model, engine.full_model() and "
+                "engine.generate() run it"
             )
 
     handle = module.register_forward_pre_hook(warn)

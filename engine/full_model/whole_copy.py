@@ -74,7 +74,8 @@ class UncutModel:
         """
         if self._skeleton is None:
             raise ModelError(
-                f"full_model: this model cannot be copied ({self._obstacle}); load engine.full_state_dict() into another model"
+                f"full_model: this model cannot be copied ({self._obstacle}); load engine.full_state_dict() into "
+                "another model"
             )
         return _on_every_rank(tensors, self._layout, dtype, device)
 
@@ -83,7 +84,8 @@ class UncutModel:
         """Give a copy of the full model in evaluation mode.
 
         Args:
-            values: The result of :meth:`gather`. The copy takes these tensors, and the mapping is emptied.
+            values: The result of :meth:`gather`. The copy takes these tensors, and the mapping is
+                emptied.
             dtype: The type of floating-point parameters. Floating-point inputs get it, too.
             device: Where the copy is.
         """
@@ -109,7 +111,9 @@ class UncutModel:
             model.to("meta")  # free the memory, even if the caller keeps the model
 
     def _computed_buffers(self, skeleton: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the buffers that are neither parameters nor saved, of a model that was on the meta device."""
+        """Return the buffers that are neither parameters nor saved, of a model that was on the meta
+        device.
+        """
         missing = {
             name: buffer
             for name, buffer in skeleton.named_buffers()
@@ -140,8 +144,9 @@ def check_room(needed: int, free: Sequence[int | None], hosts: Sequence[str], de
         if bytes_free is not None and needed * copies > _SPARE * bytes_free:
             ranks = f"{copies} ranks on {host}" if copies > 1 else f"rank {rank}"
             raise OutOfMemoryError(
-                f"full_model: the full model takes {needed / 2**30:.2f} GiB, and {ranks} would need {needed * copies / 2**30:.2f} GiB of "
-                f"the {bytes_free / 2**30:.2f} GiB that are free; use engine.evaluate(), or engine.save_pretrained() and another process"
+                f"full_model: the full model takes {needed / 2**30:.2f} GiB, and {ranks} would need "
+                f"{needed * copies / 2**30:.2f} GiB of the {bytes_free / 2**30:.2f} GiB that are free; use "
+                "engine.evaluate(), or engine.save_pretrained() and another process"
             )
 
 

@@ -29,7 +29,8 @@ def write_configuration(module: nn.Module, directory: Path) -> None:
     config = get_config(module)
     if not hasattr(config, "save_pretrained"):
         return
-    # FSDP2 gives the module a class of its own, which inherits from FSDPModule and the model's class.
+    # FSDP2 gives the module a class of its own, which inherits from FSDPModule and the model's
+    # class.
     kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
     config = copy.deepcopy(config)
     config.architectures = [kind.__name__]

@@ -32,7 +32,9 @@ class AcceleratedEngine:
     """
 
     def __init__(self, engine: SDPEngine, config: dict[str, Any], deepspeed_engine: type):
-        """``config`` is DeepSpeed's configuration; ``deepspeed_engine`` is the class that this object stands for."""
+        """``config`` is DeepSpeed's configuration; ``deepspeed_engine`` is the class that this
+        object stands for.
+        """
         self.engine, self.config = engine, config
         self._deepspeed_engine = deepspeed_engine
         self._full: nn.Module | None = None
@@ -59,7 +61,10 @@ class AcceleratedEngine:
     forward = __call__
 
     def _replace_forward(self, module: nn.Module) -> None:
-        """Make ``module`` run the full model in evaluation mode. The Trainer calls the module itself there."""
+        """Make ``module`` run the full model in evaluation mode.
+
+        The Trainer calls the module itself there.
+        """
         own = module.forward
 
         @functools.wraps(own)
@@ -108,10 +113,11 @@ class AcceleratedEngine:
 
 
 def install() -> None:
-    """Make Accelerate and the Trainer train with SDP where DeepSpeed's configuration has a section ``sdp``.
+    """Make Accelerate and the Trainer train with SDP where DeepSpeed's configuration has a section
+    ``sdp``.
 
-    Call it once, before ``Accelerator(...)`` or ``Trainer(...)``. A configuration without the section still
-    goes to DeepSpeed.
+    Call it once, before ``Accelerator(...)`` or ``Trainer(...)``. A configuration without the
+    section still goes to DeepSpeed.
 
     Raises:
         ConfigError: accelerate or deepspeed is not installed.

@@ -11,9 +11,10 @@ from ..config.schema import Config, FP16Section
 class LossScaler:
     """The factor of the losses, which keeps small gradients of float16 from becoming 0.
 
-    A dynamic scale is halved after ``hysteresis`` overflows, and doubled after ``loss_scale_window``
-    steps without one. The names and rules are those of DeepSpeed's ``DynamicLossScaler``. Every rank
-    has one, and they stay equal because all ranks skip the same steps.
+    A dynamic scale is halved after ``hysteresis`` overflows, and doubled after
+    ``loss_scale_window`` steps without one. The names and rules are those of DeepSpeed's
+    ``DynamicLossScaler``. Every rank has one, and they stay equal because all ranks skip the same
+    steps.
     """
 
     _SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -26,7 +27,9 @@ class LossScaler:
 
     @classmethod
     def of(cls, config: Config) -> LossScaler | None:
-        """Return the scaler of a run, or None if it does not compute in float16, or DeepSpeed scales."""
+        """Return the scaler of a run, or None if it does not compute in float16, or DeepSpeed
+        scales.
+        """
         if config.sdp.engine == "deepspeed" or not config.scales_loss:
             return None
         return cls(config.fp16)
@@ -61,7 +64,10 @@ class LossScaler:
         return {key: getattr(self, key) for key in self._SAVED} if self.is_dynamic else None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a result of :meth:`state_dict`, or from that of DeepSpeed. A fixed scale stays."""
+        """Continue from a result of :meth:`state_dict`, or from that of DeepSpeed.
+
+        A fixed scale stays.
+        """
         for key in self._SAVED if self.is_dynamic else ():
             if state is not None and key in state:
                 setattr(self, key, state[key])

@@ -58,8 +58,8 @@ class OptimizerState:
                 found[key] = self._number(state, key, canonical, self._of_group(key, value, group))
             elif value is not None:
                 raise CheckpointError(
-                    f"the optimizer's {key!r} of {canonical} is a {type(value).__name__}; a checkpoint keeps tensors and numbers: use an "
-                    "optimizer whose state is made of these"
+                    f"the optimizer's {key!r} of {canonical} is a {type(value).__name__}; a checkpoint keeps tensors "
+                    "and numbers: use an optimizer whose state is made of these"
                 )
         if state and COUNT not in state and isinstance(group.get(COUNT), int | float):
             found[COUNT] = self._number(group, COUNT, canonical, group[COUNT])

@@ -230,7 +230,8 @@ def _build_lamb(
 
 
 def check_optimizer(config: Config, given: Any) -> None:
-    """Refuse LAMB where no rank can know the norms of whole parameters, and Muon where none has whole matrices.
+    """Refuse LAMB where no rank can know the norms of whole parameters, and Muon where none has
+    whole matrices.
 
     Args:
         config: The run's configuration.
@@ -246,7 +247,8 @@ def check_optimizer(config: Config, given: Any) -> None:
         obstacle = "zero_optimization.offload_optimizer" if config.zero_optimization.offloads else obstacle
         if obstacle is not None:
             raise ConfigError(
-                f'optimizer.type: "{config.optimizer.type}" gathers matrices on the device, which is not possible with {obstacle}; '
+                f'optimizer.type: "{config.optimizer.type}" gathers matrices on the device, which is not possible '
+                f"with {obstacle}; "
                 "change one of them"
             )
     if config.optimizer.type.lower() != "lamb":
@@ -260,7 +262,8 @@ def check_optimizer(config: Config, given: Any) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ConfigError(
-                f'optimizer.type: "{config.optimizer.type}" needs the norms of whole parameters, which {reason} takes apart; change one '
+                f'optimizer.type: "{config.optimizer.type}" needs the norms of whole parameters, which {reason} takes '
+                "apart; change one "
                 "of them"
             )
 

@@ -178,7 +178,9 @@ class Lamb(_ForeachOptimizer):
         torch._foreach_add_(weights, steps)
 
     def _count_step(self, parameter: nn.Parameter, betas: tuple[float, float]) -> float:
-        """Count a step of ``parameter``, and return the factor that corrects the bias of its moments."""
+        """Count a step of ``parameter``, and return the factor that corrects the bias of its
+        moments.
+        """
         count = self.state[parameter].setdefault("step", torch.tensor(0.0))
         count += 1
         if not self._corrects:
@@ -216,7 +218,10 @@ def _update_moments(
 
 
 def _norms_of_whole(parameters: list[nn.Parameter], weights: Tensors, steps: Tensors) -> tuple[Tensor, Tensor]:
-    """Return the norms of whole parameters and of their whole steps. Collective where they are sharded."""
+    """Return the norms of whole parameters and of their whole steps.
+
+    Collective where they are sharded.
+    """
     both = [torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)) for tensors in (weights, steps)]
     squares = torch.stack(both).double().square()
     shared: dict[DeviceMesh, list[int]] = defaultdict(list)

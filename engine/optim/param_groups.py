@@ -21,7 +21,8 @@ def named_groups(
     """Return parameter groups that list canonical names, and whether the user gave groups.
 
     Args:
-        model_parameters: The user's parameters, pairs of name and parameter, or parameter groups, or None.
+        model_parameters: The user's parameters, pairs of name and parameter, or parameter groups,
+            or None.
         optimizer: The user's optimizer over the uncut model, a function, or None.
         names: The canonical name of each parameter of the uncut model, by ``id``.
 
@@ -31,7 +32,8 @@ def named_groups(
     if isinstance(optimizer, Optimizer):
         if optimizer.state:
             raise ConfigError(
-                "sdp.initialize: the optimizer has stepped before, or makes state as it is made, as Adagrad does; give one without state"
+                "sdp.initialize: the optimizer has stepped before, or makes state as it is made, as Adagrad does; "
+                "give one without state"
             )
         given: list[Any] = optimizer.param_groups
     elif model_parameters is not None:
@@ -45,12 +47,14 @@ def named_groups(
     for group in given:
         parameters = group["params"]
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        # Pairs of name and parameter, as of model.named_parameters(). Canonical names replace the names.
+        # Pairs of name and parameter, as of model.named_parameters(). Canonical names replace the
+        # names.
         parameters = [each[1] if isinstance(each, tuple) else each for each in parameters]
         unknown = [p for p in parameters if id(p) not in names]
         if unknown:
             raise ConfigError(
-                f"sdp.initialize: a parameter of shape {tuple(unknown[0].shape)} is given to the optimizer but is not in the model"
+                f"sdp.initialize: a parameter of shape {tuple(unknown[0].shape)} is given to the optimizer but is not "
+                "in the model"
             )
         options = {key: value for key, value in group.items() if key != "param_names"}
         param_groups.append({**options, "params": [names[id(p)] for p in parameters]})

@@ -26,7 +26,9 @@ ADAM_LIKE, SGD_LIKE = 0.5, 1.0
 
 
 def exponent_of(setting: str | float, optimizer: Optimizer) -> float:
-    """Return p for a value of ``sdp.lr_scale``. "auto" is 1 for SGD and 0.5 for Adam-like optimizers."""
+    """Return p for a value of ``sdp.lr_scale``. "auto" is 1 for SGD and 0.5 for Adam-like
+    optimizers.
+    """
     if setting == "none":
         return 0.0
     if setting == "auto":
@@ -56,8 +58,8 @@ class ScaledRates:
     Args:
         optimizer: The optimizer, which gets hooks.
         scale_of: Returns the factor of a parameter, from its parameter group and the parameter.
-        elementwise: Factors of single elements, for whole parameters of which slices have holders of
-            their own. They broadcast to the parameter. ``scale_of`` must return 1 for these.
+        elementwise: Factors of single elements, for whole parameters of which slices have holders
+            of their own. They broadcast to the parameter. ``scale_of`` must return 1 for these.
     """
 
     def __init__(

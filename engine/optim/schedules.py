@@ -205,7 +205,8 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
     unresolved = next((key for key, value in params.items() if value == "auto"), None)
     if unresolved is not None:
         raise ConfigError(
-            f'scheduler.params.{unresolved}: "auto" needs a number of steps; set it, or training.steps, or give sdp.initialize the '
+            f'scheduler.params.{unresolved}: "auto" needs a number of steps; set it, or training.steps, or give '
+            "sdp.initialize the "
             "script's arguments as args, with max_steps"
         )
     if type not in SCHEDULES:

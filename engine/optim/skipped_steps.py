@@ -23,7 +23,10 @@ class SkippedSteps:
         self._groups = "all groups"
 
     def note(self, skipped: bool, *, excused: bool = False, groups: str = "all groups") -> None:
-        """Count one step. A step that was not skipped resets the count. ``groups`` says who skipped it."""
+        """Count one step.
+
+        A step that was not skipped resets the count. ``groups`` says who skipped it.
+        """
         self._groups = groups
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self._excused = self._excused + excused if skipped else 0
@@ -39,8 +42,8 @@ class SkippedSteps:
             at_scale = "" if loss_scale is None else f" and loss scale {loss_scale:g}"
             raise NonFiniteError(
                 f"the gradient's norm is {norm} at step {step}{at_scale}, for the {counted}. time in a row "
-                f"(training.max_skips {self._allowed}); the weights are those after step {step - self.in_a_row}: lower the "
-                "learning rate, or resume from an earlier checkpoint"
+                f"(training.max_skips {self._allowed}); the weights are those after step {step - self.in_a_row}: "
+                "lower the learning rate, or resume from an earlier checkpoint"
             )
         scale = "" if loss_scale is None else f", the loss scale is now {loss_scale:g}"
         log.warning(

@@ -97,7 +97,10 @@ class SpikeDetector:
         return {**history, "skipped": self.skipped, "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. An empty mapping starts again, for checkpoints of earlier versions."""
+        """Continue from ``state``.
+
+        An empty mapping starts again, for checkpoints of earlier versions.
+        """
         for name, values in self._history.items():
             values.clear()
             values.extend(state.get(name, ()))

@@ -27,8 +27,8 @@ def find_blocks(model: nn.Module) -> set[str]:
 
     Chains may nest. If the blocks inside a chain's modules have most of its parameters, the modules
     are stages, and the inner blocks count. A residual block has a norm and at least two matrices.
-    So layers of a block are not blocks. Experts never count. If the model has no such blocks, the longest
-    run of modules that have layers counts, and all runs of the same class.
+    So layers of a block are not blocks. Experts never count. If the model has no such blocks, the
+    longest run of modules that have layers counts, and all runs of the same class.
 
     Raises:
         ModelError: the model has fewer than two blocks.

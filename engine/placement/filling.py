@@ -233,9 +233,9 @@ def _require_room(
     )
     share = packing.size[unit] / max(1, packing.size.sum())
     raise PlacementError(
-        f"sdp.capacity: the groups have no room {asked} next to the other units ({share:.1%} of the units' parameters); "
-        f"{_capacity_that_fits(packing, needed, room_for)} would do, or cut the model into smaller units "
-        f'(sdp.granularity "neuron"), or let all groups hold it (sdp.protect)'
+        f"sdp.capacity: the groups have no room {asked} next to the other units ({share:.1%} of the units' "
+        f"parameters); {_capacity_that_fits(packing, needed, room_for)} would do, or cut the model into smaller units "
+        '(sdp.granularity "neuron"), or let all groups hold it (sdp.protect)'
     )
 
 

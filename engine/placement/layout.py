@@ -273,7 +273,8 @@ def _without(units: Sequence[Unit], names: Mapping[str, str]) -> list[Unit]:
     if not left:
         reasons = "; ".join(f"{name} {reason}" for name, reason in names.items())
         raise ModelError(
-            f'sdp.units: "auto" finds no block that a group could skip: {reasons}; name other blocks, or use sdp.masking "backward"'
+            f'sdp.units: "auto" finds no block that a group could skip: {reasons}; name other blocks, or use '
+            'sdp.masking "backward"'
         )
     return [replace(unit, index=index) for index, unit in enumerate(left)]
 

@@ -72,7 +72,8 @@ class Placement:
                 raise PlacementError(f"sdp.placement: {unit!r} names a group twice: {list(holders)}")
             if min(holders) < 0 or max(holders) >= self.groups:
                 raise PlacementError(
-                    f"sdp.placement: {unit!r} is given to group {max(holders)}, but sdp.groups is {self.groups} (groups count from 0)"
+                    f"sdp.placement: {unit!r} is given to group {max(holders)}, but sdp.groups is {self.groups} "
+                    "(groups count from 0)"
                 )
 
     @cached_property
@@ -201,7 +202,8 @@ class Placement:
             enough = math.ceil(100 * needed / (self.groups * len(self.units))) / 100
             more = "name other holders" if self.can_be_connected else f"a sdp.capacity of {enough:g} or more allows it"
             notes.append(
-                f"the groups are connected through the shared part alone ({relation}), where few units are averaged; {more}"
+                f"the groups are connected through the shared part alone ({relation}), where few units are averaged; "
+                f"{more}"
             )
         empty = np.flatnonzero(self._sums((1,) * len(self.units)) == 0).tolist()
         if empty:
@@ -240,10 +242,11 @@ class Placement:
             above = float(self.loads.max()) / self.bound - 1
             proved = " (proved the least)" if above <= 0 else f" (proved within {above:.2%} of the least)"
         return (
-            f"{len(self.units)} units over {self.groups} groups, k = {shown} (mean {np.mean(counts):.2f}); "
-            f"a group holds {min(held):.0%} to {max(held):.0%} of the units' parameters; the slowest group has {self.imbalance:.3f} × the "
-            f"mean {'FLOPs' if self.flops else 'parameters'}{proved}; connected through units: {'yes' if self.connected else 'no'}; "
-            f"spectral gap {self.spectral_gap:.3f}; at most {int(self._communicators.max())} communicators a rank"
+            f"{len(self.units)} units over {self.groups} groups, k = {shown} (mean {np.mean(counts):.2f}); a group "
+            f"holds {min(held):.0%} to {max(held):.0%} of the units' parameters; the slowest group has "
+            f"{self.imbalance:.3f} × the mean {'FLOPs' if self.flops else 'parameters'}{proved}; connected through "
+            f"units: {'yes' if self.connected else 'no'}; spectral gap {self.spectral_gap:.3f}; at most "
+            f"{int(self._communicators.max())} communicators a rank"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -58,8 +58,8 @@ def _require_connected(named: Placement) -> None:
     one, other = (_shown(part) for part in named.parts()[:2])
     links, needed = sum(map(len, named.holders)), named.groups + len(named.units) - 1
     raise PlacementError(
-        f"sdp.placement: groups {one} share no unit with groups {other}, though Σk = {links} ≥ groups + units − 1 = {needed} holders "
-        "suffice to connect them; give a unit holders among both"
+        f"sdp.placement: groups {one} share no unit with groups {other}, though Σk = {links} ≥ groups + units − 1 = "
+        f"{needed} holders suffice to connect them; give a unit holders among both"
     )
 
 
@@ -77,8 +77,10 @@ def warnings_of(section: SDPSection, placement: Placement) -> list[str]:
     if section.placement != "cyclic" or len(set(placement.costs)) == 1 or not uneven:
         return placement.warnings()
     return [
-        f"units differ in size: a group holds {min(held):.0%} to {max(held):.0%} of their parameters, and the slowest has "
-        f'{placement.imbalance:.2f} × the mean work; sdp.placement "balanced" fills groups equally, or says why units do not allow it',
+        f"units differ in size: a group holds {min(held):.0%} to {max(held):.0%} of their parameters, and the slowest "
+        "has "
+        f'{placement.imbalance:.2f} × the mean work; sdp.placement "balanced" fills groups equally, or says why units '
+        "do not allow it",
         *placement.warnings(),
     ]
 
@@ -90,7 +92,8 @@ def warn_of_left_out(reasons: Mapping[str, str]) -> list[str]:
     kinds = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
     shown = "; ".join(f"{_listed(names)} ({reason})" for reason, names in kinds.items())
     return [
-        f'all groups share blocks that no group could skip: {shown}; sdp.masking "backward", or patterns in sdp.units, makes them units'
+        f'all groups share blocks that no group could skip: {shown}; sdp.masking "backward", or patterns in '
+        "sdp.units, makes them units"
     ]
 
 
@@ -118,7 +121,8 @@ def warn_of_large_share(numels: Mapping[str, int], units: Sequence[Unit], placem
     parts = _listed([f"{name} {shared[name] / total:.0%}" for name in largest])
     share = f"all groups share {sum(shared.values()) / total:.0%}" + (f": {parts}" if parts else "")
     return [
-        f"a group holds up to {held / total:.0%} of the model's parameters; {share}; name more blocks in sdp.units, or lower sdp.capacity"
+        f"a group holds up to {held / total:.0%} of the model's parameters; {share}; name more blocks in sdp.units, "
+        "or lower sdp.capacity"
     ]
 
 
@@ -138,7 +142,8 @@ def _explicit_holders(section: SDPSection, names: Sequence[str]) -> tuple[Holder
     missing = [name for name in names if name not in given]
     if missing:
         raise PlacementError(
-            f"sdp.placement: no holders are given for {missing[0]!r} ({len(missing)} of {len(names)} units); name every unit"
+            f"sdp.placement: no holders are given for {missing[0]!r} ({len(missing)} of {len(names)} units); name "
+            "every unit"
         )
     for name in (names[unit] for unit in sorted(_protected(section.protect, names))):
         if len(given[name]) < section.groups:
@@ -169,7 +174,8 @@ def _cyclic(section: SDPSection, costs: Sequence[int], work: Sequence[int], prot
     """
     if isinstance(section.capacity, list) and len(set(section.capacity)) > 1:
         raise ConfigError(
-            'sdp.capacity: a cyclic placement needs one capacity for all groups: one number, or use sdp.placement "balanced" or "random"'
+            "sdp.capacity: a cyclic placement needs one capacity for all groups: one number, or use sdp.placement "
+            '"balanced" or "random"'
         )
     groups, counts = section.groups, holder_counts(section, costs, protected)
     held = np.zeros((groups, len(counts)), dtype=bool)

@@ -24,12 +24,14 @@ def capacities(section: SDPSection) -> Sequence[float]:
     given = section.capacity if isinstance(section.capacity, list) else [section.capacity] * section.groups
     if len(given) != section.groups:
         raise ConfigError(
-            f"sdp.capacity: {len(given)} values are given for {section.groups} groups; give one number, or one per group"
+            f"sdp.capacity: {len(given)} values are given for {section.groups} groups; give one number, or one per "
+            "group"
         )
     for capacity in given:
         if not 0 < capacity <= 1:
             raise ConfigError(
-                f"sdp.capacity: {capacity} is out of range; it is the held fraction of the model, more than 0 and at most 1"
+                f"sdp.capacity: {capacity} is out of range; it is the held fraction of the model, more than 0 and at "
+                "most 1"
             )
     if sum(given) < 1 - 1e-9:
         many = isinstance(section.capacity, list)
@@ -104,15 +106,16 @@ def explicit_profile(
     for unit in sorted(protected):
         if profile[unit] != section.groups:
             raise ConfigError(
-                f"sdp.profile: {profile[unit]} holders are listed for unit {unit} (from 0), which sdp.protect gives to all groups; "
-                f"list {section.groups} there"
+                f"sdp.profile: {profile[unit]} holders are listed for unit {unit} (from 0), which sdp.protect gives "
+                f"to all groups; list {section.groups} there"
             )
     free = [k for unit, k in enumerate(profile) if unit not in protected]
     asked = "capacity" in section.model_fields_set
     if free and asked and abs(sum(free) - mean * len(free)) >= 1:
         right = sum(free) / len(free)
         raise ConfigError(
-            f"sdp.profile: its mean is {right:.3g} holders a unit{' that is not protected' * bool(protected)}, but sdp.capacity "
+            f"sdp.profile: its mean is {right:.3g} holders a unit{' that is not protected' * bool(protected)}, but "
+            "sdp.capacity "
             + (
                 f"adds up to {mean:.3g}"
                 if isinstance(section.capacity, list)

@@ -18,7 +18,8 @@ def require_inside(units: Sequence[Unit], blocks: Sequence[str]) -> None:
     for unit in units:
         if not any(unit.name.startswith(f"{block}.") for block in blocks):
             raise ModelError(
-                f'{unit.name}: lies in none of the blocks that "auto" finds ({", ".join(blocks) or "there are none"}); branches of neurons '
+                f'{unit.name}: lies in none of the blocks that "auto" finds '
+                f"({', '.join(blocks) or 'there are none'}); branches of neurons "
                 "must lie in the model's blocks (unit_patterns())"
             )
 
@@ -35,7 +36,8 @@ def require_dense_if_random(model: nn.Module, placement: Placement, mesh: Mesh) 
         return
     if any(len(holders) < mesh.sdp for holders in placement.holders):
         raise ConfigError(
-            f"{options[0]}: a control of dense training, where all groups hold all units; set sdp.capacity 1, or remove it"
+            f"{options[0]}: a control of dense training, where all groups hold all units; set sdp.capacity 1, or "
+            "remove it"
         )
     if mesh.tp > 1:
         raise ConfigError(f"{options[0]}: tensor-parallel ranks would draw different numbers; set {TP} 1, or remove it")
@@ -52,11 +54,12 @@ def require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: i
         for part in unit.slices:
             if part.dim is not None and part.dim != cuts[part.parameter]:
                 raise ModelError(
-                    f"{part.parameter}: neurons lie along dimension {part.dim}, and tensor_parallel_plan() does not cut it there; cut "
+                    f"{part.parameter}: neurons lie along dimension {part.dim}, and tensor_parallel_plan() does not "
+                    "cut it there; cut "
                     f'it so, set {TP} to 1, or use sdp.granularity "block"'
                 )
         if unit.neurons % ranks:
             raise ModelError(
-                f"{unit.name}: {unit.neurons} neurons (of attention: key/value heads) cannot be cut evenly among {TP} = {ranks} ranks; "
-                f"choose sdp.neuron_groups so that every group has a multiple of {ranks}"
+                f"{unit.name}: {unit.neurons} neurons (of attention: key/value heads) cannot be cut evenly among {TP} "
+                f"= {ranks} ranks; choose sdp.neuron_groups so that every group has a multiple of {ranks}"
             )

@@ -101,7 +101,8 @@ def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
                 parts = 3 if name in branch.three_parts else 1
                 if name not in parameters or parameters[name].shape[dim] % (branch.neurons * parts):
                     raise ModelError(
-                        f"{branch.name}: its parameter {name!r} is not cut into {branch.neurons} neurons along dimension {dim}"
+                        f"{branch.name}: its parameter {name!r} is not cut into {branch.neurons} neurons along "
+                        f"dimension {dim}"
                     )
                 part = parameters[name].shape[dim] // parts
                 share = part // branch.neurons
@@ -173,7 +174,8 @@ def _units(model: nn.Module, modules: Mapping[str, nn.Module], names: Sequence[s
     if tied:
         pairs = "; ".join(f"{name}: its parameter {of!r} is tied to {other!r}" for (name, other), of in tied.items())
         raise ModelError(
-            f"{pairs}; a tied weight cannot lie in a unit, leave that module out of sdp.units so that it is shared by all groups"
+            f"{pairs}; a tied weight cannot lie in a unit, leave that module out of sdp.units so that it is shared by "
+            "all groups"
         )
     outside = {id(p) for path, m in modules.items() if not _inside(path, names) for p in m.parameters(recurse=False)}
     leaving = {owner[of]: canonical[of] for of in owner if of in outside}

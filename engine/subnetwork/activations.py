@@ -42,7 +42,8 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[str], mode: Litera
     config = get_config(model)
     if getattr(config, "use_cache", False) is True:  # decoders of transformers
         log.warning(
-            "config.use_cache of the model is now False: a recomputed block would append its keys and values to the cache again"
+            "config.use_cache of the model is now False: a recomputed block would append its keys and values to the "
+            "cache again"
         )
         config.use_cache = False  # type: ignore[union-attr]
     for name in blocks:

@@ -25,7 +25,9 @@ from .slices import Slices
 
 
 class BranchScale:
-    """The factors of all units: for a subnetwork, or inside :meth:`of_full_model` for the full model."""
+    """The factors of all units: for a subnetwork, or inside :meth:`of_full_model` for the full
+    model.
+    """
 
     def __init__(self, layout: Layout):
         self._layout = layout

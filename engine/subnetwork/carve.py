@@ -52,8 +52,8 @@ def hidden_state(
         return [*tensors, *in_order, *named.values()][0]
     if named:
         raise ModelError(
-            f"{name}: its forward does not say which of {', '.join(named)} is the hidden state; name it as a parameter of "
-            "forward, or leave the block out of sdp.units"
+            f"{name}: its forward does not say which of {', '.join(named)} is the hidden state; name it as a "
+            "parameter of forward, or leave the block out of sdp.units"
         )
     raise ModelError(f"{name}: was called without a tensor, so it cannot be skipped; leave it out of sdp.units")
 
@@ -236,7 +236,8 @@ def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: 
 
 
 def refuse_together(model: nn.Module, stand_ins: Collection[PassThrough]) -> None:
-    """Make the first forward pass of ``model`` name all blocks that cannot be skipped, not only one.
+    """Make the first forward pass of ``model`` name all blocks that cannot be skipped, not only
+    one.
 
     The error is raised at the end of the pass. ``stand_ins`` are those of one group.
     """

@@ -48,5 +48,6 @@ def _require_compiler(device: torch.device) -> None:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         needs = "a C++ compiler (CXX)" if device.type == "cpu" else "Triton and a C compiler"
         raise ConfigError(
-            f"training.compile: torch.compile does not work here for {device.type} ({reason}); it needs {needs}: install it, or use false"
+            f"training.compile: torch.compile does not work here for {device.type} ({reason}); it needs {needs}: "
+            "install it, or use false"
         ) from error  # sdp gpu-check prints the cause

@@ -164,8 +164,8 @@ def _module_fillers(
         key = name.rpartition(".")[2]
         if values[key].numel() and torch.equal(values[key].nan_to_num(nan=_MARK), before[key].nan_to_num(nan=_MARK)):
             raise ModelError(
-                f"{name}: is on the meta device, and initialising {type(module).__name__} does not fill it; build the model with its "
-                "values instead, or compute this tensor in forward"
+                f"{name}: is on the meta device, and initialising {type(module).__name__} does not fill it; build the "
+                "model with its values instead, or compute this tensor in forward"
             )
     return {name: partial(_copy_rows, full=values[name.rpartition(".")[2]].detach()) for name in names}
 

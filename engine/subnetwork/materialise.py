@@ -79,8 +79,8 @@ def require_float32(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             raise ModelError(
-                f"parameter {name!r} is {parameter.dtype}; master weights are float32: call model.float() first, and set "
-                "bf16.enabled to compute in bfloat16"
+                f"parameter {name!r} is {parameter.dtype}; master weights are float32: call model.float() first, and "
+                "set bf16.enabled to compute in bfloat16"
             )
 
 

@@ -38,7 +38,9 @@ class _Sliced(nn.Module):
 
 
 class SlicedLinear(_Sliced):
-    """A linear layer with slices of its weight along outputs (``dim`` 0, also of the bias) or inputs (1)."""
+    """A linear layer with slices of its weight along outputs (``dim`` 0, also of the bias) or
+    inputs (1).
+    """
 
     def __init__(self, linear: nn.Linear, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
         super().__init__(slices)
@@ -63,7 +65,9 @@ class SlicedLinear(_Sliced):
 
 
 class SlicedConv2d(_Sliced):
-    """A convolution without bias, with slices of its weight along output (``dim`` 0) or input channels (1)."""
+    """A convolution without bias, with slices of its weight along output (``dim`` 0) or input
+    channels (1).
+    """
 
     def __init__(self, convolution: nn.Conv2d, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
         super().__init__(slices)
@@ -96,7 +100,8 @@ class SlicedBatchNorm(_BatchNorm):
         super().__init__(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False)
         if norm.momentum is None:
             raise ModelError(
-                'batch norm with momentum None cannot be cut into neurons; give it a momentum, or use sdp.granularity "block"'
+                "batch norm with momentum None cannot be cut into neurons; give it a momentum, or use "
+                'sdp.granularity "block"'
             )
         self.slices, self.training, self.track_running_stats = dict(slices), norm.training, norm.track_running_stats
         for name, buffer in norm.named_buffers(recurse=False):
@@ -171,8 +176,9 @@ def _slice(model: nn.Module, path: str, slices: Mapping[str, Slices], dtype: tor
         model.set_submodule(path, SlicedBatchNorm(module, slices, dtype))
     elif isinstance(module, nn.Linear | nn.Conv2d | _BatchNorm):
         raise ModelError(
-            f'{path}: sdp.granularity "neuron" cuts linear layers (by outputs with their bias, or by inputs), convolutions without bias '
-            f'and groups, and batch norms, not {", ".join(dims)} of this {type(module).__name__}; use "block"'
+            f'{path}: sdp.granularity "neuron" cuts linear layers (by outputs with their bias, or by inputs), '
+            f"convolutions without bias and groups, and batch norms, not {', '.join(dims)} of this "
+            f'{type(module).__name__}; use "block"'
         )
     else:
         _slice_in_place(module, slices, dtype)

@@ -17,7 +17,8 @@ Settings = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class Slices:
-    """The present slices of a module's parameter ``key``, which are its parameters ``KEY:0``, ``KEY:1`` …
+    """The present slices of a module's parameter ``key``, which are its parameters ``KEY:0``,
+    ``KEY:1`` …
 
     Attributes:
         key: The parameter's name in its module.
@@ -25,8 +26,8 @@ class Slices:
         ranges: The half-open range of indices in the full parameter, by slice.
         held: The slices that the group trains.
         frozen: Frozen copies, whose gradients are not computed.
-        parts: How many times the neurons occur along ``dim`` (3 for queries, keys, values). Slices of
-            one part have consecutive numbers.
+        parts: How many times the neurons occur along ``dim`` (3 for queries, keys, values). Slices
+            of one part have consecutive numbers.
         guests: More slices, present while the full model is evaluated.
         factors: Multipliers for the inputs of a slice (``dim`` 1); 1 by default.
     """
@@ -76,7 +77,9 @@ class Slices:
         return x * torch.cat(parts).view([-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())])
 
     def in_parts(self, y: Tensor, axis: int) -> Tensor:
-        """Sort ``y``, whose ``axis`` is the output of the slices, by part; the order within a part stays."""
+        """Sort ``y``, whose ``axis`` is the output of the slices, by part; the order within a part
+        stays.
+        """
         order, each = self.order, len(self.ranges) // self.parts
         by_part = sorted(range(len(order)), key=lambda position: order[position] // each)  # stable
         if by_part == list(range(len(order))) or self.parts == 1:

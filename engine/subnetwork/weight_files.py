@@ -53,8 +53,8 @@ class WeightFiles:
         pickles = sorted(path.name for path in self.directory.glob("*.bin"))
         if pickles:
             raise ModelError(
-                f"{self.directory}: holds its weights as {pickles[0]}, a pickle, which can run code and is not read; convert it where it "
-                "is trusted: load it with transformers and save_pretrained it again"
+                f"{self.directory}: holds its weights as {pickles[0]}, a pickle, which can run code and is not read; "
+                "convert it where it is trusted: load it with transformers and save_pretrained it again"
             )
         raise ModelError(
             f"{self.directory}: no {WHOLE} and no {INDEX} there; give the directory of a model in Hugging Face's format"
@@ -91,7 +91,8 @@ class WeightFiles:
 
 
 def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:
-    """Fillers of all parameters and persistent buffers of ``layout``, by canonical name, from open ``files``.
+    """Fillers of all parameters and persistent buffers of ``layout``, by canonical name, from open
+    ``files``.
 
     ``directory`` is the user's, for messages; converted files are in another one. The model's hook
     ``canonical_name`` says which tensor a key belongs to. Raises ModelError unless files and model
@@ -114,7 +115,8 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
     unknown = keys.keys() - {name for names in names_of.values() for name in names}
     if unknown:
         raise ModelError(
-            f"training.init_from: {directory} holds {keys[min(unknown)]!r}, which this model does not have; it is of another model"
+            f"training.init_from: {directory} holds {keys[min(unknown)]!r}, which this model does not have; it is of "
+            "another model"
         )
     return fillers
 

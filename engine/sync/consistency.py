@@ -78,8 +78,8 @@ def check_placement(placement: Placement, device: torch.device) -> None:
     """
     if any(find_differences([repr((placement.units, placement.holders))], device)):
         raise PlacementError(
-            "sdp.placement: ranks have computed different placements; start all ranks with the same "
-            "configuration, model and versions of sdp, NumPy and SciPy, or name the holders of every unit in sdp.placement"
+            "sdp.placement: ranks have computed different placements; start all ranks with the same configuration, "
+            "model and versions of sdp, NumPy and SciPy, or name the holders of every unit in sdp.placement"
         )
 
 
@@ -146,6 +146,6 @@ def _compare_copies(layout: Layout, unit: str, sums: list[int]) -> None:
 def _disagreement(unit: str, other: int, group: int, first: int, first_group: int) -> HolderMismatchError:
     what = "the shared part" if unit == SHARED else f"unit {unit!r}"
     return HolderMismatchError(
-        f"{what}: weights or optimizer state of rank {other} (group {group}) differ from those of rank {first} (group {first_group}); "
-        "holders must stay bitwise equal: check the hardware, and resume from the last checkpoint"
+        f"{what}: weights or optimizer state of rank {other} (group {group}) differ from those of rank {first} (group "
+        f"{first_group}); holders must stay bitwise equal: check the hardware, and resume from the last checkpoint"
     )

@@ -68,12 +68,15 @@ class OuterSteps:
 
     Args:
         sync: the section of the configuration.
-        buckets: the messages, in the order of all ranks. All parameters of one bucket have one fragment.
-        weights: returns this rank's part of a trained parameter by name. The parts may move in memory.
+        buckets: the messages, in the order of all ranks. All parameters of one bucket have one
+            fragment.
+        weights: returns this rank's part of a trained parameter by name. The parts may move in
+            memory.
         names: the trained parameters that this rank holds.
         fragments: the fragment of each parameter, by name.
         communicators: by holder set, the ranks that average. Absent if only this rank does.
-        counts: whether this rank counts its part of a parameter in norms over one copy of each unit.
+        counts: whether this rank counts its part of a parameter in norms over one copy of each
+            unit.
         counts_once: whether this rank counts its part in norms over one copy of each parameter.
         device: the device of the weights.
         traffic: counts the bytes sent.
@@ -227,7 +230,9 @@ class OuterSteps:
 
     @property
     def travelling(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The mean changes that have arrived and are not applied, and the weights at their start, by name."""
+        """The mean changes that have arrived and are not applied, and the weights at their start,
+        by name.
+        """
         self.settle()
         means: dict[str, torch.Tensor] = {}
         before: dict[str, torch.Tensor] = {}
@@ -238,7 +243,8 @@ class OuterSteps:
 
     @torch.no_grad()
     def restart(self, travelling: int | None) -> None:
-        """Prepare to load a state in which the average of the fragment ``travelling`` is under way, or None is.
+        """Prepare to load a state in which the average of the fragment ``travelling`` is under way,
+        or None is.
 
         The tensors of :attr:`travelling` are then filled in place.
         """
@@ -261,7 +267,9 @@ class OuterSteps:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """A context in which the weights have the values of the anchors, and the anchors those of the weights."""
+        """A context in which the weights have the values of the anchors, and the anchors those of
+        the weights.
+        """
         if self.is_swapped:
             yield
             return

@@ -49,7 +49,9 @@ class Rounds:
         return next((fragment for fragment in started if fragment is not None), None)
 
     def steps_alone(self, step: int, fragment: int) -> int:
-        """Return the number of steps that groups have taken after the last average of ``fragment`` started."""
+        """Return the number of steps that groups have taken after the last average of ``fragment``
+        started.
+        """
         if not self.is_local(step):
             return 0
         local, every = step - self._sync.start_after, self._sync.every

@@ -79,12 +79,14 @@ def deepspeed_command(
     for what, path in (("--python", start.python), ("the working directory", str(start.directory))):
         if not is_safe(path):
             raise LaunchError(
-                f"{what} {quote(path)}: DeepSpeed's runner passes it unquoted to remote shells; use a path of plain characters"
+                f"{what} {quote(path)}: DeepSpeed's runner passes it unquoted to remote shells; use a path of plain "
+                "characters"
             )
     for word in start.extra:
         if _EXPANDED.search(word):
             raise LaunchError(
-                f"--launcher-args {quote(word)}: DeepSpeed's runner passes it through pdsh and remote shells, which would change it"
+                f"--launcher-args {quote(word)}: DeepSpeed's runner passes it through pdsh and remote shells, which "
+                "would change it"
             )
     environ = child_environment(start.search_path, {})
     _check_exports(variables_with(_DEEPSPEED_EXPORTS, environ))
@@ -215,8 +217,8 @@ def _check_exports(variables: Mapping[str, str]) -> None:
     for name, value in variables.items():
         if _EXPANDED.search(value) or not is_safe(name):
             raise LaunchError(
-                f"{name}={quote(value)}: DeepSpeed's runner exports it through pdsh and remote shells, which would change it;"
-                " unset it, or give NCCL's and UCX's by --env"
+                f"{name}={quote(value)}: DeepSpeed's runner exports it through pdsh and remote shells, which would "
+                "change it; unset it, or give NCCL's and UCX's by --env"
             )
 
 
@@ -230,5 +232,6 @@ def _check_env_file(path: Path) -> None:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not _ENV_LINE.fullmatch(line) or _EXPANDED.search(line):
             raise LaunchError(
-                f'{path}:{number}: {quote(line)}: expected NAME=VALUE without " $ ` \\ %h; DeepSpeed allows no comments or blank lines here'
+                f'{path}:{number}: {quote(line)}: expected NAME=VALUE without " $ ` \\ %h; DeepSpeed allows no '
+                "comments or blank lines here"
             )

@@ -79,7 +79,8 @@ def check_host(name: str, where: str) -> str:
     """
     if not _HOST.fullmatch(name):
         raise LaunchError(
-            f"{where}: {quote(name)} is not a host name (letters, digits, '.', '_', '-'; users and ports go to ~/.ssh/config)"
+            f"{where}: {quote(name)} is not a host name (letters, digits, '.', '_', '-'; users and ports go to "
+            "~/.ssh/config)"
         )
     return name
 
@@ -172,7 +173,8 @@ def _parse_filter(text: str, hosts: Sequence[Host], option: str) -> dict[str, se
         wanted = {int(slot) for slot in slots.split(",")} if colon else set(known[name])
         if missing := wanted - set(known[name]):
             raise LaunchError(
-                f"{option} {shorten(text)}: host {name} has {len(known[name])} slots, no slot {min(missing)} (they count from 0)"
+                f"{option} {shorten(text)}: host {name} has {len(known[name])} slots, no slot {min(missing)} (they "
+                "count from 0)"
             )
         named.setdefault(name, set()).update(wanted)
     return named

@@ -204,7 +204,8 @@ def _slurm(start: Start, options: LaunchOptions, dump_dir: Path, degrees: Degree
         return 0
     require("sbatch", "--launcher slurm")
     print(
-        f"job {slurm.submit(text, dump_dir.absolute())}; its script and logs are in {folder}; sdp launch --launcher slurm --status DIR"
+        f"job {slurm.submit(text, dump_dir.absolute())}; its script and logs are in {folder}; sdp launch --launcher "
+        "slurm --status DIR"
     )
     return 0
 

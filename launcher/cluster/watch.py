@@ -152,7 +152,9 @@ class _Launcher:
                 self.ending.since = self.ending.since or time.monotonic()
 
     def kill_ranks_left(self) -> None:
-        """Kill ranks that do not end by themselves, once and some seconds after the job was said to end."""
+        """Kill ranks that do not end by themselves, once and some seconds after the job was said to
+        end.
+        """
         if self._must_kill and self.has_ended_for(GRACE_SECONDS):
             self._tell(self.process, signal.SIGKILL, True)
             self._must_kill = False

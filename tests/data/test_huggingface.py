@@ -24,7 +24,9 @@ CORPORA = {
 
 @pytest.fixture(scope="module", params=CORPORA)
 def pair(request, tmp_path_factory):
-    """Ours, and the one that transformers loads from what was written, beside a LLaMA's config.json."""
+    """Ours, and the one that transformers loads from what was written, beside a LLaMA's
+    config.json.
+    """
     folder = tmp_path_factory.mktemp("tokenizer")
     texts, size = CORPORA[request.param]
     ours = SentencePieceTokenizer(train_sentencepiece(texts, size)) if texts else BytesTokenizer()
@@ -61,7 +63,10 @@ def test_end_of_text_is_decoded_and_skipped_on_demand(pair):
 
 
 def test_llama_cpp_reads_pieces_and_scores(tmp_path):
-    """The converter ``convert_hf_to_gguf.py`` reads ``tokenizer.model``. Its fallback gives all pieces the score -1000."""
+    """The converter ``convert_hf_to_gguf.py`` reads ``tokenizer.model``.
+
+    Its fallback gives all pieces the score -1000.
+    """
     texts, size = CORPORA["code"]
     ours = SentencePieceTokenizer(train_sentencepiece(texts, size))
     write_tokenizer(ours, tmp_path)

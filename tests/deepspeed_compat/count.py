@@ -44,7 +44,10 @@ def find_engines(settings: Mapping[str, Any]) -> list[str]:
 
 
 def find_missing_part(settings: Mapping[str, Any]) -> str | None:
-    """Return why the script must pass its own optimizer or schedule, or a value for "auto". None if it need not."""
+    """Return why the script must pass its own optimizer or schedule, or a value for "auto".
+
+    None if it need not.
+    """
     config = load_config({**settings, "sdp": {"groups": 2, "capacity": 0.5}})
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer: torch.optim.Optimizer = torch.optim.SGD([parameter])

@@ -13,7 +13,8 @@ from sdp.engine.deepspeed_names import ATTRIBUTES_OUT_OF_SCOPE, METHODS_OUT_OF_S
 from sdp.tests.support.models import mlp
 from torch import nn
 
-# The names that 34 public scripts use on DeepSpeed's engine, by script. They were counted in the syntax trees.
+# The names that 34 public scripts use on DeepSpeed's engine, by script. They were counted in the
+# syntax trees.
 USED_NAMES = Path(__file__).parents[1] / "support" / "deepspeed_names.json"
 
 
@@ -183,8 +184,8 @@ def test_names_that_public_scripts_use_exist() -> None:
     """A script counts if the engine or the model has every name that it uses."""
     of_the_models = {"gradient_checkpointing_enable", "no_weight_decay", "no_weight_decay_keywords"}
     of_the_models |= {"model", "features", "encoder", "parallelize"}
-    # These belong to torch's wrappers. The engine refuses the first, which one of the two scripts that use it catches.
-    # The other script was not read; it uses both.
+    # These belong to torch's wrappers. The engine refuses the first, which one of the two scripts
+    # that use it catches. The other script was not read; it uses both.
     of_torchs_wrappers = {"register_comm_hook", "clip_grad_norm_"}
     names = {*dir(_engine()), *dir(nn.Module()), *of_the_models, *of_torchs_wrappers}
     scripts = json.loads(USED_NAMES.read_text())

@@ -16,7 +16,8 @@ from sdp.tests.support.processes import alive, until
 HOST = socket.gethostname()
 PACKAGE_FOLDER = str(Path(sdp.__path__[0]).parent)
 
-# What every tiny rank starts with; `say` writes a note that the test reads, `note(rank)` waits for another rank's.
+# What every tiny rank starts with; `say` writes a note that the test reads, `note(rank)` waits for
+# another rank's.
 RANK_HEAD = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -285,11 +286,14 @@ def test_program_that_cannot_be_started_is_the_users_mistake(tmp_path: Path) -> 
 
 
 def test_ranks_import_the_package_of_the_launcher(tmp_path: Path) -> None:
-    """Neither an unset PYTHONPATH nor another ``sdp`` in the working directory leads a rank to another package."""
+    """Neither an unset PYTHONPATH nor another ``sdp`` in the working directory leads a rank to
+    another package.
+    """
     (tmp_path / "sdp").mkdir()
     for file in ("sdp/__init__.py", "sdp/__main__.py"):
         (tmp_path / file).write_text("raise SystemExit('decoy')")
-    # Rank 0 prints usage of the real command line; the path of the package is in sys.modules of a rank.
+    # Rank 0 prints usage of the real command line; the path of the package is in sys.modules of a
+    # rank.
     driver = f"""
 import sys
 from pathlib import Path

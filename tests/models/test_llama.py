@@ -29,7 +29,9 @@ SHAPES = {
 
 
 def pair(**fields) -> tuple[Llama, nn.Module]:
-    """Ours and Hugging Face's with the same weights, which are large enough for differences to show."""
+    """Ours and Hugging Face's with the same weights, which are large enough for differences to
+    show.
+    """
     torch.manual_seed(0)
     fields = BASE | fields
     ours = Llama(LlamaConfig(**fields))
@@ -83,7 +85,8 @@ def test_bfloat16_stays_near_hugging_face():
     ids = torch.randint(BASE["vocab_size"], (2, 33))
     exact = ours(ids)
     mine, other = ours.bfloat16()(ids), theirs.bfloat16()(ids).logits
-    # Both are bfloat16's rounding away from the exact logits; ours must not be further away than theirs.
+    # Both are bfloat16's rounding away from the exact logits; ours must not be further away than
+    # theirs.
     assert mine.dtype == torch.bfloat16
     assert (mine - exact).abs().mean() <= 1.2 * (other - exact).abs().mean()
     assert ours(ids, ids).dtype == torch.float32

@@ -119,7 +119,9 @@ def test_flops_follow_the_size_of_the_images(size, stem, side):
 
 
 def test_initialisation_is_torchvisions():
-    """Every tensor is filled; convolutions have variance 2 / fan-out, the classifier torch's uniform values."""
+    """Every tensor is filled; convolutions have variance 2 / fan-out, the classifier torch's
+    uniform values.
+    """
     model = ResNet(ResNetConfig(num_classes=10))
     for init in plan_initialisation(model, seed=0):
         for name, fill in init.fillers().items():

@@ -17,7 +17,9 @@ SMALL: dict[str, Any] = {"embed_dim": 12, "num_heads": [1, 2, 4, 6], "depths": [
 
 
 def from_transformers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state of transformers' ``SwinForImageClassification`` under torchvision's names, whose queries, keys and values are one layer."""
+    """The state of transformers' ``SwinForImageClassification`` under torchvision's names, whose
+    queries, keys and values are one layer.
+    """
     renamed = [
         (r"swin\.embeddings\.patch_embeddings\.projection", "features.0.0"),
         (r"swin\.embeddings\.norm", "features.0.2"),
@@ -107,7 +109,9 @@ def test_units_are_the_residual_blocks_and_state_their_cost(side: int) -> None:
 
 
 def test_initialisation_is_torchvisions() -> None:
-    """Every tensor is filled: matrices and tables with deviation 0.02, the patches' convolution as torch does, indices with theirs."""
+    """Every tensor is filled: matrices and tables with deviation 0.02, the patches' convolution as
+    torch does, indices with theirs.
+    """
     config = SwinConfig(num_classes=10)
     model, expected = Swin(config), Swin(config)
     for init in plan_initialisation(model, seed=0):

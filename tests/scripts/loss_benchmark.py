@@ -123,7 +123,8 @@ def main() -> None:
             least = min(run["seconds"] for run in runs)
             errors = f"errors {runs[0]['hidden']:.1e} (hidden) {runs[0]['weight']:.1e} (weight)"
             print(
-                f"{dtype:<9} {name:<20} {seconds:6.2f} s (least {least:.2f}) {memory:6.0f} MiB  loss {runs[0]['loss']:.6f}  {errors}",
+                f"{dtype:<9} {name:<20} {seconds:6.2f} s (least {least:.2f}) {memory:6.0f} MiB  loss "
+                f"{runs[0]['loss']:.6f}  {errors}",
                 flush=True,
             )
 

@@ -111,7 +111,9 @@ def _rows(kind: str, step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def _config(kind: str, case: Case, engine_name: str, units: str) -> dict[str, Any]:
-    """Of the four blocks some are held by one group and some by both; ``units``: how they are found."""
+    """Of the four blocks some are held by one group and some by both; ``units``: how they are
+    found.
+    """
     config = case.config(engine_name)
     del config["scheduler"]
     section = {key: value for key, value in config["sdp"].items() if key != "placement"}
@@ -128,7 +130,9 @@ Trained = tuple[dict[str, torch.Tensor] | None, float, list[float], dict[str, to
 
 
 def _train(kind: str, case: Case, engine_name: str, units: str) -> Trained:
-    """Three steps; the full state, the full model's loss, every group's own, and the first step's gradients here."""
+    """Three steps; the full state, the full model's loss, every group's own, and the first step's
+    gradients here.
+    """
     engine = sdp.initialize(model=_build(kind), config=_config(kind, case, engine_name, units))[0]
     assert [unit.name for unit in engine.layout.units] == [f"{_STACKS[kind]}.{index}" for index in range(4)]
     assert {len(holders) for holders in engine.layout.placement.holders} == {1, 2}
@@ -199,7 +203,9 @@ def _cut(model: nn.Module, batch: dict[str, torch.Tensor], **section: Any) -> No
 
 
 def test_models_that_cannot_be_cut() -> None:
-    """The module, and what to do; blocks that change the shape can run from frozen copies, where nothing is skipped."""
+    """The module, and what to do; blocks that change the shape can run from frozen copies, where
+    nothing is skipped.
+    """
     import transformers as hf
 
     tied: Any = _build("llama")

@@ -110,7 +110,9 @@ HOLDERS = {0: (0,), 1: (0, 1), 2: (0, 1), 3: (1,)}
 
 
 def _hybrid(case: Case) -> dict[str, torch.Tensor]:
-    """A group's part of the model after training with FSDP2 on meshes (holders, shards); nothing of the package is used."""
+    """A group's part of the model after training with FSDP2 on meshes (holders, shards); nothing of
+    the package is used.
+    """
     rank = dist.get_rank()
     group, grid = rank // 2, torch.arange(4).view(2, 2)
     meshes = {

@@ -153,7 +153,9 @@ def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
     ids=str,
 )
 def test_native_images_equal_the_reference(ranks: RankPool, case: Case) -> None:
-    """Weights do, and running statistics, which are bit for bit the same on all ranks that have them."""
+    """Weights do, and running statistics, which are bit for bit the same on all ranks that have
+    them.
+    """
     parameters = set(dict(models.build(case.model).named_parameters()))
 
     def weights_alone(result: Result) -> Result:
@@ -180,7 +182,9 @@ def test_native_images_equal_the_reference(ranks: RankPool, case: Case) -> None:
 
 @pytest.mark.parametrize("case", TENSOR_COVER, ids=str)
 def test_gradients_of_tensor_parallel_parts_are_g_u(ranks: RankPool, case: Case) -> None:
-    """Those of the first step, by parameter, on every rank; tensor-parallel ranks have the same losses."""
+    """Those of the first step, by parameter, on every rank; tensor-parallel ranks have the same
+    losses.
+    """
     results, expected = native(ranks, case), dict(reference(case).gradients or {})
     units = find_neuron_units(models.build(case.model), case.neurons) if case.neurons else []
     for part in (part for unit in units for part in unit.slices):
@@ -307,7 +311,9 @@ def _float32_run(case: Case) -> Result:
     ids=str,
 )
 def test_bf16_native_equals_reference(ranks: RankPool, case: Case) -> None:
-    """Both compute in bfloat16 from the same weights, so they differ by round-off of 2⁻⁹ per operation, and less than from float32."""
+    """Both compute in bfloat16 from the same weights, so they differ by round-off of 2⁻⁹ per
+    operation, and less than from float32.
+    """
     ours, theirs, exact = native(ranks, case), reference(case), _float32_run(case)
     assert (
         ours[0].after is not None and theirs.after is not None and theirs.before is not None and exact.after is not None

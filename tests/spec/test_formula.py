@@ -17,9 +17,11 @@ HOLDERS = {0: [0], 1: [0, 1], 2: [0, 1], 3: [1]}
 
 
 def by_hand(case: Case) -> tuple[dict[str, torch.Tensor], list[float], list[dict[str, torch.Tensor]]]:
-    """SGD on g_u = the mean over the holders' data ranks, with nothing of the package: weights, norms, gradients of every step.
+    """SGD on g_u = the mean over the holders' data ranks, with nothing of the package: weights,
+    norms, gradients of every step.
 
-    Under backward masking every pass is the dense model's, of whose gradients those of units that a group does not hold are dropped.
+    Under backward masking every pass is the dense model's, of whose gradients those of units that a
+    group does not hold are dropped.
     """
     model = models.mlp()
     stem, layers, head = model.stem, model.layers, model.head
@@ -66,7 +68,9 @@ def test_reference_equals_the_formula(fsdp: int, accumulation: int, clip: bool, 
     ("stage", "masking"), [(0, "forward"), (2, "forward"), (3, "forward"), (0, "backward"), (3, "backward")]
 )
 def test_gradients_at_the_boundary_are_g_u(ranks: RankPool, stage: int, masking: Any) -> None:
-    """Under backward masking that is the dense model's gradient over the holders' batches: an unbiased estimate."""
+    """Under backward masking that is the dense model's gradient over the holders' batches: an
+    unbiased estimate.
+    """
     case = Case(2, 2, stage=stage, accumulation=3, steps=1, masking=masking)
     expected = by_hand(case)[2][0]
     seen: set[str] = set()

@@ -42,7 +42,9 @@ def _weights(engine: Any) -> Moment:
 
 
 def _moments(case: Case, folder: str) -> list[Moment]:
-    """At the start, after two steps, after a skipped step and one more, and after a resume from there by an engine that was elsewhere."""
+    """At the start, after two steps, after a skipped step and one more, and after a resume from
+    there by an engine that was elsewhere.
+    """
     engine = engine_of(case)
     seen = [_weights(engine)]
     for step in range(4):
@@ -97,7 +99,9 @@ def test_copies_are_bitwise_the_holders_weights(ranks: RankPool, case: Case, tmp
 
 
 def _backward_flops(case: Case) -> tuple[int, int, int]:
-    """Floating-point operations of forward and backward in the second step, and the number of frozen copies with a gradient anywhere."""
+    """Floating-point operations of forward and backward in the second step, and the number of
+    frozen copies with a gradient anywhere.
+    """
     engine = engine_of(case)
     one_step(engine, case, 0, data_rank=data_rank_of(case))
     engine.step()
@@ -126,7 +130,8 @@ def _backward_flops(case: Case) -> tuple[int, int, int]:
             2 * (2 * 2 * models.WIDTH * models.HIDDEN),
         ),  # of one block in four, two matrices
         (Case(2, 2, 3, masking="backward"), 2 * (2 * 2 * models.WIDTH * models.HIDDEN)),
-        # Of half of each branch of four blocks: 4 of 8 heads' projections of 6 and of 14 hidden units, by 12 features.
+        # Of half of each branch of four blocks: 4 of 8 heads' projections of 6 and of 14 hidden
+        # units, by 12 features.
         (
             Case(2, 2, 3, masking="backward", placement="cyclic", model="even-llama-meta", neurons=2),
             4 * 2 * (2 * models.TOKENS) * 12 * ((12 + 6 + 6 + 12) + 3 * 7),
@@ -135,7 +140,10 @@ def _backward_flops(case: Case) -> tuple[int, int, int]:
     ids=str,
 )
 def test_weight_gradients_of_copies_are_not_computed(ranks: RankPool, case: Case, saved: int) -> None:
-    """2 operations for a row of the batch and an element of a matrix. Forward is the dense model's."""
+    """2 operations for a row of the batch and an element of a matrix.
+
+    Forward is the dense model's.
+    """
     masked = ranks.run(_backward_flops, case, world=4)
     dense = ranks.run(_backward_flops, replace(case, masking="forward", placement="full", neurons=0), world=4)
     for (forward, backward, gradients), (dense_forward, dense_backward, _) in zip(masked, dense, strict=True):

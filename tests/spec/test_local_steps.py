@@ -35,7 +35,8 @@ COVER = [
     Case(2, 2, 3, neurons=2, steps=4, sync='{"every": 3, "single_holder": "skip"}', model="wide-llama-tied-meta", tp=2,
          optimizer="adamw", masking="backward"),
     Case(2, 1, tp=2, steps=4, sync='{"every": 2, "offload": "cpu"}', model="even-llama", clip=True, masking="backward"),
-    Case(4, 1, steps=7, sync='{"every": 6, "fragments": 3, "overlap": 1, "outer_optimizer": {"type": "AdamW", "params": {"lr": 0.05}}}',
+    Case(4, 1, steps=7, sync='{"every": 6, "fragments": 3, "overlap": 1, "outer_optimizer": {"type": "AdamW", '
+                             '"params": {"lr": 0.05}}}',
          placement="cyclic", optimizer="momentum"),
     Case(2, 2, 2, 2, checkpointing="full", steps=4, sync='{"every": 2}', placement="balanced", optimizer="momentum"),
 ]  # fmt: skip
@@ -72,7 +73,9 @@ def _without_activations(traffic: dict[str, int]) -> dict[str, int]:
 
 
 class Loop:
-    """Local steps of the MLP in plain torch: a model, an optimizer and rows for each group, one after the other."""
+    """Local steps of the MLP in plain torch: a model, an optimizer and rows for each group, one
+    after the other.
+    """
 
     def __init__(self, case: Case, rates: list[float]):
         self.case, self.sync = case, json.loads(case.sync)
@@ -216,7 +219,10 @@ def test_groups_differ_between_averages_and_agree_after_them() -> None:
 
 
 def _with_evaluations(case: Case, evaluates: bool) -> tuple[dict[str, torch.Tensor] | None, list[float], list[float]]:
-    """Train, and evaluate the full model after every step if asked. Returns weights, held-out losses, losses."""
+    """Train, and evaluate the full model after every step if asked.
+
+    Returns weights, held-out losses, losses.
+    """
     engine, held_out, losses = engine_of(case), [], []
     batches = [models.micro_batch(case.model, 99, micro, data_rank_of(case)) for micro in range(2)]
     for step in range(case.steps):
@@ -275,7 +281,10 @@ def test_a_group_with_a_nan_gradient_skips_alone(ranks: RankPool) -> None:
 
 
 def _with_a_nan(case: Case) -> tuple[int, bool, int, float]:
-    """Train a step in which the second group has a NaN. Returns skips, whether weights changed, steps, norm."""
+    """Train a step in which the second group has a NaN.
+
+    Returns skips, whether weights changed, steps, norm.
+    """
     engine, rank = engine_of(case), data_rank_of(case)
     before = {name: parameter.detach().clone() for name, parameter in engine.parameters_here.items()}
     loss = engine(models.micro_batch(case.model, 0, 0, rank))

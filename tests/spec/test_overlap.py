@@ -16,7 +16,9 @@ from sdp.tests.support.ranks import RankPool
 
 
 def _events(case: Case) -> list[str]:
-    """What happened in a backward pass: reductions started, and the gradient of the first layer's input computed."""
+    """What happened in a backward pass: reductions started, and the gradient of the first layer's
+    input computed.
+    """
     import sdp
 
     engine = sdp.initialize(model=models.build(case.model), config=case.config())[0]
@@ -48,7 +50,9 @@ def test_reductions_start_before_backward_ends(ranks: RankPool, stage: int) -> N
 
 
 def test_a_unit_is_cut_into_few_buckets() -> None:
-    """Last parameter first; up to a quarter of the unit each, 0.5 MiB at least and 64 MiB at most; parameters stay whole."""
+    """Last parameter first; up to a quarter of the unit each, 0.5 MiB at least and 64 MiB at most;
+    parameters stay whole.
+    """
     mega = 2**18  # elements of a MiB of float32
     sizes = {
         "embedding": 40,
@@ -80,7 +84,9 @@ def test_a_unit_is_cut_into_few_buckets() -> None:
 
 
 def _exposed(case: Case, delay: float) -> float:
-    """Seconds of one backward pass that this rank waited for reductions, while rank 1 begins its own ``delay`` seconds late."""
+    """Seconds of one backward pass that this rank waited for reductions, while rank 1 begins its
+    own ``delay`` seconds late.
+    """
     import sdp
 
     engine = sdp.initialize(model=models.build(case.model), config=case.config())[0]

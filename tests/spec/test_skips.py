@@ -18,7 +18,10 @@ STEPS = 4
 def _train(
     case: Case, bad: dict[int, float], max_skips: int, engine_name: str = "fsdp2", spikes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A run in which the loss of data rank 1 is multiplied by ``bad[step]``. ``spikes``: settings of on_spike."""
+    """A run in which the loss of data rank 1 is multiplied by ``bad[step]``.
+
+    ``spikes``: settings of on_spike.
+    """
     engine = engine_of(case, engine_name, training={"max_skips": max_skips, **(spikes or {})})
     seen: dict[str, Any] = {"norms": [], "rates": [], "skipped": [], "error": ""}
     for step in range(STEPS):

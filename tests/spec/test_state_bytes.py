@@ -34,7 +34,9 @@ def test_measured_equals_predicted(ranks: RankPool, case: Case) -> None:
     [("sgd", 0, None), ("momentum", 1, None), ("adamw", 2, None), ("adamw", 2, 4), ("sgd", 0, 2)],
 )
 def test_prediction_by_hand(ranks: RankPool, optimizer: Any, tensors: int, copies: int | None) -> None:
-    """Group 0 of two lacks the last of four equal blocks, group 1 the first; ``copies`` of it take so many bytes an element."""
+    """Group 0 of two lacks the last of four equal blocks, group 1 the first; ``copies`` of it take
+    so many bytes an element.
+    """
     case = Case(2, 1, optimizer=optimizer, steps=2, masking="backward" if copies else "forward", bf16=copies == 2)
     everything = sum(p.numel() for p in models.mlp().parameters())
     block = sum(p.numel() for p in models.Block().parameters())

@@ -11,8 +11,8 @@ import sys
 import pytest
 from sdp.tests.support import wire
 
-# Gloo has no reduce-scatter of its own (it all-reduces and keeps a part), where the count is by ring algorithms, as NCCL has them:
-# measured here, so that the difference is known.
+# Gloo has no reduce-scatter of its own (it all-reduces and keeps a part), where the count is by
+# ring algorithms, as NCCL has them: measured here, so that the difference is known.
 GLOO_SENDS = {"reduce_scatter": 2.0}
 HEADERS = 0.05  # TCP, IP and gloo's own headers, acknowledgements, and small control messages
 
@@ -38,7 +38,8 @@ def test_counted_bytes_are_on_the_wire() -> None:
         total = sum(counted.values())
         expected = sum(nbytes * GLOO_SENDS.get(kind.split("/")[1], 1.0) for kind, nbytes in counted.items())
         print(
-            f"{name}: {sent / 1e6:.2f} MB on the wire, {total / 1e6:.2f} MB counted; {sent / expected:.4f} of what gloo should send"
+            f"{name}: {sent / 1e6:.2f} MB on the wire, {total / 1e6:.2f} MB counted; {sent / expected:.4f} of what "
+            "gloo should send"
         )
         assert quiet < 0.01 * total
         assert expected <= sent <= (1 + HEADERS) * expected, name

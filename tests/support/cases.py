@@ -303,7 +303,9 @@ def native(ranks: Any, case: Case) -> list[Result]:
 
 
 def assert_same_run(ours: Sequence[Result], theirs: Result, case: Case) -> None:
-    """Compare weights and their updates, and the loss, gradient norm and learning rate of every step."""
+    """Compare weights and their updates, and the loss, gradient norm and learning rate of every
+    step.
+    """
     assert (
         ours[0].before is not None
         and ours[0].after is not None

@@ -35,7 +35,10 @@ class BasicBlock(nn.Module):
 
 
 class TorchvisionResNet(nn.Module):
-    """Has the structure and the names of torchvision's ResNet-18. The width is ``width``, not 64."""
+    """Has the structure and the names of torchvision's ResNet-18.
+
+    The width is ``width``, not 64.
+    """
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()

@@ -91,7 +91,8 @@ def experts() -> Experts:
         return Experts()
 
 
-# By step and micro-batch, the expert that runs. One expert is used by a part of the first step only.
+# By step and micro-batch, the expert that runs. One expert is used by a part of the first step
+# only.
 EXPERTS = ((0, 1), (1, 1), (0, 0))
 
 

@@ -40,7 +40,9 @@ def _fill_once(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path]
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """A run in this process publishes its place in os.environ and sets up the log; nothing of it may outlive the test."""
+    """A run in this process publishes its place in os.environ and sets up the log; nothing of it
+    may outlive the test.
+    """
     log = logging.getLogger("sdp")
     before, settings, handlers = dict(os.environ), (log.level, log.propagate), list(log.handlers)
     yield
@@ -66,7 +68,9 @@ def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained_run(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dump directory of a run of four processes, 2 groups × fsdp 2 at stage 3, with checkpoints at steps 2 and 4."""
+    """The dump directory of a run of four processes, 2 groups × fsdp 2 at stage 3, with checkpoints
+    at steps 2 and 4.
+    """
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},

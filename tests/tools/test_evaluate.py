@@ -102,7 +102,9 @@ def test_what_made_the_run_fast_is_not_needed(trained_run, tmp_path, capsys):
 
 
 def remove_after_reading_the_state(monkeypatch, tag: str) -> None:
-    """Let the checkpoint ``tag`` vanish after its state was read, as the next save of a live run removes it."""
+    """Let the checkpoint ``tag`` vanish after its state was read, as the next save of a live run
+    removes it.
+    """
     read_state = saved_run.read_state
 
     def read_and_remove(path: Path) -> dict:

@@ -197,7 +197,9 @@ def test_a_damaged_checkpoint_is_not_exported(trained_run, tmp_path, capsys):
 
 
 def hf_tokenizer(folder: Path) -> str:
-    """A byte-level BPE of ``transformers`` that begins texts with a token of its own; nothing is downloaded."""
+    """A byte-level BPE of ``transformers`` that begins texts with a token of its own; nothing is
+    downloaded.
+    """
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

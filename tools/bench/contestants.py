@@ -18,8 +18,8 @@ from .race import Batch, Contestant
 
 MAX_NORM = 0.1  # so small that every step is clipped, so that both sides scale every gradient
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-# Both do the same arithmetic, except that the engine computes the clipping factor in float64. AdamW carries the
-# difference from step to step.
+# Both do the same arithmetic, except that the engine computes the clipping factor in float64. AdamW
+# carries the difference from step to step.
 WEIGHT_TOLERANCE = 1e-6
 
 
@@ -71,8 +71,8 @@ def copy_narrower(
     """Build a model whose layers have only the engine's neurons.
 
     Returns:
-        The model; its weights by the engine's names; and, by its own names, the number of ranks that
-        average a gradient. That is one number, or one number for each index.
+        The model; its weights by the engine's names; and, by its own names, the number of ranks
+        that average a gradient. That is one number, or one number for each index.
     """
     model = build_llama(options, options.layers)
     weights: dict[str, torch.Tensor] = {}
@@ -194,7 +194,7 @@ def weight_difference(ours: Mapping[str, torch.Tensor], weights: Mapping[str, to
     difference = math.sqrt(apart / whole)
     if not difference <= WEIGHT_TOLERANCE:
         raise RuntimeError(
-            f"the weights of the engine and of the other side differ by {difference:.1e} at the end: they did not do the "
-            "same work"
+            f"the weights of the engine and of the other side differ by {difference:.1e} at the end: they did not do "
+            "the same work"
         )
     return difference

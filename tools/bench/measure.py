@@ -89,12 +89,13 @@ def take_turns(
     """Time every method in every round. Collective.
 
     Returns:
-        By method: the seconds of a step in each round, by mode (see ``_MODES``); how much longer the
-        slowest rank computes than the mean; and bytes sent and collectives of one step, of the rank
-        that has the most.
+        By method: the seconds of a step in each round, by mode (see ``_MODES``); how much longer
+        the slowest rank computes than the mean; and bytes sent and collectives of one step, of the
+        rank that has the most.
 
     Raises:
-        NonFiniteError: The loss or the weights of a method became NaN or infinite. Every rank raises it.
+        NonFiniteError: The loss or the weights of a method became NaN or infinite. Every rank
+            raises it.
     """
     turns: dict[str, dict[str, list[_Turn]]] = {name: {} for name in runners}
     for number in range(options.rounds):
@@ -185,8 +186,8 @@ def _require_finite(name: str, finite: bool) -> None:
     """
     if _largest([float(not finite)]) != [0.0]:
         raise NonFiniteError(
-            f"{name}: the loss or the weights are NaN or infinite after a turn, so its seconds compare nothing. Ranks train "
-            "on their own in steps that send nothing: lower optimizer.params.lr, or set gradient_clipping"
+            f"{name}: the loss or the weights are NaN or infinite after a turn, so its seconds compare nothing. Ranks "
+            "train on their own in steps that send nothing: lower optimizer.params.lr, or set gradient_clipping"
         )
 
 
@@ -218,8 +219,8 @@ def build_method(name: str, config: Config, batches: list[Any], device: torch.de
     """Build a method and run its first steps. Collective.
 
     Returns:
-        The method, and what is known about it: losses, and the parameters and bytes of the rank that
-        has the most.
+        The method, and what is known about it: losses, and the parameters and bytes of the rank
+        that has the most.
     """
     others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     runner = build(name, config, device)
@@ -265,7 +266,8 @@ def require_same_losses(facts: Mapping[str, Mapping[str, Any]]) -> None:
             for mine, theirs in zip(losses, expected, strict=True)
         ):
             raise RuntimeError(
-                f"{name} has losses {losses} in its first steps, and {first} has {expected}: they did not do the same work"
+                f"{name} has losses {losses} in its first steps, and {first} has {expected}: they did not do the same "
+                "work"
             )
 
 

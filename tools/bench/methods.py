@@ -27,7 +27,8 @@ DENSE = (DDP, "ddp-recompute", "ddp-bf16-gradients", "fsdp2", "hsdp", "zero2", "
 REPLICAS = 2  # of the shards of HSDP
 # Local steps between two averages, as in DiLoCo (Douillard et al., arXiv 2311.08105).
 OUTER_EVERY = 50
-# Local steps: -local32-f4-o2-bf16 averages every 32 steps, in 4 fragments, 2 steps late, in bfloat16.
+# Local steps: -local32-f4-o2-bf16 averages every 32 steps, in 4 fragments, 2 steps late, in
+# bfloat16.
 _LOCAL = r"-local(?P<every>\d+)(?:-f(?P<fragments>\d+))?(?:-o(?P<overlap>\d+))?(?:-(?P<compression>bf16|int8))?"
 _SDP = re.compile(rf"sdp-(block|neuron)-(forward|backward)-(0?\.\d+|1|1\.0+|\d(?:\.\d+)?e-\d+)(?:{_LOCAL})?")
 _DILOCO = re.compile(rf"diloco(?:{_LOCAL})?")
@@ -131,7 +132,10 @@ def _sync_of(name: str, found: re.Match[str]) -> SyncSection:
 
 
 def why_not(name: str, config: Config, world: int) -> str | None:
-    """Say why the method cannot run here, or return None. Raises :class:`ConfigError` for an unknown name."""
+    """Say why the method cannot run here, or return None.
+
+    Raises :class:`ConfigError` for an unknown name.
+    """
     own = variant(name, config, world)
     if name in ("zero2", "zero3") and importlib.util.find_spec("deepspeed") is None:
         return 'needs the package deepspeed; pip install "sdp-engine[deepspeed]"'

@@ -37,7 +37,10 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """Read a rate. Raises :class:`ConfigError` if it is not a finite number of bits a second above zero."""
+        """Read a rate.
+
+        Raises :class:`ConfigError` if it is not a finite number of bits a second above zero.
+        """
         bits = parse_bit_rate(text)
         if bits is None or not 8 <= bits < math.inf:
             raise ConfigError(
@@ -136,8 +139,8 @@ def _run(*words: str) -> None:
     done = _quiet(*words)
     if done.returncode:
         raise LaunchError(
-            f"--network: this machine cannot make hosts with shaped links ({' '.join(words)}: {done.stderr.strip()}); it "
-            "needs root and Linux"
+            f"--network: this machine cannot make hosts with shaped links ({' '.join(words)}: {done.stderr.strip()}); "
+            "it needs root and Linux"
         )
 
 

@@ -57,7 +57,10 @@ class PlainOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PlainOptions:
-        """Take the parsed arguments. Raises :class:`ConfigError` for an option of the other comparison."""
+        """Take the parsed arguments.
+
+        Raises :class:`ConfigError` for an option of the other comparison.
+        """
         _require_defaults(args, _side_by_side_defaults(), "needs a CONFIG to compare methods on")
         numbers = {
             name: require_between_1_and(most, _option(name), getattr(args, name))
@@ -119,7 +122,10 @@ class MethodOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> MethodOptions:
-        """Take the parsed arguments. Raises :class:`ConfigError` for an option of the other comparison."""
+        """Take the parsed arguments.
+
+        Raises :class:`ConfigError` for an option of the other comparison.
+        """
         _require_defaults(args, _plain_defaults(), "has no effect with CONFIG, which says it")
         if args.nproc is not None:
             require_between_1_and(_MOST_RANKS, "--nproc", args.nproc)

@@ -165,8 +165,9 @@ def _compare_one_rank(options: PlainOptions, placement: Placement) -> Comparison
 def _compare_one_of_many(options: PlainOptions, placement: Placement) -> Comparison:
     engine = build_engine(options, layers=options.layers, groups=options.groups, capacity=options.capacity)
     plain = copy_held_layers(engine, options)
-    # Without peers, the sum over holders is this rank's own gradient. The engine divides it by the number of
-    # holders, as every data-parallel loop does. The hand-written loop must do the same, to train on equal gradients.
+    # Without peers, the sum over holders is this rank's own gradient. The engine divides it by the
+    # number of holders, as every data-parallel loop does. The hand-written loop must do the same,
+    # to train on equal gradients.
     holders = {
         name_in_copy(name, placement): len(engine.layout.parameters[name].holders) for name in engine.parameters_here
     }
@@ -198,7 +199,8 @@ def _compare_by_neurons(options: PlainOptions, _: Placement) -> Comparison:
 
 
 def _compare_under_deepspeed(options: PlainOptions, stage: int) -> Comparison:
-    """Compare DeepSpeed's engine, started by its own call, with the same through ``sdp.initialize``.
+    """Compare DeepSpeed's engine, started by its own call, with the same through
+    ``sdp.initialize``.
 
     With one group, SDP changes nothing in DeepSpeed's engine.
     """

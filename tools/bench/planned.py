@@ -26,7 +26,8 @@ class Plan:
         config: The method's configuration.
         peak: Bytes. None if the planner does not know the method's buffers.
         sent: Bytes that a rank sends in a step, at most.
-        flops: The model's operations in a step of a rank, without recomputation: the mean over ranks.
+        flops: The model's operations in a step of a rank, without recomputation: the mean over
+            ranks.
         forecast: The whole plan.
     """
 
@@ -151,6 +152,7 @@ class _Planner:
                 too_many = layers
         if fits == 0:
             raise ConfigError(
-                f"{SMALLER}: no model of this width fits into the {peak:,} bytes that SDP needs; leave it out of --methods"
+                f"{SMALLER}: no model of this width fits into the {peak:,} bytes that SDP needs; leave it out of "
+                "--methods"
             )
         return fits

@@ -35,8 +35,8 @@ class Contestant:
 class Timing:
     """The timing of one contestant.
 
-    ``seconds`` are those of each step; ``ratios`` are the seconds over those of the first contestant,
-    round by round.
+    ``seconds`` are those of each step; ``ratios`` are the seconds over those of the first
+    contestant, round by round.
     """
 
     name: str

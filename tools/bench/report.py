@@ -28,11 +28,11 @@ class Race:
     Attributes:
         link: The rate of the link. None: the processes are on one host.
         speed: Bytes a second that a rank can send.
-        turns: By method: the seconds of a step in every round, by mode; ``slowest_over_mean`` of the
-            computation; and ``collectives`` and ``sent_bytes`` of one rank's step.
+        turns: By method: the seconds of a step in every round, by mode; ``slowest_over_mean`` of
+            the computation; and ``collectives`` and ``sent_bytes`` of one rank's step.
         uncounted: Why ``sent_bytes`` is None, if it is.
-        stolen: The part of the processors' time that the hypervisor gave to others, on the host that
-            lost the most. None if the kernel does not tell.
+        stolen: The part of the processors' time that the hypervisor gave to others, on the host
+            that lost the most. None if the kernel does not tell.
     """
 
     link: str | None
@@ -59,7 +59,10 @@ class Report:
     races: Sequence[Race]
 
     def rows(self, race: Race) -> dict[str, dict[str, Any]]:
-        """Collect the figures of a race by method. A ratio is the median of the ratios of all rounds."""
+        """Collect the figures of a race by method.
+
+        A ratio is the median of the ratios of all rounds.
+        """
         tokens = self.settings["batch"]["train"] * self.settings["tokens_per_sample"]
         dense = race.turns.get(DDP)
         # The rate at which a rank computes here: that of DDP without communication.
@@ -131,7 +134,10 @@ def _median_of(compare: Any, left: Sequence[float], right: Sequence[float]) -> f
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Write report.md, report.json, bench.png and, for several links, network.png. Prints the Markdown."""
+    """Write report.md, report.json, bench.png and, for several links, network.png.
+
+    Prints the Markdown.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     content = report.to_json()
     text = to_markdown(report, content)
@@ -177,10 +183,11 @@ def to_markdown(report: Report, content: Mapping[str, Any]) -> str:
         f"# {s['config']}: {s['world']} ranks side by side",
         "",
         f"{json.dumps(s['model'])}; {samples} {_unit(report)[:-2]} a rank and step; {s['dtype']}, recomputation "
-        f"{s['activation_checkpointing']}, {compiled}; {s['device']}, {s['threads']} thread(s) a rank, torch {s['torch']}.",
-        f"Seconds: median (least … most) of {s['rounds']} interleaved rounds of {s['steps_per_turn']} steps. Speed: median of "
-        "the ratios of the rounds. Other parentheses show what sdp plan says: the bytes of ring algorithms, and the speed "
-        "if a rank computes as fast as with DDP here.",
+        f"{s['activation_checkpointing']}, {compiled}; {s['device']}, {s['threads']} thread(s) a rank, torch "
+        f"{s['torch']}.",
+        f"Seconds: median (least … most) of {s['rounds']} interleaved rounds of {s['steps_per_turn']} steps. Speed: "
+        "median of the ratios of the rounds. Other parentheses show what sdp plan says: the bytes of ring "
+        "algorithms, and the speed if a rank computes as fast as with DDP here.",
     ]
     for race in content["races"]:
         title = _title(race)
@@ -188,7 +195,8 @@ def to_markdown(report: Report, content: Mapping[str, Any]) -> str:
         if race["sent_bytes_not_measured"]:
             lines += [
                 "",
-                f"Sent bytes are not measured: {race['sent_bytes_not_measured']}. The planned bytes are in parentheses.",
+                f"Sent bytes are not measured: {race['sent_bytes_not_measured']}. The planned bytes are in "
+                "parentheses.",
             ]
         if (race["stolen_processor_time"] or 0.0) >= _NOTICED:
             share = f"{race['stolen_processor_time']:.0%} of the processors' time to other machines"

@@ -40,7 +40,8 @@ from .methods import REPLICAS, is_diloco, is_sdp, is_streaming
 
 Batch = Any
 
-# Bytes of a bucket of DDP, and of DeepSpeed, whose default of 5e8 elements is larger than many models.
+# Bytes of a bucket of DDP, and of DeepSpeed, whose default of 5e8 elements is larger than many
+# models.
 _BUCKET = 25 * 2**20
 _OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # as in the DiLoCo paper
 
@@ -138,7 +139,10 @@ def _between_groups(traffic: Traffic) -> int:
 
 # No annotations: DDP compares them with classes, but in this module they are strings.
 def _bf16_gradients(state, bucket):
-    """Call torch's hook. DDP refuses the hook itself without NCCL, although gloo can add bfloat16 too."""
+    """Call torch's hook.
+
+    DDP refuses the hook itself without NCCL, although gloo can add bfloat16 too.
+    """
     return bf16_compress_hook(state, bucket)
 
 
@@ -180,7 +184,10 @@ class _Dense:
         )
 
     def fsdp2(self, replicas: int) -> Runner:
-        """Shard each block, each part that the model asks for, and the rest. HSDP has several ``replicas``."""
+        """Shard each block, each part that the model asks for, and the rest.
+
+        HSDP has several ``replicas``.
+        """
         world, kind = dist.get_world_size(), self.device.type
         if replicas == 1:
             mesh = init_device_mesh(kind, (world,))

@@ -94,7 +94,8 @@ def _start(options: MethodOptions, world: int, names: Sequence[str]) -> int:
     """Start the ranks on this machine, on hosts of their own if there are links to shape."""
     argv = [*options.argv, "--nproc", str(world), "--methods", ",".join(names)]
     with hosts(world) if options.links else nullcontext() as made:
-        # Like a user's processes: the glibc settings that make resident memory exact also make it slower.
+        # Like a user's processes: the glibc settings that make resident memory exact also make it
+        # slower.
         return start_local(argv + (["--hosts", made] if made else []), world, options.out / "logs", on_cpu=False)
 
 

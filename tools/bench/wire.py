@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# Offsets of tcpi_bytes_sent and tcpi_bytes_retrans, 8 bytes each, in Linux's struct tcp_info (since 4.19).
+# Offsets of tcpi_bytes_sent and tcpi_bytes_retrans, 8 bytes each, in Linux's struct tcp_info (since
+# 4.19).
 _SENT, _AGAIN, _LENGTH = 200, 208, 216
 _SOCKETS = Path("/proc/self/fd")
 
@@ -33,8 +34,8 @@ def why_not_counted(device: torch.device) -> str | None:
 def sent_by_this_process() -> int | None:
     """Count the bytes that this process's open TCP connections have sent, without retransmissions.
 
-    The count includes what gloo adds to tensors. Returns None if the kernel does not tell. A process
-    always has one connection: that to the store of its process group.
+    The count includes what gloo adds to tensors. Returns None if the kernel does not tell. A
+    process always has one connection: that to the store of its process group.
     """
     if not _SOCKETS.is_dir() or not hasattr(socket, "TCP_INFO"):
         return None
@@ -111,7 +112,9 @@ def _answered(_: Callable[..., Any], tensor: torch.Tensor, *__: Any, async_op: b
 
 @contextmanager
 def awaited() -> Iterator[None]:
-    """Make asynchronous reductions and broadcasts block where they start, so that nothing overlaps them."""
+    """Make asynchronous reductions and broadcasts block where they start, so that nothing overlaps
+    them.
+    """
 
     def waiting(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         work = call(*args, **kwargs)
@@ -125,7 +128,10 @@ def awaited() -> Iterator[None]:
 
 @contextmanager
 def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions of ``torch.distributed``. Each replacement gets the original as its first argument."""
+    """Replace functions of ``torch.distributed``.
+
+    Each replacement gets the original as its first argument.
+    """
     plain = {name: getattr(dist, name) for name in functions}
     for name, function in functions.items():
         setattr(dist, name, partial(function, plain[name]))

@@ -104,8 +104,8 @@ def tabulate(reports: Mapping[int, Mapping[str, Any]], link: int) -> dict[str, d
 
     Returns:
         ``tokens_per_second``; ``speed_over_ddp`` (None without DDP); ``sent_bytes`` (None if not
-        measured); ``seconds``; and ``efficiency``, the tokens a second of one worker over those with
-        the fewest workers.
+        measured); ``seconds``; and ``efficiency``, the tokens a second of one worker over those
+        with the fewest workers.
     """
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     for count, report in reports.items():

@@ -55,7 +55,10 @@ class Check:
         measure: Callable[[Job], Share],
         seconds_left: Callable[[], float],
     ) -> None:
-        """Measure every row for which time is left. If a row fails, note it and begin the next one."""
+        """Measure every row for which time is left.
+
+        If a row fails, note it and begin the next one.
+        """
         for row, job in jobs.items():
             if expected_seconds(row, self.results) >= seconds_left():
                 self.not_run.append(row)
@@ -140,15 +143,17 @@ class Check:
         of_nominal = f" ({share.mfu(nominal):.1%} of the data sheet's)" if nominal and mfu is not None else ""
         return (
             f"{name}{share.parameters / 1e6:8.1f} M parameters  state {format_bytes(share.state_bytes, 'GiB'):>10}  "
-            f"peak {format_bytes(share.peak_memory_bytes, 'GiB'):>10} allocated{of_planned}  {share.tokens_per_second:10,.0f} tokens/s"
-            f"{'' if mfu is None else f'  MFU {mfu:5.1%}{of_nominal}'}"
+            f"peak {format_bytes(share.peak_memory_bytes, 'GiB'):>10} allocated{of_planned}  "
+            f"{share.tokens_per_second:10,.0f} tokens/s{'' if mfu is None else f'  MFU {mfu:5.1%}{of_nominal}'}"
             f"{'' if bound is None else f'  {bound:.3f} of the bound'}  [{result.seconds:.0f} s]"
             f"{result.plan_error and f'{chr(10)}{name}its plan is missing: {result.plan_error}'}"
         )
 
 
 def _tried(work: Callable[[], T], seconds: float, late: str) -> tuple[T | None, str]:
-    """Return the result of ``work``, or None and the reason: its exception, or ``late`` after ``seconds``."""
+    """Return the result of ``work``, or None and the reason: its exception, or ``late`` after
+    ``seconds``.
+    """
     try:
         with cut_off_after(seconds):
             return work(), ""

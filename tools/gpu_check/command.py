@@ -118,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
     found = detect()
     if found is not None and found.world_size > 1:
         raise LaunchError(
-            f"sdp gpu-check measures one rank, but {found.source} started {found.world_size}; start it without a launcher"
+            f"sdp gpu-check measures one rank, but {found.source} started {found.world_size}; start it without a "
+            "launcher"
         )
     jobs = {
         row: job_of(row, micro_batch=options.micro_batch, tiny=options.tiny)
@@ -134,7 +135,8 @@ def run(args: argparse.Namespace) -> int:
         return _list(jobs, workers, options.device)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
-            "sdp gpu-check: torch finds no CUDA device here; nothing was checked (--device cpu --tiny shows that the command works)"
+            "sdp gpu-check: torch finds no CUDA device here; nothing was checked (--device cpu --tiny shows that the "
+            "command works)"
         )
         write_report(options.json, {"skipped": "no CUDA device"})
         return 0
@@ -161,9 +163,9 @@ def _list(jobs: Mapping[Row, Job], workers: int, device: Device) -> int:
         for row, job in jobs.items():
             plan = plans.of(row)
             print(
-                f"{row.config:<12}{row.name:<30}{job.config['train_micro_batch_size_per_gpu']:3} x {job.sequence} tokens  "
-                f"state {format_bytes(plan.state_bytes, 'GiB'):>10}  peak {format_bytes(plan.peak_memory_bytes, 'GiB'):>10}  "
-                f"{plan.flops / 1e12:7.1f} TFLOP a step",
+                f"{row.config:<12}{row.name:<30}{job.config['train_micro_batch_size_per_gpu']:3} x {job.sequence} "
+                f"tokens  state {format_bytes(plan.state_bytes, 'GiB'):>10}  peak "
+                f"{format_bytes(plan.peak_memory_bytes, 'GiB'):>10}  {plan.flops / 1e12:7.1f} TFLOP a step",
                 flush=True,
             )
     return 0
@@ -188,7 +190,8 @@ def _begin(options: CheckOptions, device: torch.device) -> Check:
     data_sheet = f" of {nominal:g} in its data sheet" if nominal else ""
     print(f"{name}, torch {torch.__version__}; bf16 matrix products, sustained: {rate / 1e12:.1f} TFLOP/s{data_sheet}")
     print(
-        f"One rank of {GROUPS}; the others exist in name only: collectives return at once, so tokens/s are an upper bound."
+        f"One rank of {GROUPS}; the others exist in name only: collectives return at once, so tokens/s are an upper "
+        "bound."
     )
     print(f"Operations, for MFU and for the bound: {COUNTED}.", flush=True)
     return Check(settings, rate, nominal and nominal * 1e12, options.json, options.tiny, device)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from .rows import CONFIGS, DENSE, Planned, Row
 from .share import Share
 
-# MFU of the 1 B dense model; peak and speed of blocks under forward masking; accuracy of the plan, peak and state.
+# MFU of the 1 B dense model; peak and speed of blocks under forward masking; accuracy of the plan,
+# peak and state.
 LEAST_MFU, MOST_PEAK, LEAST_SPEED, PEAK_WITHIN, STATE_WITHIN = 0.50, 1.03, 0.94, 0.05, 0.01
 
 

@@ -31,7 +31,8 @@ from ..shared.variants import Variant, variants
 GROUPS = 8
 DENSE = Variant(1.0)
 VARIANTS = [DENSE, *variants((0.75, 0.5, 0.375), ("block", "neuron"), ("forward", "backward"))]
-# Samples of a step: so many that matrix products dominate kernel launches and the update. All fit into 80 GB.
+# Samples of a step: so many that matrix products dominate kernel launches and the update. All fit
+# into 80 GB.
 MICRO_BATCHES = {"llama_1b": 16, "llama_134m": 32, "llama_500m": 16}
 CONFIGS = tuple(MICRO_BATCHES)
 SEQUENCE = 2048
@@ -53,7 +54,10 @@ class Row:
 
     @property
     def family(self) -> tuple[str, str, str, bool]:
-        """Rows of a family run the same compiled blocks. Forward masking leaves blocks as the dense model has them."""
+        """Rows of a family run the same compiled blocks.
+
+        Forward masking leaves blocks as the dense model has them.
+        """
         granularity, masking = (
             ("block", "forward") if self.variant == DENSE else (self.variant.granularity, self.variant.masking)
         )
@@ -65,7 +69,9 @@ NAMES = [*(variant.name for variant in VARIANTS), UNCOMPILED.name]
 
 
 def rows(configs: Sequence[str], names: Sequence[str]) -> list[Row]:
-    """Return the rows: first those with goals (dense, blocks under forward masking), then the other 0.5 rows."""
+    """Return the rows: first those with goals (dense, blocks under forward masking), then the other
+    0.5 rows.
+    """
     chosen = [variant for variant in VARIANTS if variant.name in names]
     goals = [v for v in chosen if v == DENSE or (v.granularity, v.masking) == ("block", "forward")]
     halves = [v for v in chosen if v not in goals and v.capacity == 0.5]
@@ -90,7 +96,9 @@ class Job:
 
 
 def job_of(row: Row, *, micro_batch: int | None = None, tiny: bool = False) -> Job:
-    """The row's ready configuration, with ``micro_batch`` samples in place of this command's own number."""
+    """The row's ready configuration, with ``micro_batch`` samples in place of this command's own
+    number.
+    """
     path = Path(__file__).parent.parent.parent / "configs" / f"{row.config}.json"
     config = read_json_file(path)
     config["sdp"] |= {"groups": GROUPS, "capacity": row.variant.capacity, "check_interval": 0}
@@ -106,7 +114,9 @@ def job_of(row: Row, *, micro_batch: int | None = None, tiny: bool = False) -> J
 
 @dataclass(frozen=True)
 class Planned:
-    """What ``trace_step`` says of a share: bytes, and the operations of a step including recomputation."""
+    """What ``trace_step`` says of a share: bytes, and the operations of a step including
+    recomputation.
+    """
 
     state_bytes: int
     peak_memory_bytes: int

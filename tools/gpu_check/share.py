@@ -29,7 +29,8 @@ from .rows import GROUPS, Job, Planned
 WARM_UP = 2  # after the step that compiles; memory and optimizer state no longer change then
 LEAST_STEPS, MOST_STEPS, SECONDS = 5, 12, 2.5  # timed steps: at least 5, then more until 2.5 s are over or 12 are done
 TINY_STEPS = 2
-# With 8192 x 8192 matrices this takes an H100 about 3.5 s, in which its clock settles to a sustained rate.
+# With 8192 x 8192 matrices this takes an H100 about 3.5 s, in which its clock settles to a
+# sustained rate.
 PRODUCTS, MATMUL_BATCHES = 10, 240
 ATTENTION, UPDATE = "aten::_scaled_dot_product_", "aten::_fused_adamw_"
 FLASH = {
@@ -76,7 +77,9 @@ class Share:
         return self.tokens_per_step / self.step_seconds
 
     def mfu(self, rate: float) -> float | None:
-        """Model FLOPs utilisation: the model's operations a second over ``rate``, that of matrix products."""
+        """Model FLOPs utilisation: the model's operations a second over ``rate``, that of matrix
+        products.
+        """
         return None if self.flops_per_step is None else self.flops_per_step / self.step_seconds / rate
 
     def over_planned(self, planned: Planned) -> float:
@@ -185,7 +188,9 @@ def _measured(job: Job, device: torch.device, *, tiny: bool) -> Share:
 
 
 class _Memory:
-    """Peaks on ``device`` since :meth:`reset`, and the bytes that were there before this object was made."""
+    """Peaks on ``device`` since :meth:`reset`, and the bytes that were there before this object was
+    made.
+    """
 
     def __init__(self, device: torch.device):
         self._device, self._peak = device, PeakMemory(device)

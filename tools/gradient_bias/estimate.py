@@ -116,7 +116,8 @@ class Differences:
             wrong = next((key for key, gradient in gradients.items() if not torch.isfinite(gradient).all()), None)
             if wrong is not None:
                 raise NonFiniteError(
-                    f"{wrong}: its gradient ({name}) is NaN or infinite on a batch; these weights have diverged, take others"
+                    f"{wrong}: its gradient ({name}) is NaN or infinite on a batch; these weights have diverged, take "
+                    "others"
                 )
         for name, gradients in others.items():
             self._differences.setdefault(name, []).append(

@@ -45,7 +45,8 @@ from .estimate import Bias, Differences, Products, apparent_by_batches, estimate
 FORWARD, BACKWARD, DENSE = "forward", "backward", "dense"
 OVERALL = "overall"
 
-# Half precision would be measured as a bias. The other keys concern only speed or several processes.
+# Half precision would be measured as a bias. The other keys concern only speed or several
+# processes.
 _IN_FLOAT32 = (
     "bf16.enabled=false",
     "fp16.enabled=false",
@@ -153,7 +154,10 @@ def compare(
 
 @contextmanager
 def _float32_convolutions() -> Iterator[None]:
-    """Run convolutions in float32. By default, cuDNN uses TF32 for them; torch's matrix products do not."""
+    """Run convolutions in float32.
+
+    By default, cuDNN uses TF32 for them; torch's matrix products do not.
+    """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -180,7 +184,9 @@ def _corpus(config: Config, out: Path, saved: SavedRun | None) -> Corpus:
 
 
 def _variants(layout: Layout) -> dict[str, Layout]:
-    """Return the layout under each masking, and the dense one, in which every group holds everything."""
+    """Return the layout under each masking, and the dense one, in which every group holds
+    everything.
+    """
     everything = replace(layout.placement, holders=(layout.everyone,) * len(layout.units), bound=0)
     whole = {name: replace(info, holders=layout.everyone) for name, info in layout.parameters.items()}
     buffers = {name: replace(info, holders=layout.everyone) for name, info in layout.buffers.items()}
@@ -209,7 +215,8 @@ def _batches(
     needed, there = count * size.accumulation * rows, len(corpus.train)  # type: ignore[arg-type]
     if needed > there:
         raise ConfigError(
-            f"--batches {count}: independent batches need {needed:,} samples, and {corpus.path} has {there:,} to train on"
+            f"--batches {count}: independent batches need {needed:,} samples, and {corpus.path} has {there:,} to "
+            "train on"
         )
     loader = iter(ResumableLoader(corpus.train, rows, seed=config.training.seed, collate_fn=corpus.collate))
 
@@ -221,7 +228,10 @@ def _batches(
 
 
 def gradient(worker: ReferenceBackend, micro_batches: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the gradient of one step by parameter, on the CPU. It is zero where nothing arrived."""
+    """Return the gradient of one step by parameter, on the CPU.
+
+    It is zero where nothing arrived.
+    """
     worker.zero_grad()
     for number, batch in enumerate(micro_batches, 1):
         loss = loss_of(worker.forward(call_model, to_device(batch, worker.device)))

@@ -24,8 +24,8 @@ def table(measured: Measured) -> str:
     """Return a Markdown table by unit, and below it what the figures show."""
     what = "the same rows for every rank" if measured.same_data else "rows of its own for every rank"
     lines = [
-        f"bias of the gradient against the dense model's: {measured.batches} batches of {measured.samples} samples, {what}; "
-        f"weights: {measured.weights}",
+        f"bias of the gradient against the dense model's: {measured.batches} batches of {measured.samples} samples, "
+        f"{what}; weights: {measured.weights}",
         "",
         "| unit | holders |" + "".join(f" {name}: apparent | noise | bias | cosine |" for name in measured.biases),
         "|---" * (2 + 4 * len(measured.biases)) + "|",

@@ -16,7 +16,8 @@ from .result import Forecast
 
 
 def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[Forecast], list[str]]:
-    """Plan the dense model under DDP, FSDP and HSDP, and give a line for each that cannot be planned.
+    """Plan the dense model under DDP, FSDP and HSDP, and give a line for each that cannot be
+    planned.
 
     They have the same ranks, batch, tensor parallelism and recomputation.
     """
@@ -53,7 +54,9 @@ def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[For
 
 
 def _dense_with_local_steps(config: Config) -> Config:
-    """Return ``config`` for the dense model in as many groups, which average as ``sdp.sync`` says: DiLoCo."""
+    """Return ``config`` for the dense model in as many groups, which average as ``sdp.sync`` says:
+    DiLoCo.
+    """
     dense = dense_config(config, config.sdp.groups, config.zero_optimization.stage)
     return dense.model_copy(update={"sdp": dense.sdp.model_copy(update={"sync": config.sdp.sync})})
 
@@ -61,9 +64,9 @@ def _dense_with_local_steps(config: Config) -> Config:
 def distributed_data_parallel(config: Config, machine: Machine, world: int) -> Forecast:
     """Plan a dense ``config`` without sharding under torch's DDP.
 
-    Half precision is the one of torch's documentation: weights, gradients and optimizer state are in
-    float32, and the forward pass runs under autocast. Autocast keeps cast copies of the weights until
-    it ends, and backward keeps them as long as it needs them.
+    Half precision is the one of torch's documentation: weights, gradients and optimizer state are
+    in float32, and the forward pass runs under autocast. Autocast keeps cast copies of the weights
+    until it ends, and backward keeps them as long as it needs them.
     """
     precision = getattr(torch, config.precision)
     if precision != torch.float32:

@@ -82,8 +82,8 @@ def find_fit(config: Config, memory: float, machine_of: Callable[[int], Machine]
         )
     if (config.train_batch_size or 0) % groups:
         raise ConfigError(
-            f"--fit: train_batch_size {config.train_batch_size:,} is not a multiple of sdp.groups {groups}, so no number "
-            "of ranks shares it equally; change one of them"
+            f"--fit: train_batch_size {config.train_batch_size:,} is not a multiple of sdp.groups {groups}, so no "
+            "number of ranks shares it equally; change one of them"
         )
     step = stated_step(config, world)
     model = model_and_batch(config)[0]()
@@ -159,8 +159,9 @@ class _Search:
     def too_few(self, ranks: int) -> bool:
         """Whether a group's state is more than twice the memory of ``ranks`` ranks.
 
-        The state is that of the trial with one rank. The factor of two allows for layouts that shard
-        other parts. Powers of two are always tried, since they tell how much memory is missing.
+        The state is that of the trial with one rank. The factor of two allows for layouts that
+        shard other parts. Powers of two are always tried, since they tell how much memory is
+        missing.
         """
         states = [
             trial.need

@@ -67,7 +67,8 @@ def forecast(
         if "overflow" not in str(error).lower():
             raise
         raise ConfigError(
-            f"the model and micro-batch {size.micro:,} are too large: a tensor has more than 2^63 bytes; lower the sizes"
+            f"the model and micro-batch {size.micro:,} are too large: a tensor has more than 2^63 bytes; lower the "
+            "sizes"
         ) from None
 
 
@@ -126,7 +127,8 @@ def _most_telling(layout: Layout, kinds: list[list[int]]) -> list[list[int]]:
     """Order ``kinds`` of groups so that the first ones tell the most, if not all can be traced.
 
     The order takes in turn the kind with the most parameters, with the most in one block, and with
-    the most in late blocks. The gradients of late blocks exist while activations of early blocks do.
+    the most in late blocks. The gradients of late blocks exist while activations of early blocks
+    do.
     """
     position = {name: index for index, name in enumerate(layout.blocks)}
 

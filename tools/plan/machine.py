@@ -106,9 +106,9 @@ class StepTime:
 def step_time(flops: float, collectives: Sequence[Collective], machine: Machine, accumulation: int) -> StepTime:
     """Estimate the step of a rank that computes ``flops`` and takes part in ``collectives``.
 
-    Computation is the number of operations over the achieved rate: a third of it forward, two thirds
-    backward, whatever is recomputed or frozen. Traffic is bytes over the speed of the link, without
-    latencies.
+    Computation is the number of operations over the achieved rate: a third of it forward, two
+    thirds backward, whatever is recomputed or frozen. Traffic is bytes over the speed of the link,
+    without latencies.
 
     Tensor-parallel traffic is never hidden, and hides nothing. Other traffic overlaps computation,
     one transfer at a time on each kind of link:
@@ -117,8 +117,8 @@ def step_time(flops: float, collectives: Sequence[Collective], machine: Machine,
     - Averages between groups run during the backward pass of the last micro-batch.
     - Traffic inside groups runs during the computation that the other two leave free.
 
-    The traffic that does not fit into its time is exposed. The exposed seconds of both kinds of link
-    add up.
+    The traffic that does not fit into its time is exposed. The exposed seconds of both kinds of
+    link add up.
     """
     compute = flops / (machine.flops * machine.achieved)
     first, last = (1 - _BACKWARD) * compute / accumulation, _BACKWARD * compute / accumulation

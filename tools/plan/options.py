@@ -75,7 +75,10 @@ class PlanOptions:
 
     @property
     def memory(self) -> float | None:
-        """Bytes of a device. Raises :class:`ConfigError` where ``--device-memory`` is not a size."""
+        """Bytes of a device.
+
+        Raises :class:`ConfigError` where ``--device-memory`` is not a size.
+        """
         return None if self.device_memory is None else quantity(self.device_memory, "B", "--device-memory")
 
     def machine(self, world: int) -> Machine:

@@ -32,7 +32,10 @@ class RankForecast:
     every: int = 1
 
     def sent(self, machine: Machine) -> dict[Link, float]:
-        """Bytes that the rank sends in a step, by kind of link. With local steps, the mean over a round."""
+        """Bytes that the rank sends in a step, by kind of link.
+
+        With local steps, the mean over a round.
+        """
         total = dict.fromkeys(LINKS, 0.0)
         for one in self.collectives:
             total[machine.link(one.ranks)] += one.sent

@@ -20,7 +20,10 @@ def fit_command(options: PlanOptions) -> str:
 
 
 def plan_command(options: PlanOptions, plan: Forecast, overrides: Mapping[str, object]) -> str:
-    """Return the ``sdp plan`` that plans ``plan`` again. ``overrides`` are the settings of ``--fit``."""
+    """Return the ``sdp plan`` that plans ``plan`` again.
+
+    ``overrides`` are the settings of ``--fit``.
+    """
     given = [*_settings(options.settings, overrides), *_given(options, plan.layout.mesh.world_size)]
     return shlex.join(["sdp", "plan", str(options.config), *given])
 

@@ -34,7 +34,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of one layout. ``micro`` and ``accumulation`` are 0 if samples cannot be shared equally."""
+    """The settings of one layout.
+
+    ``micro`` and ``accumulation`` are 0 if samples cannot be shared equally.
+    """
 
     ranks: int  # of each group
     tp: int
@@ -124,7 +127,8 @@ class Trial:
 
 
 def reasons_of(best: Trial, trials: Sequence[Trial], step: Step, model: nn.Module) -> Iterator[str]:
-    """Explain the choice: a line for fewer ranks, other degrees, cheaper settings and the micro-batch.
+    """Explain the choice: a line for fewer ranks, other degrees, cheaper settings and the
+    micro-batch.
 
     Args:
         best: The trial that was chosen.

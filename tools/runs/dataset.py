@@ -49,7 +49,8 @@ class Corpus:
     Attributes:
         train: the training samples.
         held_out: the held-out samples.
-        facts: sizes that the model must fit, as :func:`~sdp.models.registry.build_model` takes them.
+        facts: sizes that the model must fit, as :func:`~sdp.models.registry.build_model` takes
+            them.
         identity: what a checkpoint records of the data.
         path: the directory of the data.
         sha256: the hash of the data.
@@ -78,8 +79,8 @@ class Corpus:
 def open_corpus(config: Config, dump_dir: Path) -> Corpus:
     """Open the data of a run. Collective.
 
-    Rank 0 prepares the default corpus, or arrays of images, in ``dump_dir/corpus``. It also verifies token shards.
-    If any rank finds a mistake, all ranks raise DataError or ConfigError.
+    Rank 0 prepares the default corpus, or arrays of images, in ``dump_dir/corpus``. It also
+    verifies token shards. If any rank finds a mistake, all ranks raise DataError or ConfigError.
     """
     path = path_of(config, dump_dir)
     ranks = Ranks(alone=not dist.is_initialized())
@@ -97,7 +98,10 @@ def path_of(config: Config, dump_dir: Path) -> Path:
 
 
 def _while_rank_0_works(action: Callable[[], None]) -> None:
-    """Run ``action`` in a thread of rank 0. All ranks meet every few seconds, so that no collective times out."""
+    """Run ``action`` in a thread of rank 0.
+
+    All ranks meet every few seconds, so that no collective times out.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         action()
         return
@@ -147,7 +151,10 @@ def _verify(path: Path, when: Literal["auto", "always", "never"]) -> None:
 
 
 def open_prepared(config: Config, path: Path) -> Corpus:
-    """Open both splits of the data in ``path``. Raises DataError, and ConfigError if ``config`` contradicts the data."""
+    """Open both splits of the data in ``path``.
+
+    Raises DataError, and ConfigError if ``config`` contradicts the data.
+    """
     return _open_tokens(config, path) if config.data.name is None else _open_images(config, path)
 
 
@@ -210,8 +217,9 @@ def _open_images(config: Config, path: Path) -> Corpus:
         identity={"images": {"name": about.name, "sha256": about.identity}},
         path=path,
         sha256=about.identity,
-        description=f"{about.name} ({len(train):,} images to train on, {len(held_out):,} held out, {about.num_classes} classes, "
-        f"{about.image_size} × {about.image_size} pixels, sha256 {about.identity[:12]}…)",
+        description=f"{about.name} ({len(train):,} images to train on, {len(held_out):,} held out, "
+        f"{about.num_classes} classes, {about.image_size} × {about.image_size} pixels, sha256 "
+        f"{about.identity[:12]}…)",
         calibration=calibration,
         collate=Batches(about, len(train), seed),
         collate_held_out=Batches(about, len(held_out)),

@@ -17,7 +17,8 @@ from .dataset import FOLDER_IMAGE_SIZE, open_prepared, path_of
 
 
 def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]]]:
-    """Return two functions: one builds the model, the other a micro-batch of zeros with the given number of samples.
+    """Return two functions: one builds the model, the other a micro-batch of zeros with the given
+    number of samples.
 
     Prepared data is read if it exists already. Raises ConfigError.
     """
@@ -43,7 +44,9 @@ def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[
 
 
 def _facts(config: Config) -> dict[str, int]:
-    """The sizes that the model must fit: those of the data if it exists, else those of the configuration."""
+    """The sizes that the model must fit: those of the data if it exists, else those of the
+    configuration.
+    """
     data, model = config.data, config.model
     if data.name in ("digits", "cifar10", "cifar100"):
         return facts_of_set(data.name)
@@ -58,6 +61,7 @@ def _facts(config: Config) -> dict[str, int]:
         return {"vocab_size": data.vocab_size or fixed or model.get("vocab_size") or DEFAULT_VOCAB_SIZE}
     if "num_classes" not in model:
         raise ConfigError(
-            f"model.num_classes: {path} does not exist, so its classes cannot be counted; set it, for example --set model.num_classes=1000"
+            f"model.num_classes: {path} does not exist, so its classes cannot be counted; set it, for example --set "
+            "model.num_classes=1000"
         )
     return {"num_classes": model["num_classes"], "image_size": data.image_size or FOLDER_IMAGE_SIZE}

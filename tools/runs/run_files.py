@@ -34,11 +34,12 @@ PLOT = "plots/loss.png"
 class RunFiles:
     """Writes the files of the run in ``dump_dir``, which is made if it is missing.
 
-    The directory is locked against a second run until :meth:`close`. Every line reaches the file before the
-    call returns, so a killed run loses at most the line being written. NaN and Inf are written as null,
-    because JSON has neither. Raises ConfigError if ``dump_dir`` holds a run and ``resume`` is false, if
-    another run is writing to it, or if it cannot be written. Raises WriteError if one of the run's files
-    is a symbolic link. ``dump_dir`` itself and its parents may be links.
+    The directory is locked against a second run until :meth:`close`. Every line reaches the file
+    before the call returns, so a killed run loses at most the line being written. NaN and Inf are
+    written as null, because JSON has neither. Raises ConfigError if ``dump_dir`` holds a run and
+    ``resume`` is false, if another run is writing to it, or if it cannot be written. Raises
+    WriteError if one of the run's files is a symbolic link. ``dump_dir`` itself and its parents may
+    be links.
     """
 
     def __init__(self, dump_dir: Path, resume: bool):
@@ -70,7 +71,10 @@ class RunFiles:
         self._append(METRICS, line)
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        """Write the line of an evaluation of the full model. ``line["step"]`` is 0 before training."""
+        """Write the line of an evaluation of the full model.
+
+        ``line["step"]`` is 0 before training.
+        """
         self._append(EVALUATIONS, line)
 
     def summary(self, data: Mapping[str, Any]) -> None:
@@ -78,7 +82,9 @@ class RunFiles:
         self._replace(SUMMARY, data)
 
     def truncate_after(self, step: int) -> None:
-        """Remove the lines after ``step`` and the summary, so that a resumed run has every step once."""
+        """Remove the lines after ``step`` and the summary, so that a resumed run has every step
+        once.
+        """
         self._close_lines()
         for name in (METRICS, EVALUATIONS):
             refuse_link(self.dump_dir / name)
@@ -103,7 +109,8 @@ class RunFiles:
         if name not in self._open:
             refuse_link(path)
         try:
-            # Line-buffered. Opened at the first line, so that a run that fails before it leaves no empty file.
+            # Line-buffered. Opened at the first line, so that a run that fails before it leaves no
+            # empty file.
             if name not in self._open:
                 self._open[name] = path.open("a", buffering=1, encoding="utf-8")
             file = self._open[name]
@@ -158,7 +165,10 @@ def read_run(dump_dir: Path) -> Run:
 
 
 def _lock(file: TextIO, dump_dir: Path) -> None:
-    """Hold the lock until ``file`` is closed or the process ends. Raises ConfigError if another process holds it."""
+    """Hold the lock until ``file`` is closed or the process ends.
+
+    Raises ConfigError if another process holds it.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -205,7 +215,10 @@ def _read_object(path: Path, shape: type[BaseModel]) -> dict[str, Any] | None:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file. A damaged last line is left out, because a kill may leave one. Other damage is an error."""
+    """Read a JSONL file.
+
+    A damaged last line is left out, because a kill may leave one. Other damage is an error.
+    """
     if not path.is_file():
         return []
     try:

@@ -75,7 +75,10 @@ class SavedRun:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that choose a checkpoint. :meth:`CheckpointChoice.from_args` reads them."""
+    """Declare the arguments that choose a checkpoint.
+
+    :meth:`CheckpointChoice.from_args` reads them.
+    """
     parser.add_argument("run", metavar="DIR", type=Path, help="the --dump-dir of a run, or one of its checkpoints")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step (default: the newest)")
@@ -89,9 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def find(choice: CheckpointChoice, overrides: Sequence[str] = ()) -> SavedRun:
     """Find the chosen checkpoint.
 
-    ``overrides`` are applied before the user's own. They also replace the keys that only DeepSpeed acts on.
-    Raises ConfigError if the directory does not hold a run, and CheckpointError if the run has no such
-    checkpoint or the checkpoint is damaged.
+    ``overrides`` are applied before the user's own. They also replace the keys that only DeepSpeed
+    acts on. Raises ConfigError if the directory does not hold a run, and CheckpointError if the run
+    has no such checkpoint or the checkpoint is damaged.
     """
     return _open(*_locate(choice.directory, choice.tag), choice, overrides)
 
@@ -99,8 +102,9 @@ def find(choice: CheckpointChoice, overrides: Sequence[str] = ()) -> SavedRun:
 def use(choice: CheckpointChoice, action: Callable[[SavedRun], T], overrides: Sequence[str] = ()) -> T:
     """Find the chosen checkpoint and return what ``action`` makes of it.
 
-    The run may still be training, and a save removes old checkpoints. If the newest checkpoint was asked for
-    and it is removed meanwhile, ``action`` starts again with the checkpoint that is the newest by then.
+    The run may still be training, and a save removes old checkpoints. If the newest checkpoint was
+    asked for and it is removed meanwhile, ``action`` starts again with the checkpoint that is the
+    newest by then.
 
     Args:
         choice: which checkpoint.
@@ -173,8 +177,8 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str
         found = load_index(data).tokenizer
         if found != trained_with:
             raise CheckpointError(
-                f"{checkpoint}: was trained with another tokenizer ({_named(trained_with)}) than {data} was prepared with "
-                f"({_named(found)}); use the data of that run, or data prepared with its tokenizer"
+                f"{checkpoint}: was trained with another tokenizer ({_named(trained_with)}) than {data} was prepared "
+                f"with ({_named(found)}); use the data of that run, or data prepared with its tokenizer"
             )
     if images is not None and name not in (None, "folder", images["name"]):
         raise CheckpointError(
@@ -184,8 +188,8 @@ def check_data(checkpoint: Path, state: Mapping[str, Any], data: Path, name: str
         index = load_image_index(data)
         if index.sha256 != images["sha256"]:
             raise CheckpointError(
-                f"{checkpoint}: was trained with other images ({_named(images)}) than {data} holds ({_named({**vars(index)})}); "
-                "use the data of that run"
+                f"{checkpoint}: was trained with other images ({_named(images)}) than {data} holds "
+                f"({_named({**vars(index)})}); use the data of that run"
             )
 
 
@@ -200,8 +204,9 @@ def _locate(directory: Path, tag: str | None) -> tuple[Path, Path]:
         dump_dir = directory.absolute().parent.parent
         if not (dump_dir / CONFIG).is_file():
             raise ConfigError(
-                f"{directory}: a script wrote this checkpoint, not sdp train, so the model is unknown (no {dump_dir / CONFIG}); "
-                "call engine.load_checkpoint and engine.full_state_dict() in the script to get its weights"
+                f"{directory}: a script wrote this checkpoint, not sdp train, so the model is unknown (no "
+                f"{dump_dir / CONFIG}); call engine.load_checkpoint and engine.full_state_dict() in the script to get "
+                "its weights"
             )
         return dump_dir, directory
     if not (directory / CONFIG).is_file():

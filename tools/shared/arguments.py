@@ -43,7 +43,10 @@ def positive_int(text: str) -> int:
 
 
 def require_between_1_and(most: int, option: str, value: int) -> int:
-    """Return the ``value`` of ``option``. Raises :class:`ConfigError` if it is below 1 or above ``most``."""
+    """Return the ``value`` of ``option``.
+
+    Raises :class:`ConfigError` if it is below 1 or above ``most``.
+    """
     if value < 1:
         raise ConfigError(f"{option}: {value} is not a positive whole number")
     if value > most:

@@ -32,10 +32,11 @@ def refuse_link(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``. A reader sees the old content or all of the new one, also if the disk fills up.
+    """Write ``text`` to ``path``. A reader sees the old content or all of the new one, also if the
+    disk fills up.
 
-    A path that is not a regular file, such as a pipe, is written directly. Raises OSError, and WriteError if the
-    draft of the file is a symbolic link.
+    A path that is not a regular file, such as a pipe, is written directly. Raises OSError, and
+    WriteError if the draft of the file is a symbolic link.
     """
     path = Path(os.path.realpath(path))  # writes to the target of a link, and keeps the link
     if path.exists() and not path.is_file():

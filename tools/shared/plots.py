@@ -89,7 +89,10 @@ def matplotlib_classes() -> tuple[Any, Any]:
 
 
 def dress(axes: Any, title: str, unit: str) -> None:
-    """Give the axes of a plot their title, labels and grid. ``unit``: the label of the horizontal axis."""
+    """Give the axes of a plot their title, labels and grid.
+
+    ``unit``: the label of the horizontal axis.
+    """
     axes.set_title(title, fontsize=15, loc="left", pad=12)
     axes.set_xlabel(unit, fontsize=12)
     axes.set_ylabel("loss, nats per token", fontsize=12)

@@ -36,7 +36,8 @@ def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> flo
     if number is None:
         known = ", ".join(filter(None, _PREFIXES))
         raise ConfigError(
-            f"{option} {text or repr(text)}: expected a number with a unit, such as {_EXAMPLES[unit]} (before {unit}: {known})"
+            f"{option} {text or repr(text)}: expected a number with a unit, such as {_EXAMPLES[unit]} (before {unit}: "
+            f"{known})"
         )
     if not 0 < number < math.inf:
         raise ConfigError(f"{option} {text}: expected a finite number above zero, such as {_EXAMPLES[unit]}")
@@ -44,7 +45,10 @@ def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> flo
 
 
 def parse_bit_rate(text: str) -> float | None:
-    """Read ``text`` as bits a second, such as ``300mbit`` or ``1Gbit/s``. None if it has another form."""
+    """Read ``text`` as bits a second, such as ``300mbit`` or ``1Gbit/s``.
+
+    None if it has another form.
+    """
     match = re.fullmatch(rf"{_NUMBER}([kmgt]?)bit(?:/s)?\s*", text, re.IGNORECASE)
     if match is None:
         return None
@@ -85,7 +89,9 @@ def _factor(text: str, *, any_case: bool) -> float | None:
 
 
 def format_bytes(nbytes: float, unit: str = "", digits: int = 2) -> str:
-    """Print bytes in ``unit``; by default in the largest decimal unit of which there is at least one: ``1.50 GB``."""
+    """Print bytes in ``unit``; by default in the largest decimal unit of which there is at least
+    one: ``1.50 GB``.
+    """
     if unit:
         return f"{nbytes / _PREFIXES[unit.removesuffix('B')]:,.{digits}f} {unit}"
     factor, unit = unit_for(nbytes)

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 STAT = Path("/proc/stat")
-# The column of steal, after user, nice, system, idle, iowait, irq and softirq. Later columns repeat guests' time.
+# The column of steal, after user, nice, system, idle, iowait, irq and softirq. Later columns repeat
+# guests' time.
 _STOLEN = 7
 
 
@@ -31,7 +32,10 @@ def ticks(stat: Path = STAT) -> tuple[int, int] | None:
 
 
 def stolen(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
-    """Return the stolen part of the time between two counts, from 0 to 1. None if it is not known."""
+    """Return the stolen part of the time between two counts, from 0 to 1.
+
+    None if it is not known.
+    """
     if before is None or after is None or after[1] <= before[1]:
         return None
     share = (after[0] - before[0]) / (after[1] - before[1])

@@ -55,7 +55,9 @@ def text_row(label: str, values: Sequence[str | None]) -> Row:
 def plain_row(
     label: str, values: Sequence[float | None], spec: str, baseline: float | None = None, *, difference: bool = False
 ) -> Row:
-    """Numbers in format ``spec``, compared with ``baseline`` by their ratio or their ``difference``."""
+    """Numbers in format ``spec``, compared with ``baseline`` by their ratio or their
+    ``difference``.
+    """
     cells = []
     for value in values:
         ratio = ""
@@ -69,7 +71,9 @@ def bytes_row(
     label: str, values: Sequence[Quantity], baseline: float | None = None, *,
     show_baseline: bool = False, decimal: bool = False, per: str = "",
 ) -> Row:  # fmt: skip
-    """Bytes in the unit that suits the row's largest: KiB, MiB … for memory, kB, MB … (``decimal``) for what is sent."""
+    """Bytes in the unit that suits the row's largest: KiB, MiB … for memory, kB, MB … (``decimal``)
+    for what is sent.
+    """
     spreads = [Spread(value, value) if isinstance(value, int | float) else value for value in values]
     largest = max(
         [spread.largest for spread in spreads if spread] + ([baseline or 0] if show_baseline else []), default=0

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variant:
-    """How a row trains its model. At capacity 1, the dense model, granularity and masking are ""."""
+    """How a row trains its model.
+
+    At capacity 1, the dense model, granularity and masking are "".
+    """
 
     capacity: float
     granularity: str = ""

@@ -38,7 +38,8 @@ class Task:
         full: The value of that key in the full model.
         rows: Sequences or images of a step, over all groups.
         equal_units: By granularity, the number of units if all cost the same. Such units are placed
-            within every group's memory, with lists of holders. Others are placed by the groups' mean.
+            within every group's memory, with lists of holders. Others are placed by the groups'
+            mean.
         controls: By the name of a dense control model, the keys that its section has in addition.
     """
 
@@ -89,7 +90,8 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: of the dense model, of a control, of a smaller dense model, or of SDP with a profile.
+    """One run: of the dense model, of a control, of a smaller dense model, or of SDP with a
+    profile.
 
     A ``matched`` run has as many operations as the dense model's run. Others have as many steps.
     """
@@ -153,14 +155,19 @@ def _stretch(config: dict[str, Any], steps: int) -> None:
 
 @functools.cache
 def matched_steps(cell: Cell, data: Path | None) -> int:
-    """Return the steps in which all groups of ``cell`` do as many operations as the dense model's run."""
+    """Return the steps in which all groups of ``cell`` do as many operations as the dense model's
+    run.
+    """
     dense = Cell(cell.task, "", 1.0, DENSE, 0)
     return round(TASKS[cell.task].config["training"]["steps"] * operations(dense, data) / operations(cell, data))
 
 
 @functools.cache
 def operations(cell: Cell, data: Path | None) -> float:
-    """Return the floating-point operations of one step of all groups. Every group's step is traced."""
+    """Return the floating-point operations of one step of all groups.
+
+    Every group's step is traced.
+    """
     config = load_config(cell.config(data), ["sdp.engine=fsdp2"])
     groups = config.sdp.groups
     plan = forecast(cell.name, config, Machine((groups,), 1.0, 1.0, 1.0, 1.0), groups)
@@ -242,14 +249,17 @@ class Sweep:
     def cell(self, granularity: str, capacity: float, profile: str, seed: int, *, matched: bool = False) -> Cell:
         """Return the run of one column.
 
-        All granularities share a dense model's run. A full-size one also serves all capacities and lengths.
+        All granularities share a dense model's run. A full-size one also serves all capacities and
+        lengths.
         """
         if profile in self.whole:
             return Cell(self.task, "", 1.0, profile, seed)
         return Cell(self.task, "" if profile == SMALLER else granularity, capacity, profile, seed, matched)
 
     def cells(self) -> list[Cell]:
-        """Return every run once, seeds outermost, so that an unfinished sweep has whole tables of fewer seeds."""
+        """Return every run once, seeds outermost, so that an unfinished sweep has whole tables of
+        fewer seeds.
+        """
         keys = itertools.product(
             range(self.seeds), self.lengths, [*self.whole, *self.parts], self.granularities, self.capacities
         )

@@ -58,7 +58,9 @@ _LLAMA_134M = {
 
 @dataclass(frozen=True)
 class Task:
-    """A model and its micro-batch: ``samples`` of ``size`` tokens, or images of ``size`` pixels a side."""
+    """A model and its micro-batch: ``samples`` of ``size`` tokens, or images of ``size`` pixels a
+    side.
+    """
 
     model: Mapping[str, Any]
     samples: int
@@ -159,7 +161,9 @@ def _measured(task: Task, config: dict[str, Any]) -> dict[str, int]:
 
 @torch.no_grad()
 def fill_frozen(engine: SDPEngine) -> None:
-    """Frozen copies come from holders, which do not exist here: any numbers will do in the place of uninitialised memory."""
+    """Frozen copies come from holders, which do not exist here: any numbers will do in the place of
+    uninitialised memory.
+    """
     for copy in engine.frozen_here.values():
         local_tensor(copy.detach()).fill_(0.01)
 
@@ -259,11 +263,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the rows that are missing, and print the table. Exit code 1: not within 3 % of the plan."""
+    """Measure the rows that are missing, and print the table.
+
+    Exit code 1: not within 3 % of the plan.
+    """
     options = MemoryOptions.from_args(args)
     if torch.cuda.is_available():
         raise ConfigError(
-            "rows are measured on a CPU, but the engine uses the GPU if there is one; hide it with CUDA_VISIBLE_DEVICES="
+            "rows are measured on a CPU, but the engine uses the GPU if there is one; hide it with "
+            "CUDA_VISIBLE_DEVICES="
         )
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "memory.json"

@@ -48,7 +48,8 @@ Train = Callable[[Path, Path], subprocess.CompletedProcess[str]]
 def start_training(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Train ``config`` in its own process, and wait for it."""
     command = [sys.executable, "-P", "-m", "sdp", "train", str(config), "--dump-dir", str(folder)]
-    # Nobody measures the memory of these runs. Returning freed memory to the system at once would take a third of their time.
+    # Nobody measures the memory of these runs. Returning freed memory to the system at once would
+    # take a third of their time.
     allocator = {name: str(1 << 30) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")}
     return subprocess.run(
         command, capture_output=True, text=True, env=child_environment({"OMP_NUM_THREADS": "1", **allocator}, {})
@@ -116,7 +117,9 @@ def _figure(row: Mapping[str, Any] | None, *, steps: bool) -> str:
 
 
 def _pays(dense: Mapping[str, Any] | None, smaller: Mapping[str, Any] | None) -> str:
-    """Whether the dense model is better than the smaller one by more than twice the seeds' deviation."""
+    """Whether the dense model is better than the smaller one by more than twice the seeds'
+    deviation.
+    """
     if dense is None or smaller is None or dense["spread"] is None or smaller["spread"] is None:
         return "?"
     return "yes" if smaller["mean"] - dense["mean"] > 2 * max(dense["spread"], smaller["spread"]) else "no"
@@ -170,7 +173,10 @@ class ProfileOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ProfileOptions:
-        """Take the parsed arguments. Raises :class:`ConfigError` for what the task does not have."""
+        """Take the parsed arguments.
+
+        Raises :class:`ConfigError` for what the task does not have.
+        """
         sweep = Sweep(
             args.task, args.granularity, args.capacity, args.seeds, args.profile, args.controls, args.flop_matched
         )

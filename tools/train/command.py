@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     if environment is not None:
         if options.nproc not in (None, environment.world_size):
             raise ConfigError(
-                f"--nproc {options.nproc}: {environment.source} started {environment.world_size} processes; leave it out"
+                f"--nproc {options.nproc}: {environment.source} started {environment.world_size} processes; leave it "
+                "out"
             )
         degrees.check(environment.world_size, environment.source)
         return _run_rank(options)

@@ -39,8 +39,9 @@ def out_of_memory(config: Config, rank_and_device: str, engine: SDPEngine | None
         planned = engine.predicted_state_bytes()
         frozen = f"frozen copies {_size(planned.frozen)}, " if planned.frozen else ""
         state = (
-            f" Of this rank's memory parameters take {_size(planned.parameters)}, {frozen}gradients {_size(planned.gradients)} and the "
-            f"optimizer {_size(planned.optimizer)}; the rest are activations and buffers."
+            f" Of this rank's memory parameters take {_size(planned.parameters)}, {frozen}gradients "
+            f"{_size(planned.gradients)} and the optimizer {_size(planned.optimizer)}; the rest are activations and "
+            "buffers."
         )
     return OutOfMemoryError(
         f"{rank_and_device}: out of memory.{state} To need less: {'; '.join(remedies(config))}."

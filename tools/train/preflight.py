@@ -92,18 +92,19 @@ def _check_sequence(config: Config, model: nn.Module) -> None:
     limit = getattr(get_config(model), "max_position_embeddings", None)
     if limit is not None and config.data.sequence_length > limit:
         raise ConfigError(
-            f"data.sequence_length: {config.data.sequence_length} is more than model.max_position_embeddings = {limit}; "
-            "lower the former or raise the latter"
+            f"data.sequence_length: {config.data.sequence_length} is more than model.max_position_embeddings = "
+            f"{limit}; lower the former or raise the latter"
         )
     if config.data.document_mask and "documents" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
-            f'data.document_mask: the model {config.model.get("name")!r} cannot keep documents apart; set it to false, or take "llama"'
+            f"data.document_mask: the model {config.model.get('name')!r} cannot keep documents apart; set it to "
+            'false, or take "llama"'
         )
     tp = 1 if config.sdp.in_one_process else config.tensor_parallel.autotp_size
     if config.data.sequence_length % tp:
         raise ConfigError(
-            f"data.sequence_length: {config.data.sequence_length} is not divisible by tensor_parallel.autotp_size = {tp}, the ranks "
-            f"that share a sequence; choose a multiple of {tp}"
+            f"data.sequence_length: {config.data.sequence_length} is not divisible by tensor_parallel.autotp_size = "
+            f"{tp}, the ranks that share a sequence; choose a multiple of {tp}"
         )
 
 
@@ -123,7 +124,8 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
     state = read_state(path)
     if config.training.steps is not None and state["global_steps"] > config.training.steps:
         raise ConfigError(
-            f"training.steps: {config.training.steps}, but {path} is from step {state['global_steps']}; raise training.steps to train on"
+            f"training.steps: {config.training.steps}, but {path} is from step {state['global_steps']}; raise "
+            "training.steps to train on"
         )
     check_data(path, state, path_of(config, dump_dir), config.data.name)
     own = dump_dir / CONFIG
@@ -142,6 +144,6 @@ def _check_checkpoint(config: Config, dump_dir: Path) -> None:
     if changed is not None:
         key, new, old = changed
         raise ConfigError(
-            f"model.{key}: {json.dumps(new)}, but {own} has {json.dumps(old)}, with which {path} was trained; set it back, or start "
-            "another run from these weights with sdp export and --init-from"
+            f"model.{key}: {json.dumps(new)}, but {own} has {json.dumps(old)}, with which {path} was trained; set it "
+            "back, or start another run from these weights with sdp export and --init-from"
         )

@@ -188,7 +188,8 @@ class Trainer:
             self.checkpoints.save()
 
     def _roll_back(self, spike: SpikeError) -> None:
-        """Return to the newest checkpoint, and go on with the data that follows the spike. Collective.
+        """Return to the newest checkpoint, and go on with the data that follows the spike.
+        Collective.
 
         Raises SpikeError if the policy is "stop", if there is no checkpoint, or if more rollbacks
         than ``training.max_skips`` ended at the same checkpoint.
@@ -204,8 +205,8 @@ class Trainer:
         self._returned_to = engine.global_steps
         if self._returns > training.max_skips:
             raise SpikeError(
-                f"{spike}, and {training.max_skips} rollbacks to step {engine.global_steps} did not help (training.max_skips); "
-                "lower the learning rate, or resume from an earlier checkpoint"
+                f"{spike}, and {training.max_skips} rollbacks to step {engine.global_steps} did not help "
+                "(training.max_skips); lower the learning rate, or resume from an earlier checkpoint"
             ) from None
         engine.spikes.rollbacks = rollbacks
         if self.files is not None:

@@ -20,8 +20,8 @@ from ..shared.device_peaks import NOMINAL_TFLOPS
 class Utilisation:
     """Computes the MFU of a run from its tokens per second.
 
-    ``of`` returns None where it is unknown: on a CPU, on a device whose peak is not in the table, in
-    float32, and for a model without ``flops_per_token``.
+    ``of`` returns None where it is unknown: on a CPU, on a device whose peak is not in the table,
+    in float32, and for a model without ``flops_per_token``.
     """
 
     def __init__(self, engine: SDPEngine, sequence_length: int):

@@ -26,12 +26,15 @@ def refuse_small_sub_groups(config: Config, bundles: Sequence[Bundle], layout: L
             raise ConfigError(
                 f"zero_optimization.sub_group_size: {limit} is less than the {numel} elements that a rank steps at once"
                 + (f" of {bundle.unit!r}" if layout.mesh.sdp > 1 else "")
-                + ": DeepSpeed would cut them into parts that other groups and checkpoints do not know; raise it, or remove it"
+                + ": DeepSpeed would cut them into parts that other groups and checkpoints do not know; raise it, or "
+                "remove it"
             )
 
 
 def check_partitions(backend: HeldByDeepSpeed, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ModelError unless DeepSpeed partitioned the expected parameters, in order, into the expected sizes."""
+    """Raise ModelError unless DeepSpeed partitioned the expected parameters, in order, into the
+    expected sizes.
+    """
     if backend.zero is None:
         _check_copies(backend)
         return
@@ -40,13 +43,16 @@ def check_partitions(backend: HeldByDeepSpeed, parameters: Mapping[str, nn.Param
     sizes = [partition_numel(bundle, backend.stage, backend.ranks_inside) for bundle in backend.bundles]
     if members != expected or [master.numel() for master in backend.zero.masters] != sizes:
         raise ModelError(
-            "DeepSpeed partitioned the parameters in an unexpected way, so the shards of different holders would not align; "
+            "DeepSpeed partitioned the parameters in an unexpected way, so the shards of different holders would not "
+            "align; "
             'remove settings of zero_optimization that change partitions, or use sdp.engine "fsdp2"'
         )
 
 
 def _check_copies(backend: HeldByDeepSpeed) -> None:
-    """At stage 0 in half precision, DeepSpeed must have a float32 copy of exactly the trained parameters."""
+    """At stage 0 in half precision, DeepSpeed must have a float32 copy of exactly the trained
+    parameters.
+    """
     if backend.copies is not None and set(backend.copies.masters) != {
         name for bundle in backend.bundles for name in bundle.names
     }:
@@ -121,13 +127,14 @@ class UsedParameters:
         unused = f" (for example {self._unused!r})" if self._unused is not None else ""
         if between_ranks:
             raise ModelError(
-                f'sdp.engine "deepspeed": the ranks of a group use different parameters in one step{unused}, and ZeRO would add up '
-                'gradients of different parameters; use sdp.engine "fsdp2", or zero_optimization.stage 0'
+                f'sdp.engine "deepspeed": the ranks of a group use different parameters in one step{unused}, and ZeRO '
+                'would add up gradients of different parameters; use sdp.engine "fsdp2", or zero_optimization.stage 0'
             )
         if between_micro_batches:
             raise ModelError(
-                f'sdp.engine "deepspeed": only some micro-batches use all parameters{unused}, and with offload_optimizer DeepSpeed would '
-                'step with gradients of earlier micro-batches; remove offload_optimizer, or use sdp.engine "fsdp2"'
+                f'sdp.engine "deepspeed": only some micro-batches use all parameters{unused}, and with '
+                "offload_optimizer DeepSpeed would step with gradients of earlier micro-batches; remove "
+                'offload_optimizer, or use sdp.engine "fsdp2"'
             )
 
 

@@ -49,7 +49,9 @@ class HeldByDeepSpeed(ShardedBackend):
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """Float32 weights other than the model's own: this rank's partitions, or copies of parameters."""
+        """Float32 weights other than the model's own: this rank's partitions, or copies of
+        parameters.
+        """
         if self.zero is not None:
             return self.zero.masters
         return list(self.copies.masters.values()) if self.copies is not None else []
@@ -74,13 +76,18 @@ class HeldByDeepSpeed(ShardedBackend):
         return self._process_groups.between
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """This rank's pieces of every bundle's parameters, each with the bundle's index (ZeRO 1 to 3)."""
+        """This rank's pieces of every bundle's parameters, each with the bundle's index (ZeRO 1 to
+        3).
+        """
         for index, bundle in enumerate(self.bundles):
             for piece in pieces_of(bundle, self.stage, self.ranks_inside, self.rank_inside):
                 yield index, piece
 
     def write_weights(self) -> None:
-        """Copy the float32 weights to the model's parameters, where both exist. Collective inside the group."""
+        """Copy the float32 weights to the model's parameters, where both exist.
+
+        Collective inside the group.
+        """
         if self.zero is not None:
             self.zero.release_parameters()
         state = self.zero or self.copies

@@ -290,8 +290,9 @@ def _scheduler(config: Config, given: Any, optimizer: Optimizer, options: Sequen
             return given(optimizer)
         if len(getattr(given, "base_lrs", optimizer.param_groups)) != len(optimizer.param_groups):
             raise ConfigError(
-                f"lr_scheduler: the {type(given).__name__} given has rates for {len(given.base_lrs)} parameter groups, and "
-                f"DeepSpeed has {len(optimizer.param_groups)}, one for each unit; pass a function that makes it from the optimizer"
+                f"lr_scheduler: the {type(given).__name__} given has rates for {len(given.base_lrs)} parameter "
+                f"groups, and DeepSpeed has {len(optimizer.param_groups)}, one for each unit; pass a function that "
+                "makes it from the optimizer"
             )
         return given
     if config.scheduler is None:

@@ -85,7 +85,10 @@ def _whole(backend: HeldByDeepSpeed, info: TensorInfo) -> Box:
 
 
 def _boxes_of(backend: HeldByDeepSpeed, bundle: Bundle, stage: int, index: int | None) -> dict[str, Box]:
-    """Return the boxes of this rank's partition of a bundle. All holders cut them in the same way."""
+    """Return the boxes of this rank's partition of a bundle.
+
+    All holders cut them in the same way.
+    """
     found: dict[str, Box] = {}
     pieces = pieces_of(bundle, stage, backend.ranks_inside, backend.rank_inside)
     for stretch in stretches(bundle, stage, backend.layout.mesh):
@@ -133,7 +136,10 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
         )
 
     def _buckets_of_partitions(self, fragments: Mapping[str, int]) -> list[Bucket]:
-        """Return a message for the boxes of each stretch. Its ranks stand for the holders: one rank of each."""
+        """Return a message for the boxes of each stretch.
+
+        Its ranks stand for the holders: one rank of each.
+        """
         together: dict[tuple[Any, ...], list[str]] = {}
         for key, box in self.boxes.items():
             together.setdefault((box.bundle, box.ranks, fragments[key]), []).append(key)
@@ -173,7 +179,10 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
         return self._outcome(totals[: len(summary)])
 
     def _send_anchors(self, names: Collection[str]) -> None:
-        """Write the new weights to the model, and refresh the frozen copies of ``names``. Collective."""
+        """Write the new weights to the model, and refresh the frozen copies of ``names``.
+
+        Collective.
+        """
         infos = self._layout.parameters
         sent = {name for name in names if name in infos and infos[name].trainable}
         concerned = any(name in sent for refresh in self._layout.refreshes for name in refresh.names)
@@ -185,7 +194,9 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
             self._backend.send_copies(sent, at_once=False)
 
     def send_all_anchors(self, names: Collection[str]) -> None:
-        """Refresh the frozen copies of ``names`` from the anchors, where weights may differ from them. Collective."""
+        """Refresh the frozen copies of ``names`` from the anchors, where weights may differ from
+        them. Collective.
+        """
         with self.outer.swapped():
             self._write_weights()
             self._backend.send_copies(names, at_once=True)

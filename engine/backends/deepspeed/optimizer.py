@@ -87,7 +87,9 @@ def unstepped(optimizer: Optimizer) -> Iterator[None]:
 
 
 class MasterCopies:
-    """Float32 copies of this rank's trained parameters, on which DeepSpeed steps at stage 0 in half precision."""
+    """Float32 copies of this rank's trained parameters, on which DeepSpeed steps at stage 0 in half
+    precision.
+    """
 
     def __init__(self, engine: Any, parameters: Mapping[str, nn.Parameter]):
         """``parameters`` are those of the model, by canonical name."""
@@ -107,7 +109,9 @@ class MasterCopies:
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """Make a DeepSpeed step inside the context act as after an overflow: clean up, keep the weights."""
+        """Make a DeepSpeed step inside the context act as after an overflow: clean up, keep the
+        weights.
+        """
         checker = self._optimizer.overflow_checker
         checker.check = lambda *_, **__: True
         try:
@@ -180,7 +184,9 @@ class ZeroState:
         optimizer.partition_grads = and_tell
 
     def gradients(self) -> list[torch.Tensor]:
-        """The reduced gradients of this rank's partitions, in the pieces in which DeepSpeed keeps them."""
+        """The reduced gradients of this rank's partitions, in the pieces in which DeepSpeed keeps
+        them.
+        """
         if self._stage < 3:
             self._optimizer._wait_for_offload_copies()
         if self.offloaded:
@@ -210,7 +216,9 @@ class ZeroState:
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """Make a DeepSpeed step inside the context act as after an overflow: clean up, keep the weights."""
+        """Make a DeepSpeed step inside the context act as after an overflow: clean up, keep the
+        weights.
+        """
         optimizer = self._optimizer
 
         def overflow(*_: Any, **__: Any) -> None:
@@ -227,7 +235,9 @@ class ZeroState:
             optimizer.check_grad_overflow = checks
 
     def release_parameters(self) -> None:
-        """Drop gathered copies of parameters that ZeRO 3 still keeps for the next modules of a pass."""
+        """Drop gathered copies of parameters that ZeRO 3 still keeps for the next modules of a
+        pass.
+        """
         if self._stage == 3:
             self._optimizer._partition_all_parameters()
 
@@ -245,7 +255,8 @@ class ZeroState:
         self.gather_persistent()
 
     def gather_persistent(self) -> None:
-        """Gather again the small parameters that ZeRO 3 keeps whole in addition to their partitions.
+        """Gather again the small parameters that ZeRO 3 keeps whole in addition to their
+        partitions.
 
         Collective inside the group.
         """
@@ -263,5 +274,7 @@ class ZeroState:
 
 
 def local_part(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's part of a model's parameter: its partition under ZeRO 3, else the whole parameter."""
+    """This rank's part of a model's parameter: its partition under ZeRO 3, else the whole
+    parameter.
+    """
     return parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.detach()  # type: ignore[attr-defined]

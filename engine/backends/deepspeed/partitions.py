@@ -40,7 +40,9 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Piece:
-    """``length`` elements, from ``start`` in the parameter ``name`` and from ``at`` in the flat partition."""
+    """``length`` elements, from ``start`` in the parameter ``name`` and from ``at`` in the flat
+    partition.
+    """
 
     name: str
     start: int
@@ -145,7 +147,9 @@ def stretches(bundle: Bundle, stage: int, mesh: Mesh) -> list[Shared]:
 
 @dataclass(frozen=True)
 class Route:
-    """A stretch of a parameter that the rank ``source`` sends to the other ranks, for their frozen copies."""
+    """A stretch of a parameter that the rank ``source`` sends to the other ranks, for their frozen
+    copies.
+    """
 
     source: int
     shared: Shared

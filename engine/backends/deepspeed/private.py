@@ -104,14 +104,14 @@ def check_engine(deepspeed: Any, engine: Any, stage: int, precision: str) -> Non
     _require(deepspeed, engine, OF_ENGINE.split(), type(engine).__name__)
     if hasattr(engine.optimizer, "fp32_groups_flat"):
         raise ConfigError(
-            f"{precision} at zero_optimization.stage 0: DeepSpeed flattens the weights of its FusedAdam into one tensor, so they cannot be "
-            "found again; set optimizer.params.torch_adam to true, or use stage 1"
+            f"{precision} at zero_optimization.stage 0: DeepSpeed flattens the weights of its FusedAdam into one "
+            "tensor, so they cannot be found again; set optimizer.params.torch_adam to true, or use stage 1"
         )
     # DeepSpeed replaces its Adagrad by one that has all parameters in one group.
     if stage and engine.optimizer.optimizer is not engine.basic_optimizer:
         raise ConfigError(
-            f"optimizer: under ZeRO DeepSpeed replaces the {type(engine.basic_optimizer).__name__} that it was given by another one, whose "
-            "state a checkpoint would lack; use another optimizer, or zero_optimization.stage 0"
+            f"optimizer: under ZeRO DeepSpeed replaces the {type(engine.basic_optimizer).__name__} that it was given "
+            "by another one, whose state a checkpoint would lack; use another optimizer, or zero_optimization.stage 0"
         )
     names = _COPIES if stage == 0 and precision != "float32" else _OF_OPTIMIZER[stage]
     _require(deepspeed, engine.optimizer, names.split(), type(engine.optimizer).__name__)

@@ -56,7 +56,9 @@ class ShardSync:
         return list(self._plan)
 
     def launch(self, index: int, gradient: torch.Tensor) -> None:
-        """Start to average a bundle's reduced gradient over all data ranks of the holders, in place."""
+        """Start to average a bundle's reduced gradient over all data ranks of the holders, in
+        place.
+        """
         weight, mine = self._plan[index]
         if weight != 1.0:
             gradient.mul_(weight)
@@ -85,7 +87,9 @@ class ShardSync:
         ]
 
     def counted(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts of the averaged gradients that this rank, and no other, counts in the global norm."""
+        """The parts of the averaged gradients that this rank, and no other, counts in the global
+        norm.
+        """
         return [
             gradients[index].narrow(0, at, stretch.length)
             for index, (_, mine) in self._plan.items()
@@ -108,7 +112,9 @@ class EarlyLaunch:
     def __init__(
         self, sync: ShardSync, members: Sequence[Sequence[torch.Tensor]], numels: Sequence[int], device: torch.device
     ):
-        """``members`` and ``numels``: parameters and partition size of each bundle, in partition order."""
+        """``members`` and ``numels``: parameters and partition size of each bundle, in partition
+        order.
+        """
         self._sync, self._numels, self._device = sync, numels, device
         self._index_of = {
             id(parameter): (index, position)

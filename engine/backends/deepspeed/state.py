@@ -127,7 +127,9 @@ class DeepSpeedState(SavedState):
 
 
 def materialise_state(backend: HeldByDeepSpeed) -> None:
-    """Give every partition the optimizer state that its first step would make, without changing any weight."""
+    """Give every partition the optimizer state that its first step would make, without changing any
+    weight.
+    """
     assert backend.zero is not None
     optimizer = backend.deepspeed.basic_optimizer
     param_groups = optimizer.param_groups
@@ -171,7 +173,8 @@ def check_holders(backend: HeldByDeepSpeed) -> None:
 
 
 def _common_values(backend: HeldByDeepSpeed) -> Iterator[tuple[str, int, list[torch.Tensor]]]:
-    """Yield name, start and flat values of what all holders of a parameter have: weights and optimizer state.
+    """Yield name, start and flat values of what all holders of a parameter have: weights and
+    optimizer state.
 
     In local steps, these are anchors and the state of the outer optimizer.
     """

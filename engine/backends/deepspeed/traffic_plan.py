@@ -107,7 +107,10 @@ class TrafficPlan:
 
 
 class LocalTrafficPlan(LocalTraffic):
-    """What one rank sends in each step of a run with local steps. ``boxes`` are those that it averages."""
+    """What one rank sends in each step of a run with local steps.
+
+    ``boxes`` are those that it averages.
+    """
 
     def __init__(self, layout: Layout, rank: int, sync: SyncSection, plan: TrafficPlan, boxes: Collection[Box]):
         super().__init__(layout, rank, sync, stage=0, accumulation=1, compute_bytes=FLOAT32)

@@ -85,7 +85,8 @@ def _latest(directory: Path) -> str | None:
 
 
 def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
-    """Read float32 weights and buffers of a dense model, by name, with DeepSpeed's ``zero_to_fp32``.
+    """Read float32 weights and buffers of a dense model, by name, with DeepSpeed's
+    ``zero_to_fp32``.
 
     What DeepSpeed prints is dropped. Raises CheckpointError if the checkpoint is damaged, or if it
     holds anything but tensors and DeepSpeed's own records.
@@ -156,7 +157,8 @@ def _together(directory: Path, ranks: Ranks, action: Callable[[], T]) -> T:
             raise CheckpointError(str(error)) from error
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"the weights of {directory} cannot be written to a temporary folder ({error}); let TMPDIR name one with more room"
+                f"the weights of {directory} cannot be written to a temporary folder ({error}); let TMPDIR name one "
+                "with more room"
             ) from error
 
     return ranks.all_or_none(explained)

@@ -15,7 +15,9 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype, prefix: str = "") -> 
 
 
 class Backward(nn.Module):
-    """A backward pass as a module, so that ``functional_call`` can replace parameters while it runs."""
+    """A backward pass as a module, so that ``functional_call`` can replace parameters while it
+    runs.
+    """
 
     def __init__(self, module: nn.Module):
         super().__init__()

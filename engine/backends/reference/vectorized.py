@@ -46,7 +46,8 @@ class VectorizedBackend(ReferenceBackend):
             raise ModelError(f"{_HERE}: {mixing} mixes the rows of all groups; {_INSTEAD}")
         if get_neuron_branches(model) is None:
             raise ModelError(
-                f"{_HERE}: {type(model).__name__} does not declare its residual branches (neuron_branches()); {_INSTEAD}"
+                f"{_HERE}: {type(model).__name__} does not declare its residual branches (neuron_branches()); "
+                f"{_INSTEAD}"
             )
         self._tried = False
         # None while the full model runs, or one group in the way of the reference.
@@ -55,7 +56,9 @@ class VectorizedBackend(ReferenceBackend):
             model.get_submodule(name).register_forward_pre_hook(self._gate(name, gates))
 
     def _gates(self) -> dict[str, torch.Tensor]:
-        """Per layer that sums hidden neurons: 1 if a group holds the neuron, else 0, shape (groups, neurons)."""
+        """Per layer that sums hidden neurons: 1 if a group holds the neuron, else 0, shape (groups,
+        neurons).
+        """
         gates: dict[str, torch.Tensor] = {}
         for part, holders in self._sums():
             name, ((first, last),) = part.parameter.removesuffix(".weight"), part.ranges
@@ -68,7 +71,8 @@ class VectorizedBackend(ReferenceBackend):
         return gates
 
     def _sums(self) -> Iterator[tuple[Slice, Sequence[int]]]:
-        """The slices along which neurons enter the sum of a branch, each with the holders of its unit.
+        """The slices along which neurons enter the sum of a branch, each with the holders of its
+        unit.
 
         The unit may be a group of neurons or a block.
         """
@@ -107,7 +111,9 @@ class VectorizedBackend(ReferenceBackend):
         return self._run(call, batch)
 
     def _try_out(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> None:
-        """Raise ModelError unless the model, and every unit that a group lacks, return the reference's outputs."""
+        """Raise ModelError unless the model, and every unit that a group lacks, return the
+        reference's outputs.
+        """
         lacking = self._lacking()
         modes = [(module, module.training) for module in self.module.modules()]
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
@@ -136,11 +142,14 @@ class VectorizedBackend(ReferenceBackend):
             )
         if not self._alike(ours, theirs):
             raise ModelError(
-                f"{_HERE}: the model's outputs differ from the reference's, so rows of different groups interact; {_INSTEAD}"
+                f"{_HERE}: the model's outputs differ from the reference's, so rows of different groups interact; "
+                f"{_INSTEAD}"
             )
 
     def _lacking(self) -> dict[str, int]:
-        """Blocks, and branches of groups of neurons, each with a group that does not hold all of it."""
+        """Blocks, and branches of groups of neurons, each with a group that does not hold all of
+        it.
+        """
         lacking: dict[str, int] = {}
         for unit, holders in zip(self.layout.units, self.layout.placement.holders, strict=True):
             absent = next((group for group in range(self.layout.mesh.sdp) if group not in holders), None)
@@ -151,7 +160,8 @@ class VectorizedBackend(ReferenceBackend):
     def _trial(
         self, name: str, lacking: dict[str, int]
     ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        """A hook that compares the module with the reference, as run by the group that lacks the module.
+        """A hook that compares the module with the reference, as run by the group that lacks the
+        module.
 
         It uses random values, because values that are zero at first (a bias) may not stay zero.
         """
@@ -176,8 +186,8 @@ class VectorizedBackend(ReferenceBackend):
             self._group_of_row = rows
             if not self._alike(ours, theirs):
                 raise ModelError(
-                    f"{_HERE}: {name} adds more than sums over the hidden neurons that the model declares, so its output without them "
-                    f"differs from the reference's; {_INSTEAD}"
+                    f"{_HERE}: {name} adds more than sums over the hidden neurons that the model declares, so its "
+                    f"output without them differs from the reference's; {_INSTEAD}"
                 )
 
         return trial

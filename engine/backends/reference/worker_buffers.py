@@ -78,5 +78,8 @@ class WorkerBuffers:
 
 
 def first_worker(mesh: Mesh, group: int) -> int:
-    """Return the data rank of the first worker of a group. The reference has no tensor parallelism."""
+    """Return the data rank of the first worker of a group.
+
+    The reference has no tensor parallelism.
+    """
     return mesh.rank(group)

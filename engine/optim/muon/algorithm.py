@@ -56,10 +56,11 @@ class Muon(Optimizer):
         nesterov: Whether the step looks ahead along the momentum.
         ns_steps: The number of Newton-Schulz iterations that make a matrix orthogonal.
         ns_dtype: Their precision.
-        adjust_lr_fn: "match_rms_adamw" makes steps as long as AdamW's, so that one rate serves both.
-            "original" is the rule of Muon's author.
+        adjust_lr_fn: "match_rms_adamw" makes steps as long as AdamW's, so that one rate serves
+            both. "original" is the rule of Muon's author.
         weight_decay: The decoupled weight decay of all parameters.
-        adam_lr: The learning rate of the other parameters. None means ``lr``. A schedule scales both.
+        adam_lr: The learning rate of the other parameters. None means ``lr``. A schedule scales
+            both.
         betas: AdamW's decay rates.
         eps: AdamW's term in the denominator.
         state_dtype: The dtype of the momentum and of AdamW's first moment. The second moment is
@@ -93,7 +94,10 @@ class Muon(Optimizer):
         )
 
     def arrange(self, matrices: Mapping[nn.Parameter, Matrix], traffic: Traffic) -> None:
-        """Say which parameters are matrices and how this rank holds them. ``traffic`` counts the gathers."""
+        """Say which parameters are matrices and how this rank holds them.
+
+        ``traffic`` counts the gathers.
+        """
         self._matrices = {id(parameter): matrix for parameter, matrix in matrices.items()}
         self._traffic = traffic
 
@@ -151,7 +155,9 @@ class Muon(Optimizer):
             yield ahead[0], ahead[1], _join_columns(ahead[1], ahead[2]())
 
     def _update_momentum(self, group: dict[str, Any], parameter: nn.Parameter) -> Tensor:
-        """Update the momentum, and return the matrix to make orthogonal, as far as this rank has it."""
+        """Update the momentum, and return the matrix to make orthogonal, as far as this rank has
+        it.
+        """
         state, factor = self.state[parameter], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
@@ -162,7 +168,10 @@ class Muon(Optimizer):
         return (gradient.lerp(momentum, factor) if self._nesterov else momentum).to(self.ns_dtype)
 
     def _gather_rows(self, parameter: nn.Parameter, shard: Tensor) -> Callable[[], Tensor]:
-        """Start to gather the rows of a sharded matrix. The result waits for them, and returns a tensor of its own."""
+        """Start to gather the rows of a sharded matrix.
+
+        The result waits for them, and returns a tensor of its own.
+        """
         if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
             return shard.clone
         communicator, ranks = parameter.device_mesh.get_group(), parameter.device_mesh.size()

@@ -101,7 +101,9 @@ def arrange(
 
 
 def gathered_bytes(section: NamedParams | None, layout: Layout) -> Callable[[TensorInfo], int] | None:
-    """Return the function that gives the bytes per element that Muon gathers, or None for other optimizers."""
+    """Return the function that gives the bytes per element that Muon gathers, or None for other
+    optimizers.
+    """
     if section is None or section.type.lower() != "muon":
         return None
     size = 4 if section.params.get("ns_dtype") == "float32" else 2
@@ -109,7 +111,10 @@ def gathered_bytes(section: NamedParams | None, layout: Layout) -> Callable[[Ten
 
 
 def planned_gathers(optimizer: Optimizer, layout: Layout, group: int, shards: int) -> Traffic:
-    """Return the bytes of a step's gathers inside ``group``. None are planned for other optimizers."""
+    """Return the bytes of a step's gathers inside ``group``.
+
+    None are planned for other optimizers.
+    """
     planned = Traffic()
     if isinstance(optimizer, Muon):
         for info in layout.held(group):

@@ -38,7 +38,8 @@ def probe(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int
 
 
 def test_parameters_gradients_and_activations():
-    # In the first layer's backward: all weights, all gradients, the batch, and the gradient of the layer's output.
+    # In the first layer's backward: all weights, all gradients, the batch, and the gradient of the
+    # layer's output.
     model = chain()
     assert probe(model, torch.optim.SGD(model.parameters())) == pytest.approx(
         2 * LAYERS * WEIGHT + 2 * ACTIVATION, rel=0.01
@@ -58,7 +59,8 @@ def test_temporaries_of_an_unfused_optimizer_count():
 
 
 def test_accumulation_holds_a_second_gradient_of_one_layer():
-    # In the last layer's backward: four inputs, the gradients of its output and input, and a new gradient beside the old.
+    # In the last layer's backward: four inputs, the gradients of its output and input, and a new
+    # gradient beside the old.
     model = chain()
     expected = (2 * LAYERS + 1) * WEIGHT + (LAYERS + 2) * ACTIVATION
     assert probe(model, torch.optim.SGD(model.parameters()), micro_batches=3) == pytest.approx(expected, rel=0.01)
@@ -108,7 +110,8 @@ class Tanhs(nn.Module):
 
 @pytest.mark.parametrize(("checkpointed", "activations"), [(False, 4 * 8 + 2), (True, 8 + 4 + 2)])
 def test_activation_checkpointing(checkpointed: bool, activations: int):
-    # The batch, what is kept (every output of eight blocks, or every block's input and one block's outputs), and a gradient.
+    # The batch, what is kept (every output of eight blocks, or every block's input and one block's
+    # outputs), and a gradient.
     blocks, scale = [Tanhs() for _ in range(8)], nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([scale])
 
@@ -136,7 +139,8 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("policy", "weights", "rows"),
     [
-        # Four weights, three gradients, and of the first layer: the gathered weight, its gradient, and the reduction's copy.
+        # Four weights, three gradients, and of the first layer: the gathered weight, its gradient,
+        # and the reduction's copy.
         (MixedPrecisionPolicy(), 10, 2),
         # The same with the gathered weight and its gradient in two bytes.
         (MixedPrecisionPolicy(torch.bfloat16, torch.float32), 9, 1),
@@ -153,7 +157,9 @@ def test_gathered_copies_of_fsdp2_count_while_they_exist(policy: MixedPrecisionP
 
 
 def allocator_peak(step: Callable[[], None]) -> int:
-    """Peak bytes that torch's CPU allocator hands out during ``step()``, by the profiler's record of every allocation."""
+    """Peak bytes that torch's CPU allocator hands out during ``step()``, by the profiler's record
+    of every allocation.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     pending, events = list(profiler.profiler.kineto_results.experimental_event_tree()), []  # type: ignore[union-attr]
@@ -192,7 +198,9 @@ class Net(nn.Module):
 
 
 def engine_peaks(config: dict[str, Any]) -> tuple[int, int]:
-    """Peak of one step of an engine: by the probe, and by the allocator on top of the state that exists."""
+    """Peak of one step of an engine: by the probe, and by the allocator on top of the state that
+    exists.
+    """
     engine, optimizer, _, _ = sdp.initialize(model=Net(), config=config)
 
     def step() -> None:
@@ -223,7 +231,8 @@ def engine_config(
 
 
 def bfloat16_scratch() -> int:
-    """Bytes that this machine's kernels need inside one product of the model's, which no tensor shows.
+    """Bytes that this machine's kernels need inside one product of the model's, which no tensor
+    shows.
 
     A CPU without instructions for bfloat16 works on float32 copies.
     """
@@ -234,7 +243,9 @@ def bfloat16_scratch() -> int:
 
 
 def peaks_without_a_network(config: dict[str, Any], world: int) -> tuple[int, int]:
-    """As on rank 0 of ``world`` ranks, whose collectives do nothing: gloo's threads free memory unseen by the profiler."""
+    """As on rank 0 of ``world`` ranks, whose collectives do nothing: gloo's threads free memory
+    unseen by the profiler.
+    """
     with fake_world(0, world):
         return engine_peaks(config)
 
@@ -261,7 +272,8 @@ def test_a_step_of_the_engine_agrees_with_the_allocator(stage: int, bf16: bool, 
         else:
             assert probed == pytest.approx(allocated, rel=0.01)
         peaks.append(probed)
-    # Half the blocks; the head, activations and gathered copies stay, and frozen copies come on top.
+    # Half the blocks; the head, activations and gathered copies stay, and frozen copies come on
+    # top.
     least, most = (0.5, 0.65) if masking == "forward" else (0.6, 0.75)
     assert least < peaks[0] / peaks[1] < most
 

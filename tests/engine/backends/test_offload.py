@@ -63,7 +63,10 @@ class FromAnotherDevice(DeviceMessages):
 
 
 def send_through_another_device() -> list[float]:
-    """Average and broadcast tensors through copies. Return the results, and what was seen before the wait."""
+    """Average and broadcast tensors through copies.
+
+    Return the results, and what was seen before the wait.
+    """
     messages = FromAnotherDevice(torch.device("cpu"))
     group = dist.group.WORLD
     assert group is not None

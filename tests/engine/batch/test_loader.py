@@ -30,7 +30,9 @@ def sampler(samples: int, micro: int, rank: int, ranks: int, consumed: int = 0, 
 
 
 def read_global(samples: int, micro: int, ranks: int, batches: int, consumed: int = 0) -> list[int]:
-    """The indices of ``batches`` global micro-batches in the order of the run: batch by batch, rank by rank."""
+    """The indices of ``batches`` global micro-batches in the order of the run: batch by batch, rank
+    by rank.
+    """
     per_rank = [list(itertools.islice(sampler(samples, micro, r, ranks, consumed), batches)) for r in range(ranks)]
     return [index for batch in range(batches) for rank in range(ranks) for index in per_rank[rank][batch]]
 
@@ -82,7 +84,9 @@ def test_sampler_state_round_trip():
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_four_data_ranks_resume_as_two(num_workers):
-    """The stop falls inside an epoch and the continuation crosses its end; prefetched batches must not be lost."""
+    """The stop falls inside an epoch and the continuation crosses its end; prefetched batches must
+    not be lost.
+    """
     samples, micro = 37, 2
 
     def loaders(ranks: int) -> list[ResumableLoader]:

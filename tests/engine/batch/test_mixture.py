@@ -36,7 +36,9 @@ def source_of(index: int) -> int:
 
 
 def check_each_sample_once_per_epoch(indices: list[int]) -> None:
-    """In the order of the run, the samples of a source are whole epochs without a repetition, then a part of one."""
+    """In the order of the run, the samples of a source are whole epochs without a repetition, then
+    a part of one.
+    """
     for source, of_source in itertools.groupby(sorted(indices, key=source_of), key=source_of):
         own, samples = list(of_source), SAMPLES[source]  # sorted() is stable: the order of the run
         for start in range(0, len(own), samples):

@@ -46,7 +46,9 @@ def _loaded(case: Case, engine: str, folder: str) -> tuple[Any, Any]:
 
 
 def _refused(case: Case, engine: str, folder: str) -> tuple[str, Any, Any]:
-    """What it was refused for; the first step of a run without, and with a refused resume amid its micro-batches."""
+    """What it was refused for; the first step of a run without, and with a refused resume amid its
+    micro-batches.
+    """
     foreign = engine_of(replace(case, optimizer="momentum"), engine)
     _step(foreign, case, 0)
     foreign.save_checkpoint(folder)

@@ -42,7 +42,8 @@ def _damage(folder: Path, how: str) -> None:
 
 
 DAMAGES = [
-    "no state", "truncated state", "state without steps", "other format", "no metadata", "truncated metadata", "no tensors",
+    "no state", "truncated state", "state without steps", "other format", "no metadata", "truncated "
+                                                                                         "metadata", "no tensors",
     "truncated tensors", "one flipped bit", "changed step",
 ]  # fmt: skip
 

@@ -13,7 +13,9 @@ from sdp.tests.support.ranks import RankPool
 
 
 def _save_destroyed(case: Case, folder: str, backend: str) -> list[str]:
-    """Save after a good step, then after a step that is destroyed by its learning rate; return the refusals."""
+    """Save after a good step, then after a step that is destroyed by its learning rate; return the
+    refusals.
+    """
     engine = engine_of(case, backend)
     data_rank = None if backend == "reference" else data_rank_of(case)
     one_step(engine, case, 0, data_rank=data_rank)

@@ -100,7 +100,9 @@ def test_large_tensors_are_written_in_pieces_and_read_as_wholes(ranks: RankPool,
 
 @pytest.mark.parametrize("source", TENSOR_SOURCES, ids=str)
 def test_tensor_parallel_parts_become_wholes_and_back(ranks: RankPool, source: Case, tmp_path: Path) -> None:
-    """Weights and moments exact, from cut matrices to whole ones and the other way, sharded further or not."""
+    """Weights and moments exact, from cut matrices to whole ones and the other way, sharded further
+    or not.
+    """
     answers = ranks.run(train_and_save, source, str(tmp_path), world=source.world)
     weights, moments = answers[0][0], merge_moments(answers)
     for groups, fsdp, tp, stage in [(2, 1, 1, 0), (2, 1, 2, 0), (1, 2, 2, 3), (1, 4, 1, 2)]:

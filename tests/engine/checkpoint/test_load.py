@@ -73,7 +73,9 @@ def _refused(optimizer: str, model: str, folder: str, engine: str = "fsdp2", sta
 def test_nothing_of_a_checkpoint_is_left_out(
     ranks: RankPool, tmp_path: Path, saved: tuple[str, str], loaded: tuple[str, str], message: str
 ) -> None:
-    """A model of fewer layers, or another optimizer, would go on from a part of it, and its saves would replace the whole one."""
+    """A model of fewer layers, or another optimizer, would go on from a part of it, and its saves
+    would replace the whole one.
+    """
     ranks.run(_trained, *saved, str(tmp_path), world=2)
     for error, steps, has_state in ranks.run(_refused, *loaded, str(tmp_path), world=2):
         if message:
@@ -215,7 +217,9 @@ def test_an_optimizer_that_makes_its_state_as_it_is_made_goes_on(ranks: RankPool
 
 
 def _rates_of_layers(folder: str, engine: str, groups: int) -> tuple[dict[str, float], dict[str, float], list[bool]]:
-    """Rates of parameters before a save and after a load, and whether those of the optimizer's groups are as before."""
+    """Rates of parameters before a save and after a load, and whether those of the optimizer's
+    groups are as before.
+    """
     case = Case(groups, 2 // groups, placement="cyclic" if groups == 2 else "full")
     rates = [0.1, 0.05, 0.025, 0.0125, 0.00625]
 
@@ -289,7 +293,8 @@ def _missing_on_one_rank(case: Case, folder: str) -> str:
 
 
 def test_what_one_rank_lacks_stops_all(ranks: RankPool, saved: Any, tmp_path: Path) -> None:
-    # The llama has other names than the checkpointed model; group 0 and group 1 look for different ones.
+    # The llama has other names than the checkpointed model; group 0 and group 1 look for different
+    # ones.
     messages = ranks.run(
         _missing_on_one_rank, Case(2, 1, optimizer="adamw", model="llama"), saved[0], world=2, timeout=60
     )

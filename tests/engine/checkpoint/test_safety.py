@@ -200,7 +200,9 @@ class _Killed(BaseException):
 
 
 def killed_save(folder: Path, monkeypatch: pytest.MonkeyPatch, renamed: str) -> None:
-    """Save ``step-1`` again in a process that is killed before it renames the directory ``renamed``."""
+    """Save ``step-1`` again in a process that is killed before it renames the directory
+    ``renamed``.
+    """
     rename = Path.rename
 
     def rename_unless_killed(path: Path, target: Path) -> Path:
@@ -319,7 +321,10 @@ WRONG_VALUES = [None, [], {}, "x", -1, 1.5, True, 10**30, [[]], {"a": {"b": [Non
 
 
 def test_wrong_types_in_a_sealed_state_are_one_line(small: Path) -> None:
-    """Every field is replaced by every wrong value. Either the load is refused in one line, or it succeeds."""
+    """Every field is replaced by every wrong value.
+
+    Either the load is refused in one line, or it succeeds.
+    """
     engine, seen = engine_of(SOURCE, "reference"), set[str]()
     state = read_state(small / "step-1")
     original = (small / "step-1" / "state.json").read_text()

@@ -27,7 +27,9 @@ def test_the_newest_are_kept_and_the_one_just_written_always(small: Path) -> Non
 
 
 def _save_in_the_background(case: Case, folder: str) -> Any:
-    """Train on while the checkpoint of the second step is written, and return the weights of that step."""
+    """Train on while the checkpoint of the second step is written, and return the weights of that
+    step.
+    """
     engine = engine_of(case)
     for step in range(4):
         one_step(engine, case, step, data_rank=data_rank_of(case))
@@ -49,7 +51,9 @@ def test_a_background_save_holds_the_step_at_which_it_began(ranks: RankPool, tmp
 
 
 def _save_without_room(case: Case, folder: str) -> tuple[str, str]:
-    """The errors of a save and of one in the background under a file size limit that the tensors exceed."""
+    """The errors of a save and of one in the background under a file size limit that the tensors
+    exceed.
+    """
     engine = engine_of(case)
     one_step(engine, case, 0, data_rank=dist.get_rank())
     engine.step()

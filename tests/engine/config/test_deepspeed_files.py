@@ -160,14 +160,19 @@ def test_neutral_and_old_settings_are_accepted(section: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"quantize_training": {"quantize_groups": 16}}, "quantize_training: {\"quantize_groups\": 16} cannot be honoured"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size: 2 cannot be honoured by this engine: there is no sequence"),
+        ({"quantize_training": {"quantize_groups": 16}}, "quantize_training: {\"quantize_groups\": 16} cannot be "
+                                                         "honoured"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size: 2 cannot be honoured by this engine: there is no "
+                                        "sequence"),
         ({"num-layers": 2}, "num-layers: this is a key of GPT-NeoX"),
         ({"bf16": {"enable": True}}, "bf16.enable: unknown key, did you mean enabled?"),
         ({"optimizer": {"type": "Adam", "adam_w_mode": False}}, "optimizer.adam_w_mode: false cannot be honoured"),
-        ({"fp16": {"enabled": True, "auto_cast": True}, "sdp": {"engine": "deepspeed"}}, "fp16.auto_cast: true cannot be honoured"),
-        ({"hybrid_engine": {"enabled": True}, "sdp": {"engine": "deepspeed"}}, "hybrid_engine: {\"enabled\": true} cannot be honoured"),
-        ({"torch_autocast": {"enabled": True}, "sdp": {"engine": "deepspeed"}}, "torch_autocast.enabled: true cannot be honoured"),
+        ({"fp16": {"enabled": True, "auto_cast": True}, "sdp": {"engine": "deepspeed"}}, "fp16.auto_cast: true "
+                                                                                         "cannot be honoured"),
+        ({"hybrid_engine": {"enabled": True}, "sdp": {"engine": "deepspeed"}}, "hybrid_engine: {\"enabled\": true} "
+                                                                               "cannot be honoured"),
+        ({"torch_autocast": {"enabled": True}, "sdp": {"engine": "deepspeed"}}, "torch_autocast.enabled: true cannot "
+                                                                                "be honoured"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )  # fmt: skip

@@ -53,7 +53,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sdp": {"masking": "both"}}, "sdp.masking: input should be 'forward' or 'backward' (found \"both\")"),
     (
         {"training": {"compile": True}, "tensor_parallel": {"autotp_size": 2}},
-        "training.compile: true is not available in this version together with tensor_parallel.autotp_size above 1; use false",
+        "training.compile: true is not available in this version together with tensor_parallel.autotp_size above 1; "
+        "use false",
     ),
     # DeepSpeed's semantics that cannot be honoured.
     (

@@ -57,7 +57,8 @@ def _start(kind: str, engine: str) -> str:
     [
         (
             "optimizer",
-            "optimizer.params.lr: rank 0 has 0.1, rank 1 has 0.2; start all ranks with the same configuration, model and data",
+            "optimizer.params.lr: rank 0 has 0.1, rank 1 has 0.2; start all ranks with the same configuration, model "
+            "and data",
         ),
         ("gradient_clipping", "gradient_clipping: rank 0 has 0, rank 1 has 0.5; "),
         ("seed", "training.seed: rank 0 has 0, rank 1 has 1; "),
@@ -91,7 +92,9 @@ def test_deepspeeds_own_settings_are_compared(ranks: RankPool, kind: str, messag
 
 
 def _own_groups() -> tuple[int, dict[str, float]]:
-    """An optimizer of a group for each parameter that the rank has: ranks have different numbers of them."""
+    """An optimizer of a group for each parameter that the rank has: ranks have different numbers of
+    them.
+    """
     config = Case(2, 1).config("fsdp2")
     del config["optimizer"], config["scheduler"]
     config["sdp"]["placement"] = {"layers.0": [0], "layers.1": [0], "layers.2": [0, 1], "layers.3": [0, 1]}
@@ -123,7 +126,9 @@ def test_how_a_number_is_written_is_no_difference() -> None:
 
 
 def _work_together() -> tuple[list[str], str, Any, str]:
-    """What a rank sees of an action that succeeds, that fails on rank 1, of a value, and of an action of rank 0."""
+    """What a rank sees of an action that succeeds, that fails on rank 1, of a value, and of an
+    action of rank 0.
+    """
     ranks, here = Ranks(alone=False), dist.get_rank()
 
     def act(*, fails: bool) -> str:

@@ -51,7 +51,9 @@ def _refresh_groups() -> list[bool]:
 
 
 def test_each_direction_of_new_weights_has_a_communicator_of_its_own(ranks: RankPool) -> None:
-    """What one communicator is given it does one by one: two directions would take turns, or wait for averages."""
+    """What one communicator is given it does one by one: two directions would take turns, or wait
+    for averages.
+    """
     assert ranks.run(_refresh_groups, world=2) == [[True, True]] * 2
 
 

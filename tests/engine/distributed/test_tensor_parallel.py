@@ -40,9 +40,11 @@ def _ranks_of_all() -> TensorRanks:
 
 
 def _inputs(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Hidden states, the head's weight, and targets of which some are ignored. The logits are so large that an exponential without
-    their maximum overflows. They are multiples of a quarter, so that no product is rounded, in an order that is the processor's own: of
-    logits as large as these an error in the last place is many times the tolerance.
+    """Hidden states, the head's weight, and targets of which some are ignored. The logits are so
+    large that an exponential without
+    their maximum overflows. They are multiples of a quarter, so that no product is rounded, in an
+    order that is the processor's own: of logits as large as these an error in the last place is
+    many times the tolerance.
     """
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(20, 6, generator=generator).mul_(40).round_().div_(4)
@@ -150,7 +152,9 @@ def test_logits_and_gradients_equal_hugging_face(ranks: RankPool, stage: int) ->
 
 
 def _passes(case: Case, *, drop: bool) -> dict[str, torch.Tensor]:
-    """Gradients after two backward passes before one step; with ``drop`` after those of a step that forgot an earlier one."""
+    """Gradients after two backward passes before one step; with ``drop`` after those of a step that
+    forgot an earlier one.
+    """
     engine = engine_of(case)
     everyone = engine.config.sdp.engine == "reference"
     for part in range(2):

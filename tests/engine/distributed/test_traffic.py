@@ -48,8 +48,10 @@ def test_counted_equals_planned_in_every_step(ranks: RankPool, case: Case) -> No
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_tensor_parallel_bytes_by_hand(ranks: RankPool, checkpointing: Any) -> None:
-    """Hidden states are gathered before attention, feed-forward and head, and scattered after attention, feed-forward and embedding;
-    backward does the converse of each. Recomputation ends with the last activation that backward needs: one scatter fewer.
+    """Hidden states are gathered before attention, feed-forward and head, and scattered after
+    attention, feed-forward and embedding;
+    backward does the converse of each. Recomputation ends with the last activation that backward
+    needs: one scatter fewer.
     """
     case = Case(2, 1, 0, 3, model="even-llama", tp=2, checkpointing=checkpointing)
     tokens = 2 * models.TOKENS
@@ -74,7 +76,9 @@ def _numel(prefixes: tuple[str, ...]) -> int:
 
 
 def test_plan_by_hand_between_groups(ranks: RankPool) -> None:
-    """Two groups of one rank: what both hold is all-reduced once, 2·(1/2) of its float32 bytes; what one holds is not sent."""
+    """Two groups of one rank: what both hold is all-reduced once, 2·(1/2) of its float32 bytes;
+    what one holds is not sent.
+    """
     result = native(ranks, Case(2, 1))[1]
     both = 4 * _numel(("stem", "head", "layers.1", "layers.2"))
     assert result.planned == {"between groups/all_reduce": both, "control/all_reduce": 16}
@@ -83,7 +87,9 @@ def test_plan_by_hand_between_groups(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize(("bf16", "nbytes"), [(False, 4), (True, 2)])
 def test_plan_by_hand_of_frozen_copies(ranks: RankPool, bf16: bool, nbytes: int) -> None:
-    """Each of two groups lacks a block that the other holds alone and sends after the step, in compute precision."""
+    """Each of two groups lacks a block that the other holds alone and sends after the step, in
+    compute precision.
+    """
     case = (
         Case(2, 1, optimizer="sgd", steps=2, masking="backward", bf16=bf16) if bf16 else Case(2, 1, masking="backward")
     )
@@ -101,7 +107,9 @@ def test_plan_by_hand_of_frozen_copies(ranks: RankPool, bf16: bool, nbytes: int)
 
 
 def test_the_work_of_sending_is_spread_among_holders() -> None:
-    """Every holder sends to its part of the groups without a unit, the same for all units of a holder set and, here, for all sets."""
+    """Every holder sends to its part of the groups without a unit, the same for all units of a
+    holder set and, here, for all sets.
+    """
     holders = {0: [0, 1], 1: [1, 2], 2: [2, 3], 3: [0, 3], 4: [0, 1], 5: [0, 1, 2, 3]}
     config = Case(4, 1, masking="backward").config()
     config["sdp"]["placement"] = {f"layers.{index}": held for index, held in holders.items()}
@@ -123,7 +131,8 @@ def test_the_work_of_sending_is_spread_among_holders() -> None:
 
 @pytest.mark.parametrize("groups, holders", [(8, 2), (8, 3), (8, 6), (16, 8), (3, 1)])
 def test_every_group_without_a_unit_receives_it_once(groups: int, holders: int) -> None:
-    """As many holders as there are receivers, or all, send, none to more groups than it must, all nearly as much; of cyclic holder
+    """As many holders as there are receivers, or all, send, none to more groups than it must, all
+    nearly as much; of cyclic holder
     sets of half the groups each group sends to one other and receives from one.
     """
     sets = [tuple(sorted((first + place) % groups for place in range(holders))) for first in range(groups)]
@@ -150,7 +159,9 @@ def test_every_group_without_a_unit_receives_it_once(groups: int, holders: int) 
 
 @pytest.mark.parametrize("groups", [2, 3, 4])
 def test_as_many_copies_are_sent_as_groups_receive(groups: int) -> None:
-    """A group receives what it does not hold, so somebody sends it; of a ring the last sends nothing."""
+    """A group receives what it does not hold, so somebody sends it; of a ring the last sends
+    nothing.
+    """
     config = Case(groups, 1, placement="cyclic", masking="backward").config()
     config["sdp"]["capacity"] = 1 / groups
     layout = Layout.of(models.mlp(blocks=6), load_config(config), Mesh(groups))
@@ -164,7 +175,9 @@ def test_as_many_copies_are_sent_as_groups_receive(groups: int) -> None:
 
 
 def test_what_would_need_too_many_communicators_is_sent_by_one_holder() -> None:
-    """Of 120 sets of 3 of 10 groups some are shared out, those of the most parameters first, and every set is served."""
+    """Of 120 sets of 3 of 10 groups some are shared out, those of the most parameters first, and
+    every set is served.
+    """
     sets = tuple(itertools.combinations(range(10), 3))
     costs = tuple(range(len(sets), 0, -1))
     placement = Placement(10, tuple(map(str, sets)), sets, costs)

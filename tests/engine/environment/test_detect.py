@@ -303,7 +303,9 @@ def test_search_path_is_extended_once(tmp_path) -> None:
 
 
 class FakeMPI:
-    """mpi4py's ``MPI`` on rank 2 of a world of ``size``; like the real one it begins once and ends once."""
+    """mpi4py's ``MPI`` on rank 2 of a world of ``size``; like the real one it begins once and ends
+    once.
+    """
 
     def __init__(self, size: int, begun: bool) -> None:
         self.begun, self.ended = begun, False
@@ -331,7 +333,9 @@ class FakeMPI:
 def test_an_mpi4py_of_another_mpi_names_no_master(
     monkeypatch: pytest.MonkeyPatch, world_size: int, begun: bool
 ) -> None:
-    """Each rank is then alone in a world of its own, and would name itself; the recorded start has 3 ranks. A script may have begun MPI."""
+    """Each rank is then alone in a world of its own, and would name itself; the recorded start has
+    3 ranks. A script may have begun MPI.
+    """
     for name in os.environ:
         if name.startswith(("MASTER_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_")):
             monkeypatch.delenv(name)

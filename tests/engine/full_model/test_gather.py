@@ -14,7 +14,9 @@ from sdp.tests.support.ranks import RankPool
 
 
 def gather(case: Case) -> tuple[list[tuple[str, Any]], int]:
-    """Stream the full model; return it as this rank sees it, and the bytes that were gathered in groups."""
+    """Stream the full model; return it as this rank sees it, and the bytes that were gathered in
+    groups.
+    """
     engine = engine_of(case)
     engine.traffic.reset()
     streamed = list(stream_full_state(engine.backend))

@@ -28,7 +28,9 @@ def buffers_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def _recalibrate(case: Case, engine_name: str = "fsdp2") -> dict[str, Any]:
-    """Two steps, then the full model's loss and state with statistics measured over two batches a rank."""
+    """Two steps, then the full model's loss and state with statistics measured over two batches a
+    rank.
+    """
     engine = engine_of(case, engine_name)
     rank = None if engine_name == "reference" else data_rank_of(case)
     for step in range(2):
@@ -45,7 +47,9 @@ def _recalibrate(case: Case, engine_name: str = "fsdp2") -> dict[str, Any]:
 
 
 def by_hand(case: Case, state: dict[str, torch.Tensor]) -> tuple[nn.Module, float, torch.Tensor]:
-    """A plain model with its means over all batches, its loss as it is, and what its first batch norm reads."""
+    """A plain model with its means over all batches, its loss as it is, and what its first batch
+    norm reads.
+    """
     model: Any = models.resnet("cpu")
     model.load_state_dict(state)
     with torch.no_grad():
@@ -138,7 +142,10 @@ def _own_and_agreed(case: Case, engine_name: str) -> dict[str, Any]:
 def test_statistics_are_means_over_the_holders_ranks(
     ranks: RankPool, neurons: int, masking: Any, engine_name: str
 ) -> None:
-    """Of blocks, and of channels; of what is shared over all ranks. Frozen copies have them too, but do not count."""
+    """Of blocks, and of channels; of what is shared over all ranks.
+
+    Frozen copies have them too, but do not count.
+    """
     if engine_name == "deepspeed":
         pytest.importorskip("deepspeed")
     case = Case(2, 2, stage=1, model="resnet-meta", neurons=neurons, masking=masking)

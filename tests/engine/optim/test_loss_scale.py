@@ -91,7 +91,9 @@ def train_in_half(case: Case, engine: str) -> Any:
 
 
 def test_float16_equals_deepspeed(ranks: Any) -> None:
-    """The real DeepSpeed rounds in other places, so the runs differ by less than float16 differs from float32."""
+    """The real DeepSpeed rounds in other places, so the runs differ by less than float16 differs
+    from float32.
+    """
     pytest.importorskip("deepspeed")
     case = Case(2, 1, 1, model="llama-tied")  # its inputs are integers, as DeepSpeed does not cast inputs
     ours, theirs = (ranks.run(train_in_half, case, engine, world=case.world)[0] for engine in ("fsdp2", "deepspeed"))

@@ -20,7 +20,9 @@ from torch.optim.adamw import adamw
 
 
 class CountingAdam(torch.optim.Optimizer):
-    """AdamW that counts in an int: of each "state" (DeepSpeedCPUAdam), of the "last" parameter's for all (FusedAdam), of the "group"."""
+    """AdamW that counts in an int: of each "state" (DeepSpeedCPUAdam), of the "last" parameter's
+    for all (FusedAdam), of the "group".
+    """
 
     def __init__(self, groups: Any, where: str):
         super().__init__(groups, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1})
@@ -90,7 +92,9 @@ RUNS = [
 
 @pytest.mark.parametrize(("name", "case", "where"), RUNS, ids=str)
 def test_a_count_goes_on(ranks: RankPool, tmp_path: Path, name: str, case: Case, where: str) -> None:
-    """Bias correction is large in the first steps: one that began anew would take a step of another length."""
+    """Bias correction is large in the first steps: one that began anew would take a step of another
+    length.
+    """
     if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     expected = ranks.run(_run, case, name, "torch", str(tmp_path / "torch"), range(4), world=case.world)[0]

@@ -94,7 +94,9 @@ def test_says_which_implementation_was_taken():
 
 
 def test_what_the_user_gave_goes_before_the_section():
-    """An optimizer gets this rank's groups in place of its own; a function the groups, or the list of parameters that the user meant."""
+    """An optimizer gets this rank's groups in place of its own; a function the groups, or the list
+    of parameters that the user meant.
+    """
     parameters = list(network().parameters())
     groups = [{"params": parameters, "lr": 0.5}]
     given = torch.optim.SGD(network().parameters(), lr=0.1)
@@ -238,7 +240,9 @@ def test_apex_is_recognised_and_its_namesake_is_not(monkeypatch):
 
 
 def test_apex_kernel_is_called_as_nvidia_defines_it(monkeypatch):
-    """Argument order of ``multi_tensor_applier(amp_C.multi_tensor_adam, …)`` in apex/optimizers/fused_adam.py."""
+    """Argument order of ``multi_tensor_applier(amp_C.multi_tensor_adam, …)`` in
+    apex/optimizers/fused_adam.py.
+    """
     calls = []
     kernels, applier = types.ModuleType("amp_C"), types.ModuleType("apex.multi_tensor_apply")
     vars(kernels)["multi_tensor_adam"] = "adam"

@@ -54,7 +54,10 @@ def lion() -> list[torch.Tensor]:
 
 
 def lamb(*, corrects: bool) -> list[torch.Tensor]:
-    """``adam_debias`` leaves out the package's bias correction. DeepSpeed's changes the length of the step alone."""
+    """``adam_debias`` leaves out the package's bias correction.
+
+    DeepSpeed's changes the length of the step alone.
+    """
 
     def correct(optimizer: torch.optim.Optimizer, step: int) -> None:
         factor = (1 - 0.95**step) ** 0.5 / (1 - 0.8**step) if corrects else 1.0

@@ -41,7 +41,9 @@ def build(
     alone: int | None = 1,
     rate: float = 0.01,
 ) -> sdp.SDPEngine:
-    """Rank 0 holds layers 0 and 2, rank 1 layers 1 and 2, both the others; layer ``alone`` has a rate of its own."""
+    """Rank 0 holds layers 0 and 2, rank 1 layers 1 and 2, both the others; layer ``alone`` has a
+    rate of its own.
+    """
     model = models.mlp()
     placement = {f"layers.{index}": [0, 1] for index in range(len(model.layers))} | {"layers.0": [0], "layers.1": [1]}
     config = case.config(engine)

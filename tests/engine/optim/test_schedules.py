@@ -67,7 +67,8 @@ CASES = [
 ]
 
 C = (1 + math.cos(math.pi / 4)) / 2
-# Of a base rate of 0.3: zero once, warm-up from one half, then half a cosine, under way in its first step.
+# Of a base rate of 0.3: zero once, warm-up from one half, then half a cosine, under way in its
+# first step.
 COSINE = [0, *(0.3 * x for x in (0.5, 0.625, 0.75, 0.875, *(0.2 + 0.8 * y for y in (C, 0.5, 1 - C, 0, 0))))]
 
 WSD = {"total_num_steps": 100, "warmup_num_steps": 10, "decay_num_steps": 20}
@@ -134,7 +135,9 @@ def test_every_step_equals_deepspeed(name, params, monkeypatch):
     ],
 )
 def test_golden_values(name, params, expected):
-    """A few values worked out by hand, so that the schedules are held to something where DeepSpeed is absent."""
+    """A few values worked out by hand, so that the schedules are held to something where DeepSpeed
+    is absent.
+    """
     target = optimizer()
     total = {} if name == "WarmupLR" else {"total_num_steps": 8}
     schedule = build_scheduler(name, {"warmup_num_steps": 4} | total | params, target)
@@ -232,7 +235,8 @@ def test_all_warmup_is_announced(caplog):
         (
             "WarmupLR",
             {"warmup_max_lr": "1"},
-            'scheduler.params.warmup_max_lr: input should be a valid number or input should be a valid list (found "1")',
+            "scheduler.params.warmup_max_lr: input should be a valid number or input should be a valid list (found "
+            '"1")',
         ),
         ("WarmupLR", {"warmup_max_lr": [0.1, -1]}, "scheduler.params.warmup_max_lr.1: input should be greater than or"),
         ("WarmupLR", {"warmup_min_lr": [0.1]}, "scheduler.params.warmup_min_lr: 1 rates for 2 parameter groups"),

@@ -39,7 +39,8 @@ def test_every_unit_is_held_and_the_mean_holds(groups: int, capacity: float, cos
     assert all(1 <= k <= groups for k in counts)
     assert all(tuple(sorted(set(holders))) == holders and holders[-1] < groups for holders in placement.holders)
     held = sum(cost * k for cost, k in zip(costs, counts, strict=True))
-    # Rounding carries over from unit to unit, so the total is off by half of one unit at most, and by what is carried at the end.
+    # Rounding carries over from unit to unit, so the total is off by half of one unit at most, and
+    # by what is carried at the end.
     if profile == "uniform":
         assert abs(held - capacity * groups * sum(costs)) <= max(costs)
     assert sum(placement.held_fraction(group) for group in range(groups)) == pytest.approx(held / sum(costs))
@@ -79,7 +80,8 @@ def test_connectivity_and_gap_against_definitions(data: st.DataObject, groups: i
     reached = np.linalg.matrix_power(np.eye(groups) + matrix @ matrix.T, groups) > 0
     assert placement.connected == bool(reached.all())
     if matrix.sum(axis=1).all():
-        # The operator "average over a group's units, then over a unit's holders": its second eigenvalue is σ₂².
+        # The operator "average over a group's units, then over a unit's holders": its second
+        # eigenvalue is σ₂².
         walk = (matrix / matrix.sum(axis=1, keepdims=True)) @ (matrix / matrix.sum(axis=0, keepdims=True)).T
         values = np.sort(np.linalg.eigvals(walk).real)[::-1]
         second = values[1] if groups > 1 and count > 1 else 0.0

@@ -172,7 +172,9 @@ def test_shuffles_keep_the_margins_and_the_rooms() -> None:
 
 
 def _waiting(placement: Placement) -> int:
-    """Work from a holder's gradient of a unit to the last holder's, over units and holders, where groups skip what they do not hold."""
+    """Work from a holder's gradient of a unit to the last holder's, over units and holders, where
+    groups skip what they do not hold.
+    """
     last = len(placement.units) - 1
     waiting = 0
     for unit, holders in enumerate(placement.holders):
@@ -182,7 +184,9 @@ def _waiting(placement: Placement) -> int:
 
 
 def test_holders_of_equal_units_come_to_them_together() -> None:
-    """With 4 groups that hold 2 of 4 blocks each the units can be met in pairs: first all groups' last ones, then the ones before."""
+    """With 4 groups that hold 2 of 4 blocks each the units can be met in pairs: first all groups'
+    last ones, then the ones before.
+    """
     huge = 10**17  # FLOPs: those of all units and groups do not fit 64 bits
     placement = placed(units([7] * 8, [huge] * 8), groups=4, capacity=0.5, placement="balanced", profile="uniform")
     for late in (7, 5, 3, 1):

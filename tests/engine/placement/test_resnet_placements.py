@@ -12,8 +12,9 @@ from sdp.engine.placement.units import find_neuron_units, find_units
 from sdp.models.registry import build_model
 from sdp.tests.support.placements import placed, units
 
-# The eight basic blocks of ResNet-18 for 32 × 32 images (He et al., arXiv 1512.03385; stem of stride 1, as usual on CIFAR): convolutions
-# of 3 × 3 without biases, 2 batch norms, and in the first block of stages 2 to 4 a 1 × 1 convolution with a batch norm.
+# The eight basic blocks of ResNet-18 for 32 × 32 images (He et al., arXiv 1512.03385; stem of
+# stride 1, as usual on CIFAR): convolutions of 3 × 3 without biases, 2 batch norms, and in the
+# first block of stages 2 to 4 a 1 × 1 convolution with a batch norm.
 STAGES = [
     (64, 64, 32),
     (64, 64, 32),

@@ -33,7 +33,10 @@ def config(**section: Any) -> dict[str, Any]:
 
 
 class Skip(nn.Module):
-    """A hand-made replacement of a block. It returns the hidden state as a block of ``kind`` does."""
+    """A hand-made replacement of a block.
+
+    It returns the hidden state as a block of ``kind`` does.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -46,7 +49,10 @@ class Skip(nn.Module):
 
 
 def train_by_hand(kind: str, holders: dict[str, tuple[int, ...]], masking: str) -> dict[str, torch.Tensor]:
-    """Take one step of SGD with a masked copy of the model for each group. Return the new parameters."""
+    """Take one step of SGD with a masked copy of the model for each group.
+
+    Return the new parameters.
+    """
     full = foreign_models.build(kind)
     gradients: list[dict[str, torch.Tensor]] = []
     for group in range(2):
@@ -97,7 +103,8 @@ def warnings_of(model: nn.Module, **section: Any) -> list[str]:
 def test_blocks_that_no_group_can_skip_are_named(caplog: pytest.LogCaptureFixture) -> None:
     shared, held = warnings_of(foreign_models.build("torchvision-resnet"), masking="forward")
     assert shared == (
-        "all groups share blocks that no group could skip: layer2.0, layer3.0, layer4.0 (changes the shape of its input); "
+        "all groups share blocks that no group could skip: layer2.0, layer3.0, layer4.0 (changes the shape of its "
+        "input); "
         'sdp.masking "backward", or patterns in sdp.units, makes them units'
     )
     assert held == (
@@ -151,7 +158,10 @@ def test_a_group_that_holds_most_of_the_model_is_warned_of() -> None:
 
 
 def train(engine_name: str) -> tuple[dict[str, torch.Tensor] | None, float]:
-    """Train a T5 for one step under forward masking. Return the weights and the full model's loss."""
+    """Train a T5 for one step under forward masking.
+
+    Return the weights and the full model's loss.
+    """
     settings = config(masking="forward", engine=engine_name)
     engine = sdp.initialize(model=foreign_models.build("t5"), config=settings)[0]
     ranks = (0, 1) if engine_name == "reference" else (engine.global_rank,)

@@ -26,7 +26,9 @@ def scaled_mlp(batch: dict[str, torch.Tensor], held: list[int], factors: dict[in
 
 
 def scaled_llama(batch: dict[str, torch.Tensor], group: int | None, case: Case, state: Any) -> torch.Tensor:
-    """By hand: columns of the projections into the sum times 0 or a factor; ``group`` None: the full model in evaluation."""
+    """By hand: columns of the projections into the sum times 0 or a factor; ``group`` None: the
+    full model in evaluation.
+    """
     layout = engine_of(case, "reference").layout
     model = models.build(case.model)
     model.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)

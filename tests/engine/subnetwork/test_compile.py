@@ -23,7 +23,9 @@ RELATIVE = 1e-5
 
 
 def _run(case: Case, compiled: bool, eps: float | None = None) -> dict[str, Any]:
-    """Two steps and an evaluation: losses, the first step's gradients, and how often dynamo made a graph of a block in training."""
+    """Two steps and an evaluation: losses, the first step's gradients, and how often dynamo made a
+    graph of a block in training.
+    """
     torch._dynamo.reset()
     inductor.compile_threads = 1  # no pool of processes beside the ranks
     model = models.build(case.model)
@@ -73,7 +75,8 @@ def test_equal_blocks_compile_once_and_compute_the_same(ranks: RankPool, case: C
     eager = ranks.run(_run, case, False, world=case.world)
     compiled = ranks.run(_run, case, True, world=case.world)
     for plain, fast in zip(eager, compiled, strict=True):
-        # Of blocks that are trained and of frozen copies, or of blocks of two sets of slices; three blocks or four, one graph.
+        # Of blocks that are trained and of frozen copies, or of blocks of two sets of slices; three
+        # blocks or four, one graph.
         kinds = 2 if case.masking == "backward" else 1
         assert (plain["graphs"], fast["graphs"], fast["breaks"]) == (0, kinds, {})
         assert fast["losses"] == pytest.approx(plain["losses"], rel=RELATIVE)
@@ -86,7 +89,8 @@ def test_equal_blocks_compile_once_and_compute_the_same(ranks: RankPool, case: C
 
 @pytest.mark.slow
 def test_a_block_that_differs_has_a_graph_of_its_own(ranks: RankPool) -> None:
-    # FSDP2's modules are guarded loosely; a block must not run with the constants of the one before.
+    # FSDP2's modules are guarded loosely; a block must not run with the constants of the one
+    # before.
     case = Case(1, 2, 2, model="llama", placement="full")
     eager = ranks.run(_run, case, False, 0.5, world=2)
     compiled = ranks.run(_run, case, True, 0.5, world=2)

@@ -107,7 +107,9 @@ def test_global_random_state_is_left_alone() -> None:
 
 
 def _hugging_face(kind: str) -> nn.Module:
-    """Sizes at which a standard deviation says something; GPT-2 scales its projections by its depth, one level up."""
+    """Sizes at which a standard deviation says something; GPT-2 scales its projections by its
+    depth, one level up.
+    """
     import transformers as hf
 
     small: dict[str, Any] = {

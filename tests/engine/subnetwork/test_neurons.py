@@ -29,7 +29,8 @@ from torch import nn
 GROUPS = 2
 RELATIVE = 1e-5  # of the largest element, as in the table of equality
 LLAMA = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 15, "vocab_size": models.VOCABULARY}
-# Of three groups in every branch: some with one holder, some with two, and two branches of which a group has nothing.
+# Of three groups in every branch: some with one holder, some with two, and two branches of which a
+# group has nothing.
 HOLDERS = [[0], [0, 1], [1], [0, 1], [1], [0]] * 3 + [[0], [0], [0], [1], [1], [1]]
 
 
@@ -52,7 +53,9 @@ def config(case: Case = Case(GROUPS), **section: Any) -> dict[str, Any]:  # noqa
 
 
 def indices(name: str, group: int) -> tuple[int, torch.Tensor] | None:
-    """By hand: the dimension along which the parameter is cut in three, and the indices that ``group`` holds of it."""
+    """By hand: the dimension along which the parameter is cut in three, and the indices that
+    ``group`` holds of it.
+    """
     layer, branch, projection = (name.split(".") + [""] * 6)[2:5]
     if branch not in ("self_attn", "mlp"):
         return None
@@ -73,7 +76,9 @@ def narrow(full: nn.Module, group: int) -> nn.Module:
 
 
 def dense_gradients(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Under backward masking, by hand: of every slice the mean of the dense gradients over its holders' batches."""
+    """Under backward masking, by hand: of every slice the mean of the dense gradients over its
+    holders' batches.
+    """
     total = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
     workers = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
     losses = []
@@ -91,7 +96,9 @@ def dense_gradients(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[
 
 
 def by_hand(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Gradients of the full model's parameters, and every worker's loss; ``batches`` by worker, its micro-batches."""
+    """Gradients of the full model's parameters, and every worker's loss; ``batches`` by worker, its
+    micro-batches.
+    """
     total = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
     workers = {name: torch.zeros_like(p) for name, p in full.named_parameters()}
     losses = []
@@ -112,7 +119,9 @@ def by_hand(full: nn.Module, batches: Mapping[int, list[Any]]) -> tuple[dict[str
 @pytest.mark.parametrize("masking", ["forward", "backward"])
 @pytest.mark.parametrize("case", [Case(GROUPS), Case(GROUPS, 2, accumulation=3)], ids=str)
 def test_the_reference_trains_as_by_hand(case: Case, masking: str) -> None:
-    """Plain narrower models; under backward masking the dense one, of whose gradient a worker has its slices."""
+    """Plain narrower models; under backward masking the dense one, of whose gradient a worker has
+    its slices.
+    """
     full = llama()
     engine, *_ = sdp.initialize(model=llama(), config=config(case, masking=masking))
     for step in range(3):

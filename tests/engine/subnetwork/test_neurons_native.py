@@ -176,7 +176,9 @@ def sliced(case: Case, group: int) -> nn.Module:
 
 
 def test_as_much_is_computed_as_by_a_narrower_model() -> None:
-    """Floating-point operations, and matrix products: one of a projection, whatever the number of slices, and of frozen ones."""
+    """Floating-point operations, and matrix products: one of a projection, whatever the number of
+    slices, and of frozen ones.
+    """
     case = Case(2, 1, neurons=6, model="even-llama", placement="cyclic")
     narrower = models.even_llama(
         tied=False, device="cpu", num_attention_heads=2, num_key_value_heads=1, intermediate_size=7
@@ -228,7 +230,9 @@ def test_of_an_input_only_what_a_trained_slice_needs_is_kept(dim: int, frozen: t
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("frozen", [(), (0,), (0, 1)], ids=str)
 def test_a_convolution_of_slices(dim: int, frozen: tuple[int, ...]) -> None:
-    """One forward, its gradients, and no gradient of frozen weights: against torch's own, of the slices in their order."""
+    """One forward, its gradients, and no gradient of frozen weights: against torch's own, of the
+    slices in their order.
+    """
     full = nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False)
     slices = Slices("weight", dim, {0: (0, 3), 1: (3, 8)}, [index for index in (0, 1) if index not in frozen], frozen)
     layer = SlicedConv2d(full, {"weight": slices})

@@ -31,7 +31,9 @@ DENSE = Case(1, 1, placement="full", model="llama-meta")
 
 
 def make(folder: Path, *, tied: bool = False, even: bool = False, **options: Any) -> Path:
-    """A LLaMA of the shape of ``models.llama`` (or ``even_llama``), with weights that tell it from any initialisation."""
+    """A LLaMA of the shape of ``models.llama`` (or ``even_llama``), with weights that tell it from
+    any initialisation.
+    """
     torch.manual_seed(5)
     shape = {
         "vocab_size": models.VOCABULARY + even, "hidden_size": 10 + 2 * even, "intermediate_size": 15 - even,
@@ -56,7 +58,9 @@ def their_loss(folder: Path, data_ranks: int) -> float:
 
 
 def _start(case: Case, folder: str) -> tuple[Any, float, int, int]:
-    """The full model and its loss before the first step; elements that this rank read, and elements that it holds."""
+    """The full model and its loss before the first step; elements that this rank read, and elements
+    that it holds.
+    """
     read = 0
     fill = WeightFiles.fill
 
@@ -150,9 +154,12 @@ def test_layouts_of_keys(tmp_path: Path, layout: str) -> None:
 
 REFUSED = {
     "missing": (lambda t: {name: v for name, v in t.items() if "2.mlp.up" not in name}, "holds no 'model.layers.2.mlp.up_proj.weight'"),
-    "untied head missing": (lambda t: {name: v for name, v in t.items() if "lm_head" not in name}, "holds no 'lm_head.weight'"),
-    "another shape": (lambda t: t | {"model.norm.weight": torch.ones(11)}, "'model.norm.weight' has shape (11,) there and (10,) here"),
-    "one more": (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(12)}, "q_proj.bias', which this model does not have"),
+    "untied head missing": (lambda t: {name: v for name, v in t.items() if "lm_head" not in name}, "holds no "
+                                                                                                   "'lm_head.weight'"),
+    "another shape": (lambda t: t | {"model.norm.weight": torch.ones(11)}, "'model.norm.weight' has shape (11,) "
+                                                                           "there and (10,) here"),
+    "one more": (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(12)}, "q_proj.bias', which this "
+                                                                                         "model does not have"),
     "quantised": (lambda t: t | {"model.norm.weight": torch.ones(10, dtype=torch.int8)}, "is I8 there"),
 }  # fmt: skip
 
@@ -239,7 +246,9 @@ def _converted(scratch: str) -> tuple[list[float], list[str]]:
 
 
 def _converted_on_two_hosts(scratch: str) -> tuple[list[float], list[str]]:
-    """Rank 1 is on a host of the same name whose temporary files are its own: the mounts of a thread, which end with it."""
+    """Rank 1 is on a host of the same name whose temporary files are its own: the mounts of a
+    thread, which end with it.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
 
     def elsewhere() -> tuple[list[float], list[str]]:

@@ -89,7 +89,9 @@ def test_holders_are_bitwise_equal_after_50_steps(ranks: RankPool, case: Case) -
 
 
 def _corrupt(case: Case, name: str, what: str, bad_rank: int, *, by_interval: bool) -> str | None:
-    """The error's text on this rank after one value of one rank was changed by one unit in the last place."""
+    """The error's text on this rank after one value of one rank was changed by one unit in the last
+    place.
+    """
     config = case.config()
     config["sdp"]["check_interval"] = 3 if by_interval else 0
     import sdp
@@ -189,7 +191,9 @@ def test_checksum_across_chunks() -> None:
 
 
 def _corrupt_a_copy() -> str:
-    """A norm's weight on all holders' second tensor-parallel rank: equal among holders, but not among copies."""
+    """A norm's weight on all holders' second tensor-parallel rank: equal among holders, but not
+    among copies.
+    """
     engine = engine_of(Case(2, 1, 0, model="even-llama", tp=2))
     name = next(name for name in engine.parameters_here if name == "model.norm.weight")
     if dist.get_rank() % 2 == 1:

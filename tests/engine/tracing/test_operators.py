@@ -80,7 +80,9 @@ def test_real_norms_are_as_before_after_a_trace_and_refused_amid_one() -> None:
 
 
 class _RowByRow(torch.autograd.Function):
-    """RMSNorm that keeps what CUDA's kernel keeps and, as that, has no temporary of its input's size."""
+    """RMSNorm that keeps what CUDA's kernel keeps and, as that, has no temporary of its input's
+    size.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -189,7 +189,9 @@ def test_tensor_parallel_ranks_send_what_was_traced(ranks: RankPool) -> None:
 
 
 def test_operations_are_those_of_the_matrix_products() -> None:
-    """A dense LLaMA: 6 per weight and token, and attention's two products, 3.5 times: forward, scores once more, four gradients."""
+    """A dense LLaMA: 6 per weight and token, and attention's two products, 3.5 times: forward,
+    scores once more, four gradients.
+    """
     tokens, layers, width, middle, vocabulary = 4 * SEQUENCE, 6, 64, 160, 512
     weights = layers * (4 * width * width + 3 * width * middle) + vocabulary * width
     attention = layers * 4 * tokens * SEQUENCE * width

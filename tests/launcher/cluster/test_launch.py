@@ -266,7 +266,9 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_for_clusters(folder: Path, name: str) -> None:
-    """Each starts a configuration that is there, on every GPU of its nodes, and says what its network needs; nothing is warned of."""
+    """Each starts a configuration that is there, on every GPU of its nodes, and says what its
+    network needs; nothing is warned of.
+    """
     root = Path(sdp.__path__[0])
     (folder / "sdp").write_text(f'#!/bin/sh\nexec {shlex.quote(PYTHON)} -P -m sdp "$@"\n')
     (folder / "sdp").chmod(0o755)

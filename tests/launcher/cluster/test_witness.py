@@ -80,7 +80,8 @@ def test_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_outlives_a_witness_that_is_killed() -> None:
     process = _start(
-        "import os, subprocess, time; print(os.getpid(), subprocess.Popen(['sleep', '60'], stdout=2).pid, flush=True)\ntime.sleep(60)"
+        "import os, subprocess, time; print(os.getpid(), subprocess.Popen(['sleep', '60'], stdout=2).pid, "
+        "flush=True)\ntime.sleep(60)"
     )
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]

@@ -135,7 +135,9 @@ class Life:
             assert cause in said, said
 
     def hangs(self) -> None:
-        """Stop a rank, so that it cannot end itself: the other rank reports it, and no process is left."""
+        """Stop a rank, so that it cannot end itself: the other rank reports it, and no process is
+        left.
+        """
         before = self.steps
         started = self.start("hung", "--resume")
         self.reach(started, "hung", lambda: self.steps > before + 1)

@@ -74,7 +74,9 @@ class Hosts:
         return ended.stdout.strip()
 
     def run(self, *command: str, seconds: float = 240) -> list[float]:
-        """Run a command on host-a to its end; return the losses in the dump directory, its last word."""
+        """Run a command on host-a to its end; return the losses in the dump directory, its last
+        word.
+        """
         log = f"{Path(command[-1]).name}.log"
         code = finish(self.start(*command, log=log), seconds)
         assert code == 0, (self.folder / log).read_text()
@@ -106,7 +108,9 @@ class Hosts:
         return found
 
     def nothing_left(self, run: str, hosts: str, port: int, seconds: float) -> None:
-        """Wait until no process of the run is left on its hosts; check that nothing listens on its port."""
+        """Wait until no process of the run is left on its hosts; check that nothing listens on its
+        port.
+        """
         until(lambda: not self.processes(run, hosts), seconds, PAUSE)
         assert not self.said("ss", "--no-header", "--listening", "--tcp", f"sport = :{port}")
 
@@ -117,13 +121,15 @@ class Hosts:
 
 @contextlib.contextmanager
 def made_hosts() -> Iterator[Hosts]:
-    """Make twelve hosts with addresses 10.77.0.1 to 10.77.0.12, and a small run's data and configuration.
+    """Make twelve hosts with addresses 10.77.0.1 to 10.77.0.12, and a small run's data and
+    configuration.
 
     All are removed afterwards.
     """
     if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
         pytest.skip(
-            f"NOT TESTED, no {', '.join(missing)}: apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin"
+            f"NOT TESTED, no {', '.join(missing)}: apt-get install iproute2 openssh-server openssh-client pdsh "
+            "openmpi-bin"
         )
     folder = Path(tempfile.mkdtemp(prefix="sdp"))
     try:

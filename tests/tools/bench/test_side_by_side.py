@@ -96,7 +96,8 @@ def test_every_method_does_its_work_and_is_reported(
             assert row["peak_bytes"] == pytest.approx(row["planned_peak_bytes"], rel=0.01 if "ddp" in name else 0.1), (
                 name
             )
-    # On a ring of four, and only there, gloo sends what is planned, beside 100 bytes for each message.
+    # On a ring of four, and only there, gloo sends what is planned, beside 100 bytes for each
+    # message.
     for name in ("ddp", "ddp-recompute", "ddp-bf16-gradients", "smaller-ddp", "sdp-block-forward-0.5"):
         assert (
             rows[name]["planned_sent_bytes"]
@@ -139,7 +140,9 @@ def test_methods_of_another_work_are_told_apart() -> None:
 
 
 class _Diverges:
-    """Steps whose loss, on rank 1, is no number any more; like that of a skipped step it leaves the weights as they are."""
+    """Steps whose loss, on rank 1, is no number any more; like that of a skipped step it leaves the
+    weights as they are.
+    """
 
     def __init__(self) -> None:
         self.module = torch.nn.Linear(1, 1)
@@ -201,7 +204,9 @@ def test_bytes_that_the_kernel_does_not_count_are_not_measured(monkeypatch: pyte
 
 
 def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ticks as proc(5) has them: user, nice, system, idle, iowait, irq, softirq, steal, and guests' that are in the first two."""
+    """Ticks as proc(5) has them: user, nice, system, idle, iowait, irq, softirq, steal, and guests'
+    that are in the first two.
+    """
     before = ticks()
     assert before is not None
     assert 0 <= before[0] <= before[1]  # this machine's own
@@ -241,7 +246,9 @@ def test_processor_time_that_others_had_is_said(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_sdp_must_reach_over_a_link_is_judged_beside_the_plan() -> None:
-    """Over a link that is busy for as long as a rank computes, a third of it is exposed, since backward is two thirds of computing."""
+    """Over a link that is busy for as long as a rank computes, a third of it is exposed, since
+    backward is two thirds of computing.
+    """
     ours = "sdp-block-forward-0.5"
     plans = plan_methods(["ddp", ours], load_config(CONFIG), 4)
     worst = max(plans[ours].forecast.groups, key=lambda group: group.trace.flops)
@@ -289,7 +296,8 @@ def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> 
     for name in (LOCAL[0], LOCAL[1], LOCAL[3]):
         assert facts[name]["between_groups_bytes"] == facts[name]["planned_between_groups_bytes"] > 0
         assert facts[name]["state_bytes"] == facts[name]["planned_state_bytes"]
-    # The same bytes as our own local steps of the dense model send, by a loop that has no line of them.
+    # The same bytes as our own local steps of the dense model send, by a loop that has no line of
+    # them.
     every_step = plan_methods(["ddp"], load_config(CONFIG), 4)["ddp"].sent
     assert plans["diloco-local4"].sent == pytest.approx(every_step / 4, rel=0.01)
 

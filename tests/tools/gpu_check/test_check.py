@@ -50,7 +50,8 @@ def test_goals_compare_with_the_plan_and_the_dense_model() -> None:
     found = goals_of([result(dense), result(half, bound, peak_memory_bytes=1031, step_seconds=0.54)], rate=121.0)
     assert [goal.reached for goal in found] == [False, False, False]
     assert "NOT reached" in found[0].text
-    # No goal of this kind: another way to train, another size's dense model, and a speed without a dense model to compare with.
+    # No goal of this kind: another way to train, another size's dense model, and a speed without a
+    # dense model to compare with.
     others = [
         result(Row(ONE_B, Variant(0.5, "neuron", "forward"))),
         result(Row("llama_134m", DENSE)),

@@ -41,7 +41,9 @@ def not_needed() -> list[str]:
 
 
 def check(*words: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, because it makes process groups; the packages that it should do without cannot be imported there."""
+    """In a process of its own, because it makes process groups; the packages that it should do
+    without cannot be imported there.
+    """
     lines = [
         "import sys",
         *(f"sys.modules[{name!r}] = None" for name in not_needed()),

@@ -31,7 +31,9 @@ MODEL = {
 
 
 def rows(batches: int, *, same_data: bool, accumulation: int = 1) -> Iterator[list[Any]]:
-    """Each token follows from the one before, with some noise, so that there is a gradient to estimate."""
+    """Each token follows from the one before, with some noise, so that there is a gradient to
+    estimate.
+    """
     generator = torch.Generator().manual_seed(1)
     for _ in range(batches):
         made = []

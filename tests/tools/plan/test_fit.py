@@ -194,7 +194,9 @@ def test_every_other_choice_has_a_reason(config: Path, capsys: pytest.CaptureFix
 
 
 def test_degrees_that_the_layout_refuses_are_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neurons go beside tensor parallelism of the degrees that divide their groups; no degree is left out, whichever is stated."""
+    """Neurons go beside tensor parallelism of the degrees that divide their groups; no degree is
+    left out, whichever is stated.
+    """
     neurons = ["--set", "sdp.granularity=neuron", "sdp.neuron_groups=2", "tensor_parallel.autotp_size=2"]
     needed = peak_of(planned(capsys, config, "--alone", *neurons, "activation_checkpointing.mode=full", "--world", 4))
     report = planned(capsys, config, "--alone", *neurons, "--device-memory", f"{needed}B", "--fit")
@@ -211,7 +213,8 @@ def test_tensor_parallel_ranks_stay_inside_a_node(config: Path, capsys: pytest.C
 
 @pytest.mark.parametrize(("samples", "ranks"), [(48, 3), (32, 4)])
 def test_the_fewest_ranks_that_share_the_samples(once: Planner, samples: int, ranks: int) -> None:
-    """Three ranks a group where two do not fit; four where three cannot share the samples of a step. One rank a node: tensor
+    """Three ranks a group where two do not fit; four where three cannot share the samples of a
+    step. One rank a node: tensor
     parallelism, which would need less, is refused."""
 
     def alone(world: int) -> Machine:
@@ -231,11 +234,12 @@ def test_the_fewest_ranks_that_share_the_samples(once: Planner, samples: int, ra
 @pytest.mark.parametrize(
     ("train", "micro", "accumulation", "message"),
     [
-        (9, "1", "null", "--fit: train_batch_size 9 is not a multiple of sdp.groups 2, so no number of ranks shares it equally"),
+        (9, "1", "null", "--fit: train_batch_size 9 is not a multiple of sdp.groups 2, so no number of ranks shares "
+                         "it equally"),
         (9, "null", "null", "--fit: train_batch_size 9 is not a multiple of sdp.groups 2"),
         (9, "null", "5", "--fit: train_batch_size 9 is not a multiple of sdp.groups 2"),
-        (8, "null", "5", "train_batch_size 8 (from the configuration) is not train_micro_batch_size_per_gpu 0 (derived) × "
-                         "gradient_accumulation_steps 5 (from the configuration)"),
+        (8, "null", "5", "train_batch_size 8 (from the configuration) is not train_micro_batch_size_per_gpu 0 "
+                         "(derived) × gradient_accumulation_steps 5 (from the configuration)"),
     ],
 )  # fmt: skip
 def test_samples_that_no_ranks_share(
@@ -253,7 +257,9 @@ def test_samples_that_no_ranks_share(
 
 
 def test_samples_alone_say_how_many_a_step_has(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """48 samples, of which 20 slots cannot have equal shares: the most ranks that can say what a micro-batch is, 8 a group of 20 ÷ 2."""
+    """48 samples, of which 20 slots cannot have equal shares: the most ranks that can say what a
+    micro-batch is, 8 a group of 20 ÷ 2.
+    """
     alone = {
         key: value
         for key, value in CONFIG.items()

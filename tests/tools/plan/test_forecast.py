@@ -55,7 +55,9 @@ def planned(slots: tuple[int, ...], **changed: Any) -> Forecast:
 
 
 def test_plans_for_mirror_images_of_nodes_are_equal() -> None:
-    """Of two groups of four ranks one lies across both nodes, the first or the second; everyone waits for it."""
+    """Of two groups of four ranks one lies across both nodes, the first or the second; everyone
+    waits for it.
+    """
     first, second = planned((2, 6)), planned((6, 2))
     assert first.slowest.rank == 0
     assert second.slowest.rank == 6
@@ -70,7 +72,9 @@ def test_plans_for_mirror_images_of_nodes_are_equal() -> None:
 @pytest.mark.parametrize("masking", ["forward", "backward"])
 @pytest.mark.parametrize(("fsdp", "tp", "stage"), [(1, 1, 3), (3, 1, 3), (3, 1, 0), (1, 2, 3), (2, 2, 3)])
 def test_communicators_are_those_that_the_engine_makes(masking: str, fsdp: int, tp: int, stage: int) -> None:
-    """Of every rank that is planned: the process groups that a rank of the engine is in, but for one that it may have to itself."""
+    """Of every rank that is planned: the process groups that a rank of the engine is in, but for
+    one that it may have to itself.
+    """
     changed = {
         "sdp": {"groups": 4, "placement": HOLDERS, "masking": masking},
         "zero_optimization": {"stage": stage},
@@ -85,7 +89,9 @@ def test_communicators_are_those_that_the_engine_makes(masking: str, fsdp: int, 
 
 
 def test_no_rank_is_forgotten() -> None:
-    """Shards that do not divide, units of one, two and four holders: the figures are those of all ranks, gone through one by one."""
+    """Shards that do not divide, units of one, two and four holders: the figures are those of all
+    ranks, gone through one by one.
+    """
     section = {"groups": 4, "placement": HOLDERS, "masking": "backward"}
     plan = planned((5, 7), sdp=section, model=LLAMA | {"vocab_size": 65})
     sent = {"inside a node": 0.0, "between nodes": 0.0}
@@ -189,7 +195,9 @@ def half(mode: str = "none", accumulation: int = 2) -> dict[str, Any]:
 
 
 def ddp_peak(mode: str, accumulation: int) -> int:
-    """Of live tensors in the step that torch's documentation shows: float32 weights, forward under autocast, gradients in buckets."""
+    """Of live tensors in the step that torch's documentation shows: float32 weights, forward under
+    autocast, gradients in buckets.
+    """
     model = build_model(WIDER).to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -232,7 +240,9 @@ def test_ddp_in_half_precision_needs_what_torchs_needs(ranks: RankPool, mode: st
 
 
 def test_gradients_of_ddp_are_not_taken_for_activations() -> None:
-    """With accumulation in bfloat16 they were, and hid what recomputation saves; nor has DDP FSDP2's gathered copies."""
+    """With accumulation in bfloat16 they were, and hid what recomputation saves; nor has DDP
+    FSDP2's gathered copies.
+    """
     once, twice, recomputed = ddp("none", 1), ddp("none", 2), ddp("full", 2)
     assert recomputed.peak < 0.8 * twice.peak
     assert recomputed.communication == twice.communication == once.state.gradients  # beside the buckets

@@ -7,7 +7,8 @@ from sdp.engine.accounting.traffic_plan import Collective
 from sdp.engine.distributed.traffic import Kind, Scope
 from sdp.tools.plan.machine import Machine, StepTime, step_time
 
-# Two nodes of two ranks. A micro-batch computes for 3 s, 1 s of them forward; a byte takes 1 s over either link.
+# Two nodes of two ranks. A micro-batch computes for 3 s, 1 s of them forward; a byte takes 1 s over
+# either link.
 MACHINE = Machine((2, 2), 1.0, 1.0, 1.0, 1.0)
 NEAR, FAR = (0, 1), (0, 2)
 

@@ -64,7 +64,9 @@ def test_states_are_those_of_the_layout(config: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_gpu_keeps_less_for_backward(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its norms keep no copies; all else of the plan is the same, and what a plan suggests is of the same device."""
+    """Its norms keep no copies; all else of the plan is the same, and what a plan suggests is of
+    the same device.
+    """
     reports = {device: planned(capsys, config, "--world", 4, "--device", device) for device in ("cpu", "cuda")}
     for device, report in reports.items():
         assert report["machine"]["device"] == device
@@ -113,7 +115,9 @@ def test_the_hostfile_says_how_many_ranks_and_which_are_together(
 
 
 def test_hosts_without_ranks_do_not_count(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks fill the hosts in their order: of four hosts eight ranks take two, and HSDP's groups are these; four take one."""
+    """Ranks fill the hosts in their order: of four hosts eight ranks take two, and HSDP's groups
+    are these; four take one.
+    """
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{name} slots=4\n" for name in "abcd"))
     report = planned(capsys, config, "--hostfile", hosts, "--world", 8)
@@ -231,14 +235,17 @@ def test_hsdp_that_shards_nothing_is_left_out(
 
 @pytest.mark.slow
 def test_seventy_billion_parameters_on_512_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    """Figures that follow from the sizes alone: LLaMA-3's parameters, a half of its layers in a group of 16 × 8 ranks."""
+    """Figures that follow from the sizes alone: LLaMA-3's parameters, a half of its layers in a
+    group of 16 × 8 ranks.
+    """
     report = planned(capsys, CONFIGS / "llama_70b_hybrid.json", "--world", 512)
     assert report["parameters"] == 70_553_706_496
     assert report["plan"]["mesh"] == {"sdp": 4, "fsdp": 16, "tp": 8}
     rank = report["plan"]["ranks"][0]
     embeddings = 2 * 128256 * 8192 + 8192  # the head and the last norm too
     held = embeddings + (70_553_706_496 - embeddings) / 2
-    # Matrices are cut by tensor parallelism and sharded, the norms' 161 vectors are sharded alone; 4 bytes an element.
+    # Matrices are cut by tensor parallelism and sharded, the norms' 161 vectors are sharded alone;
+    # 4 bytes an element.
     assert rank["parameters"] == pytest.approx(4 * held / 128, rel=1e-3)
     assert rank["gradients"] == rank["parameters"]
     assert rank["optimizer"] == 2 * rank["parameters"]

@@ -58,7 +58,8 @@ def test_a_huge_corpus_is_announced_instead(shards, tmp_path, monkeypatch, caplo
     with caplog.at_level(logging.INFO, "sdp"):
         open_corpus(config(shards), tmp_path)
         assert [record.message for record in caplog.records] == [
-            f'data: the 0.0 GB in {shards} are not hashed at each start (data.verify "always" does); to check them now: '
+            f'data: the 0.0 GB in {shards} are not hashed at each start (data.verify "always" does); to check them '
+            "now: "
             f"sdp prepare --output {shards} --verify"
         ]
     with pytest.raises(DataError, match="sha256"):

@@ -271,7 +271,8 @@ def test_no_room_for_a_checkpoint_does_not_end_the_run(config: Path, tmp_path: P
 
 
 def test_out_of_memory_says_what_would_need_less(config: Path, tmp_path: Path) -> None:
-    # Two of the widest activations, 0.33 GB each, are more than is left of the addresses that each process has.
+    # Two of the widest activations, 0.33 GB each, are more than is left of the addresses that each
+    # process has.
     much = (
         "--set",
         "model.intermediate_size=40000",

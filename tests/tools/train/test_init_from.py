@@ -20,7 +20,9 @@ def exported(trained_run, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(trained_run, tmp_path) -> Path:
-    """Four virtual workers, as the run that was exported: the same held-out batches; no model section."""
+    """Four virtual workers, as the run that was exported: the same held-out batches; no model
+    section.
+    """
     whole = json.loads((trained_run / "config.json").read_text())
     short = {
         "train_batch_size": 8,
@@ -82,13 +84,16 @@ BAD = {
     "another model": (lambda _: None, ["--set", "model.name=resnet"], 'model.name: "resnet", but'),
     "an unknown key": (lambda _: None, ["--set", "model.hiden_size=32"], "model.hiden_size: unknown key"),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), [], "is not a model's configuration"),
-    "another kind": (lambda folder: change_config(folder, model_type="gpt2"), [], "model_type 'gpt2' cannot be a start"),
+    "another kind": (lambda folder: change_config(folder, model_type="gpt2"), [], "model_type 'gpt2' cannot be a "
+                                                                                  "start"),
     "a bias": (lambda folder: change_config(folder, attention_bias=True), [], "attention_bias True is not supported"),
     "stretched positions": (
         lambda folder: change_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1.0}), [], "type 'llama3' is not",
     ),
-    "another vocabulary": (lambda folder: change_config(folder, vocab_size=513), [], "vocab_size: 513, but the data's tokenizer has 512"),
-    "another shape": (lambda folder: change_config(folder, intermediate_size=49), [], "has shape (48, 32) there and (49, 32) here"),
+    "another vocabulary": (lambda folder: change_config(folder, vocab_size=513), [], "vocab_size: 513, but the "
+                                                                                     "data's tokenizer has 512"),
+    "another shape": (lambda folder: change_config(folder, intermediate_size=49), [], "has shape (48, 32) there and "
+                                                                                      "(49, 32) here"),
     "a pickle": (only_a_pickle, [], "pytorch_model.bin, a pickle"),
 }  # fmt: skip
 
@@ -106,7 +111,9 @@ def test_what_cannot_be_a_start_is_one_line_before_anything_is_written(exported,
 
 
 def test_a_start_of_transformers_4_and_its_loss(config, exported, tmp_path):
-    """Its config.json has rope_theta at the top; the loss of the first step's model is that of transformers."""
+    """Its config.json has rope_theta at the top; the loss of the first step's model is that of
+    transformers.
+    """
     start = shutil.copytree(exported, tmp_path / "start")
     old = json.loads((start / "config.json").read_text())
     del old["rope_parameters"], old["head_dim"]

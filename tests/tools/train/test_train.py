@@ -66,7 +66,9 @@ def check_files(dump_dir: Path) -> None:
 
 
 def test_a_run_goes_on_under_tensor_parallelism(trained_run, tmp_path):
-    """2 groups × fsdp 2 before; 2 groups × tp 2, and the reference, after: the same samples, the same run."""
+    """2 groups × fsdp 2 before; 2 groups × tp 2, and the reference, after: the same samples, the
+    same run.
+    """
     for name in ("tp", "reference"):
         shutil.copytree(trained_run, tmp_path / name)
     batch = ["train_batch_size=8", "training.steps=6", "training.evaluate_every=0"]
@@ -157,7 +159,8 @@ def test_a_budget_of_tokens_holds_over_a_change_of_batch(config, tmp_path, capsy
     config["training"] |= {"steps": None, "tokens": 3 * 8 * 32, "save_every": 1}
     run = ["train", str(write_config(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]
     assert main(run) == 0
-    # The same number of tokens again in batches twice as large: one step of 512, and one that goes over.
+    # The same number of tokens again in batches twice as large: one step of 512, and one that goes
+    # over.
     assert main([*run, "--resume", "--set", f"training.tokens={6 * 8 * 32}", "train_batch_size=16"]) == 0
     assert [line["tokens"] for line in read_metrics(tmp_path / "run")] == [256, 512, 768, 1280, 1792]
     capsys.readouterr()
@@ -177,7 +180,9 @@ def test_a_run_is_found_again_from_another_directory(config, corpus, tmp_path, m
 
 
 def test_muon_goes_on_under_another_layout(config, tmp_path):
-    """Two groups, sharded, with moments in bfloat16; then the reference: the momentum is part of the checkpoint."""
+    """Two groups, sharded, with moments in bfloat16; then the reference: the momentum is part of
+    the checkpoint.
+    """
     config |= {"optimizer": {"type": "Muon", "params": {"lr": 0.01, "state_dtype": "bfloat16", "ns_dtype": "float32"}}}
     config["training"] |= {"evaluate_every": 0, "evaluate_batches": 1}
     path = write_config(config, tmp_path)

@@ -61,7 +61,8 @@ def test_two_processes_on_digits_and_the_reference_with_a_resume(config, tmp_pat
     evaluations = lines(tmp_path / "run", "evaluations.jsonl")
     assert [line["step"] for line in evaluations] == [0, 2, 4]
     assert all(0 <= line["accuracy"] <= 1 and "perplexity" not in line for line in evaluations)
-    # The reference reads the same samples in the same random form, also where it goes on: the whole run again, in this process.
+    # The reference reads the same samples in the same random form, also where it goes on: the whole
+    # run again, in this process.
     again = [
         "train",
         path,
@@ -87,7 +88,9 @@ def test_two_processes_on_digits_and_the_reference_with_a_resume(config, tmp_pat
 
 
 def test_a_small_swin_learns_digits(config, tmp_path, capsys):
-    """Every group its own subnetwork, in one process; the native backend is held to it in the table of equality."""
+    """Every group its own subnetwork, in one process; the native backend is held to it in the table
+    of equality.
+    """
     config["model"] = {
         "name": "swin_t",
         "patch_size": 2,
@@ -142,7 +145,9 @@ def imagenet(path: Path) -> Path:
     ],
 )
 def test_configurations_for_large_data_train(name, make, changes, tmp_path):
-    """All that they state but sizes, the length of the run and the number of groups, in one process, on data of the official format."""
+    """All that they state but sizes, the length of the run and the number of groups, in one
+    process, on data of the official format.
+    """
     path = Path(__file__).parents[3] / "configs" / f"{name}.json"
     short = [
         "training.steps=2",

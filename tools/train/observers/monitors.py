@@ -79,9 +79,9 @@ def open_monitors(config: Config, dump_dir: Path, *, resume: bool = False) -> Mo
     """Open the monitors that the configuration enables. Call this on rank 0 only.
 
     An empty ``output_path`` means ``tensorboard`` and ``csv`` in ``dump_dir``. When a run is
-    resumed (``resume``), its curves continue in the same files and in the same run of Weights & Biases.
-    New points replace older ones from the first step on that it writes. Raises
-    ConfigError if a package is missing or refuses to start, or if a directory cannot be created.
+    resumed (``resume``), its curves continue in the same files and in the same run of Weights &
+    Biases. New points replace older ones from the first step on that it writes. Raises ConfigError
+    if a package is missing or refuses to start, or if a directory cannot be created.
     """
     monitors: list[Monitor] = []
     if config.tensorboard.enabled:

@@ -28,7 +28,10 @@ class Observer:
         """Called after the full model was evaluated. ``line`` is a line of evaluations.jsonl."""
 
     def on_rollback(self, step: int) -> None:
-        """Called after the run returned to the checkpoint of ``step``. Later steps are made again."""
+        """Called after the run returned to the checkpoint of ``step``.
+
+        Later steps are made again.
+        """
 
     def on_end(self) -> None:
         """Called after the loop: the run is done, or a signal stopped it."""

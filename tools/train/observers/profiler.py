@@ -27,7 +27,8 @@ def parse_steps(text: str) -> tuple[int, int]:
     is_valid = all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in (first, last))
     if not is_valid or not 1 <= int(first) <= int(last):
         raise ConfigError(
-            f"--profile {shorten(text)}: steps are given as FIRST-LAST, for example 3-5; if this is CONFIG, put it before --profile"
+            f"--profile {shorten(text)}: steps are given as FIRST-LAST, for example 3-5; if this is CONFIG, put it "
+            "before --profile"
         )
     return int(first), int(last)
 

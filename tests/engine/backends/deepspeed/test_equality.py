@@ -58,7 +58,9 @@ VARIANTS = [
 
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
-    """Bytes are as planned too: of parameters, gradients and optimizer state, and of what is sent between groups."""
+    """Bytes are as planned too: of parameters, gradients and optimizer state, and of what is sent
+    between groups.
+    """
     ours = run_under_deepspeed(ranks, case)
     assert_same_run(ours, reference(case), case)
     assert_bytes_as_planned(ours)
@@ -145,7 +147,9 @@ def test_offloaded_optimizers_equal_the_reference(ranks: RankPool, case: Case) -
 
 
 def _evaluations(case: Case, name: str) -> tuple[float, list[float], float]:
-    """The full model's loss and the subnetworks' after a step, and the loss of the step after: training goes on."""
+    """The full model's loss and the subnetworks' after a step, and the loss of the step after:
+    training goes on.
+    """
     engine = engine_of(case, name)
     rank = None if name == "reference" else dist.get_rank()
     one_step(engine, case, 0, data_rank=rank)

@@ -29,7 +29,9 @@ def test_a_script_without_a_launcher_and_any_optimizer_work() -> None:
 
 
 def _with_monitors(folder: str, stage: int) -> tuple[int, int, int]:
-    """Bytes between groups that DeepSpeed's communication logger saw, and by our count those of all-reduces and of broadcasts sent."""
+    """Bytes between groups that DeepSpeed's communication logger saw, and by our count those of
+    all-reduces and of broadcasts sent.
+    """
     sections = {
         "comms_logger": {"enabled": True, "verbose": False, "prof_all": True},
         "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},

@@ -75,7 +75,9 @@ def _in_float32(case: Case) -> Life:
 
 
 def _two_lives(case: Case, offload: bool, folder: str) -> tuple[Life, Life]:
-    """A whole run, and one that goes on from where a good step has followed one that was skipped: it counts towards a higher scale."""
+    """A whole run, and one that goes on from where a good step has followed one that was skipped:
+    it counts towards a higher scale.
+    """
     rank = dist.get_rank()
     with float16_here():
         engine = engine_of(case, "deepspeed", **_sections(case, offload))
@@ -93,7 +95,9 @@ def _two_lives(case: Case, offload: bool, folder: str) -> tuple[Life, Life]:
 
 
 def _assert_near(ours: Life, theirs: Life, epsilon: float) -> None:
-    """What each step did to the weights, as a whole; by a wrong scale it would be half or twice as much, or a thousand times."""
+    """What each step did to the weights, as a whole; by a wrong scale it would be half or twice as
+    much, or a thousand times.
+    """
     for step in range(STEPS):
         deviation = update = 0.0
         for name, before in theirs.states[step].items():
@@ -130,7 +134,9 @@ MORE = [
 def test_all_groups_skip_an_overflow_and_go_on_alike(
     ranks: RankPool, tmp_path: Path, case: Case, offload: bool
 ) -> None:
-    """Near the reference before, then and after, also in the step after which a scale is raised; a resumed run is the same, bit for bit."""
+    """Near the reference before, then and after, also in the step after which a scale is raised; a
+    resumed run is the same, bit for bit.
+    """
     everyone = ranks.run(_two_lives, case, offload, str(tmp_path), world=case.world)
     theirs = _in_float32(case)
     for life, again in everyone:
@@ -151,7 +157,9 @@ def test_all_groups_skip_an_overflow_and_go_on_alike(
 
 
 def test_bf16_at_stage_0_is_that_of_stage_1(ranks: RankPool) -> None:
-    """With one rank a group ZeRO 1 cuts nothing: the same start, and the same steps but for what it rounds to bfloat16 before it sums."""
+    """With one rank a group ZeRO 1 cuts nothing: the same start, and the same steps but for what it
+    rounds to bfloat16 before it sums.
+    """
     case = Case(2, 1, stage=0, optimizer="adamw", model="llama-meta", clip=True, bf16=True)
     whole, cut = (ranks.run(train, one, "deepspeed", world=2) for one in (case, replace(case, stage=1)))
     assert_bytes_as_planned(whole)
@@ -180,7 +188,9 @@ def _one_group(stage: int) -> tuple[Any, Any, float]:
     "stage", [0, pytest.param(1, marks=pytest.mark.full_table), pytest.param(3, marks=pytest.mark.full_table)]
 )
 def test_one_group_steps_by_the_unscaled_gradient(ranks: RankPool, stage: int) -> None:
-    """DeepSpeed's own backward leaves the loss as it is at stage 0, and its step divides by the scale."""
+    """DeepSpeed's own backward leaves the loss as it is at stage 0, and its step divides by the
+    scale.
+    """
     theirs = reference(Case(1, 2, model="llama", steps=1))
     before, after, norm = ranks.run(_one_group, stage, world=2)[0]
     assert theirs.before is not None and theirs.after is not None
@@ -221,7 +231,9 @@ def test_skips_count_from_the_lowest_scale_on(ranks: RankPool, stage: int) -> No
 
 
 def _go_on_after_skips(case: Case, folder: str) -> tuple[int, int, float | None]:
-    """Skipped steps and loss scale of a run that goes on from before its first update, after one more."""
+    """Skipped steps and loss scale of a run that goes on from before its first update, after one
+    more.
+    """
     with float16_here():
         fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
         engine = engine_of(case, "deepspeed", fp16=fp16)

@@ -65,7 +65,9 @@ def test_a_device_without_float16_is_told() -> None:
 
 
 def test_weights_laid_side_by_side_are_refused() -> None:
-    """DeepSpeed does so for its FusedAdam, which runs on GPUs alone: of the optimizer that it makes only what tells them apart is here."""
+    """DeepSpeed does so for its FusedAdam, which runs on GPUs alone: of the optimizer that it makes
+    only what tells them apart is here.
+    """
     from sdp.engine.backends.deepspeed import private
     from sdp.engine.backends.deepspeed.private import check_engine, load
 

@@ -34,7 +34,8 @@ COVER = [
 ]  # fmt: skip
 WIDE = [
     Case(2, 2, 0, optimizer="adamw", steps=5, sync='{"every": 2, "fragments": 2}', masking="backward"),
-    Case(2, 1, 3, 2, steps=5, sync='{"every": 4, "fragments": 2, "overlap": 1}', masking="backward", model="llama-meta"),
+    Case(2, 1, 3, 2, steps=5, sync='{"every": 4, "fragments": 2, "overlap": '
+                                   '1}', masking="backward", model="llama-meta"),
     Case(2, 2, 1, optimizer="momentum", steps=5, masking="backward",
          sync='{"every": 2, "fragments": 1, "overlap": 1, "single_holder": "skip"}'),
     Case(2, 2, 2, optimizer="adamw", steps=5, sync='{"every": 2, "start_after": 2, "offload": "cpu"}'),
@@ -43,9 +44,11 @@ WIDE = [
     replace(UNEQUAL, stage=1, steps=4, sync='{"every": 2}', optimizer="adamw"),
     replace(UNEQUAL, stage=0, steps=4, sync='{"every": 2}', clip=True, masking="backward", model="llama-tied"),
     replace(UNEQUAL, stage=2, steps=4, sync='{"every": 2}', neurons=2, model="even-llama", masking="backward"),
-    replace(UNEQUAL, groups=4, sizes=(1, 2, 3, 1), stage=3, steps=5, sync='{"every": 2, "overlap": 1}', optimizer="adamw"),
+    replace(UNEQUAL, groups=4, sizes=(1, 2, 3, 1), stage=3, steps=5, sync='{"every": 2, "overlap": '
+                                                                          '1}', optimizer="adamw"),
     Case(2, 2, 2, neurons=2, steps=4, sync='{"every": 2, "fragments": 2}', model="even-llama-tied-meta", clip=True),
-    Case(2, 2, 3, neurons=2, steps=4, sync='{"every": 3, "single_holder": "skip"}', model="even-llama", masking="backward"),
+    Case(2, 2, 3, neurons=2, steps=4, sync='{"every": 3, "single_holder": '
+                                           '"skip"}', model="even-llama", masking="backward"),
     Case(2, 2, 0, steps=4, sync='{"every": 2}', model="resnet-meta"),
     Case(2, 2, 2, steps=4, sync='{"every": 2}', model="resnet-meta"),
 ]  # fmt: skip
@@ -79,7 +82,9 @@ def test_one_group_with_plain_averages_trains_as_usual(ranks: RankPool, stage: i
 
 
 def _nan_in_one_group(case: Case) -> tuple[list[int], list[float], list[bool], dict[str, torch.Tensor] | None]:
-    """Return skipped steps and rates after each of 4 steps, whether weights moved, and the full model at the end."""
+    """Return skipped steps and rates after each of 4 steps, whether weights moved, and the full
+    model at the end.
+    """
     engine = engine_of(case, "deepspeed")
     skipped, rates, moved = [], [], []
     for step in range(4):
@@ -117,7 +122,9 @@ def test_only_the_group_with_a_nan_skips_its_update(ranks: RankPool, stage: int,
 
 
 def _evaluated_in_a_round(case: Case, name: str) -> tuple[float, list[float], list[float]]:
-    """Return losses of the full model and of the subnetworks after step 3, and the training losses of all steps."""
+    """Return losses of the full model and of the subnetworks after step 3, and the training losses
+    of all steps.
+    """
     engine = engine_of(case, name)
     rank = None if name == "reference" else dist.get_rank()
     losses, full, subnetworks = [], 0.0, []

@@ -41,7 +41,9 @@ def test_the_full_state_has_parameters_that_the_user_froze(ranks: RankPool, stag
 
 
 def _built_from_huggingface() -> tuple[int, int, int, list[str]]:
-    """Bytes of the whole model, at most alive before DeepSpeed cuts this rank's part, and of what it holds; names of units that it has."""
+    """Bytes of the whole model, at most alive before DeepSpeed cuts this rank's part, and of what
+    it holds; names of units that it has.
+    """
     import sdp
     from sdp.engine.accounting.memory_probe import LiveStorages
     from sdp.engine.backends.deepspeed.private import load

@@ -46,6 +46,8 @@ def test_ranks_that_use_different_parameters_are_refused(ranks: RankPool, case: 
     "case", [Case(1, 2, stage=stage, accumulation=2, model="experts") for stage in (2, 3)], ids=str
 )
 def test_offload_is_refused(ranks: RankPool, case: Case) -> None:
-    """With offload, DeepSpeed loses the gradients of experts that the last micro-batch does not use."""
+    """With offload, DeepSpeed loses the gradients of experts that the last micro-batch does not
+    use.
+    """
     for message in ranks.run(_refusal, case, True, world=case.world):
         assert "only some micro-batches use all parameters" in message and "offload_optimizer" in message

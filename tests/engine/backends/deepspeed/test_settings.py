@@ -131,7 +131,9 @@ def test_sub_groups_below_a_unit_are_refused(ranks: RankPool, groups: int) -> No
 
 
 def _refusals() -> tuple[str, str, str]:
-    """A scheduler over the user's groups of an optimizer; what DeepSpeed refuses itself; an optimizer that it replaces."""
+    """A scheduler over the user's groups of an optimizer; what DeepSpeed refuses itself; an
+    optimizer that it replaces.
+    """
     import sdp
 
     model = models.build("mlp")
@@ -186,5 +188,6 @@ def test_a_deepspeed_without_a_name_that_is_needed_is_not_supported(ranks: RankP
     for message in ranks.run(_without_a_name, world=2):
         assert message == (
             "DeepSpeed 0.99.0 is not supported (tested: 0.19.8): it has no "
-            "deepspeed.runtime.zero.partitioned_param_coordinator.assert_ints_same_as_other_ranks; install deepspeed==0.19.8"
+            "deepspeed.runtime.zero.partitioned_param_coordinator.assert_ints_same_as_other_ranks; install "
+            "deepspeed==0.19.8"
         )

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, r
 
 
 def _nan_in_one_group(case: Case, offload: bool) -> tuple[list[int], bool, bool]:
-    """Skipped steps after each of 4, of which the last rank has a NaN in the second; whether holders agree and steps go on."""
+    """Skipped steps after each of 4, of which the last rank has a NaN in the second; whether
+    holders agree and steps go on.
+    """
     engine = engine_of(case, "deepspeed", **offload_settings(case.stage, offload))
     skipped, states = [], [engine.full_state_dict()]
     for step in range(4):
@@ -67,7 +69,9 @@ class _Watched:
 
 
 def _events(stage: int, accumulation: int) -> list[str]:
-    """What happened in an optimizer step: reductions between groups launched and waited for, and backward at the first layer."""
+    """What happened in an optimizer step: reductions between groups launched and waited for, and
+    backward at the first layer.
+    """
     from sdp.engine.backends.deepspeed import backend
 
     case = Case(2, 2, stage=stage, accumulation=accumulation, placement="full")
@@ -95,7 +99,10 @@ def _events(stage: int, accumulation: int) -> list[str]:
     ("stage", "accumulation"), [(0, 1), (2, 1), (3, 2), pytest.param(1, 2, marks=pytest.mark.full_table)]
 )
 def test_reductions_between_groups_overlap(ranks: RankPool, stage: int, accumulation: int) -> None:
-    """Each other always: all are launched before one is waited for. At stages 0 and 3 backward too, in its last micro-batch."""
+    """Each other always: all are launched before one is waited for.
+
+    At stages 0 and 3 backward too, in its last micro-batch.
+    """
     for events in ranks.run(_events, stage, accumulation, world=4):
         assert events.count("first layer") == accumulation
         assert events.count("launch") == events.count("wait") >= 4, events
@@ -106,7 +113,9 @@ def test_reductions_between_groups_overlap(ranks: RankPool, stage: int, accumula
 
 
 def _beside_plain_deepspeed(stage: int, settings: dict[str, Any]) -> tuple[list[float], list[float], int, int]:
-    """Losses of DeepSpeed alone and of one group under sdp, and bytes of optimizer state against the prediction."""
+    """Losses of DeepSpeed alone and of one group under sdp, and bytes of optimizer state against
+    the prediction.
+    """
     import sdp
     from sdp.engine.backends.deepspeed.private import forget_process_groups, load
 

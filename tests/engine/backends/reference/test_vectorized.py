@@ -59,7 +59,9 @@ def test_evaluations_are_the_references() -> None:
 
 
 def _gradients_with_a_shared_bias(engine_name: str) -> dict[str, torch.Tensor]:
-    """One step of a LLaMA by neurons, whose projections into a branch's sum have a bias that every group holds."""
+    """One step of a LLaMA by neurons, whose projections into a branch's sum have a bias that every
+    group holds.
+    """
     case = Case(2, 1, model="even-llama", neurons=2)
     model = models.build(case.model)
     for index, layer in enumerate(model.model.layers):
