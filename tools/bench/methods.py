@@ -97,10 +97,10 @@ def variant(name: str, config: Config, world: int, layers: int | None = None) ->
             raise ConfigError(
                 f"--methods {name}: sdp.placement lists the holders of every unit, whatever the capacity is; write sdp"
             )
-        changed: dict[str, Any] = {"granularity": found[1], "masking": found[2], "capacity": float(found[3])}
+        section: dict[str, Any] = {"granularity": found[1], "masking": found[2], "capacity": float(found[3])}
         if found["every"]:
-            changed["sync"] = _sync_of(name, found)
-        return config.model_copy(update={"sdp": config.sdp.model_copy(update=changed)})
+            section["sync"] = _sync_of(name, found)
+        return config.model_copy(update={"sdp": config.sdp.model_copy(update=section)})
     if (found := _DILOCO.fullmatch(name)) is not None:
         sync = _sync_of(name, found) if found["every"] else config.sdp.sync or SyncSection(every=OUTER_EVERY)
         dense = dense_config(config, world, 0)

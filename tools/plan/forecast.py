@@ -100,10 +100,13 @@ def _forecast(
         layout, stage=stage, accumulation=size.accumulation, compute_bytes=compute, local=sync is not None,
         optimizer_gathers=gathered_bytes(config.optimizer, layout),
     )  # fmt: skip
-    rounds = partial(
-        LocalTraffic, layout, sync=sync, stage=stage, accumulation=size.accumulation, compute_bytes=compute
-    )
-    outer = (lambda rank: tuple(rounds(rank).round_between_groups())) if sync is not None else lambda _: ()
+
+    def outer(rank: int) -> tuple[Collective, ...]:
+        if sync is None:
+            return ()
+        settings = {"stage": stage, "accumulation": size.accumulation, "compute_bytes": compute}
+        return tuple(LocalTraffic(layout, rank, sync, **settings).round_between_groups())
+
     trace = partial(trace_step, build, config, layout, batch, autocast=autocast, device=machine.device)
     traced = {tuple(groups): trace(groups[0]) for groups in kinds[:MOST_TRACES]}
     with_them: dict[tuple[int, ...], list[int]] = {groups: [] for groups in traced}
