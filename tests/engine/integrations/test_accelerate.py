@@ -12,6 +12,8 @@ from sdp.tests.support.ranks import RankPool
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+pytestmark = pytest.mark.slow  # the libraries change settings of the whole process
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; make dev installs it")
 pytest.importorskip("accelerate", reason="accelerate is not installed; make dev installs it")
 pytest.importorskip("deepspeed", reason="deepspeed is not installed; make dev installs it")
