@@ -12,7 +12,7 @@ from sdp.tests.support.ranks import RankPool
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-pytestmark = pytest.mark.slow  # the libraries change settings of the whole process
+pytestmark = pytest.mark.slow  # it trains with two libraries, 20 seconds and more
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; make dev installs it")
 pytest.importorskip("accelerate", reason="accelerate is not installed; make dev installs it")
