@@ -11,6 +11,7 @@ from torch import nn
 
 from .accounting.clock import clock
 from .backend import Backend
+from .backends.deepspeed.private import restore_linear
 from .backends.deepspeed.zero_checkpoint import convert_zero_checkpoint, is_zero_checkpoint
 from .backends.fsdp2.backend import FSDP2Backend
 from .backends.fsdp2.offload import ShardHome
@@ -53,6 +54,7 @@ def build_backend(
     Returns:
         A backend whose parameters have values.
     """
+    restore_linear()
     if config.sdp.in_one_process:
         return _build_reference(model, config, layout, device, plan)
     if plan is None:

@@ -30,7 +30,7 @@ LAUNCHER_ORDER = (
     "allocator", "own_command", "own_files", "signals", "degrees", "heartbeat", "fatal_errors", "rank_process", "local", "cluster",
 )  # fmt: skip
 # Inside engine/backends/. The backends themselves are not listed: they do not import each other.
-BACKENDS_ORDER = ("base", "sharded", "local_steps")
+BACKENDS_ORDER = ("base", "local_steps", "sharded")
 MOST_LINES, MOST_TEST_LINES, MOST_FILES = 320, 400, 14
 
 IMPORTERS = ("import_module", "__import__")

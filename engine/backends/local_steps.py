@@ -219,6 +219,26 @@ class ShardedLocalSteps:
                 self._backend.shard_parameters()
                 self._swap_buffers()
 
+    @contextmanager
+    def group_statistics(self) -> Iterator[None]:
+        """A context in which running statistics are the means over this group's ranks. Collective in the group."""
+        here = {n: b for n, b in self._buffers_here().items() if b.is_floating_point()}
+        group = self._backend.communicators.group
+        own = {name: buffer.clone() for name, buffer in here.items()}
+        if group is not None and here:
+            flat = torch.cat([buffer.reshape(-1).double() for buffer in here.values()])
+            ranks = dist.get_world_size(group)
+            self._backend.traffic.record("control", "all_reduce", flat.nbytes, ranks)
+            dist.all_reduce(flat, group=group)
+            means = (flat / ranks).split([buffer.numel() for buffer in here.values()])
+            for buffer, mean in zip(here.values(), means, strict=True):
+                buffer.copy_(mean.view(buffer.shape))
+        try:
+            yield
+        finally:
+            for name, buffer in here.items():
+                buffer.copy_(own[name])
+
     @torch.no_grad()
     def _swap_buffers(self) -> None:
         for name, buffer in self._buffers_here().items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..placement.layout import Layout
 from ..subnetwork.carve import PassThrough
 from ..sync.weights import WeightRefresh
 from .base import TorchOptimizerBackend
+from .local_steps import ShardedLocalSteps
 
 
 class ShardedBackend(TorchOptimizerBackend):
@@ -38,6 +39,10 @@ class ShardedBackend(TorchOptimizerBackend):
     stand_ins: dict[str, PassThrough]
     _frozen: dict[str, nn.Parameter]
     _refresh: WeightRefresh
+
+    @property
+    def local(self) -> ShardedLocalSteps | None:
+        return None
 
     def evaluate(self, batches: Sequence[Any]) -> float:
         raise NotImplementedError
@@ -83,8 +88,9 @@ class ShardedBackend(TorchOptimizerBackend):
         )
 
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
-        self.agree_on_buffers()
-        with self._evaluating():
+        if self.local is None:
+            self.agree_on_buffers()
+        with self._evaluating(), self.local.group_statistics() if self.local is not None else nullcontext():
             return subnetwork_losses(self._view(), batches)
 
     def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -292,3 +292,38 @@ def _with_a_nan(case: Case) -> tuple[int, bool, int, float]:
     engine.step()
     changed = any(not torch.equal(before[name], of) for name, of in engine.parameters_here.items())
     return engine.skipped_steps, changed, engine.global_steps, engine.get_global_grad_norm()
+
+
+def _statistics(case: Case, evaluates: bool) -> dict[str, torch.Tensor]:
+    """Train a step of a round, evaluate the groups' own subnetworks if asked, and return this rank's statistics."""
+    engine, rank = engine_of(case), data_rank_of(case)
+    one_step(engine, case, 0, data_rank=rank)
+    engine.step()
+    if evaluates:
+        engine.evaluate_subnetworks([models.micro_batch(case.model, 99, 0, rank)])
+    return {name: buffer.clone() for name, buffer in engine.module.named_buffers() if "running" in name}
+
+
+def test_an_evaluation_of_subnetworks_leaves_each_group_its_statistics(ranks: RankPool) -> None:
+    case = Case(2, 1, model="resnet-meta", sync='{"every": 3}')
+    plain, watched = (ranks.run(_statistics, case, evaluates, world=2) for evaluates in (False, True))
+    assert not torch.equal(plain[0]["bn1.running_mean"], plain[1]["bn1.running_mean"]), "groups have seen other images"
+    for before, after in zip(plain, watched, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def _subnetwork_losses(case: Case, kind: str) -> list[float]:
+    engine, rank = engine_of(case, kind), None if kind == "reference" else data_rank_of(case)
+    one_step(engine, case, 0, data_rank=rank)
+    engine.step()
+    if rank is None:
+        return engine.evaluate_subnetworks([models.rows_of_all(case.model, 99, 0, case.data_ranks)])
+    return engine.evaluate_subnetworks([models.micro_batch(case.model, 99, 0, rank)])
+
+
+def test_subnetworks_in_a_round_have_the_losses_of_the_reference(ranks: RankPool) -> None:
+    """Each with its group's own weights and statistics."""
+    case = Case(2, 2, 1, model="resnet-meta", sync='{"every": 3}')
+    expected = _subnetwork_losses(case, "reference")
+    for losses in ranks.run(_subnetwork_losses, case, "fsdp2", world=case.world):
+        assert losses == pytest.approx(expected, rel=1e-5)

@@ -240,3 +240,7 @@ def _leave() -> None:
         defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
         assert defaults is not None
         defaults[0][0] = Init.param_id = 0
+        # ZeRO 3 also replaces torch's linear. The next job may use torch alone.
+        from sdp.engine.backends.deepspeed.private import restore_linear
+
+        restore_linear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -141,17 +142,26 @@ def _unsupported(deepspeed: Any, name: str) -> ConfigError:
 def forget_process_groups() -> None:
     """Drop what an earlier DeepSpeed engine left in this process.
 
-    Its process groups may be destroyed or belong to another layout. ZeRO 3 also replaces torch's
-    ``linear``, which changes the order in which gradients become ready. If only some ranks of a
-    group had such an engine before, the ranks would reduce different parameters together.
+    Its process groups may be destroyed or belong to another layout.
     """
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     comm.cdb = None
     groups = importlib.import_module("deepspeed.utils.groups")
     for name in _NAMES["deepspeed.utils.groups"]:
         setattr(groups, name, None)
-    patches: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-    if torch.nn.functional.linear is patches.zero3_linear_wrap:  # not a later patch by somebody else
+    restore_linear()
+
+
+def restore_linear() -> None:
+    """Give torch its own ``linear`` again, if an earlier engine with ZeRO 3 replaced it.
+
+    DeepSpeed's function accepts less, such as no nested tensors, and changes the order in which
+    gradients become ready. If only some ranks of a group had such an engine before, the ranks would
+    reduce different parameters together.
+    """
+    patches: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    # Another library may have replaced it later. That patch stays.
+    if patches is not None and torch.nn.functional.linear is patches.zero3_linear_wrap:
         torch.nn.functional.linear = patches.InsertPostInitMethodToModuleSubClasses.linear_bk
 
 

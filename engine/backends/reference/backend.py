@@ -33,7 +33,7 @@ from ..base import TorchOptimizerBackend
 from .element_rates import scale_rates
 from .local_steps import ReferenceLocalSteps, range_of
 from .other_values import Backward, Valued, cast_parameters
-from .worker_buffers import WorkerBuffers
+from .worker_buffers import WorkerBuffers, buffers_replaced
 
 
 class ReferenceBackend(TorchOptimizerBackend):
@@ -280,15 +280,14 @@ class ReferenceBackend(TorchOptimizerBackend):
 
     @torch.no_grad()
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
-        mesh = self.layout.mesh
-        rows = [split_rows(batch, mesh.data_ranks) for batch in batches]
-        losses = []
+        mesh, losses = self.layout.mesh, []
         for group in range(mesh.sdp):
-            first = mesh.rank(group)
-            own = [part for parts in rows for part in parts[first : first + mesh.size(group)]]
-            weights = self.local.groups[group].weights if self.local is not None else {}
-            with self._as_group(group):
-                losses.append(self._mean_loss(own, self._held[group], weights))
+            mine = slice(mesh.rank(group), mesh.rank(group) + mesh.size(group))
+            own = [rows for batch in batches for rows in split_rows(batch, mesh.data_ranks)[mine]]
+            state = self.local.groups[group] if self.local is not None else None
+            statistics = buffers_replaced(self.module, self.layout, state.buffers if state is not None else {})
+            with self._as_group(group), statistics:
+                losses.append(self._mean_loss(own, self._held[group], state.weights if state is not None else {}))
         return losses
 
     def _mean_loss(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -75,6 +76,20 @@ class WorkerBuffers:
             self._means[group].give(own)
         for name, buffer in self._here.items():
             buffer.copy_(self._before[name])
+
+
+@contextmanager
+def buffers_replaced(module: nn.Module, layout: Layout, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A context in which the module's buffers have other values. Those without a value stay."""
+    here = {name: buffer for name, buffer in persistent_buffers(module, layout).items() if name in values}
+    before = {name: buffer.clone() for name, buffer in here.items()}
+    for name, buffer in here.items():
+        buffer.copy_(values[name])
+    try:
+        yield
+    finally:
+        for name, buffer in here.items():
+            buffer.copy_(before[name])
 
 
 def first_worker(mesh: Mesh, group: int) -> int:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from sdp.tests.support.cases import Case, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
@@ -26,6 +27,20 @@ def test_a_script_without_a_launcher_and_any_optimizer_work() -> None:
     }
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
     assert "norm True" in done.stdout, done.stderr[-600:]
+
+
+def _linear_after_zero_3() -> tuple[bool, bool]:
+    """Whether torch has its own linear after an engine with ZeRO 3, and after an fsdp2 engine that follows it."""
+    own = torch.nn.functional.linear
+    engine_of(Case(2, 1, stage=3), "deepspeed")
+    then = torch.nn.functional.linear is own
+    engine_of(Case(2, 1))
+    return then, torch.nn.functional.linear is own
+
+
+def test_an_engine_after_zero_3_has_torchs_own_linear(ranks: RankPool) -> None:
+    """DeepSpeed replaces it in the whole process."""
+    assert ranks.run(_linear_after_zero_3, world=2) == [(False, True)] * 2
 
 
 def _with_monitors(folder: str, stage: int) -> tuple[int, int, int]:
