@@ -17,7 +17,7 @@ from ..placement.tensor_info import TensorInfo
 
 FLOAT32 = 4
 CONTROL_BYTES = 16  # the squared gradient norm and the loss, each a float64
-# Of a local step: the squared norm inside the group; then loss, norm and two counts among all
+# A local step sends the squared norm inside the group, and then loss, norm and two counts among all
 # ranks.
 NORM_BYTES, LOCAL_CONTROL_BYTES = 8, 32
 

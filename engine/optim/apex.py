@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..distributed.tensors import local_tensor
+from .closure import call_closure
 from .param_groups import Parameters
 
 
@@ -92,10 +93,7 @@ class ApexFusedAdam(Optimizer):
 
         A ``closure`` is called before the update, and its result is returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         for group in self.param_groups:
             for (_, step), tensors in self._buckets(group["params"]).items():
                 self._kernel([list(column) for column in zip(*tensors, strict=True)], group, step, self._decoupled)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..distributed.tensors import local_tensor
+from .closure import call_closure
 from .param_groups import Parameters
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
@@ -38,10 +39,7 @@ class _ForeachOptimizer(Optimizer):
 
         A ``closure`` is called before the update, and its result is returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         for group in self.param_groups:
             with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in with_gradient:

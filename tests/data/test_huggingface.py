@@ -24,9 +24,7 @@ CORPORA = {
 
 @pytest.fixture(scope="module", params=CORPORA)
 def pair(request, tmp_path_factory):
-    """Ours, and the one that transformers loads from what was written, beside a LLaMA's
-    config.json.
-    """
+    """Our tokenizer, and the one that transformers loads from our files and a LLaMA's config.json."""
     folder = tmp_path_factory.mktemp("tokenizer")
     texts, size = CORPORA[request.param]
     ours = SentencePieceTokenizer(train_sentencepiece(texts, size)) if texts else BytesTokenizer()

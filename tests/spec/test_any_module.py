@@ -111,8 +111,9 @@ def _rows(kind: str, step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def _config(kind: str, case: Case, engine_name: str, units: str) -> dict[str, Any]:
-    """Of the four blocks some are held by one group and some by both; ``units``: how they are
-    found.
+    """Return a configuration in which one group holds some blocks and both hold others.
+
+    ``units``: how the blocks are found.
     """
     config = case.config(engine_name)
     del config["scheduler"]

@@ -14,8 +14,8 @@ from sdp.tests.support.cases import Case, engine_of
 from sdp.tests.support.ranks import RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Each makes the host wait on CUDA. Read by tolist(), a tensor on the CPU passes no operator, hence
-# the method beside them.
+# Each of these operators makes the host wait on CUDA. ``tolist`` of a CPU tensor calls no operator,
+# so the method itself is watched too.
 WAITING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
 
 

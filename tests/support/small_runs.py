@@ -8,6 +8,23 @@ from pathlib import Path
 STEPS = 6
 
 
+def tiny_config(corpus: Path, *, groups: int, steps: int) -> dict:
+    """Return the configuration of a LLaMA with two layers, which trains in about a second."""
+    return {
+        "train_batch_size": 4,
+        "sdp": {"groups": groups},
+        "model": {
+            "name": "llama",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+        "data": {"path": str(corpus), "sequence_length": 16},
+        "training": {"steps": steps, "evaluate_batches": 1},
+    }
+
+
 def write_config(config: dict, tmp_path: Path) -> Path:
     """Write the configuration to a file; return its path."""
     path = tmp_path / "config.json"

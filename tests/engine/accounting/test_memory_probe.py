@@ -60,7 +60,7 @@ def test_temporaries_of_an_unfused_optimizer_count():
 
 def test_accumulation_holds_a_second_gradient_of_one_layer():
     # In the last layer's backward: four inputs, the gradients of its output and input, and a new
-    # gradient beside the old.
+    # gradient, while the old one exists.
     model = chain()
     expected = (2 * LAYERS + 1) * WEIGHT + (LAYERS + 2) * ACTIVATION
     assert probe(model, torch.optim.SGD(model.parameters()), micro_batches=3) == pytest.approx(expected, rel=0.01)

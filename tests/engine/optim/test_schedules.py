@@ -67,8 +67,8 @@ CASES = [
 ]
 
 C = (1 + math.cos(math.pi / 4)) / 2
-# Of a base rate of 0.3: zero once, warm-up from one half, then half a cosine, under way in its
-# first step.
+# The base rate is 0.3. The first rate is zero. Then come a warm-up from one half, and half a cosine,
+# whose first step is already below the top.
 COSINE = [0, *(0.3 * x for x in (0.5, 0.625, 0.75, 0.875, *(0.2 + 0.8 * y for y in (C, 0.5, 1 - C, 0, 0))))]
 
 WSD = {"total_num_steps": 100, "warmup_num_steps": 10, "decay_num_steps": 20}

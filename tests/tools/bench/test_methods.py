@@ -7,24 +7,8 @@ from typing import Any
 import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
+from sdp.tests.support.bench_configs import CONFIG
 from sdp.tools.bench.methods import DENSE, default_methods, variant, why_not
-
-MODEL = {
-    "name": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "sdp": {"groups": 4, "capacity": 0.5},
-    "model": MODEL,
-    "data": {"sequence_length": 16},
-}
 
 
 def test_a_method_names_its_local_steps() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import NonFiniteError
+from sdp.tests.support.bench_configs import CONFIG, MODEL
 from sdp.tests.support.ranks import RankPool
 from sdp.tools.bench import side_by_side
 from sdp.tools.bench.measure import build_method, make_batches, measure, require_same_losses, take_turns
@@ -27,22 +28,6 @@ from sdp.tools.plan.alternatives import alternatives
 from sdp.tools.plan.machine import Machine
 from sdp.tools.shared.steal import stolen, ticks
 
-MODEL = {
-    "name": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "sdp": {"groups": 4, "capacity": 0.5},
-    "model": MODEL,
-    "data": {"sequence_length": 16},
-}
 ROUNDS = MethodOptions(Path("tiny.json"), rounds=1, steps=1)
 SETTINGS = {
     "config": "tiny.json", "model": MODEL, "world": 4, "batch": {"train": 8, "micro": 2, "accumulation": 1}, "tokens_per_sample": 16,
@@ -96,8 +81,7 @@ def test_every_method_does_its_work_and_is_reported(
             assert row["peak_bytes"] == pytest.approx(row["planned_peak_bytes"], rel=0.01 if "ddp" in name else 0.1), (
                 name
             )
-    # On a ring of four, and only there, gloo sends what is planned, beside 100 bytes for each
-    # message.
+    # On a ring of four, and only there, gloo sends the planned bytes, and 100 more for each message.
     for name in ("ddp", "ddp-recompute", "ddp-bf16-gradients", "smaller-ddp", "sdp-block-forward-0.5"):
         assert (
             rows[name]["planned_sent_bytes"]
@@ -140,9 +124,7 @@ def test_methods_of_another_work_are_told_apart() -> None:
 
 
 class _Diverges:
-    """Steps whose loss, on rank 1, is no number any more; like that of a skipped step it leaves the
-    weights as they are.
-    """
+    """Steps whose loss on rank 1 becomes NaN. They leave the weights as they are, as skipped steps do."""
 
     def __init__(self) -> None:
         self.module = torch.nn.Linear(1, 1)

@@ -194,8 +194,9 @@ def test_every_other_choice_has_a_reason(config: Path, capsys: pytest.CaptureFix
 
 
 def test_degrees_that_the_layout_refuses_are_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neurons go beside tensor parallelism of the degrees that divide their groups; no degree is
-    left out, whichever is stated.
+    """Neuron units allow the degrees of tensor parallelism that divide the groups of neurons.
+
+    Every refused degree is named, whichever is in the configuration.
     """
     neurons = ["--set", "sdp.granularity=neuron", "sdp.neuron_groups=2", "tensor_parallel.autotp_size=2"]
     needed = peak_of(planned(capsys, config, "--alone", *neurons, "activation_checkpointing.mode=full", "--world", 4))

@@ -72,8 +72,9 @@ def test_plans_for_mirror_images_of_nodes_are_equal() -> None:
 @pytest.mark.parametrize("masking", ["forward", "backward"])
 @pytest.mark.parametrize(("fsdp", "tp", "stage"), [(1, 1, 3), (3, 1, 3), (3, 1, 0), (1, 2, 3), (2, 2, 3)])
 def test_communicators_are_those_that_the_engine_makes(masking: str, fsdp: int, tp: int, stage: int) -> None:
-    """Of every rank that is planned: the process groups that a rank of the engine is in, but for
-    one that it may have to itself.
+    """A planned rank is in as many process groups as a rank of the engine.
+
+    A group of one rank alone does not count.
     """
     changed = {
         "sdp": {"groups": 4, "placement": HOLDERS, "masking": masking},

@@ -22,6 +22,7 @@ from sdp.engine.distributed.rendezvous import serve_store
 from sdp.engine.environment.detect import Environment, free_port
 from sdp.engine.errors import LaunchError
 from sdp.launcher.local import start_local
+from sdp.tests.support.small_runs import tiny_config
 
 psutil = pytest.importorskip("psutil")
 
@@ -43,19 +44,7 @@ def listening_addresses(process: subprocess.Popen[bytes]) -> set[str]:
 def test_no_socket_of_a_local_run_can_be_reached_from_another_host(
     text_corpus: Path, tmp_path: Path, groups: int
 ) -> None:
-    config = {
-        "train_batch_size": 4,
-        "sdp": {"groups": groups},
-        "model": {
-            "name": "llama",
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-        },
-        "data": {"path": str(text_corpus), "sequence_length": 16},
-        "training": {"steps": 8, "evaluate_batches": 1},
-    }
+    config = tiny_config(text_corpus, groups=groups, steps=8)
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = [sys.executable, "-P", "-m", "sdp", "train", "config.json", "--dump-dir", "run"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -5,24 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+from sdp.tests.support.small_runs import tiny_config
 from sdp.tools.cli import main
 
 
 @pytest.fixture
 def arguments(text_corpus: Path, tmp_path: Path) -> list[str]:
-    config = {
-        "train_batch_size": 4,
-        "sdp": {"groups": 2, "engine": "reference"},
-        "model": {
-            "name": "llama",
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-        },
-        "data": {"path": str(text_corpus), "sequence_length": 16},
-        "training": {"steps": 4, "evaluate_batches": 1},
-    }
+    config = tiny_config(text_corpus, groups=2, steps=4)
+    config["sdp"]["engine"] = "reference"
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     return ["train", str(path), "--dump-dir", str(tmp_path / "run")]
