@@ -5,13 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sdp.data.prepare import prepare
 from sdp.tests.support.small_runs import read_losses, run_sdp, write_config
 from sdp.tools.cli import main
 
 
-def test_backends_agree_under_a_document_mask(config, text_corpus: Path, tmp_path: Path):
-    config["data"] = {"path": str(text_corpus), "document_mask": True, "sequence_length": 768}
-    config["model"]["max_position_embeddings"] = 768
+@pytest.fixture
+def short_documents(tmp_path: Path) -> Path:
+    """Documents of 20 to 30 bytes, so that every sample of 64 holds several."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for number in range(400):
+        (folder / f"{number}.txt").write_text(f"document {number} of many {number * number}")
+    prepare([str(folder / "*.txt")], tmp_path / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
+    return tmp_path / "shards"
+
+
+def test_backends_agree_under_a_document_mask(config, short_documents: Path, tmp_path: Path):
+    config["data"] = {"path": str(short_documents), "document_mask": True, "sequence_length": 64}
+    config["model"]["max_position_embeddings"] = 64
     config["training"] |= {"steps": 2, "evaluate_every": 2, "evaluate_batches": 1, "save_every": 0}
     config |= {"train_batch_size": 4}
     run = ["train", str(write_config(config, tmp_path)), "--dump-dir"]
