@@ -49,9 +49,14 @@ class _Average:
     changes: list[torch.Tensor]
     exchange: Exchange | None  # None: this group is the only holder
     before: list[torch.Tensor] | None  # with overlap: the weights when the average started
+    keeps_weights: bool  # the weights become the anchors, without an outer step
 
     def means(self) -> list[torch.Tensor]:
-        """Wait for the average, and return the mean changes of the holders."""
+        """Wait for the average, and return the mean changes of the holders.
+
+        The list is empty if this group is the only holder and nothing is late: its changes then are
+        computed when they are needed.
+        """
         if self.exchange is not None:
             self.changes, self.exchange = self.exchange.wait(), None
         return self.changes
@@ -135,12 +140,13 @@ class OuterSteps:
         assert self._travelling is None, "an average has arrived before the next one starts"
         averages = []
         for names, holders, group in self._buckets.get(fragment, ()):
-            changes = [self.anchors[name].to(self._device) - self._weights(name) for name in names]
             before = [self._weights(name).clone() for name in names] if self._sync.overlap else None
+            changes = self._changes(names) if group is not None or before is not None else []
             ranks = dist.get_world_size(group) if group is not None else 1
             divisor = ranks if self._divisor is None else self._divisor(holders)
             exchange = self._exchange(names, changes, group, divisor) if group is not None else None
-            averages.append(_Average(names, changes if exchange is None else [], exchange, before))
+            keeps = self._keeps_weights(holders)
+            averages.append(_Average(names, changes if exchange is None else [], exchange, before, keeps))
         self._travelling = fragment, averages
 
     def _exchange(
@@ -164,56 +170,53 @@ class OuterSteps:
         """
         assert self._travelling is not None, "an average is started before it arrives"
         (fragment, averages), self._travelling = self._travelling, None
-        started = self._clock()
-        names = [name for average in averages for name in average.names]
-        means = {name: mean for average in averages for name, mean in zip(average.names, average.means(), strict=True)}
-        self.exposed_seconds += self._clock() - started
-        facts = self._measure(fragment, averages, means)
-        for name, mean in means.items():
-            self.anchors[name].grad = mean.to(self.anchors[name].device)
-        means.clear()
-        kept = self._keep_single_holders(fragment)
-        self.optimizer.step()
-        for average in averages:
+        totals = torch.zeros(3, dtype=torch.float64, device=self._device)
+        for average in averages:  # bucket by bucket, so that only one needs memory for the optimizer's step
+            started = self._clock()
+            means = average.means() or self._changes(average.names)
+            self.exposed_seconds += self._clock() - started
+            totals += self._squared_norms(average, means)
+            self._step(average, means)
+        self._sum(totals)
+        drift, anchor, gradient = totals.sqrt().tolist()
+        facts = OuterFacts(fragment, drift / anchor if anchor else 0.0, gradient)
+        return facts, [name for average in averages for name in average.names]
+
+    def _keeps_weights(self, holders: Holders) -> bool:
+        return len(holders) == 1 and self._sync.single_holder == "skip"
+
+    def _changes(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return anchor - weights, the change of this group."""
+        return [self.anchors[name].to(self._device) - self._weights(name) for name in names]
+
+    def _step(self, average: _Average, means: list[torch.Tensor]) -> None:
+        """Let the outer optimizer step on the anchors of a bucket, and the group continue from them."""
+        if average.keeps_weights:
+            for name in average.names:
+                self.anchors[name].copy_(self._weights(name))
+        else:
+            for name, mean in zip(average.names, means, strict=True):
+                self.anchors[name].grad = mean.to(self.anchors[name].device)
+            self.optimizer.step()
             for index, name in enumerate(average.names):
                 anchor, weight = self.anchors[name], self._weights(name)
                 anchor.grad = None
-                if name in kept:
-                    continue
                 if average.before is None:
                     weight.copy_(anchor)
                 else:  # keep what the group learned while the average was under way
                     weight.copy_(anchor.to(self._device) + (weight - average.before[index]))
-            average.before, average.changes = None, []
-        return facts, names
+        average.before, average.changes = None, []
 
-    def _keep_single_holders(self, fragment: int) -> set[str]:
-        """Make the weights of units with one holder their anchors, if the configuration says so.
-
-        Returns the names of these parameters. The outer optimizer does not step on them.
-        """
-        kept: set[str] = set()
-        if self._sync.single_holder == "skip":
-            for names, holders, _ in self._buckets.get(fragment, ()):
-                kept.update(names if len(holders) == 1 else ())
-        for name in kept:
-            self.anchors[name].copy_(self._weights(name))
-            self.anchors[name].grad = None
-        return kept
-
-    def _measure(self, fragment: int, averages: list[_Average], means: Mapping[str, torch.Tensor]) -> OuterFacts:
-        names = [name for average in averages for name in average.names]
-        before = {
-            n: w for average in averages if average.before for n, w in zip(average.names, average.before, strict=True)
-        }
-        moved = [self.anchors[n].to(self._device) - before.get(n, self._weights(n)) for n in names if self._counts(n)]
-        anchors = [self.anchors[name] for name in names if self._counts(name)]
-        once = [means[name] for name in names if self._counts_once(name)]
+    def _squared_norms(self, average: _Average, means: list[torch.Tensor]) -> torch.Tensor:
+        """Return this rank's part of three squared norms: of the holders' moves, the anchors, the outer gradient."""
+        names = average.names
+        starts = average.before or [self._weights(name) for name in names]
+        counted = [index for index, name in enumerate(names) if self._counts(name)]
+        moved = [self.anchors[names[index]].to(self._device) - starts[index] for index in counted]
+        anchors = [self.anchors[names[index]] for index in counted]
+        once = [mean for name, mean in zip(names, means, strict=True) if self._counts_once(name)]
         norms = [squared_norm(tensors, self._device).to(self._device) for tensors in (moved, anchors, once)]
-        totals = torch.stack(norms)
-        self._sum(totals)
-        drift, anchor, gradient = totals.sqrt().tolist()
-        return OuterFacts(fragment, drift / anchor if anchor else 0.0, gradient)
+        return torch.stack(norms)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -251,9 +254,10 @@ class OuterSteps:
         self._travelling = None
         if travelling is not None:
             averages = []
-            for names, _, _ in self._buckets.get(travelling, ()):
+            for names, holders, _ in self._buckets.get(travelling, ()):
                 zeros = [torch.zeros_like(self._weights(name)) for name in names]
-                averages.append(_Average(names, zeros, None, [zero.clone() for zero in zeros]))
+                starts = [zero.clone() for zero in zeros]
+                averages.append(_Average(names, zeros, None, starts, self._keeps_weights(holders)))
             self._travelling = travelling, averages
 
     @torch.no_grad()
