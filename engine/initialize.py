@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from .announcement import announce
 from .batch.loader import EpochLoader, ResumableLoader
 from .batch.size import BatchSize
+from .batch.stream import StreamLoader
+from .batch.training_data import make_loader
 from .config.load import load_config
 from .config.schema import Config
 from .construct import build_backend, values_to_give
@@ -68,7 +70,8 @@ def initialize(
             function gets a list of this rank's parameters, or groups if ``model_parameters`` are
             groups. By default the configuration decides.
         model_parameters: The parameters or parameter groups to train; by default all.
-        training_data: A map-style data set. The loader ends with every epoch.
+        training_data: A map-style data set, an iterable one, an iterator, or a DataLoader. Each data
+            rank reads samples of its own. The loader ends with every epoch; see docs/data.md.
         lr_scheduler: A scheduler, or a function that makes one from the optimizer. By default the
             configuration decides.
         distributed_port: Must equal the launcher's port.
@@ -143,7 +146,7 @@ def _finish(
     if training_data is not None:
         engine.loader = _loader(engine, training_data, collate_fn)
         engine.training_dataloader = EpochLoader(engine.loader)
-        samples = engine.loader.sampler.num_samples
+        samples = engine.loader.sampler.num_samples if isinstance(engine.loader, ResumableLoader) else "a stream"
     if not engine.config.sdp.in_one_process:
         check_equal({"the samples of training_data, which the loader shares out": samples}, device)
         engine.rates_of_parameters()
@@ -239,13 +242,15 @@ def _own_device(engine: str) -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _loader(engine: SDPEngine, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> ResumableLoader:
+def _loader(
+    engine: SDPEngine, data: Any, collate_fn: Callable[[list[Any]], Any] | None
+) -> ResumableLoader | StreamLoader:
     mesh, here = engine.layout.mesh, engine.data_ranks_here
-    return ResumableLoader(
-        dataset,
+    return make_loader(
+        data,
         engine.train_micro_batch_size_per_gpu() * here,
-        data_rank=mesh.data_rank(engine.global_rank),
-        data_ranks=mesh.data_ranks // here,
+        mesh.data_rank(engine.global_rank),
+        mesh.data_ranks // here,
         seed=engine.config.training.seed,
         collate_fn=collate_fn,
         num_workers=engine.config.data.num_workers,

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..errors import DataError, SDPError
 from .mixture import MixtureSampler
 from .sampler import ResumableBatchSampler as ResumableBatchSampler
+from .stream import StreamLoader
 
 
 class ResumableLoader:
@@ -71,6 +72,19 @@ class ResumableLoader:
         self._end_iterators()
         return self._batches(self._generation)
 
+    def epoch_batches(self) -> Iterator[Any]:
+        """Yield the micro-batches up to the end of this epoch."""
+        epoch = self.epoch
+        for batch in self:
+            yield batch
+            if self.epoch != epoch:
+                return
+
+    def batches_left(self) -> int:
+        """Return the number of micro-batches up to the end of this epoch."""
+        samples = self.sampler.num_samples
+        return -(-(samples - self.consumed % samples) // self.sampler.global_batch_size)
+
     def _end_iterators(self) -> None:
         self._generation += 1
         self._source, self._ahead = None, []
@@ -111,6 +125,10 @@ class ResumableLoader:
         """
         return self.sampler.state_at(self._consumed)
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if the run cannot continue after ``state``."""
+        self.sampler.checked_position(state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after ``state``. Raises CheckpointError if the data set or the seed differs."""
         self.sampler.load_state_dict(state)
@@ -125,20 +143,18 @@ class EpochLoader:
     extends into the next epoch is the last one of the epoch in which it starts. Nothing is dropped.
     """
 
-    def __init__(self, loader: ResumableLoader) -> None:
+    def __init__(self, loader: ResumableLoader | StreamLoader) -> None:
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self.loader.epoch
-        for batch in self.loader:
-            yield batch
-            if self.loader.epoch != epoch:
-                return
+        return self.loader.epoch_batches()
 
     def __len__(self) -> int:
-        """Return the number of batches that are left in this epoch."""
-        samples = self.loader.sampler.num_samples
-        return -(-(samples - self.loader.consumed % samples) // self.loader.sampler.global_batch_size)
+        """Return the number of batches that are left in this epoch.
+
+        Raises TypeError for an iterable data set.
+        """
+        return self.loader.batches_left()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader."""

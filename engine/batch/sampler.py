@@ -90,6 +90,10 @@ class ResumableBatchSampler:
 
         Raises CheckpointError for an incomplete state, and for another data set or seed.
         """
+        if "stream" in state:
+            raise CheckpointError(
+                "data loader state: the checkpoint read an iterable data set, this run a map-style one; use the same data"
+            )
         if "sources" in state:
             raise CheckpointError(
                 "data loader state: the checkpoint read several sources, and this run reads one data set; set "

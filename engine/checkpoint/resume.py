@@ -77,7 +77,7 @@ def resume(
 
 def _refuse_what_does_not_fit(path: Path, state: Mapping[str, Any], scheduler: Any, loader: Any) -> None:
     if loader is not None and state["loader"] is not None:
-        loader.sampler.checked_position(state["loader"])
+        loader.check_state(state["loader"])
     if scheduler is not None and of_another_kind(state["scheduler"], scheduler.state_dict()):
         raise CheckpointError(
             f"{path}: has the state of another kind of learning-rate scheduler; take the one that wrote it"
