@@ -65,6 +65,7 @@ class Backend(Protocol):
     module: nn.Module
     device: torch.device
     traffic: Traffic
+    rank: int  # in the world; 0 in the reference
     parameters: dict[str, nn.Parameter]  # canonical name → this rank's parameter (a DTensor where it is sharded)
 
     @property

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..accounting.local_traffic import LocalTraffic
 from ..accounting.memory import StateBytes, measure_state_bytes, predict_state_bytes
 from ..accounting.traffic_plan import describe_formula, plan_traffic
-from ..backend import GroupPart, LocalSteps, Spot, StateToSave, Update
+from ..backend import Backend, GroupPart, LocalSteps, Spot, StateToSave, Update
 from ..checkpoint.state import SavedState
 from ..config.schema import Config
 from ..distributed.tensors import local_tensor
@@ -31,6 +31,7 @@ from ..optim.rate_scale import HolderScale, ScaledRates, exponent_of
 from ..placement.layout import Layout
 from ..placement.tensor_info import Shard
 from ..sync.consistency import check_holders
+from ..sync.noise import NoiseMeter
 
 
 class TorchOptimizerBackend:
@@ -40,8 +41,10 @@ class TorchOptimizerBackend:
     """
 
     layout: Layout
+    rank: int = 0  # this process's rank in the world; 0 in one process
     parameters: dict[str, nn.Parameter]
     optimizer: Optimizer
+    noise: NoiseMeter | None = None
     _config: Config
     _scaler: LossScaler | None = None
 
@@ -51,6 +54,12 @@ class TorchOptimizerBackend:
         exponent = exponent_of(config.sdp.lr_scale, self.basic_optimizer)
         if exponent and self.layout.units:
             self.scale_rates(HolderScale(self.layout, exponent))
+        if config.training.noise_scale_interval:
+            self.noise = self.make_noise()
+
+    def make_noise(self) -> NoiseMeter:
+        """Make what measures the gradient noise. Collective."""
+        raise NotImplementedError
 
     def scale_rates(self, scale: HolderScale) -> None:
         """Give each unit a learning rate by its number of holders."""
@@ -186,13 +195,13 @@ class TorchOptimizerBackend:
     def check_holders(self) -> None:
         if self._world_size > 1:
             weights, optimizer = (self.stepped, self.optimizer) if self.local is None else self.local.common_state()
-            check_holders(self.layout, weights, optimizer, self._rank, sharded=self._shards > 1)
+            check_holders(self.layout, weights, optimizer, self.rank, sharded=self._shards > 1)
 
     def materialise_optimizer_state(self) -> None:
         materialise_state(self.basic_optimizer)
 
-    def state_to_save(self) -> StateToSave:
-        return SavedState(self, self.optimizer, self._rank)  # type: ignore[arg-type]
+    def state_to_save(self: Backend) -> StateToSave:
+        return SavedState(self, self.optimizer, self.rank)
 
     def continue_at(self, *, steps: int, micro_steps: int, skipped: int) -> None:
         """A no-op: only the engine counts steps."""
@@ -202,7 +211,7 @@ class TorchOptimizerBackend:
     def predicted_state_bytes(self) -> StateBytes:
         return predict_state_bytes(
             self.layout,
-            self._rank,
+            self.rank,
             self.optimizer,
             shards=self._shards,
             compute_bytes=self._config.compute_bytes,
@@ -222,11 +231,11 @@ class TorchOptimizerBackend:
         if self._config.sdp.in_one_process:
             return Traffic()
         stage, compute_bytes = self._config.zero_optimization.stage, self._config.compute_bytes
-        group = self.layout.mesh.coordinates(self._rank).sdp
+        group = self.layout.mesh.coordinates(self.rank).sdp
         gathers = planned_gathers(self.optimizer, self.layout, group, self._shards)
         if self._config.sdp.sync is not None:
             plan = LocalTraffic(
-                self.layout, self._rank, self._config.sdp.sync, stage=stage, accumulation=accumulation,
+                self.layout, self.rank, self._config.sdp.sync, stage=stage, accumulation=accumulation,
                 compute_bytes=compute_bytes,
             )  # fmt: skip
             planned = plan.of_round() if step is None else plan.of_step(step)
@@ -234,14 +243,22 @@ class TorchOptimizerBackend:
                 planned.add(gathers)
             return planned
         planned = plan_traffic(
-            self.layout, self._rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
+            self.layout, self.rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
         )
         planned.add(gathers)
+        planned.add(self.planned_noise(step))
         return planned
+
+    def planned_noise(self, step: int | None) -> Traffic:
+        """The bytes that this rank sends in ``step`` to measure the gradient noise."""
+        interval = self._config.training.noise_scale_interval
+        if self.noise is None or step is None or step % interval:
+            return Traffic()
+        return self.noise.planned_traffic(self._world_size)
 
     def traffic_formula(self) -> str:
         stage, compute_bytes = self._config.zero_optimization.stage, self._config.compute_bytes
-        formula = describe_formula(self.layout, self._rank, stage=stage, compute_bytes=compute_bytes)
+        formula = describe_formula(self.layout, self.rank, stage=stage, compute_bytes=compute_bytes)
         sync = self._config.sdp.sync
         return formula if sync is None else f"every {sync.every} steps in local steps, without compression: {formula}"
 
@@ -254,10 +271,6 @@ class TorchOptimizerBackend:
     @property
     def shard(self) -> Shard:
         raise NotImplementedError
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self._config.sdp.in_one_process else dist.get_rank()
 
     @property
     def _world_size(self) -> int:

@@ -25,17 +25,17 @@ from ...placement.layout import Layout
 from ...subnetwork.carve import PassThrough
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
+from .base import CalledEngine, Gathered
 from .checks import UsedParameters
-from .held import CalledEngine, Gathered
 from .optimizer import LossScale, MasterCopies, ZeroState, local_part
 from .partitions import Bundle, RoutedRefresh
 from .private import logged_all_reduce, logged_broadcast
 from .process_groups import ProcessGroups
 from .shard_sync import EarlyLaunch, ShardSync
-from .stepping import SteppedByDeepSpeed
+from .stepping import DeepSpeedSteps
 
 
-class DeepSpeedBackend(SteppedByDeepSpeed):
+class DeepSpeedBackend(DeepSpeedSteps):
     """One rank's subnetwork inside a DeepSpeed ``engine``.
 
     ``bundles`` are those of the full model. DeepSpeed has the ones that this rank's group holds.

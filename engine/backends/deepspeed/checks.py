@@ -11,7 +11,7 @@ from torch import nn
 from ...config.schema import Config
 from ...errors import ConfigError, ModelError
 from ...placement.layout import Layout
-from .held import HeldByDeepSpeed
+from .base import DeepSpeedBase
 from .partitions import Bundle, partition_numel
 
 
@@ -31,7 +31,7 @@ def refuse_small_sub_groups(config: Config, bundles: Sequence[Bundle], layout: L
             )
 
 
-def check_partitions(backend: HeldByDeepSpeed, parameters: Mapping[str, nn.Parameter]) -> None:
+def check_partitions(backend: DeepSpeedBase, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise ModelError unless DeepSpeed partitioned the expected parameters, in order, into the
     expected sizes.
     """
@@ -49,7 +49,7 @@ def check_partitions(backend: HeldByDeepSpeed, parameters: Mapping[str, nn.Param
         )
 
 
-def _check_copies(backend: HeldByDeepSpeed) -> None:
+def _check_copies(backend: DeepSpeedBase) -> None:
     """At stage 0 in half precision, DeepSpeed must have a float32 copy of exactly the trained
     parameters.
     """

@@ -22,7 +22,7 @@ from ...placement.buckets import Bucket
 from ...placement.tensor_info import TensorInfo
 from ...sync.outer import OuterSteps
 from ..local_steps import ShardedLocalSteps
-from .held import HeldByDeepSpeed
+from .base import DeepSpeedBase
 from .optimizer import local_part
 from .partitions import Bundle, boxes, pieces_of, stretches
 from .private import logged_all_reduce
@@ -55,7 +55,7 @@ class Box:
         return math.prod(self.sizes)
 
 
-def find_boxes(backend: HeldByDeepSpeed) -> dict[str, Box]:
+def find_boxes(backend: DeepSpeedBase) -> dict[str, Box]:
     """Return the boxes of this rank's trained parameters by key, in one order for all ranks."""
     infos = backend.layout.parameters
     if backend.zero is None:
@@ -67,7 +67,7 @@ def find_boxes(backend: HeldByDeepSpeed) -> dict[str, Box]:
     return found
 
 
-def find_untrained_boxes(backend: HeldByDeepSpeed) -> dict[str, Box]:
+def find_untrained_boxes(backend: DeepSpeedBase) -> dict[str, Box]:
     """Return the boxes of the parameters that the optimizer does not have, by key."""
     found: dict[str, Box] = {}
     for name in backend.parameters:
@@ -79,12 +79,12 @@ def find_untrained_boxes(backend: HeldByDeepSpeed) -> dict[str, Box]:
     return found
 
 
-def _whole(backend: HeldByDeepSpeed, info: TensorInfo) -> Box:
+def _whole(backend: DeepSpeedBase, info: TensorInfo) -> Box:
     ranks = tuple(chain(*map(backend.layout.mesh.ranks_of, info.holders)))
     return Box(info.name, 0, (0,) * len(info.shape), tuple(info.shape), ranks)
 
 
-def _boxes_of(backend: HeldByDeepSpeed, bundle: Bundle, stage: int, index: int | None) -> dict[str, Box]:
+def _boxes_of(backend: DeepSpeedBase, bundle: Bundle, stage: int, index: int | None) -> dict[str, Box]:
     """Return the boxes of this rank's partition of a bundle.
 
     All holders cut them in the same way.

@@ -16,7 +16,7 @@ from ...optim.optimizer_state import OptimizerState
 from ...placement.tensor_info import TensorInfo
 from ...placement.units import SHARED
 from ...sync.consistency import CHUNK, compare_sums
-from .held import HeldByDeepSpeed, untrained_part
+from .base import DeepSpeedBase, untrained_part
 from .local_steps import find_boxes
 from .optimizer import local_part
 from .partitions import boxes, partition_numel
@@ -42,7 +42,7 @@ class DeepSpeedState(SavedState):
     At stage 0, parameters are whole.
     """
 
-    _backend: HeldByDeepSpeed
+    _backend: DeepSpeedBase
 
     def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
         backend = self._backend
@@ -126,7 +126,7 @@ class DeepSpeedState(SavedState):
                     value.copy_(first.setdefault((canonical, key), value))
 
 
-def materialise_state(backend: HeldByDeepSpeed) -> None:
+def materialise_state(backend: DeepSpeedBase) -> None:
     """Give every partition the optimizer state that its first step would make, without changing any
     weight.
     """
@@ -142,7 +142,7 @@ def materialise_state(backend: HeldByDeepSpeed) -> None:
     optimizer.param_groups = param_groups
 
 
-def check_holders(backend: HeldByDeepSpeed) -> None:
+def check_holders(backend: DeepSpeedBase) -> None:
     """Compare float32 weights and optimizer state across holders. Collective.
 
     In local steps, anchors and the state of the outer optimizer are compared. Groups may partition
@@ -172,7 +172,7 @@ def check_holders(backend: HeldByDeepSpeed) -> None:
         )
 
 
-def _common_values(backend: HeldByDeepSpeed) -> Iterator[tuple[str, int, list[torch.Tensor]]]:
+def _common_values(backend: DeepSpeedBase) -> Iterator[tuple[str, int, list[torch.Tensor]]]:
     """Yield name, start and flat values of what all holders of a parameter have: weights and
     optimizer state.
 
@@ -198,7 +198,7 @@ def _with_state(weights: torch.Tensor, optimizer: Optimizer) -> list[torch.Tenso
     return [weights.detach(), *of_state]
 
 
-def measured_bytes(backend: HeldByDeepSpeed, gradient_bytes: int) -> StateBytes:
+def measured_bytes(backend: DeepSpeedBase, gradient_bytes: int) -> StateBytes:
     """Bytes of the tensors that exist on this rank; gradients as at the last step.
 
     Parameters include float32 master weights if these are separate tensors.
@@ -213,7 +213,7 @@ def measured_bytes(backend: HeldByDeepSpeed, gradient_bytes: int) -> StateBytes:
     return StateBytes(held + masters, gradient_bytes, moments, copies, outer, on_host)
 
 
-def predicted_bytes(backend: HeldByDeepSpeed) -> StateBytes:
+def predicted_bytes(backend: DeepSpeedBase) -> StateBytes:
     """The bytes of :func:`measured_bytes`, predicted from the placement and DeepSpeed's padding."""
     ranks, compute = backend.ranks_inside, backend.compute_dtype.itemsize
     infos = backend.layout.parameters

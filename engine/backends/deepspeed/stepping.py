@@ -13,21 +13,24 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ...accounting.memory import StateBytes
-from ...backend import FlatState, GroupPart, Spot, StateToSave, Update
+from ...backend import Backend, FlatState, GroupPart, Spot, StateToSave, Update
 from ...distributed.traffic import Traffic
 from ...optim.clip import squared_norm
 from ...optim.rate_scale import HolderScale, ScaledRates
 from ...optim.schedules import keep_shared_state
 from ...sync.consistency import check_loss_scale
-from .held import HeldByDeepSpeed
+from ...sync.gradients import GradientSync
+from ...sync.noise import Moments, NoiseMeter, SecondMoments
+from ...sync.own_gradients import OwnGradients
+from .base import DeepSpeedBase
 from .local_steps import Box, DeepSpeedLocalSteps, find_boxes, find_untrained_boxes
 from .private import set_gradient_norm
-from .shard_sync import ShardSync
+from .shard_sync import OwnPartitions, ShardSync
 from .state import DeepSpeedState, check_holders, materialise_state, measured_bytes, predicted_bytes
 from .traffic_plan import LocalTrafficPlan, TrafficPlan
 
 
-class SteppedByDeepSpeed(HeldByDeepSpeed):
+class DeepSpeedSteps(DeepSpeedBase):
     """Clips between groups, then lets DeepSpeed step.
 
     With one group the whole step is DeepSpeed's.
@@ -35,6 +38,7 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
 
     _local: DeepSpeedLocalSteps | None
     _sync: ShardSync | None  # averages partitions between groups
+    _hooked: GradientSync | None  # averages whole gradients, at stage 0
 
     @property
     def basic_optimizer(self) -> Optimizer:
@@ -164,6 +168,29 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
         factors = {id(group): scale.of(bundle.unit, bundle.holders) for group, bundle in pairs}
         ScaledRates(self.basic_optimizer, lambda group, _: factors[id(group)])
 
+    def make_noise(self) -> NoiseMeter:
+        moments = SecondMoments(self.basic_optimizer)
+        if self._sync is None or self.zero is None:  # whole gradients
+            assert self._hooked is not None
+            inside = self._process_groups.inside if self.ranks_inside > 1 else None
+            self._hooked.own = OwnGradients(
+                self.layout, self.parameters, self.at, self.device, self.traffic,
+                lambda name: moments.of(self.stepped.get(name)), inside=inside, sharded=False,
+            )  # fmt: skip
+            return self._hooked.own
+        groups = self.zero.basic_groups()
+
+        def of_partition(index: int) -> Moments | None:
+            param_group, partition = groups[index]
+            return moments.of(partition, float(param_group.get("eps", 1e-8)))
+
+        units = [bundle.unit for bundle in self.bundles]
+        self._sync.own = OwnPartitions(
+            self.layout, self._sync, units, self.at.sdp, self.device,
+            moments=of_partition, averaged=lambda: self.averaged,
+        )  # fmt: skip
+        return self._sync.own
+
     # -- loss scale --------------------------------------------------------------------------------
 
     @property
@@ -218,8 +245,8 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
         else:
             materialise_state(self)
 
-    def state_to_save(self) -> StateToSave:
-        return DeepSpeedState(self, self.optimizer, self.rank)  # type: ignore[arg-type]
+    def state_to_save(self: Backend) -> StateToSave:
+        return DeepSpeedState(self, self.optimizer, self.rank)
 
     def predicted_state_bytes(self) -> StateBytes:
         return predicted_bytes(self)
@@ -245,6 +272,7 @@ class SteppedByDeepSpeed(HeldByDeepSpeed):
             planned = Traffic()
             for one in plan.common_step():
                 planned.record(one.scope, one.kind, one.nbytes, len(one.ranks))
+            planned.add(self.planned_noise(step))
             return planned
         boxes = self.boxes.values()
         steps = LocalTrafficPlan(self.layout, self.rank, self.local_settings, plan, boxes)

@@ -1,4 +1,4 @@
-"""The state of one rank under DeepSpeed: its engine, its ZeRO partitions or copies, and the bundles that it holds.
+"""The base class of the DeepSpeed backend: this rank's engine, partitions or copies, and bundles.
 
 :class:`Gathered` shows the full model's float32 parameters, from these partitions or copies.
 """
@@ -21,8 +21,8 @@ from .partitions import Bundle, Piece, pieces_of
 from .process_groups import ProcessGroups
 
 
-class HeldByDeepSpeed(ShardedBackend):
-    """What DeepSpeed holds for this rank. The backend fills the attributes."""
+class DeepSpeedBase(ShardedBackend):
+    """The state that DeepSpeed holds for this rank. :class:`DeepSpeedBackend` fills the attributes."""
 
     deepspeed: Any  # DeepSpeed's own engine of this group
     stage: int
@@ -101,7 +101,7 @@ class HeldByDeepSpeed(ShardedBackend):
             dist.all_reduce(tensor, group=self._process_groups.inside)
 
 
-def untrained_part(backend: HeldByDeepSpeed, name: str) -> list[tuple[int, torch.Tensor]]:
+def untrained_part(backend: DeepSpeedBase, name: str) -> list[tuple[int, torch.Tensor]]:
     """This rank's flat pieces of a parameter that the optimizer does not have, each with its start.
 
     ZeRO 3 partitions such parameters too.
@@ -118,7 +118,7 @@ class _WholeParameters(Mapping[str, nn.Parameter]):
     A lookup gathers inside the group, so all its ranks must do it.
     """
 
-    def __init__(self, backend: HeldByDeepSpeed):
+    def __init__(self, backend: DeepSpeedBase):
         self._backend = backend
 
     def __getitem__(self, name: str) -> Any:
@@ -158,7 +158,7 @@ class Gathered:
     shards = 1
     tensor_ranks = None
 
-    def __init__(self, backend: HeldByDeepSpeed):
+    def __init__(self, backend: DeepSpeedBase):
         self._backend = backend
         self.parameters = _WholeParameters(backend)
         assert dist.group.WORLD is not None
