@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .accounting.memory import StateBytes
+from .config.masking import Masking
 from .config.schema import Config
 from .distributed.traffic import Traffic
 from .full_model.recalibration import Statistics
@@ -110,6 +111,13 @@ class Backend(Protocol):
         """Weights have changed: bring all frozen copies up to date. Collective.
 
         ``after_step``: by an update, so only those that are trained, and what is sent is awaited when it is needed; else all, at once.
+        """
+        ...
+
+    def use_masking(self, masking: Masking) -> None:
+        """Skip the units that a group does not hold ("forward"), or run frozen copies of them ("backward"). Collective.
+
+        A no-op if it is the present masking. Weights and optimizer state stay.
         """
         ...
 

@@ -31,6 +31,7 @@ from .subnetwork.activations import checkpoint_activations
 from .subnetwork.autocast import autocast_forward
 from .subnetwork.branch_scale import BranchScale
 from .subnetwork.compile import compile_units
+from .subnetwork.dormant import make_pass_throughs
 from .subnetwork.initialisation import ModuleInit, plan_initialisation
 from .subnetwork.materialise import give_values, replace_blocks, require_float32, slice_neurons, take_values_of_rank_0
 from .subnetwork.weight_files import WeightFiles, filled_from, fillers_from
@@ -75,7 +76,7 @@ def _build_reference(
     give_values(model, layout, plan, device, Shard())
     autocast_forward(model, config, device)
     kind = VectorizedBackend if config.sdp.engine == "vectorized" else ReferenceBackend
-    backend = kind(model, layout, device, compute_dtype=getattr(torch, config.precision))
+    backend = kind(model, layout, device, compute_dtype=getattr(torch, config.precision), maskings=config.sdp.maskings)
     # The backend copies the blocks, so this comes after it: the copies must not checkpoint their
     # activations.
     checkpoint_activations(model, layout.blocks, config.activation_checkpointing.mode)
@@ -117,12 +118,16 @@ def build_native(
     # 4. Scale branches. This reads the signatures of forward passes, which the next steps replace.
     scale = BranchScale(layout)
     scale.install(model)
+    # With a schedule of maskings, the copies that run in backward phases sleep in forward phases.
+    maskings = config.sdp.maskings
+    pass_throughs = make_pass_throughs(model, layout, at.sdp, [tensor_ranks]) if len(maskings) > 1 else {}
     # 5. Activation checkpointing, on the blocks that this group runs. Compiled blocks must contain it.
     run = [name for name in layout.blocks if name not in stand_ins]
     checkpoint_activations(model, run, config.activation_checkpointing.mode)
     # 6. Compile block by block. FSDP2's hooks must stay outside the compiled graphs.
     if config.training.compile:
-        compile_units(model, run, device, sliced=config.sdp.granularity == "neuron")
+        sliced = config.sdp.granularity == "neuron"
+        compile_units(model, run, device, sliced=sliced, phases=len(maskings))
     # 7. The whole forward pass runs under autocast, so this comes after the signatures were read.
     autocast_forward(model, config, device)
     # 8. FSDP2 shards what is left.
@@ -138,6 +143,8 @@ def build_native(
         scale=scale,
         home=ShardHome(config, device, sends=layout.mesh.sdp > 1 or layout.mesh.shards(stage) < layout.mesh.fsdp),
         sync=config.sdp.sync,
+        maskings=maskings,
+        pass_throughs=pass_throughs,
     )
 
 

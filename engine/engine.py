@@ -156,6 +156,7 @@ class SDPEngine(DeepSpeedNames):
         self.global_samples += self._batch.train
         self.tput_timer.global_samples += self._batch.train
         self.local_training.after_step(self.global_steps)
+        self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
         if self._skips.in_a_row:
             self._skips.report(self.global_steps, self._grad_norm, self.get_loss_scale())
         interval = self.config.sdp.check_interval
@@ -310,6 +311,7 @@ class SDPEngine(DeepSpeedNames):
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
         self.skipped_steps = state.get("skipped_steps", 0)
+        self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
         self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
         if warn_of_changes and self.global_rank == 0:
             own = settings_to_save(self.config, self.optimizer, names)

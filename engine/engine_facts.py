@@ -46,9 +46,9 @@ class EngineFacts:
         self.spikes = SpikeDetector(training.on_spike, training.spike_sigma, training.spike_window)
         self.uncut: UncutModel | None = None  # sdp.initialize sets it
         self.evaluation = Evaluation()
-        if self.runs_subnetwork:
-            warn_of_partial_state(self.module)
-            warn_of_partial_pass(self.module, self.evaluation)
+        if "forward" in config.sdp.maskings:
+            warn_of_partial_state(self.module, lambda: self.runs_subnetwork)
+            warn_of_partial_pass(self.module, self.evaluation, lambda: self.runs_subnetwork)
 
     @property
     def backend(self) -> Backend:
@@ -72,7 +72,7 @@ class EngineFacts:
         """Whether :attr:`module` runs only a part of the model, in this group or in another one."""
         held = self.layout.placement.holders
         partial = any(len(holders) < self.layout.mesh.sdp for holders in held)
-        return partial and self.config.sdp.masking == "forward" and not self._is_reference
+        return partial and not self.layout.keeps_frozen and not self._is_reference
 
     @property
     def layout(self) -> Layout:

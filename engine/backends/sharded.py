@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..config.masking import Masking
 from ..distributed.mesh import Coordinates
 from ..distributed.traffic import Traffic
 from ..full_model.backend_view import SubnetworkBackend
@@ -19,6 +20,7 @@ from ..full_model.gather import stream_full_state
 from ..full_model.recalibration import Statistics, batch_statistics
 from ..placement.layout import Layout
 from ..subnetwork.carve import PassThrough
+from ..subnetwork.dormant import DormantCopies
 from ..sync.weights import WeightRefresh
 from .base import TorchOptimizerBackend
 from .local_steps import ShardedLocalSteps
@@ -36,9 +38,11 @@ class ShardedBackend(TorchOptimizerBackend):
     traffic: Traffic
     rank: int
     at: Coordinates
-    stand_ins: dict[str, PassThrough]
+    stand_ins: Mapping[str, PassThrough]
+    phases: dict[Masking, Layout]
     _frozen: dict[str, nn.Parameter]
     _refresh: WeightRefresh
+    _dormant: DormantCopies | None = None  # with a schedule that has both maskings
 
     @property
     def local(self) -> ShardedLocalSteps | None:
@@ -62,7 +66,28 @@ class ShardedBackend(TorchOptimizerBackend):
     @property
     def frozen(self) -> dict[str, nn.Parameter]:
         self._refresh.finish()
-        return self._frozen
+        return self._frozen if self.layout.keeps_frozen else {}
+
+    def use_masking(self, masking: Masking) -> None:
+        if masking != self.layout.masking:
+            self.enter_phase(self.phases[masking])
+
+    def enter_phase(self, layout: Layout) -> None:
+        """Run as ``layout`` says from now on. Collective."""
+        if layout.masking != self.layout.masking:
+            self.shard_parameters()
+            self.put_aside(asleep=not layout.keeps_frozen)
+        self.layout = layout
+        self.refresh(after_step=False)
+
+    def put_aside(self, *, asleep: bool) -> None:
+        """Put the frozen copies aside, or back."""
+        assert self._dormant is not None
+        if asleep:
+            self._dormant.sleep()
+        else:
+            self._dormant.wake()
+        self.stand_ins = self._dormant.stand_ins if asleep else {}
 
     def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """All-reduce a few numbers over all ranks in place. Collective."""

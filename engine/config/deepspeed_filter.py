@@ -174,6 +174,8 @@ def known_keys(parents: Sequence[str], root: type[BaseModel]) -> list[str]:
     prefix = "".join(f"{parent}." for parent in parents)
     models: list[type[BaseModel]] = [root]
     for parent in parents:
+        if parent.isdigit():  # the index of a section in a list
+            continue
         fields = [model.model_fields[parent] for model in models if parent in model.model_fields]
         models = [model for field in fields for model in _sections_in(field.annotation)]
     ours = [key for model in models for key in model.model_fields]

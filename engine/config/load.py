@@ -242,13 +242,14 @@ def _refuse_unavailable(config: Config) -> None:
         _refuse_with_neurons(config)
     if sdp.engine == "deepspeed":
         _refuse_with_deepspeed(config)
+    _refuse_schedule(config)
     if sdp.engine == "vectorized" and (sdp.masking != "forward" or sdp.branch_scale != "none"):
         key, value = ("masking", "forward") if sdp.masking != "forward" else ("branch_scale", "none")
+        found = f'"{getattr(sdp, key)}"' if isinstance(getattr(sdp, key), str) else "a schedule"
         raise ConfigError(
-            f'sdp.{key}: "{getattr(sdp, key)}" is not available with sdp.engine "vectorized"; use "{value}", or '
-            '"reference"'
+            f'sdp.{key}: {found} is not available with sdp.engine "vectorized"; use "{value}", or "reference"'
         )
-    if sdp.branch_scale != "none" and sdp.masking == "backward":
+    if sdp.branch_scale != "none" and "forward" not in sdp.maskings:
         raise ConfigError(
             f'sdp.branch_scale: {json.dumps(sdp.branch_scale)} has no meaning with sdp.masking "backward", where all '
             'units run; use "none"'
@@ -260,6 +261,16 @@ def _refuse_unavailable(config: Config) -> None:
         )
     if config.training.compile and sdp.in_one_process:
         raise ConfigError(f'training.compile: true is not available with sdp.engine "{sdp.engine}"; use false')
+
+
+def _refuse_schedule(config: Config) -> None:
+    """Raise ConfigError for a schedule of maskings that is not possible."""
+    schedule = config.masking_schedule
+    if schedule.ends and config.sdp.sync is not None:
+        raise ConfigError(
+            'sdp.masking: a schedule is not available in this version together with sdp.sync; use "forward" or '
+            '"backward"'
+        )
 
 
 def _refuse_lr_scale(config: Config) -> None:

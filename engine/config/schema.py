@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from .data_section import DataSection
+from .masking import Masking, MaskingSchedule, MaskingSetting
 from .section import NonNegativeInt, PositiveInt, RankCount, Samples, Section, Seed, Whole, Width
 from .sync import SyncSection
 from .training_section import TrainingSection
@@ -142,7 +143,8 @@ class SDPSection(Section):
     from the forward and the backward pass. With "backward" the group runs a frozen copy of the
     unit, in the forward pass and for the gradients of activations. The copy has compute precision,
     and the holders refresh it after each step. Only holders compute the gradients of the unit's
-    weights, so these gradients are those of the dense model.
+    weights, so these gradients are those of the dense model. A list of phases changes the masking
+    during the run: [{"until": 0.75, "masking": "forward"}, {"masking": "backward"}].
     ``profile``: how many groups hold each unit. The number falls with depth, is uniform, or is
     given for each unit. Its mean follows from ``capacity``.
     ``branch_scale``: a factor for what a unit adds to its input, under forward masking. If k of N
@@ -159,7 +161,7 @@ class SDPSection(Section):
     groups: RankCount = 1
     capacity: float | list[float] = 1.0
     granularity: Literal["block", "neuron"] = "block"
-    masking: Literal["forward", "backward"] = "forward"
+    masking: MaskingSetting = "forward"
     placement: (
         Literal["cyclic", "balanced", "random"] | Annotated[dict[str, list[NonNegativeInt]], Field(min_length=1)]
     ) = "cyclic"
@@ -174,6 +176,13 @@ class SDPSection(Section):
     check_interval: NonNegativeInt = 100
     sync: SyncSection | None = None
     lr_scale: Literal["none", "auto"] | Annotated[float, Field(ge=0, le=4)] = "none"
+
+    @property
+    def maskings(self) -> tuple[Masking, ...]:
+        """The maskings that the run uses, each once."""
+        if isinstance(self.masking, str):
+            return (self.masking,)
+        return tuple(dict.fromkeys(phase.masking for phase in self.masking))
 
     @property
     def in_one_process(self) -> bool:
@@ -240,6 +249,11 @@ class Config(Section):
     def scales_loss(self) -> bool:
         """Whether a part of the run computes in float16, whose gradients need a loss scale."""
         return self.fp16.enabled or self.autocast_dtype == "float16"
+
+    @property
+    def masking_schedule(self) -> MaskingSchedule:
+        """Which masking a step has."""
+        return MaskingSchedule.of(self.sdp.masking, self.training.steps)
 
     @property
     def compute_bytes(self) -> int:

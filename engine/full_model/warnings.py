@@ -34,15 +34,15 @@ class Evaluation:
             self.is_running = False
 
 
-def warn_of_partial_pass(module: nn.Module, evaluation: Evaluation) -> None:
-    """Make a forward pass in evaluation mode warn once that it runs a subnetwork.
+def warn_of_partial_pass(module: nn.Module, evaluation: Evaluation, is_partial: Callable[[], bool]) -> None:
+    """Make a forward pass in evaluation mode warn once that it runs a subnetwork, if it does.
 
     This covers ``engine(batch)`` after ``engine.eval()``, and ``module.generate(...)``. The passes
     of ``engine.evaluate`` do not warn.
     """
 
     def warn(module: nn.Module, _: Any) -> None:
-        if not (module.training or evaluation.is_running or evaluation.is_replaced):
+        if is_partial() and not (module.training or evaluation.is_running or evaluation.is_replaced):
             handle.remove()
             log.warning(
                 "the model runs in evaluation mode, but this rank has only the subnetwork of its group; "
@@ -53,16 +53,18 @@ def warn_of_partial_pass(module: nn.Module, evaluation: Evaluation) -> None:
     handle = module.register_forward_pre_hook(warn)
 
 
-def warn_of_partial_state(module: nn.Module) -> None:
-    """Make ``module.state_dict()`` warn once that it lacks the blocks of other groups."""
-    module.register_state_dict_pre_hook(_make_warning())
+def warn_of_partial_state(module: nn.Module, is_partial: Callable[[], bool]) -> None:
+    """Make ``module.state_dict()`` warn once that it lacks the blocks of other groups, if it does."""
+    module.register_state_dict_pre_hook(_make_warning(is_partial))
 
 
-def _make_warning() -> Callable[[nn.Module, str, bool], None]:
+def _make_warning(is_partial: Callable[[], bool]) -> Callable[[nn.Module, str, bool], None]:
     warned = False
 
     def warn(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         nonlocal warned
+        if not is_partial():
+            return
         if not warned:
             log.warning(
                 "module.state_dict() has only the subnetwork of this rank's group; engine.full_state_dict() and "

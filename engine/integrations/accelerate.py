@@ -39,7 +39,7 @@ class AcceleratedEngine:
         self._deepspeed_engine = deepspeed_engine
         self._full: nn.Module | None = None
         self._gathered = ExitStack()
-        if engine.runs_subnetwork:
+        if engine.runs_subnetwork or len(engine.config.sdp.maskings) > 1:
             engine.evaluation.is_replaced = True
             self._replace_forward(engine.module)
         # Accelerate asks the optimizer whether the last step was skipped. The schedule then waits.

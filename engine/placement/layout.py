@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ..config.masking import Masking
 from ..config.schema import Config
 from ..distributed.mesh import Coordinates, Holders, Mesh
 from ..distributed.tensor_parallel import parameter_cuts
@@ -38,7 +39,8 @@ class Layout:
         blocks: paths of the modules that are computed and sharded as one. These are the units
             themselves, unless units are groups of neurons.
         keeps_frozen: whether a group keeps frozen copies of the units that it does not hold
-            (backward masking), instead of skipping these units.
+            (backward masking), instead of skipping these units. With a schedule of maskings, this is
+            true for the layout of the run, and :meth:`in_phase` returns the layout of a phase.
         branch_scale: when units are scaled.
         not_units: blocks that "auto" found and left out, because no group could skip them → the
             reason.
@@ -70,7 +72,7 @@ class Layout:
             required = mesh.sdp > 1 or explicit or section.units != "auto"
             units = find_units(model, section.units, explicit) if required else _units_if_any(model)
             guessed = section.units == "auto" and explicit is None and get_unit_patterns(model) is None
-            if mesh.sdp > 1 and section.masking == "forward" and guessed:
+            if mesh.sdp > 1 and "forward" in section.maskings and guessed:
                 not_units = find_unskippable(model, [unit.name for unit in units])
                 units = _without(units, not_units)
             if mesh.sdp > 1 and not units:
@@ -102,9 +104,20 @@ class Layout:
         }
         if not section.in_one_process:
             parameters = _with_slices(parameters, units, placement)
-        keeps_frozen = section.masking == "backward"
+        keeps_frozen = "backward" in section.maskings
         scale = section.branch_scale
         return cls(mesh, tuple(units), placement, parameters, buffers, aliases, blocks, keeps_frozen, scale, not_units)
+
+    @property
+    def masking(self) -> Masking:
+        """What a group does with the units that it does not hold."""
+        return "backward" if self.keeps_frozen else "forward"
+
+    def in_phase(self, masking: Masking) -> Layout:
+        """Return the layout in steps with this masking. Only forward masking scales branches."""
+        backward = masking == "backward"
+        changed = replace(self, keeps_frozen=backward, branch_scale="none" if backward else self.branch_scale)
+        return self if changed == self else changed
 
     def without(self, blocks: Collection[str]) -> Layout:
         """Return the layout of the model without these blocks.

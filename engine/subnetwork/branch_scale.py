@@ -55,6 +55,11 @@ class BranchScale:
         for slices, units in self._layers:
             slices.factors = {index: self.factor(unit) for index, unit in units.items()}
 
+    def use(self, layout: Layout) -> None:
+        """Scale as ``layout`` says from now on. It is the layout of a phase of the run."""
+        self._layout = layout
+        self._switch(full=self._full)
+
     def install(self, model: nn.Module) -> None:
         """Scale the blocks of ``model`` that are units (guests too) and its slices of neurons."""
         if self._layout.branch_scale == "none":

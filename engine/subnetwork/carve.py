@@ -258,18 +258,25 @@ def refuse_together(model: nn.Module, stand_ins: Collection[PassThrough]) -> Non
     handle = model.register_forward_hook(refuse)
 
 
-def freeze(model: nn.Module, units: Sequence[Unit], placement: Placement, group: int, dtype: torch.dtype) -> None:
+def freeze(
+    model: nn.Module,
+    units: Sequence[Unit],
+    placement: Placement,
+    group: int,
+    dtype: torch.dtype,
+    *,
+    copy: bool = False,
+) -> None:
     """Convert every unit that ``group`` does not hold to ``dtype``, in place, and freeze it.
 
-    No gradients of its parameters are computed.
+    No gradients of its parameters are computed. ``copy`` gives each parameter memory of its own.
     """
     for unit in units:
         if not placement.holds(group, unit.index):
             for parameter in model.get_submodule(unit.name).parameters():
                 parameter.requires_grad_(False)
-                parameter.data = parameter.data.to(
-                    dtype if parameter.is_floating_point() else parameter.dtype
-                ).contiguous()
+                kind = dtype if parameter.is_floating_point() else parameter.dtype
+                parameter.data = parameter.data.to(kind, copy=copy).contiguous()
 
 
 def frozen_view(block: nn.Module) -> nn.Module:

@@ -13,7 +13,9 @@ from torch import nn
 from ..errors import ConfigError
 
 
-def compile_units(model: nn.Module, blocks: Collection[str], device: torch.device, *, sliced: bool = False) -> None:
+def compile_units(
+    model: nn.Module, blocks: Collection[str], device: torch.device, *, sliced: bool = False, phases: int = 1
+) -> None:
     """Compile the ``forward`` of every block (a module's path) in place.
 
     Parameter names stay. Hooks run around the compiled function. Call this after activation
@@ -24,6 +26,7 @@ def compile_units(model: nn.Module, blocks: Collection[str], device: torch.devic
         blocks: Paths of the blocks.
         device: Where the blocks run.
         sliced: The blocks may have slices with different indices. Those need graphs of their own.
+        phases: How many sets of slices a block has during the run.
 
     Raises:
         ConfigError: torch.compile does not work for ``device``.
@@ -32,7 +35,7 @@ def compile_units(model: nn.Module, blocks: Collection[str], device: torch.devic
     if sliced:
         # By default, torch stops after 8 graphs and runs further blocks uncompiled. A block needs
         # up to 3: for training, evaluation and a batch of another size.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 3 * len(blocks))
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 3 * phases * len(blocks))
     for name in blocks:
         block = model.get_submodule(name)
         # Widths of slices are fixed. Since they differ between blocks, torch would treat them as

@@ -51,7 +51,8 @@ def replace_blocks(
     if config.sdp.granularity == "neuron":
         return {}
     if layout.keeps_frozen:
-        freeze(model, layout.units, layout.placement, group, compute_dtype)
+        sleeps = len(config.sdp.maskings) > 1  # its memory is freed in phases of forward masking
+        freeze(model, layout.units, layout.placement, group, compute_dtype, copy=sleeps)
     else:
         return carve(model, layout.units, layout.placement, group)
     return {}

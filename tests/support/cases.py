@@ -37,7 +37,7 @@ class Case:
     checkpointing: Literal["none", "full", "selective"] = "none"
     steps: int = STEPS
     tp: int = 1
-    masking: Literal["forward", "backward"] = "forward"
+    masking: str = "forward"  # or a schedule, as JSON
     neurons: int = 0  # the number of groups into which a branch is cut; 0 means that units are blocks
     branch_scale: Literal["none", "train", "eval"] = "none"
     sizes: tuple[int, ...] = ()  # the number of ranks of each group, if groups are unequal
@@ -99,7 +99,7 @@ class Case:
             "sdp": {
                 "groups": self.groups,
                 "engine": engine,
-                "masking": self.masking,
+                "masking": self.masking if self.masking.isalpha() else json.loads(self.masking),
                 "branch_scale": self.branch_scale,
                 **({"group_sizes": list(self.sizes), "check_interval": 1} if self.sizes else {}),
                 **self._placement(),

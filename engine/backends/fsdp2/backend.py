@@ -5,21 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
+from ...config.masking import Masking
 from ...config.sync import SyncSection
 from ...distributed.process_groups import Communicators
 from ...distributed.tensor_collectives import TensorRanks
 from ...distributed.tensors import local_tensor
 from ...distributed.traffic import Traffic
-from ...errors import ModelError
 from ...full_model.evaluation import StreamedEvaluation, mean_loss
 from ...model_interface import get_sharding_groups
 from ...optim.clip import squared_norm
@@ -28,19 +26,15 @@ from ...placement.tensor_info import Shard
 from ...placement.units import SHARED
 from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough
+from ...subnetwork.dormant import DormantCopies
 from ...sync.gradients import GradientSync
 from ...sync.weights import WeightRefresh
 from ..local_steps import ShardedLocalSteps
 from ..sharded import ShardedBackend
-from .collectives import (
-    CountingAllGather,
-    CountingReduceScatter,
-    drop_unreduced_gradients,
-    gather_stream,
-    reduce_unused_parameters,
-    zero_missing_gradients,
-)
+from .collectives import HiddenParameters, drop_unreduced_gradients, gather_stream, zero_missing_gradients
+from .noise import make_noise
 from .offload import ShardHome
+from .sharding import refuse_scalars, shard
 
 
 class FSDP2Backend(ShardedBackend):
@@ -48,6 +42,9 @@ class FSDP2Backend(ShardedBackend):
 
     The model must already be cut to this rank's part. It may be on the meta device. Call
     :meth:`ready` after the parameters got their values; frozen copies get theirs in that call.
+
+    ``maskings`` are those of the run's phases, the first one first. With a schedule,
+    ``pass_throughs`` are the stand-ins of its forward phases.
     """
 
     def __init__(
@@ -64,7 +61,11 @@ class FSDP2Backend(ShardedBackend):
         scale: BranchScale,
         home: ShardHome,
         sync: SyncSection | None = None,
+        maskings: Sequence[Masking] = (),
+        pass_throughs: Mapping[str, PassThrough] | None = None,
     ):
+        self.phases = {masking: layout.in_phase(masking) for masking in maskings or (layout.masking,)}
+        self._pass_throughs = pass_throughs or {}
         self.layout, self.module, self.device, self.stand_ins = layout, model, device, stand_ins
         self.rank = dist.get_rank()
         self.at = layout.mesh.coordinates(self.rank)
@@ -72,6 +73,7 @@ class FSDP2Backend(ShardedBackend):
         self.traffic, self.tensor_ranks, self._scale, self.home = traffic, tensor_ranks, scale, home
         self.clock: Callable[[], float] = time.perf_counter
         self._local: ShardedLocalSteps | None = None
+        self._hidden: HiddenParameters | None = None
         self._local_settings = sync
         self._accumulated = False  # whether an earlier micro-batch of this step left gradients
         # One shard in float32 does not need FSDP2. Plain parameters avoid a second copy of the
@@ -91,8 +93,17 @@ class FSDP2Backend(ShardedBackend):
             local_steps=sync is not None,
         )
         if self.uses_fsdp:
-            self._refuse_scalars()
-            self._shard(self.communicators.fsdp_mesh(device.type))
+            refuse_scalars(layout)
+            blocks = [name for name in layout.blocks if name not in stand_ins]
+            shard(
+                model,
+                [*blocks, *get_sharding_groups(model)],  # of the shared part, the model asks for some on their own
+                self.communicators.fsdp_mesh(device.type),
+                compute_dtype=compute_dtype,
+                reshards=self._reshards,
+                offload=home.policy(),
+                traffic=traffic,
+            )
 
     @property
     def shard(self) -> Shard:
@@ -105,40 +116,10 @@ class FSDP2Backend(ShardedBackend):
             waited += self._inner_sync.exposed_seconds
         return waited + (self.local.outer.exposed_seconds if self.local is not None else 0.0)
 
-    def _refuse_scalars(self) -> None:
-        # Look at the full model's parameters, so that all ranks raise.
-        for name, info in self.layout.parameters.items():
-            if not info.shape:
-                raise ModelError(
-                    f"parameter {name!r} has no dimension that could be sharded; give it shape (1,), or set zero_optimization.stage to 0 "
-                    "and bf16.enabled to false"
-                )
-
-    def _shard(self, mesh: DeviceMesh) -> None:
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if self.compute_dtype == torch.float32 else self.compute_dtype, reduce_dtype=torch.float32
-        )
-        settings: dict[str, Any] = {"mp_policy": policy, "offload_policy": self.home.policy()}
-        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=self._reshards, **settings)
-        names = [name for name in self.layout.blocks if name not in self.stand_ins]
-        names += self._own_groups()
-        for parameter in self.module.parameters():  # FSDP2 refuses parameters that are not contiguous
-            parameter.data = parameter.data.contiguous()
-        for module in [self.module.get_submodule(name) for name in names] + [self.module]:
-            shard(module)
-            assert isinstance(module, FSDPModule)
-            module.set_custom_all_gather(CountingAllGather(self.traffic))
-            module.set_custom_reduce_scatter(CountingReduceScatter(self.traffic))
-            reduce_unused_parameters(module)
-
-    def _own_groups(self) -> list[str]:
-        """Paths of the modules in the shared part that the model asks to shard on their own."""
-        return get_sharding_groups(self.module)
-
     def _in_root_group(self, name: str) -> bool:
         """Whether FSDP2 reduces the parameter with the root module's own ones, at the end of backward."""
         info = self.layout.parameters[name]
-        wrapped = (*self._own_groups(), *self.layout.blocks)
+        wrapped = (*get_sharding_groups(self.module), *self.layout.blocks)
         return self.uses_fsdp and info.unit == SHARED and not any(name.startswith(f"{module}.") for module in wrapped)
 
     def ready(self) -> None:
@@ -175,7 +156,24 @@ class FSDP2Backend(ShardedBackend):
         for name in self._refresh.blocks:
             # This hook must run before FSDP2's own hook, which gathers the shards.
             self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
-        self.refresh(after_step=False)
+        if len(self.phases) > 1:
+            if isinstance(self.module, FSDPModule):
+                self._hidden = HiddenParameters(self.module, self._frozen.values())
+            self._dormant = DormantCopies(self.module, self._frozen, self._pass_throughs)
+        self.enter_phase(next(iter(self.phases.values())))
+
+    def enter_phase(self, layout: Layout) -> None:
+        self._scale.use(layout)
+        super().enter_phase(layout)
+
+    def put_aside(self, *, asleep: bool) -> None:
+        if self._hidden is not None and asleep:
+            self._hidden.hide()
+        super().put_aside(asleep=asleep)
+        if self._hidden is not None and not asleep:
+            self._hidden.show()
+
+    make_noise = make_noise
 
     # -- local steps -------------------------------------------------------------------------------
 
@@ -227,6 +225,8 @@ class FSDP2Backend(ShardedBackend):
         return lambda module, _: self._refresh.wait(block, gather_stream(module))
 
     def refresh(self, *, after_step: bool) -> None:
+        if not self.layout.keeps_frozen:
+            return
         names = {name for name, info in self.layout.parameters.items() if info.trainable or not after_step}
         self._refresh.start(names, self.local.outer.anchors if self.local is not None else None)
         if not after_step:

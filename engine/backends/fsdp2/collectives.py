@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -99,12 +100,41 @@ def unreduced_gradients(module: FSDPModule) -> list[torch.Tensor]:
     return [gradient for gradient in kept if gradient is not None]
 
 
+class HiddenParameters:
+    """Parameters below ``root`` that FSDP2 shall neither gather nor reduce for now.
+
+    FSDP2 must know all sharded modules when it runs first, so this makes it look for them.
+    """
+
+    def __init__(self, root: FSDPModule, parameters: Iterable[nn.Parameter]):
+        state = root._get_fsdp_state()
+        state._lazy_init()
+        hidden = {id(parameter) for parameter in parameters}
+        self._changed: list[tuple[Any, list[Any], list[Any]]] = []  # owner, all of its parts, those that stay
+        for each in state._state_ctx.all_states:
+            for group in _groups_of(each):
+                stay = [part for part in group.fsdp_params if id(part.sharded_param) not in hidden]
+                if len(stay) < len(group.fsdp_params):
+                    self._changed.append((group, group.fsdp_params, stay))
+
+    def hide(self) -> None:
+        for group, _, stay in self._changed:
+            group.fsdp_params = stay
+
+    def show(self) -> None:
+        for group, everything, _ in self._changed:
+            group.fsdp_params = everything
+
+
 def _parameters(module: FSDPModule) -> list[Any]:
     return [parameter for group in _parameter_groups(module) for parameter in group.fsdp_params]
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
+    return _groups_of(module._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
     # Since torch 2.13, a module may have several parameter groups.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]

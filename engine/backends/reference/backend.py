@@ -7,7 +7,6 @@ is the mean over its holders' ranks. Real runs on one device can use it too.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
 from ...batch.call import call_model, loss_of, merge_outputs, split_rows, target_count, to_device
+from ...config.masking import Masking
 from ...distributed.traffic import Traffic
 from ...full_model.buffers import held_entries
 from ...full_model.recalibration import Statistics, batch_statistics
@@ -28,11 +27,13 @@ from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
 from ...placement.units import goes_into_sum
 from ...subnetwork.branch_scale import BranchScale
-from ...subnetwork.carve import PassThrough, frozen_view, refuse_together, replace_modules
+from ...subnetwork.carve import replace_modules
 from ..base import TorchOptimizerBackend
 from .element_rates import scale_rates
 from .local_steps import ReferenceLocalSteps, range_of
+from .noise import make_noise, views_of
 from .other_values import Backward, Valued, cast_parameters
+from .stand_ins import cast_inputs, make_stand_ins
 from .worker_buffers import WorkerBuffers, buffers_replaced
 
 
@@ -43,39 +44,49 @@ class ReferenceBackend(TorchOptimizerBackend):
     """
 
     def __init__(
-        self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32
+        self,
+        model: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        maskings: Sequence[Masking] = (),
     ):
-        self.layout, self.module, self.device = layout, model, device
+        """``maskings`` are those of the run's phases, the first one first. Default: the layout's."""
+        maskings = maskings or (layout.masking,)
+        self.phases = {masking: layout.in_phase(masking) for masking in maskings}
+        self.layout, self.module, self.device = self.phases[maskings[0]], model, device
         self.traffic = Traffic()
         self.parameters = dict(model.named_parameters())
         self._compute_dtype = compute_dtype
         self._averaged = False  # whether ``.grad`` holds means, not sums
-        self.stand_ins_of_group = [self._make_stand_ins(group) for group in range(layout.mesh.sdp)]
+        groups = range(layout.mesh.sdp)
+        self._stand_ins = {
+            masking: [make_stand_ins(model, phase, group) for group in groups] for masking, phase in self.phases.items()
+        }
         self._scale = BranchScale(layout)
         # Stand-ins are copies that were made before, so skipped blocks are not scaled.
         self._scale.install(model)
-        self._held = [self._held_indices(group) for group in range(layout.mesh.sdp)]
-        with self._scale.of_full_model():
-            self._all = self._held_indices(None)
+        self._enter_phase()
         self._workers = self._count_workers()
         self.held_entries = [held_entries(layout, group, device) for group in range(layout.mesh.sdp)]
         self._local: ReferenceLocalSteps | None = None
-        if compute_dtype != torch.float32:
-            self._cast_inputs()
+        if compute_dtype != torch.float32:  # as FSDP2 does: also of modules that are sharded on their own
+            names = [*layout.blocks, *get_sharding_groups(model)]
+            views = [view for stand_ins in self._stand_ins.get("backward", ()) for view in stand_ins.values()]
+            cast_inputs([model, *map(model.get_submodule, names), *views], compute_dtype)
 
-    def _make_stand_ins(self, group: int) -> dict[str, nn.Module]:
-        absent = [
-            unit.name
-            for unit in self.layout.units
-            if unit.is_block and not self.layout.placement.holds(group, unit.index)
-        ]
-        if self.layout.keeps_frozen:
-            return {name: frozen_view(self.module.get_submodule(name)) for name in absent}
-        skipped: dict[str, Any] = {
-            name: PassThrough(name, copy.deepcopy(self.module.get_submodule(name))) for name in absent
-        }
-        refuse_together(self.module, skipped.values())
-        return skipped
+    def use_masking(self, masking: Masking) -> None:
+        if masking != self.layout.masking:
+            self.layout = self.phases[masking]
+            self._enter_phase()
+
+    def _enter_phase(self) -> None:
+        self.stand_ins_of_group = self._stand_ins[self.layout.masking]
+        self._scale.use(self.layout)
+        self._held = [self._held_indices(group) for group in range(self.layout.mesh.sdp)]
+        with self._scale.of_full_model():
+            self._all = self._held_indices(None)
 
     @contextmanager
     def _as_group(self, group: int) -> Iterator[None]:
@@ -122,19 +133,6 @@ class ReferenceBackend(TorchOptimizerBackend):
     def ones_along(self, name: str, dim: int | None) -> torch.Tensor:
         shape = self.parameters[name].shape
         return torch.ones([size if axis == dim else 1 for axis, size in enumerate(shape)], device=self.device)
-
-    def _cast_inputs(self) -> None:
-        """Cast floating-point inputs where FSDP2 does: of the model and of modules that are sharded on their own."""
-        names = [*self.layout.blocks, *get_sharding_groups(self.module)]
-
-        def cast(leaf: Any) -> Any:
-            return leaf.to(self._compute_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-        views = [
-            view for stand_ins in self.stand_ins_of_group for view in stand_ins.values() if self.layout.keeps_frozen
-        ]
-        for module in [self.module, *map(self.module.get_submodule, names), *views]:
-            module.register_forward_pre_hook(lambda _, args, kwargs: tree_map(cast, (args, kwargs)), with_kwargs=True)
 
     @property
     def stand_ins(self) -> dict[str, nn.Module]:
@@ -190,7 +188,7 @@ class ReferenceBackend(TorchOptimizerBackend):
             group = self.layout.mesh.coordinates(worker).sdp
             buffers.before(worker)
             with self._as_group(group):
-                weights = local.groups[group].weights if local is not None else {}
+                weights = local.groups[group].weights if local is not None else views_of(self.noise, group)
                 outputs.append(self._run(call, rows, self._held[group], weights))
             buffers.after(worker)
         buffers.finish()
@@ -230,6 +228,8 @@ class ReferenceBackend(TorchOptimizerBackend):
     @property
     def local(self) -> ReferenceLocalSteps | None:
         return self._local
+
+    make_noise = make_noise
 
     def scale_rates(self, scale: HolderScale) -> None:
         scale_rates(self.optimizer, self.parameters, self.layout, scale, self.ones_along)

@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...batch.call import split_rows, target_count, tensors_in
+from ...config.masking import Masking
 from ...errors import ModelError
 from ...model_interface import get_neuron_branches
 from ...placement.layout import Layout
@@ -38,9 +39,15 @@ class VectorizedBackend(ReferenceBackend):
     """
 
     def __init__(
-        self, model: nn.Module, layout: Layout, device: torch.device, *, compute_dtype: torch.dtype = torch.float32
+        self,
+        model: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        maskings: Sequence[Masking] = (),
     ):
-        super().__init__(model, layout, device, compute_dtype=compute_dtype)
+        super().__init__(model, layout, device, compute_dtype=compute_dtype, maskings=maskings)
         mixing = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
         if mixing is not None:
             raise ModelError(f"{_HERE}: {mixing} mixes the rows of all groups; {_INSTEAD}")

@@ -1,0 +1,66 @@
+"""Applies FSDP2 to a rank's model: which modules are sharded on their own, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from ...distributed.traffic import Traffic
+from ...errors import ModelError
+from ...placement.layout import Layout
+from .collectives import CountingAllGather, CountingReduceScatter, reduce_unused_parameters
+
+
+def refuse_scalars(layout: Layout) -> None:
+    """Raise ModelError for a parameter without dimensions.
+
+    It looks at the full model's parameters, so that all ranks raise.
+    """
+    for name, info in layout.parameters.items():
+        if not info.shape:
+            raise ModelError(
+                f"parameter {name!r} has no dimension that could be sharded; give it shape (1,), or set "
+                "zero_optimization.stage to 0 and bf16.enabled to false"
+            )
+
+
+def shard(
+    model: nn.Module,
+    names: Iterable[str],
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    reshards: bool,
+    offload: OffloadPolicy,
+    traffic: Traffic,
+) -> None:
+    """Shard the modules ``names`` of ``model``, each on its own, and then what is left.
+
+    Args:
+        model: The rank's model.
+        names: Paths of the modules.
+        mesh: The ranks that share a parameter.
+        compute_dtype: The dtype in which parameters are gathered.
+        reshards: Whether parameters are freed between forward and backward.
+        offload: Where shards live.
+        traffic: Counts the bytes that FSDP2 sends.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
+    )
+    settings: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
+    apply = partial(fully_shard, mesh=mesh, reshard_after_forward=reshards, **settings)
+    for parameter in model.parameters():  # FSDP2 refuses parameters that are not contiguous
+        parameter.data = parameter.data.contiguous()
+    for module in [model.get_submodule(name) for name in names] + [model]:
+        apply(module)
+        assert isinstance(module, FSDPModule)
+        module.set_custom_all_gather(CountingAllGather(traffic))
+        module.set_custom_reduce_scatter(CountingReduceScatter(traffic))
+        reduce_unused_parameters(module)
