@@ -19,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..engine.errors import DataError
+from ..engine.quantities import format_bytes
 from .corpus import standard_library
 from .encode import EncodedBatch, encode_documents, split_of
 from .index import SPLITS, Corpus, Index, Split
@@ -296,7 +297,8 @@ def _with_progress(batches: Iterable[EncodedBatch], total_bytes: int, enabled: b
         done += batch.source_bytes
         if enabled and time.monotonic() - last >= _PLAIN_LINE_SECONDS:
             last = time.monotonic()
-            print(f"encoding: {done / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB", file=sys.stderr, flush=True)
+            encoded = f"{format_bytes(done, 'MB', 0)} of {format_bytes(total_bytes, 'MB', 0)}"
+            print(f"encoding: {encoded}", file=sys.stderr, flush=True)
 
 
 def dtype_name(vocab_size: int) -> Any:

@@ -25,11 +25,11 @@ from ..engine.checkpoint.files import damaged_file
 from ..engine.checkpoint.load import load
 from ..engine.checkpoint.state import weights_of
 from ..engine.errors import CheckpointError, ConfigError
+from ..engine.quantities import format_bytes
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
 from .runs.saved_run import CheckpointChoice, SavedRun
 from .shared.arguments import size_in_bytes
-from .shared.quantities import format_bytes
 
 WEIGHTS = "model"
 

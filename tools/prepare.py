@@ -12,7 +12,7 @@ from ..data.prepare import prepare
 from ..data.sources import MAX_DOCUMENT_BYTES
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, load_tokenizer
 from ..engine.errors import DataError
-from .shared.quantities import format_bytes
+from ..engine.quantities import format_bytes
 
 
 @dataclass(frozen=True)

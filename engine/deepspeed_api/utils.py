@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ..quantities import format_bytes
+
 __path__: list[str] = []
 
 logger = logging.getLogger("sdp")
@@ -65,8 +67,8 @@ def set_random_seed(seed: int) -> None:
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the memory in use on rank 0, if ``force``."""
     if force and torch.cuda.is_available():
-        allocated, peak = torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-        log_dist(f"{message}: {allocated:.2f} GiB in use, {peak:.2f} GiB at most", [0])
+        allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        log_dist(f"{message}: {format_bytes(allocated, 'GiB')} in use, {format_bytes(peak, 'GiB')} at most", [0])
 
 
 class OnDevice:

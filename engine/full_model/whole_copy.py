@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from ..errors import ModelError, OutOfMemoryError, shorten
 from ..placement.layout import Layout
 from ..placement.units import goes_into_sum
+from ..quantities import format_bytes
 from ..subnetwork.branch_scale import BranchScale
 from ..subnetwork.initialisation import ModuleInit
 
@@ -144,8 +145,8 @@ def check_room(needed: int, free: Sequence[int | None], hosts: Sequence[str], de
         if bytes_free is not None and needed * copies > _SPARE * bytes_free:
             ranks = f"{copies} ranks on {host}" if copies > 1 else f"rank {rank}"
             raise OutOfMemoryError(
-                f"full_model: the full model takes {needed / 2**30:.2f} GiB, and {ranks} would need "
-                f"{needed * copies / 2**30:.2f} GiB of the {bytes_free / 2**30:.2f} GiB that are free; use "
+                f"full_model: the full model takes {format_bytes(needed, 'GiB')}, and {ranks} would need "
+                f"{format_bytes(needed * copies, 'GiB')} of the {format_bytes(bytes_free, 'GiB')} that are free; use "
                 "engine.evaluate(), or engine.save_pretrained() and another process"
             )
 

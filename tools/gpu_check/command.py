@@ -21,10 +21,10 @@ import torch
 
 from ...engine.environment.detect import detect
 from ...engine.errors import ConfigError, LaunchError
+from ...engine.quantities import format_bytes
 from ...engine.tracing.operators import Device
 from ..shared.arguments import positive_int
 from ..shared.device_peaks import NOMINAL_TFLOPS
-from ..shared.quantities import format_bytes
 from .check import Check, write_report
 from .rows import CONFIGS, GROUPS, NAMES, Job, Plans, Row, job_of, rows
 from .share import matmul_rate, measure

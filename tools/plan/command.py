@@ -11,9 +11,9 @@ from typing import Any
 from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
+from ...engine.quantities import format_bytes
 from ...launcher.cluster.hosts import read_hostfile
 from ..runs.run_config import with_initial_model
-from ..shared.quantities import format_bytes
 from .alternatives import alternatives
 from .fit import Fit, find_fit
 from .forecast import forecast

@@ -28,8 +28,8 @@ from ...engine.distributed.mesh import mesh_of
 from ...engine.errors import ConfigError, SDPError
 from ...engine.optim.optimizers import make_optimizer
 from ...engine.placement.layout import Layout
+from ...engine.quantities import format_bytes
 from ..runs.model_inputs import model_and_batch
-from ..shared.quantities import format_bytes
 from ..shared.remedies import remedies
 from .forecast import forecast, require_planned
 from .machine import Machine

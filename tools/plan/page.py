@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...engine.errors import ConfigError
+from ...engine.quantities import format_bytes
 from ...engine.tracing.ledger import KINDS
 from ..shared.files import write_whole
-from ..shared.quantities import format_bytes
 from .fit import Fit
 from .result import Forecast
 from .tables import describe_nodes, list_collectives, make_table

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..shared.quantities import format_bytes, quantity
+from ...engine.quantities import format_bytes, format_rate
+from ..shared.quantities import quantity
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
 from .machine import LINKS, PEAK_FLOPS, Machine
 from .result import Forecast
@@ -139,11 +140,10 @@ def assumptions(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
 
 def _about_speed(plan: Forecast) -> list[str]:
     machine = plan.machine
-    inside, between = machine.inside / 1e9, machine.between / 1e9
     note = (
         f"Speeds are stated, not measured, and latencies are left out: {machine.flops / 1e12:,.0f} TFLOP/s a device, "
-        f"of which a model achieves {machine.achieved:.0%}; a rank sends {inside:,.4g} GB/s inside a node and "
-        f"{between:,.4g} GB/s between nodes."
+        f"of which a model achieves {machine.achieved:.0%}; a rank sends {format_rate(machine.inside)} "
+        f"inside a node and {format_rate(machine.between)} between nodes."
     )
     is_default = machine.flops == quantity(PEAK_FLOPS, "FLOP/s", "--peak-flops")
     if plan.config.precision == "float32" and is_default:

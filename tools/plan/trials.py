@@ -13,7 +13,7 @@ from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import mesh_of
 from ...engine.errors import ConfigError
-from ..shared.quantities import format_bytes
+from ...engine.quantities import format_bytes
 from .result import Forecast
 
 

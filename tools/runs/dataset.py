@@ -28,8 +28,8 @@ from ...data.tokenizers import request_of
 from ...engine.config.schema import Config
 from ...engine.distributed.agreement import Ranks
 from ...engine.errors import ConfigError
+from ...engine.quantities import format_bytes
 from ..shared.files import refuse_link
-from ..shared.quantities import format_bytes
 
 log = logging.getLogger("sdp")
 

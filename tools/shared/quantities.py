@@ -1,8 +1,4 @@
-"""Sizes and rates: as users write them, and as reports print them.
-
-Reports use decimal units (1 GB is 10⁹ bytes), except for the memory of processes, which they print in
-binary units (1 GiB is 2³⁰ bytes).
-"""
+"""Sizes and rates as users write them. ``engine/quantities.py`` prints them."""
 
 from __future__ import annotations
 
@@ -11,13 +7,8 @@ import re
 from typing import Literal
 
 from ...engine.errors import ConfigError, quote
+from ...engine.quantities import PREFIXES
 
-DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB")
-BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-_PREFIXES = {
-    "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
-}  # fmt: skip
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*"
 _EXAMPLES = {"B": "80GB", "B/s": "50GB/s or 400Gbit", "FLOP/s": "989TFLOP/s"}
 
@@ -34,7 +25,7 @@ def quantity(text: str, unit: Literal["B", "B/s", "FLOP/s"], option: str) -> flo
     else:
         number = _parse(text, unit, unit_needed=True)
     if number is None:
-        known = ", ".join(filter(None, _PREFIXES))
+        known = ", ".join(filter(None, PREFIXES))
         raise ConfigError(
             f"{option} {text or repr(text)}: expected a number with a unit, such as {_EXAMPLES[unit]} (before {unit}: "
             f"{known})"
@@ -84,24 +75,5 @@ def _parse(text: str, unit: str, *, unit_needed: bool, any_case: bool = False) -
 
 def _factor(text: str, *, any_case: bool) -> float | None:
     """The factor of a prefix, or None if there is none of this name."""
-    known = {prefix.lower() if any_case else prefix: factor for prefix, factor in _PREFIXES.items()}
+    known = {prefix.lower() if any_case else prefix: factor for prefix, factor in PREFIXES.items()}
     return known.get(text.lower() if any_case else text)
-
-
-def format_bytes(nbytes: float, unit: str = "", digits: int = 2) -> str:
-    """Print bytes in ``unit``; by default in the largest decimal unit of which there is at least
-    one: ``1.50 GB``.
-    """
-    if unit:
-        return f"{nbytes / _PREFIXES[unit.removesuffix('B')]:,.{digits}f} {unit}"
-    factor, unit = unit_for(nbytes)
-    return f"{nbytes:.0f} B" if factor == 1 else f"{nbytes / factor:.{digits}f} {unit}"
-
-
-def unit_for(nbytes: float, *, binary: bool = False) -> tuple[int, str]:
-    """The largest unit of which ``nbytes`` has at least one: its bytes, and its name."""
-    step, names = (1024, BINARY_UNITS) if binary else (1000, DECIMAL_UNITS)
-    power = 0
-    while power + 1 < len(names) and nbytes >= step ** (power + 1):
-        power += 1
-    return step**power, names[power]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .quantities import unit_for
+from ...engine.quantities import unit_for
 
 
 @dataclass(frozen=True)

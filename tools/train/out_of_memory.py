@@ -10,7 +10,7 @@ import torch
 from ...engine.config.schema import Config
 from ...engine.engine import SDPEngine
 from ...engine.errors import OutOfMemoryError
-from ..shared.quantities import format_bytes
+from ...engine.quantities import format_bytes
 from ..shared.remedies import remedies
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from sdp.engine.errors import ConfigError
+from sdp.engine.quantities import format_bytes
 from sdp.tools.cli import main
 from sdp.tools.plan.machine import Machine, fill_nodes, split_evenly
-from sdp.tools.shared.quantities import format_bytes, quantity
+from sdp.tools.shared.quantities import quantity
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LLAMA = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 import pytest
+from sdp.engine.quantities import format_bytes, unit_for
 from sdp.tools.shared.arguments import size_in_bytes
-from sdp.tools.shared.quantities import format_bytes, parse_bit_rate, parse_size, unit_for
+from sdp.tools.shared.quantities import parse_bit_rate, parse_size
 
 
 @pytest.mark.parametrize(

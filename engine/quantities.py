@@ -1,0 +1,39 @@
+"""Sizes as reports and messages print them.
+
+Reports use decimal units (1 GB is 10⁹ bytes), except for the memory of processes, which they print in
+binary units (1 GiB is 2³⁰ bytes).
+"""
+
+from __future__ import annotations
+
+DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB")
+BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+# The bytes of a prefix, as users write it and as reports print it.
+PREFIXES = {
+    "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+}  # fmt: skip
+
+
+def format_bytes(nbytes: float, unit: str = "", digits: int = 2) -> str:
+    """Print bytes in ``unit``; by default in the largest decimal unit of which there is at least
+    one: ``1.50 GB``.
+    """
+    if unit:
+        return f"{nbytes / PREFIXES[unit.removesuffix('B')]:,.{digits}f} {unit}"
+    factor, unit = unit_for(nbytes)
+    return f"{nbytes:.0f} B" if factor == 1 else f"{nbytes / factor:.{digits}f} {unit}"
+
+
+def unit_for(nbytes: float, *, binary: bool = False) -> tuple[int, str]:
+    """The largest unit of which ``nbytes`` has at least one: its bytes, and its name."""
+    step, names = (1024, BINARY_UNITS) if binary else (1000, DECIMAL_UNITS)
+    power = 0
+    while power + 1 < len(names) and nbytes >= step ** (power + 1):
+        power += 1
+    return step**power, names[power]
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Print bytes per second with four significant digits: ``1,250 GB/s``."""
+    return f"{bytes_per_second / PREFIXES['G']:,.4g} GB/s"
