@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sdp.engine.config import deepspeed_keys
+from sdp.engine.config.elastic import ElasticSection
 from sdp.engine.config.schema import Config
 from sdp.engine.config.section import Section
 from sdp.engine.config.sync import SyncSection
@@ -70,6 +71,7 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
             yield name, field.annotation
         if name == "sdp":
             yield "sdp.sync", SyncSection
+            yield "sdp.elastic", ElasticSection
     yield "optimizer (AdamW, Adam, FusedAdam)", AdamParams
     yield "optimizer (Lion)", LionParams
     yield "optimizer (Lamb)", LambParams
@@ -112,6 +114,7 @@ def configuration_page() -> str:
 _INTRODUCTIONS = {
     "sdp": "Which group of ranks holds which part of the model.\n\n",
     "sdp.sync": "Local steps. [Slow links](slow_links.md) says when to use them.\n\n",
+    "sdp.elastic": "The run goes on when it loses a group. [Elastic groups](elastic.md) says what works.\n\n",
     "zero_optimization": "How a group shards its state among its own ranks.\n\n",
     "data": "What to train on. [Data](data.md) and [Images](images.md) have examples.\n\n",
     "training": "Length of the run, evaluation, checkpoints and time limits. `sdp train` reads them.\n\n",

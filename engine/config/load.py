@@ -13,6 +13,7 @@ from ..json_files import MOST_DEPTH, JsonError, parse_json, read_json_file
 from .auto_values import resolve_auto, resolve_spellings
 from .deepspeed_filter import for_deepspeed, known_keys, split_foreign_keys
 from .deepspeed_keys import DEEPSPEED_CLIPS_AT
+from .elastic import refuse_with_elastic
 from .schema import Config
 from .section import parse_section
 
@@ -237,6 +238,7 @@ def _refuse_unavailable(config: Config) -> None:
     _refuse_precision(config)
     _refuse_offload(config)
     _refuse_sync(config)
+    refuse_with_elastic(config)
     _refuse_lr_scale(config)
     if sdp.granularity == "neuron":
         _refuse_with_neurons(config)

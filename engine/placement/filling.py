@@ -146,7 +146,7 @@ def _packings(
         counts = (
             [listed[bundle[0]] for bundle in bundles]
             if listed
-            else shaped_counts(section, max(1.0, mean * percent / 100), sizes)
+            else shaped_counts(section, max(section.survive + 1.0, mean * percent / 100), sizes)
         )
         yield Packing(
             _rooms(room_for, sum(sizes)), *(np.array(values, dtype=np.int64) for values in (sizes, works, counts))
@@ -223,7 +223,8 @@ def _require_room(
     Raises:
         PlacementError: a unit has too few holders.
     """
-    needed = packing.wanted if isinstance(section.profile, list) else np.ones_like(packing.wanted)
+    listed = isinstance(section.profile, list)
+    needed = packing.wanted if listed else np.full_like(packing.wanted, section.survive + 1)
     short = np.flatnonzero(held.sum(axis=0) < needed)
     if not len(short):
         return

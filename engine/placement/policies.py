@@ -32,6 +32,24 @@ def make_placement(section: SDPSection, units: Sequence[Unit]) -> Placement:
         ConfigError: the capacity, the profile or a protected unit is not valid.
         PlacementError: the placement is not valid, or the groups do not have enough room.
     """
+    placement = _place(section, units)
+    _require_survival(section, placement)
+    return placement
+
+
+def _require_survival(section: SDPSection, placement: Placement) -> None:
+    """Raise :class:`PlacementError` if a unit has too few holders for ``sdp.survive``."""
+    least = section.survive + 1
+    for unit, holders in zip(placement.units, placement.holders, strict=True):
+        if len(holders) < least:
+            raise PlacementError(
+                f"sdp.survive: {section.survive} needs {least} holders of every unit, and {unit!r} has {len(holders)}; "
+                f"give it more in sdp.placement or sdp.profile, which takes a capacity of at least "
+                f"{least / section.groups:.4g}"
+            )
+
+
+def _place(section: SDPSection, units: Sequence[Unit]) -> Placement:
     names = tuple(unit.name for unit in units)
     costs = tuple(unit.numel for unit in units)
     flops = tuple(unit.flops for unit in units) if all(unit.flops for unit in units) else ()

@@ -134,6 +134,7 @@ def assumptions(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
         *_about_memory(plan),
         *_about_groups(plan),
         *_about_local_steps(plan),
+        *_about_losses(plan),
         *_about_ddp(plan, others),
     ]
 
@@ -199,6 +200,23 @@ def _about_local_steps(plan: Forecast) -> list[str]:
     if sync.overlap:
         note += " The peak includes the changes of a fragment that travel, and its weights at the start."
     return [note]
+
+
+def _about_losses(plan: Forecast) -> list[str]:
+    """Say how many lost groups each unit survives, and what that costs."""
+    placement, sdp = plan.layout.placement, plan.config.sdp
+    if not placement.units or placement.groups == 1 or not (sdp.survive or sdp.elastic.enabled):
+        return []
+    survived = Counter(len(holders) - 1 for holders in placement.holders)
+    shown = ", ".join(
+        f"{units} of {len(placement.units)} units survive {losses}" for losses, units in sorted(survived.items())
+    )
+    held = sum(placement.held_fraction(group) for group in range(placement.groups)) / placement.groups
+    return [
+        f"Lost groups: {shown}. Every unit survives the loss of any {min(survived)}. For that a group must hold "
+        f"{(min(survived) + 1) / placement.groups:.0%} of the units on average, which costs memory and traffic; it holds "
+        f"{held:.0%} here, and {1 / placement.groups:.0%} would do without survival."
+    ]
 
 
 def _about_ddp(plan: Forecast, others: Sequence[Forecast]) -> list[str]:

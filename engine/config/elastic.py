@@ -1,0 +1,58 @@
+"""The section ``sdp.elastic``: groups that may be lost, and that may return, while a run goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from ..errors import ConfigError
+from .section import NonNegativeInt, Section
+
+if TYPE_CHECKING:
+    from .schema import Config
+
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+class ElasticSection(Section):
+    """Elastic groups: the loss of a group does not stop the others.
+
+    ``heartbeat_seconds``: a group that is silent for so long is cut off. ``wait_seconds``: how long
+    the others wait if they cannot go on without a lost group. ``restarts``: how often the launcher
+    may restart each group within ``restart_window`` seconds.
+    """
+
+    enabled: bool = False
+    heartbeat_seconds: Seconds = 5.0
+    wait_seconds: Seconds = 600.0
+    restarts: NonNegativeInt = 3
+    restart_window: Seconds = 3600.0
+
+
+def refuse_with_elastic(config: Config) -> None:
+    """Raise ConfigError for what elastic groups cannot be combined with yet."""
+    sdp = config.sdp
+    if not sdp.elastic.enabled:
+        return
+    training = config.training
+    monitors = [name for name in ("tensorboard", "csv_monitor", "wandb") if getattr(config, name).enabled]
+    refused: dict[str, tuple[bool, object, str]] = {
+        "sdp.engine": (sdp.engine != "fsdp2", sdp.engine, 'use "fsdp2"'),
+        "sdp.groups": (sdp.groups < 2, sdp.groups, "use 2 or more"),
+        "sdp.masking": (sdp.masking != "forward", sdp.masking, 'use "forward"'),
+        "sdp.sync": (sdp.sync is not None, "local steps", "remove the section"),
+        "sdp.group_sizes": (sdp.group_sizes is not None, sdp.group_sizes, "remove it"),
+        "training.async_save": (training.async_save, True, "use false"),
+        "training.on_spike": (
+            training.on_spike in ("rollback", "stop"),
+            training.on_spike,
+            'use "none" or "skip"',
+        ),
+        **{f"{name}.enabled": (True, True, "use false") for name in monitors},
+    }
+    for key, (applies, value, remedy) in refused.items():
+        if applies:
+            shown = value if isinstance(value, str) else json.dumps(value, default=str)
+            raise ConfigError(f"{key}: {shown} is not available in this version together with sdp.elastic; {remedy}")
