@@ -23,6 +23,7 @@ from .local_steps import FlatState as FlatState
 from .local_steps import GroupPart as GroupPart
 from .local_steps import LocalSteps as LocalSteps
 from .local_steps import LocalUpdate as LocalUpdate
+from .local_steps import PendingUpdate as PendingUpdate
 from .local_steps import Spot as Spot
 from .placement.layout import Layout
 from .placement.tensor_info import Shard

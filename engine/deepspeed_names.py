@@ -79,7 +79,6 @@ class DeepSpeedNames(EngineFacts):
     loader: Any
     global_steps: int
     micro_steps: int
-    skipped_steps: int
 
     def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer):
         super().__init__(backend, config, batch, optimizer)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .backend import Backend, LocalUpdate
+from .backend import Backend
 from .batch.call import call_model, loss_of
 from .batch.size import BatchSize
 from .checkpoint.client_state import ENCODING, ClientState, read_client_state
@@ -50,7 +50,6 @@ class SDPEngine(DeepSpeedNames):
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
-        self.skipped_steps = 0
         self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
         self._reduced = False
         self._syncing = True
@@ -113,6 +112,9 @@ class SDPEngine(DeepSpeedNames):
             if not self._reduced:
                 raise RuntimeError("step() at an accumulation boundary needs a backward() before it, outside no_sync()")
             self._update()
+            interval = self.config.sdp.check_interval
+            if interval and self.global_steps % interval == 0:
+                self.check_holders()
         else:
             self._backend.count_micro_batch()
         self.micro_steps += 1
@@ -124,11 +126,12 @@ class SDPEngine(DeepSpeedNames):
         # The host waits for the device only here: it must know whether to skip the step, and by what norm to clip.
         loss = torch.stack(self._losses).double().mean()
         if backend.local is not None:
-            self._note_local_step(backend.local.step(loss, self.lr_scheduler))
+            self.local_training.add(self.global_steps + 1, backend.local.step(loss, self.lr_scheduler))
+            self._count_step()
+            self._last.note_local_steps()
             return
         squared_norm, mean_loss = backend.squared_grad_norm_and_loss(loss).tolist()
         norm, may_lower = math.sqrt(squared_norm), backend.may_lower_loss_scale
-        self._loss = mean_loss
         # Norm and loss cover all groups, so all ranks decide the same.
         is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self._forget_micro_batches)
         if math.isfinite(norm) and not is_spike:
@@ -138,16 +141,9 @@ class SDPEngine(DeepSpeedNames):
             update = backend.skip_update(norm)
             if is_spike:  # nothing overflowed
                 backend.load_loss_scale(scale)
-        self._grad_norm = update.norm
-        self.skipped_steps += update.skipped
-        self._skips.note(update.skipped and not is_spike, excused=may_lower)
+        self._last.note(mean_loss, update.norm, skipped=update.skipped, counts=not is_spike, excused=may_lower)
         self._count_step()
-
-    def _note_local_step(self, update: LocalUpdate) -> None:
-        self._loss, self._grad_norm = update.loss, update.norm
-        self.skipped_steps += update.skipped > 0
-        self._skips.note(update.skipped > 0, groups=f"{update.skipped} of {self.layout.mesh.sdp} groups")
-        self._count_step()
+        self._last.report_skips(self.global_steps, self.get_loss_scale())
 
     def _count_step(self) -> None:
         """Count a step that was taken, or that all groups skipped."""
@@ -157,11 +153,6 @@ class SDPEngine(DeepSpeedNames):
         self.tput_timer.global_samples += self._batch.train
         self.local_training.after_step(self.global_steps)
         self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
-        if self._skips.in_a_row:
-            self._skips.report(self.global_steps, self._grad_norm, self.get_loss_scale())
-        interval = self.config.sdp.check_interval
-        if interval and self.global_steps % interval == 0:
-            self.check_holders()
 
     def _forget_micro_batches(self) -> None:
         self.zero_grad()
@@ -305,12 +296,11 @@ class SDPEngine(DeepSpeedNames):
         go_on = resume if load_optimizer_states else resume_without_optimizer
         go_on(path, state, self._backend, self._saved, self.lr_scheduler, self.loader, ranks=ranks)
         self._forget_micro_batches()
-        self._skips.note(False)
         self.spikes.load_state_dict(state.get("spikes") or {})
         self.local_training.load_state_dict(state.get("sync"))
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
-        self.skipped_steps = state.get("skipped_steps", 0)
+        self._last.start_at(state.get("skipped_steps", 0))
         self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
         self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
         if warn_of_changes and self.global_rank == 0:

@@ -16,7 +16,7 @@ from .accounting.memory import StateBytes
 from .backend import Backend
 from .batch.size import BatchSize
 from .config.schema import Config
-from .distributed.agreement import agree_on_rates, gather_json
+from .distributed.agreement import agree_on_rates, gather_json, start_gather_json
 from .distributed.hosts import machine_id
 from .distributed.traffic import Traffic
 from .environment.detect import detect
@@ -25,9 +25,8 @@ from .full_model.recalibration import tracks_statistics, with_statistics
 from .full_model.warnings import Evaluation, warn_of_partial_pass, warn_of_partial_state
 from .full_model.whole_copy import UncutModel, check_room, free_bytes
 from .full_model.whole_files import write_configuration, write_weights
-from .local_training import LocalTraining
+from .local_training import LastSteps, LocalTraining
 from .optim.param_groups import named_rates
-from .optim.skipped_steps import SkippedSteps
 from .optim.spikes import SpikeDetector
 from .placement.layout import Layout
 
@@ -38,10 +37,8 @@ class EngineFacts:
     def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer):
         self._backend, self.config, self._batch, self.optimizer = backend, config, batch, optimizer
         self._gradient_bytes = 0  # at the last step
-        self._grad_norm: float | None = None
-        self._loss: float | None = None
-        self._skips = SkippedSteps(config.training.max_skips)
         self.local_training = LocalTraining(backend, config.sdp.sync)
+        self._last = LastSteps(self.local_training, backend.layout.mesh.sdp, config.training.max_skips)
         training = config.training
         self.spikes = SpikeDetector(training.on_spike, training.spike_sigma, training.spike_window)
         self.uncut: UncutModel | None = None  # sdp.initialize sets it
@@ -128,6 +125,10 @@ class EngineFacts:
         """The ``facts`` (a small JSON value) of every rank, in rank order. Collective. Tuples arrive as lists."""
         return gather_json(facts) if self.world_size > 1 else [facts]
 
+    def start_gather(self, facts: Any) -> Callable[[], list[Any]]:
+        """Start :meth:`gather_facts` for less than 768 bytes of JSON. Returns a function that waits for the result."""
+        return start_gather_json(facts) if self.world_size > 1 else lambda: [facts]
+
     def check_holders(self) -> None:
         """Compare weights and optimizer state bit by bit between holders. Collective.
 
@@ -136,12 +137,22 @@ class EngineFacts:
         self._backend.check_holders()
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the full model's averaged gradient before clipping, at the last step. None before the first."""
-        return self._grad_norm
+        """The norm of the full model's averaged gradient before clipping, at the last step. None before the first.
+        With local steps: the mean over the groups. Like :meth:`get_loss`, it then waits for them."""
+        return self._last.norm
 
     def get_loss(self) -> float | None:
         """The mean loss of the last step over its micro-batches and all ranks. None before the first step."""
-        return self._loss
+        return self._last.loss
+
+    @property
+    def skipped_steps(self) -> int:
+        """The steps that were skipped because a gradient was NaN or infinite; with local steps, by any group."""
+        return self._last.skipped_until()
+
+    def skipped_until(self, step: int) -> int:
+        """:attr:`skipped_steps` after ``step``, one of the last steps."""
+        return self._last.skipped_until(step)
 
     def get_loss_scale(self) -> float | None:
         """The factor by which the next step's losses are multiplied (``fp16``). None without loss scaling."""
@@ -150,7 +161,7 @@ class EngineFacts:
     @property
     def was_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped because a gradient was NaN or infinite."""
-        return self._skips.in_a_row > 0
+        return self._last.was_skipped
 
     def get_lr(self) -> list[float]:
         """The learning rate of every parameter group, for the next step."""

@@ -29,6 +29,24 @@ class LocalUpdate(NamedTuple):
     skipped: int
 
 
+class PendingUpdate:
+    """The outcome of a local step. The other groups' part of it may still be under way.
+
+    Args:
+        receive: waits for the other groups and returns the outcome. It is called once.
+    """
+
+    def __init__(self, receive: Callable[[], LocalUpdate]):
+        self._receive = receive
+        self._received: LocalUpdate | None = None
+
+    def wait(self) -> LocalUpdate:
+        """Return the outcome. Waits until every group has sent its part."""
+        if self._received is None:
+            self._received = self._receive()
+        return self._received
+
+
 class Spot(NamedTuple):
     """Where a tensor of local steps is in the full model.
 
@@ -106,8 +124,8 @@ class LocalSteps(Protocol):
         """The settings."""
         ...
 
-    def step(self, loss: torch.Tensor, scheduler: Any) -> LocalUpdate:
-        """Let every group clip and take a step of its own.
+    def step(self, loss: torch.Tensor, scheduler: Any) -> PendingUpdate:
+        """Let every group clip and take a step of its own, and start to tell the other groups.
 
         ``loss`` is this process's mean loss. Collective.
         """

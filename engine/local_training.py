@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from .backend import Backend
+from .backend import Backend, LocalUpdate, PendingUpdate
 from .config.sync import SyncSection
+from .optim.skipped_steps import SkippedSteps
 from .sync.outer import OuterFacts
 from .sync.rounds import Rounds
 
@@ -27,6 +30,46 @@ class LocalTraining:
         self.outer_steps = 0
         self._finished_at = -1
         self.last: OuterFacts | None = None
+        self._pending: deque[tuple[int, PendingUpdate]] = deque()
+
+    @property
+    def lag(self) -> int:
+        """How many steps the other groups' part of a step's outcome may take to arrive.
+
+        No step waits for a message that was sent in the same step, because over a slow link that
+        would cost more than the step. A message may queue behind an average, which has ``overlap``
+        steps. So the outcome of a step is needed ``overlap`` + 1 steps later.
+        """
+        return 0 if self._sync is None else self._sync.overlap + 1
+
+    def add(self, step: int, update: PendingUpdate) -> None:
+        """Keep the outcome of ``step`` until the other groups' part has arrived."""
+        self._pending.append((step, update))
+
+    def arrived(self, *, except_newest: int = 0) -> Iterator[tuple[int, LocalUpdate]]:
+        """Return outcomes in the order of their steps, and forget them.
+
+        All ranks do so after the same step, so that they decide the same.
+
+        Args:
+            except_newest: how many of the newest outcomes may still be under way.
+        """
+        while len(self._pending) > except_newest:
+            step, update = self._pending.popleft()
+            yield step, update.wait()
+
+    @property
+    def pending(self) -> PendingUpdate | None:
+        """The outcome of the last step. None if :meth:`arrived` has returned it."""
+        return self._pending[-1][1] if self._pending else None
+
+    def newest(self) -> LocalUpdate | None:
+        """Return the outcome of the last step, or None if :meth:`arrived` has returned it. May wait."""
+        return self.pending.wait() if self.pending is not None else None
+
+    def skipped_steps(self, until: int | None = None) -> int:
+        """Count the steps, up to ``until``, that a group skipped and :meth:`arrived` has not returned. May wait."""
+        return sum(update.wait().skipped > 0 for step, update in self._pending if until is None or step <= until)
 
     @property
     def is_local(self) -> bool:
@@ -140,6 +183,7 @@ class LocalTraining:
         """Continue to count outer steps."""
         self.outer_steps = (state or {}).get("outer_steps", 0)
         self._finished_at, self.last = -1, None
+        self._pending.clear()
 
     def anchored(self) -> AbstractContextManager[None]:
         """A context in which the backend's module is the full model's part: the anchors."""
@@ -150,3 +194,78 @@ class LocalTraining:
         assert self._backend.local is not None
         self.last = self._backend.local.arrive()
         self.outer_steps += 1
+
+
+class LastSteps:
+    """The loss and norm of the last step, and the number of skipped steps.
+
+    With local steps (``sdp.sync``), the other groups' part of them arrives later. Reading them then
+    waits for it.
+
+    Args:
+        local: the local steps of the run.
+        groups: the number of groups.
+        max_skips: the most steps that may be skipped in a row.
+    """
+
+    def __init__(self, local: LocalTraining, groups: int, max_skips: int):
+        self._local, self._groups = local, groups
+        self._loss: float | None = None
+        self._norm: float | None = None
+        self._skipped = 0
+        self._in_a_row = SkippedSteps(max_skips)
+
+    @property
+    def loss(self) -> float | None:
+        newest = self._local.newest()
+        return newest.loss if newest is not None else self._loss
+
+    @property
+    def norm(self) -> float | None:
+        newest = self._local.newest()
+        return newest.norm if newest is not None else self._norm
+
+    @property
+    def was_skipped(self) -> bool:
+        newest = self._local.newest()
+        return newest.skipped > 0 if newest is not None else self._in_a_row.in_a_row > 0
+
+    def skipped_until(self, step: int | None = None) -> int:
+        """Count the skipped steps up to ``step``, one of the last steps. None: up to the last one."""
+        return self._skipped + self._local.skipped_steps(step)
+
+    def start_at(self, skipped: int) -> None:
+        """Continue after a load with ``skipped`` skipped steps, none of them in a row."""
+        self._skipped = skipped
+        self._in_a_row.note(False)
+
+    def note(self, loss: float, norm: float, *, skipped: bool, counts: bool, excused: bool) -> None:
+        """Take note of a step of all groups.
+
+        Args:
+            loss: the mean loss of all ranks.
+            norm: the norm of the full model's gradient.
+            skipped: whether all groups skipped the step.
+            counts: whether a skipped step counts as one in a row.
+            excused: whether it does not count towards the limit of skipped steps.
+        """
+        self._loss, self._norm = loss, norm
+        self._skipped += skipped
+        self._in_a_row.note(skipped and counts, excused=excused)
+
+    def report_skips(self, step: int, loss_scale: float | None) -> None:
+        """Warn if ``step`` was skipped. Raises NonFiniteError after too many in a row."""
+        if self._in_a_row.in_a_row:
+            self._in_a_row.report(step, self._norm, loss_scale)
+
+    def note_local_steps(self) -> None:
+        """Take note of the local steps whose outcome all ranks know by now.
+
+        Raises:
+            NonFiniteError: A group has skipped too many steps in a row.
+        """
+        for step, update in self._local.arrived(except_newest=self._local.lag):
+            self._loss, self._norm = update.loss, update.norm
+            self._skipped += update.skipped > 0
+            self._in_a_row.note(update.skipped > 0, groups=f"{update.skipped} of {self._groups} groups")
+            self.report_skips(step, None)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..backend import CommonPart, GroupPart, LocalUpdate
+from ..backend import CommonPart, GroupPart, LocalUpdate, PendingUpdate
 from ..config.sync import SyncSection
 from ..full_model.backend_view import SubnetworkBackend
 from ..full_model.buffers import agree_on_buffers, persistent_buffers
@@ -35,6 +35,8 @@ class LocalBackend(SubnetworkBackend, Protocol):
     def shard_parameters(self) -> None: ...
 
     def agree_on_buffers(self) -> None: ...
+
+    def start_control(self, values: torch.Tensor) -> Callable[[], object]: ...
 
     def local_weight(self, name: str) -> torch.Tensor:
         """This rank's part of a parameter. Its memory may change between calls."""
@@ -87,7 +89,7 @@ class ShardedLocalSteps:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def step(self, loss: torch.Tensor, scheduler: Any) -> LocalUpdate:
+    def step(self, loss: torch.Tensor, scheduler: Any) -> PendingUpdate:
         """Clip by the norm of this group's gradient, and take a step of its own. Collective.
 
         A group whose norm is NaN or infinite leaves its weights and optimizer state as they are.
@@ -105,8 +107,14 @@ class ShardedLocalSteps:
         if scheduler is not None:
             scheduler.step()
         totals = torch.tensor(self._summary(loss, norm), dtype=torch.float64, device=backend.device)
-        backend.all_reduce_control(totals)
-        return self._outcome(totals)
+        return self._pending(totals, backend.start_control(totals))
+
+    def _pending(self, totals: torch.Tensor, wait: Callable[[], object]) -> PendingUpdate:
+        def receive() -> LocalUpdate:
+            wait()
+            return self._outcome(totals)
+
+        return PendingUpdate(receive)
 
     def _summary(self, loss: torch.Tensor, norm: float) -> list[float]:
         """Return what this rank adds to the sums from which :meth:`_outcome` follows."""

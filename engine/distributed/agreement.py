@@ -21,6 +21,8 @@ from ..errors import CheckpointError, ConfigError, SDPError
 
 T = TypeVar("T")
 
+ROW_BYTES = 768  # of what a rank says of itself in a step
+
 _REMEDY = "start all ranks with the same configuration, model and data"
 
 
@@ -128,6 +130,35 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     texts = padded.new_empty((ranks, len(padded)))
     dist.all_gather(list(texts.unbind()), padded, group=group)
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(texts.cpu(), sizes, strict=True)]
+
+
+def start_gather_json(value: Any) -> Callable[[], list[Any]]:
+    """Start to gather every rank's ``value`` in one message of ``ROW_BYTES``.
+
+    Args:
+        value: a value that JSON can hold in less than ``ROW_BYTES``.
+
+    Returns:
+        A function that waits for the values, and returns them in rank order. Tuples arrive as lists.
+
+    Raises:
+        ValueError: ``value`` is too long.
+    """
+    text = json.dumps(value).encode()
+    if len(text) > ROW_BYTES:
+        raise ValueError(f"{len(text)} bytes of JSON do not fit into a row of {ROW_BYTES}")
+    if not dist.is_initialized():
+        return lambda: [json.loads(text)]
+    row = torch.frombuffer(bytearray(text.ljust(ROW_BYTES)), dtype=torch.uint8).to(_device_of(None))
+    rows = row.new_empty((dist.get_world_size(), ROW_BYTES))
+    work = dist.all_gather(list(rows.unbind()), row, async_op=True)
+    assert work is not None
+
+    def values() -> list[Any]:
+        work.wait()
+        return [json.loads(row.numpy().tobytes()) for row in rows.cpu()]
+
+    return values
 
 
 def check_equal(facts: Mapping[str, Any], device: torch.device) -> None:

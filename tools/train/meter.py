@@ -1,19 +1,23 @@
-"""Measures one optimizer step on one rank: seconds of its parts, peak memory, bytes sent."""
+"""Measures optimizer steps: seconds of the parts, peak memory, bytes sent; and makes the lines of metrics.jsonl."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from ...engine.accounting.clock import clock
 from ...engine.accounting.memory import PeakMemory
+from ...engine.backend import PendingUpdate
+from ...engine.batch.mixture import MixtureSampler
 from ...engine.engine import SDPEngine
 from ...launcher.heartbeat import Heartbeat
+from .utilisation import Utilisation
 
 PARTS = ("data", "forward", "backward", "optimizer")
 
@@ -25,7 +29,6 @@ class StepFacts:
     ``seconds`` has the seconds of each part, by its key in metrics.jsonl.
     """
 
-    loss: float
     learning_rate: float
     peak_memory_bytes: int
     comm: dict[str, int]
@@ -81,12 +84,10 @@ class StepMeter:
             "backward_seconds": self._seconds["backward_seconds"] - exposed,
             "exposed_reduction_seconds": exposed,
         }
-        loss = engine.get_loss()
-        assert loss is not None
         comm = engine.traffic.by_kind()
         if not engine.local_training.has_finished(engine.global_steps):  # not part of a round
             self._sent.append((engine.global_steps, comm))
-        return StepFacts(loss, self._learning_rate, self._memory.read(), comm, seconds)
+        return StepFacts(self._learning_rate, self._memory.read(), comm, seconds)
 
     def sent_per_step(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the bytes that this rank sent in a step, counted and planned, by kind.
@@ -101,6 +102,90 @@ class StepMeter:
     def elapsed(self) -> float:
         """Return the seconds since the step began."""
         return time.perf_counter() - self._started
+
+
+class StepLines:
+    """Makes the lines of metrics.jsonl from the measurements of all ranks.
+
+    With local steps (``sdp.sync``) a line is finished some steps later, so that no step waits for
+    a message of another group.
+    """
+
+    def __init__(self, engine: SDPEngine, utilisation: Utilisation, meter: StepMeter):
+        self._engine, self._utilisation = engine, utilisation
+        self._times_parts = meter.times_parts
+        self._begun: deque[_BegunLine] = deque()
+
+    def begin(self, facts: StepFacts, elapsed: float, signal: int) -> None:
+        """Begin the line of the step that has just been made. Collective.
+
+        Args:
+            facts: the measurements of this rank.
+            elapsed: seconds of the step.
+            signal: the signal that this rank has received, 0 if none.
+        """
+        engine, training = self._engine, self._engine.config.training
+        tokens = engine.config.data.tokens_per_sample
+        line = {
+            "step": engine.global_steps,
+            "tokens": engine.global_samples * tokens,
+            "samples": engine.global_samples,
+            "loss": None,  # these two keep their place in the line
+            "grad_norm": None,
+            "lr": facts.learning_rate,
+            "tokens_per_second": engine.train_batch_size() * tokens / elapsed,
+            "samples_per_second": engine.train_batch_size() / elapsed,
+            "step_seconds": elapsed,
+        }
+        more: dict[str, Any] = {}
+        if (mfu := self._utilisation.of(line["tokens_per_second"])) is not None:
+            more["mfu"] = mfu
+        if isinstance(engine.loader.sampler, MixtureSampler):
+            more["source_samples"] = engine.loader.sampler.counts_at(engine.loader.consumed)
+        if training.on_spike != "none":
+            more |= {"spikes_skipped": engine.spikes.skipped, "rollbacks": engine.spikes.rollbacks}
+        more |= engine.local_training.metrics()
+        if engine.get_loss_scale() is not None:
+            more["loss_scale"] = engine.get_loss_scale()
+        if self._times_parts:
+            more |= facts.seconds
+        gathered = engine.start_gather((facts.peak_memory_bytes, facts.comm, signal))
+        self._begun.append(_BegunLine(line, more, gathered, engine.local_training.pending))
+
+    def finished(self, *, except_newest: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+        """Return lines in the order of their steps, and forget them. Collective.
+
+        Args:
+            except_newest: how many of the newest lines may still be unfinished.
+
+        Returns:
+            Each line, and the signal that any rank had received by then, 0 if none.
+        """
+        while len(self._begun) > except_newest:
+            begun, engine = self._begun.popleft(), self._engine
+            everyones = begun.gathered()
+            update = begun.update.wait() if begun.update is not None else None
+            busiest = max((comm for _, comm, _ in everyones), key=lambda comm: sum(comm.values()))
+            yield (
+                begun.first
+                | {
+                    "loss": update.loss if update is not None else engine.get_loss(),
+                    "grad_norm": update.norm if update is not None else engine.get_global_grad_norm(),
+                    "peak_memory_bytes": max(peak for peak, _, _ in everyones),
+                    "comm_bytes": sum(busiest.values()),
+                    "comm_bytes_by_kind": busiest,
+                    "skipped_steps": engine.skipped_until(begun.first["step"]),
+                }
+                | begun.more,
+                max(received for _, _, received in everyones),
+            )
+
+
+class _BegunLine(NamedTuple):
+    first: dict[str, Any]
+    more: dict[str, Any]
+    gathered: Callable[[], list[Any]]
+    update: PendingUpdate | None
 
 
 def _mean(steps: Sequence[dict[str, int]]) -> dict[str, int]:

@@ -10,13 +10,12 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...engine.batch.call import loss_of, to_device
-from ...engine.batch.mixture import MixtureSampler
 from ...engine.config.schema import Config
 from ...engine.engine import SDPEngine
 from ...engine.errors import NonFiniteError, SpikeError
@@ -25,7 +24,7 @@ from ..runs.dataset import Corpus
 from ..runs.run_files import RunFiles
 from .checkpointer import Checkpointer
 from .evaluator import Evaluator
-from .meter import StepFacts, StepMeter
+from .meter import StepFacts, StepLines, StepMeter
 from .observers.observer import Observer
 from .observers.probe import MemoryProbe
 from .stop_signals import StopSignals
@@ -66,7 +65,7 @@ class Trainer:
         self.evaluator = Evaluator(engine, corpus, beat)
         self.checkpoints = Checkpointer(engine, dump_dir, corpus.identity, self.evaluator.recalibrated, beat)
         self.meter = StepMeter(engine, beat)
-        self.utilisation = Utilisation(engine, config.data.sequence_length)
+        self.lines = StepLines(engine, Utilisation(engine, config.data.sequence_length), self.meter)
         self.signals = StopSignals()
         self.steps = 0  # the last step of the run
         self.stop_signal = 0  # the signal for which all ranks agreed to stop
@@ -121,12 +120,12 @@ class Trainer:
         try:
             compute()
         except NonFiniteError as error:
+            self._record(self.lines.finished())
             self.checkpoints.settle(block=True)
             raise NonFiniteError(f"{error}; the last good one: {self.checkpoints.newest()}") from None
         self.last_step = self.meter.end()
-        line = self._gather(self.last_step)
-        for observer in self.observers:
-            observer.on_step(line)
+        self.lines.begin(self.last_step, self.meter.elapsed(), self.signals.received)
+        self._record(self.lines.finished(except_newest=self.engine.local_training.lag))
 
     def _compute(self, batches: Iterator[Any]) -> None:
         """Forward, backward and update over the micro-batches of one optimizer step."""
@@ -144,41 +143,15 @@ class Trainer:
             with part("optimizer"):
                 engine.finish_round()
 
-    def _gather(self, facts: StepFacts) -> dict[str, Any]:
-        """Make the step's line of metrics.jsonl from the measurements of all ranks.
+    def _record(self, lines: Iterable[tuple[dict[str, Any], int]]) -> None:
+        """Show lines of metrics.jsonl to the observers.
 
-        The ranks also agree here to stop after this step, if any of them received a signal.
+        The ranks also agree here to stop, if any of them received a signal.
         """
-        engine = self.engine
-        everyones = engine.gather_facts((facts.peak_memory_bytes, facts.comm, self.signals.received))
-        self.stop_signal = max(received for _, _, received in everyones)
-        elapsed = self.meter.elapsed()
-        busiest = max((comm for _, comm, _ in everyones), key=lambda comm: sum(comm.values()))
-        line = {
-            "step": engine.global_steps,
-            "tokens": self._tokens,
-            "samples": engine.global_samples,
-            "loss": facts.loss,
-            "grad_norm": engine.get_global_grad_norm(),
-            "lr": facts.learning_rate,
-            "tokens_per_second": self._tokens_per_step / elapsed,
-            "samples_per_second": engine.train_batch_size() / elapsed,
-            "step_seconds": elapsed,
-            "peak_memory_bytes": max(peak for peak, _, _ in everyones),
-            "comm_bytes": sum(busiest.values()),
-            "comm_bytes_by_kind": busiest,
-            "skipped_steps": engine.skipped_steps,
-        }
-        if (mfu := self.utilisation.of(line["tokens_per_second"])) is not None:
-            line["mfu"] = mfu
-        if isinstance(engine.loader.sampler, MixtureSampler):
-            line["source_samples"] = engine.loader.sampler.counts_at(engine.loader.consumed)
-        if self.config.training.on_spike != "none":
-            line |= {"spikes_skipped": engine.spikes.skipped, "rollbacks": engine.spikes.rollbacks}
-        line |= engine.local_training.metrics()
-        if engine.get_loss_scale() is not None:
-            line["loss_scale"] = engine.get_loss_scale()
-        return line | facts.seconds if self.meter.times_parts else line
+        for line, signal_received in lines:
+            self.stop_signal = self.stop_signal or signal_received
+            for observer in self.observers:
+                observer.on_step(line)
 
     # -- spikes ------------------------------------------------------------------------------------
 
@@ -220,17 +193,21 @@ class Trainer:
         training, step = self.config.training, self.engine.global_steps
         self.checkpoints.settle(block=False)
         is_last = step == self.steps
+        evaluates = self.evaluator.is_due(step, is_last=is_last)
+        due = training.save_every and (is_last or step % training.save_every == 0)
+        if evaluates or due or self.stop_signal:
+            self._record(self.lines.finished())
         if self.stop_signal and not is_last:
             return  # the process is killed soon: save now, and evaluate after the resume
-        if is_last or (training.evaluate_every and step % training.evaluate_every == 0):
-            self._evaluate()
-        due = training.save_every and (is_last or step % training.save_every == 0)
+        if evaluates:
+            self._evaluate(is_last=is_last)
         # The checkpoint of a skipped step must not push out a good one.
         if due and not self.engine.was_step_skipped:
             self.checkpoints.save()
 
-    def _evaluate(self) -> None:
-        line = {"step": self.engine.global_steps, "tokens": self._tokens, **self.evaluator.evaluate()}
+    def _evaluate(self, *, is_last: bool = False) -> None:
+        found = self.evaluator.evaluate(is_last=is_last)
+        line = {"step": self.engine.global_steps, "tokens": self._tokens, **found}
         for observer in self.observers:
             observer.on_evaluation(line)
 

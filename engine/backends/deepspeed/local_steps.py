@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ...backend import GroupPart, LocalUpdate
+from ...backend import GroupPart, PendingUpdate
 from ...placement.buckets import Bucket
 from ...placement.tensor_info import TensorInfo
 from ...sync.outer import OuterSteps
@@ -156,7 +156,7 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def step(self, loss: torch.Tensor, scheduler: Any) -> LocalUpdate:
+    def step(self, loss: torch.Tensor, scheduler: Any) -> PendingUpdate:
         """Clip by the norm of this group's gradient, and let DeepSpeed step the group. Collective.
 
         DeepSpeed advances the schedule in a step, but not in one that it skips. The schedule of a
@@ -166,8 +166,9 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
         summary = self._summary(loss, norm)
         differences = backend.usage.differences() if backend.usage is not None else []
         totals = torch.tensor([*summary, *differences], dtype=torch.float64, device=backend.device)
-        backend.all_reduce_control(totals)  # before the update, so that all ranks raise an error together
+        wait = backend.start_control(totals)
         if backend.usage is not None:
+            wait()  # before the update, so that all ranks raise an error together
             backend.usage.check(totals[len(summary) :].cpu())
         skipped_before = backend.deepspeed.skipped_steps
         if math.isfinite(norm):
@@ -176,7 +177,7 @@ class DeepSpeedLocalSteps(ShardedLocalSteps):
             backend.skip_update(norm)
         if scheduler is not None and backend.deepspeed.skipped_steps > skipped_before:
             scheduler.step()
-        return self._outcome(totals[: len(summary)])
+        return self._pending(totals[: len(summary)], wait)
 
     def _send_anchors(self, names: Collection[str]) -> None:
         """Write the new weights to the model, and refresh the frozen copies of ``names``.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...backend import CommonPart, GroupPart, LocalUpdate
+from ...backend import CommonPart, GroupPart, LocalUpdate, PendingUpdate
 from ...config.sync import SyncSection
 from ...full_model.buffers import BufferMean, persistent_buffers
 from ...optim.clip import clip_, squared_norm
@@ -137,7 +137,7 @@ class ReferenceLocalSteps:
             for weight in group.weights.values():
                 weight.grad = None
 
-    def step(self, loss: torch.Tensor, scheduler: Any) -> LocalUpdate:
+    def step(self, loss: torch.Tensor, scheduler: Any) -> PendingUpdate:
         limit, norms = self._backend.clipping, []
         for group in self.groups:
             gradients = group.gradients()
@@ -153,7 +153,8 @@ class ReferenceLocalSteps:
         if scheduler is not None:
             scheduler.step()
         mean = sum(norms) / len(norms) if norms else math.nan
-        return LocalUpdate(loss.item(), mean, len(self.groups) - len(norms))
+        update = LocalUpdate(loss.item(), mean, len(self.groups) - len(norms))
+        return PendingUpdate(lambda: update)
 
     @contextmanager
     def _as_parameters(self, group: GroupState) -> Iterator[None]:

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from ....engine.errors import ConfigError, shorten
 from ...shared.files import WriteError, refuse_link
-from .observer import Line, Observer
+from .observer import Observer
 
 log = logging.getLogger("sdp")
 
@@ -57,8 +57,6 @@ class StepProfiler(Observer):
         if self._records and self._done == 0:
             self._start()
         compute()
-
-    def on_step(self, line: Line) -> None:
         self._done += 1
         if self._profile is not None:
             self._profile.step()
