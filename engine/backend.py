@@ -27,6 +27,7 @@ from .local_steps import PendingUpdate as PendingUpdate
 from .local_steps import Spot as Spot
 from .placement.layout import Layout
 from .placement.tensor_info import Shard
+from .sync.noise import NoiseMeter
 
 
 class Update(NamedTuple):
@@ -187,6 +188,7 @@ class Backend(Protocol):
     # -- the optimizer, from the moment when it is attached ----------------------------------------
 
     optimizer: Optimizer
+    noise: NoiseMeter | None  # measures the gradient noise, if that is asked for
 
     def attach(self, optimizer: Optimizer, config: Config) -> None:
         """Take the optimizer that steps on this process's parameters. Called once, before training."""

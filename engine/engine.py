@@ -28,6 +28,7 @@ from .distributed.tensors import local_tensor
 from .errors import ConfigError
 from .optim.param_groups import named_rates
 from .optim.schedules import Schedule
+from .sync.noise_scale import NoiseScale
 
 log = logging.getLogger("sdp")
 
@@ -43,6 +44,8 @@ class SDPEngine(DeepSpeedNames):
     ):
         super().__init__(backend, config, batch, optimizer)
         backend.attach(optimizer, config)
+        interval, samples = config.training.noise_scale_interval, batch.micro * batch.accumulation
+        self.noise = NoiseScale(backend, interval, samples, lambda: self.global_steps)
         self.local_training.follow(0)
         self.lr_scheduler = scheduler
         self.loader: Any = None
@@ -135,6 +138,7 @@ class SDPEngine(DeepSpeedNames):
         # Norm and loss cover all groups, so all ranks decide the same.
         is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self._forget_micro_batches)
         if math.isfinite(norm) and not is_spike:
+            self.noise.collect()
             update = backend.update(gradients, norm, self.lr_scheduler)
         else:
             scale = backend.loss_scale_state()
@@ -161,6 +165,7 @@ class SDPEngine(DeepSpeedNames):
     def zero_grad(self) -> None:
         """Drop all gradients, including those of earlier micro-batches."""
         self._backend.zero_grad()
+        self.noise.drop()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -235,6 +240,7 @@ class SDPEngine(DeepSpeedNames):
             "client_state": client.encoded,
             "client_encoding": ENCODING,
             "spikes": self.spikes.state_dict(),
+            "noise": self.noise.state_dict(),
             "sync": self.local_training.state_dict(self.global_steps),
         }
         tensors = self._saved.tensors() | self._saved.random_state()
@@ -297,6 +303,7 @@ class SDPEngine(DeepSpeedNames):
         go_on(path, state, self._backend, self._saved, self.lr_scheduler, self.loader, ranks=ranks)
         self._forget_micro_batches()
         self.spikes.load_state_dict(state.get("spikes") or {})
+        self.noise.load_state_dict(state.get("noise") or {})
         self.local_training.load_state_dict(state.get("sync"))
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation

@@ -125,6 +125,13 @@ def _is_loss_scale(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and all(map(_is_number, value.values())))
 
 
+def _are_means(value: Any) -> bool:
+    """Whether it has three numbers for each name."""
+    return isinstance(value, dict) and all(
+        isinstance(means, list) and len(means) == 3 and all(map(_is_number, means)) for means in value.values()
+    )
+
+
 # What the fields must be. Those of the second table are absent from checkpoints of earlier
 # versions.
 _REQUIRED = {
@@ -144,6 +151,7 @@ _OPTIONAL = {
     "settings": (_is_object, "an object"),
     "spikes": (_is_object, "an object"),
     "sync": (_is_object_or_null, "an object or null"),
+    "noise": (_are_means, "three numbers for each unit"),
 }
 
 

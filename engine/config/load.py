@@ -14,6 +14,7 @@ from .auto_values import resolve_auto, resolve_spellings
 from .deepspeed_filter import for_deepspeed, known_keys, split_foreign_keys
 from .deepspeed_keys import DEEPSPEED_CLIPS_AT
 from .elastic import refuse_with_elastic
+from .noise import refuse_to_measure
 from .schema import Config
 from .section import parse_section
 
@@ -239,6 +240,10 @@ def _refuse_unavailable(config: Config) -> None:
     _refuse_offload(config)
     _refuse_sync(config)
     refuse_with_elastic(config)
+    if config.training.noise_scale_interval:
+        others = {"sdp.sync": sdp.sync is not None, "sdp.elastic": sdp.elastic.enabled}
+        recomputes = config.activation_checkpointing.mode != "none"
+        refuse_to_measure(sdp.groups, sdp.engine, others, recomputes=recomputes)
     _refuse_lr_scale(config)
     if sdp.granularity == "neuron":
         _refuse_with_neurons(config)

@@ -19,6 +19,8 @@ class TrainingSection(Section):
     "skip" leaves the update out. "rollback" returns to the last checkpoint, from which the run
     continues with other data. "stop" ends the run. A spike is more than ``spike_sigma`` standard
     deviations above the mean of the last ``spike_window`` steps.
+    ``noise_scale_interval``: measure the gradient noise of every unit each time after so many
+    steps. 0 measures nothing.
     ``start_timeout``: seconds for the start with the first step, or for an evaluation.
     ``save_timeout``: seconds for a save. ``step_timeout``: seconds for a part of a later step. Any
     collective may take the longest of the three.
@@ -39,6 +41,7 @@ class TrainingSection(Section):
     on_spike: Literal["none", "skip", "rollback", "stop"] = "none"
     spike_sigma: Annotated[float, Field(gt=0)] = 6.0
     spike_window: Annotated[int, Field(ge=2, le=2**16)] = 128
+    noise_scale_interval: NonNegativeInt = 0
     init_from: str | None = None
     async_save: bool = False
     start_timeout: Annotated[float, Field(gt=0)] = 1800.0

@@ -26,6 +26,7 @@ from ..distributed.tensor_collectives import TensorRanks
 from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Scope, Traffic
 from ..placement.buckets import Bucket
+from .own_gradients import OwnGradients
 
 AllReduce = Callable[[torch.Tensor, dist.ProcessGroup], Any]
 
@@ -75,12 +76,14 @@ class PendingBucket:
         _fill_with_zeros(self.parameters)
         self._missing = 0
 
-    def launch(self, all_reduce: AllReduce, traffic: Traffic) -> None:
-        """Start to average the gradients among the ranks of the group."""
+    def launch(self, all_reduce: AllReduce, traffic: Traffic, own: OwnGradients | None = None) -> None:
+        """Start to average the gradients among the ranks of the group. ``own`` takes them before."""
         assert self.is_ready and self._buffer is None, "a bucket is launched once, when all of its gradients are ready"
         self._buffer = _coalesce(self.parameters, self._ranks)
         if self._buffer.numel() == 0:
             return  # no rank of this communicator has a row of these parameters
+        if own is not None:
+            own.note(self.parameters, self._buffer)
         traffic.record(self._scope, "all_reduce", self._buffer.nbytes, self._ranks)
         self._work = all_reduce(self._buffer, self._group)
 
@@ -114,7 +117,10 @@ class GradientSync:
 
     Attributes:
         exposed_seconds: the time spent waiting after backward, since the start.
+        own: takes the gradients before they are averaged, in steps in which noise is measured.
     """
+
+    own: OwnGradients | None = None
 
     def __init__(
         self,
@@ -174,6 +180,8 @@ class GradientSync:
         for pending in self._pending:
             pending.arm()
         self._armed, self._next = True, 0
+        if self._measures is not None:
+            self._measures.passes += 1
 
     def abandon(self) -> None:
         """Reduce nothing more, because the backward pass failed."""
@@ -196,6 +204,8 @@ class GradientSync:
             pending.wait()
         self.exposed_seconds += self._clock() - started
         self._sum_over_tensor_ranks()
+        if self._measures is not None:
+            self._measures.finish()
 
     def _make_hook(self, pending: PendingBucket) -> Callable[[torch.Tensor], None]:
         """Return the hook that reports a gradient of ``pending``.
@@ -216,8 +226,13 @@ class GradientSync:
     def _launch_ready(self) -> None:
         """Launch the buckets that are ready, up to the first in the global order that is not."""
         while self._next < len(self._pending) and self._pending[self._next].is_ready:
-            self._pending[self._next].launch(self._all_reduce, self._traffic)
+            self._pending[self._next].launch(self._all_reduce, self._traffic, self._measures)
             self._next += 1
+
+    @property
+    def _measures(self) -> OwnGradients | None:
+        """What takes the gradients of this step before they are averaged, if it is measured."""
+        return self.own if self.own is not None and self.own.is_due() else None
 
     def _sum_over_tensor_ranks(self) -> None:
         """Sum the partial gradients in rank order.

@@ -173,7 +173,7 @@ class FSDP2Backend(ShardedBackend):
         if self._hidden is not None and not asleep:
             self._hidden.show()
 
-    make_noise = make_noise
+    make_noise = make_noise  # type: ignore[assignment]
 
     # -- local steps -------------------------------------------------------------------------------
 

@@ -229,7 +229,7 @@ class ReferenceBackend(TorchOptimizerBackend):
     def local(self) -> ReferenceLocalSteps | None:
         return self._local
 
-    make_noise = make_noise
+    make_noise = make_noise  # type: ignore[assignment]
 
     def scale_rates(self, scale: HolderScale) -> None:
         scale_rates(self.optimizer, self.parameters, self.layout, scale, self.ones_along)
