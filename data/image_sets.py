@@ -26,7 +26,7 @@ import numpy as np
 from ..engine.errors import ConfigError, DataError
 from ..engine.json_files import read_json_file
 from .output import writing
-from .shared.files import require_regular
+from .shared.files import is_cut_off, require_regular
 
 INDEX_FILE = "images.json"
 FORMAT = "sdp-images"
@@ -74,8 +74,7 @@ def prepare_images(name: str, path: Path | None, output: Path) -> ImageIndex:
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
         for split, arrays in splits.items():
-            for part, array in zip(("images", "labels"), arrays, strict=True):
-                file = output / f"{split}-{part}.npy"
+            for file, array in zip(_paths(output, split), arrays, strict=True):
                 require_regular(file, _AGAIN)
                 np.save(file, array, allow_pickle=False)
                 digest.update(array.tobytes())
@@ -147,8 +146,7 @@ def load_image_index(directory: Path) -> ImageIndex:
 def load_arrays(directory: Path, split: str, index: ImageIndex) -> Arrays:
     """Memory-map both arrays of a split. Raises DataError if they do not match the index."""
     arrays = []
-    for part in ("images", "labels"):
-        path = directory / f"{split}-{part}.npy"
+    for path in _paths(directory, split):
         require_regular(path, f"remove {directory} to have it made again")
         try:
             arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
@@ -160,6 +158,17 @@ def load_arrays(directory: Path, split: str, index: ImageIndex) -> Arrays:
                 "made again"
             )
     return arrays[0], arrays[1]
+
+
+def require_whole(directory: Path, split: str, arrays: Arrays) -> None:
+    """Raise DataError if a file was cut short after :func:`load_arrays` had mapped it."""
+    for path, array in zip(_paths(directory, split), arrays, strict=True):
+        if is_cut_off(path, getattr(array, "offset", 0) + array.nbytes):
+            raise DataError(f"{path}: cut off while it was in use; remove {directory} to have it made again")
+
+
+def _paths(directory: Path, split: str) -> list[Path]:
+    return [directory / f"{split}-{part}.npy" for part in ("images", "labels")]
 
 
 def _mean_and_std(counts: np.ndarray) -> tuple[float, float]:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..engine.errors import ConfigError, DataError, quote
-from .image_sets import load_arrays, load_image_index
+from .image_sets import load_arrays, load_image_index, require_whole
 from .shared.files import require_regular
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -52,7 +52,8 @@ class Images:
 class ImageArrays(Dataset[Sample]):
     """A split of a prepared set, memory-mapped.
 
-    Positions beyond the length start again at sample 0.
+    Positions beyond the length start again at sample 0. Raises DataError if a file does not match
+    the index, or if a file is shorter at a later read than it was at first.
     """
 
     reads_positions = True
@@ -71,6 +72,7 @@ class ImageArrays(Dataset[Sample]):
 
     def __getitem__(self, position: int) -> Sample:
         item = position % len(self)
+        require_whole(self._directory, self._split, (self.images, self.labels))
         return torch.from_numpy(self.images[item].copy()), int(self.labels[item]), position
 
     def __getstate__(self) -> dict[str, Any]:

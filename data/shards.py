@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.utils.data import Dataset
 from ..engine.batch.mixture import Source
 from ..engine.errors import DataError
 from .index import Index, load_index
+from .shared.files import is_cut_off
 
 
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
@@ -99,16 +99,9 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             self.index.check_size(self.directory, self.index.splits[self.split].shards[shard])
             dtype = np.dtype(self.index.dtype).newbyteorder("<")
             self._maps[shard] = np.memmap(self._path(shard), dtype=dtype, mode="r")
-        elif self._is_cut_off(shard):  # to read the map would be a SIGBUS, which names no file
+        elif is_cut_off(self._path(shard), self._maps[shard].nbytes):  # a SIGBUS would name no file
             self.index.check_size(self.directory, self.index.splits[self.split].shards[shard])
         return self._maps[shard]
-
-    def _is_cut_off(self, shard: int) -> bool:
-        """Whether the file of a mapped shard became shorter. One stat costs about a microsecond."""
-        try:
-            return os.stat(self._path(shard)).st_size < self._maps[shard].nbytes  # noqa: PTH116  # Path.stat is slower
-        except OSError:  # the map of a removed file stays
-            return False
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickled memory map would carry its whole content. Each worker process maps the files.

@@ -29,6 +29,21 @@ def digits(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("part", ["images", "labels"])
+def test_arrays_that_are_cut_off_are_named(digits, tmp_path, part):
+    """At opening, and between two reads, where the map would end the process with SIGBUS."""
+    path = shutil.copytree(digits, tmp_path / "set") / f"train-{part}.npy"
+    samples = ImageArrays(path.parent, "train")
+    assert samples[0][0].shape == (1, 8, 8)
+    os.truncate(path, 100)
+    with pytest.raises(
+        DataError, match=rf"train-{part}\.npy: cut off while it was in use; remove .*set to have it made"
+    ):
+        samples[len(samples) - 1]
+    with pytest.raises(DataError, match=rf"train-{part}\.npy: cannot be read .*; remove .*set to have it made again"):
+        ImageArrays(path.parent, "train")
+
+
 def records(count: int, label_bytes: int, classes: int, seed: int) -> np.ndarray:
     rows = np.random.default_rng(seed).integers(0, 256, (count, label_bytes + 3072), dtype=np.uint8)
     rows[:, :label_bytes] = np.arange(count)[:, None] * 7 % classes
