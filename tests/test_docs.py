@@ -75,3 +75,17 @@ def test_promises_name_tests_that_exist() -> None:
     page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(tests/[^`]+)`", page))
     assert named and [path for path in sorted(named) if not (ROOT / path).is_file()] == []
+
+
+def test_contributing_names_every_package() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    folders = [
+        path.parent
+        for top in ("engine", "data", "models", "launcher", "tools")
+        for path in (ROOT / top).rglob("__init__.py")
+    ]
+    names = {folder.relative_to(ROOT).as_posix() for folder in folders}
+    missing = [
+        name for name in sorted(names) if f"`{name}/`" not in text and f"`{name.removeprefix('engine/')}/`" not in text
+    ]
+    assert not missing, f"CONTRIBUTING.md: add a line for {missing}"
