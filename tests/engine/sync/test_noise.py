@@ -1,0 +1,209 @@
+"""Gradient noise: against the formula, against many batches, and over the steps of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sdp.engine.config.load import load_config
+from sdp.engine.errors import ConfigError
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, engine_of, one_step
+
+BLOCKS = Case(4, 1, masking="backward", accumulation=2)
+NEURONS = Case(4, 1, masking="backward", model="even-llama", neurons=2)
+RANKS_INSIDE = Case(2, 2, masking="backward")
+STILL: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "scheduler": None}
+
+
+def reference(case: Case, interval: int = 1, **sections: Any) -> Any:
+    return engine_of(case, "reference", training={"noise_scale_interval": interval}, **sections)
+
+
+def rows(case: Case, step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
+    """The rows of one rank. All ranks have as many labels, so that their batches have one distribution."""
+    if case.model == "mlp":
+        return models.micro_batch(case.model, step, micro, rank)
+    generator = torch.Generator().manual_seed(1_000_000 * rank + 1_000 * step + micro)
+    tokens = torch.randint(models.VOCABULARY, (2, models.TOKENS), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def gradient(model: Any, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The dense gradient of the mean loss over ``batches``."""
+    model.zero_grad()
+    for batch in batches:
+        out = model(**batch)
+        loss = out if isinstance(out, torch.Tensor) else out["loss"]
+        (loss / len(batches)).backward()
+    return {name: p.grad.double().clone() for name, p in model.named_parameters()}
+
+
+def of_unit(engine: Any, unit: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The part of a full gradient that belongs to a unit, as one vector."""
+    for each in engine.layout.units:
+        if each.name == unit:
+            parts = [
+                gradients[part.parameter]
+                if part.dim is None
+                else gradients[part.parameter].narrow(
+                    part.dim, part.ranges[0][0], part.ranges[0][1] - part.ranges[0][0]
+                )
+                for part in each.slices
+            ]
+            return torch.cat([part.reshape(-1) for part in parts])
+    inside = {part.parameter for each in engine.layout.units for part in each.slices}
+    return torch.cat([value.reshape(-1) for name, value in gradients.items() if name not in inside])
+
+
+def step_of(engine: Any, case: Case, step: int) -> list[dict[str, torch.Tensor]]:
+    """Take a step, and return the full gradient of each rank at the weights before it."""
+    model = models.build(case.model)
+    model.load_state_dict({name: p.detach() for name, p in engine.module.state_dict().items()})
+    ranks = range(case.data_ranks)
+    for micro in range(case.accumulation):
+        parts = [rows(case, step, micro, rank) for rank in ranks]
+        engine.backward(engine({key: torch.cat([part[key] for part in parts]) for key in parts[0]}))
+        engine.step()
+    return [gradient(model, [rows(case, step, micro, rank) for micro in range(case.accumulation)]) for rank in ranks]
+
+
+@pytest.mark.parametrize("case", [BLOCKS, NEURONS, RANKS_INSIDE], ids=str)
+def test_it_equals_the_formula_on_the_gradients_of_holders(case: Case) -> None:
+    """McCandlish et al.: tr Σ of a group's batch is k (mean‖g_w‖² − ‖ḡ‖²) / (k − 1)."""
+    engine = reference(case)
+    counts = set()
+    for step in range(2):
+        of_ranks = step_of(engine, case, step)
+        found = engine.noise.metrics()["noise"]
+        placement = dict(zip(engine.layout.placement.units, engine.layout.placement.holders, strict=True))
+        placement["shared"] = engine.layout.everyone
+        assert {unit for unit, holders in placement.items() if len(holders) > 1} == set(found)
+        for unit, holders in placement.items():
+            k = len(holders)
+            if k < 2:
+                continue
+            counts.add(k)
+            own = [of_unit(engine, unit, gradients) for gradients in of_ranks]
+            own = [torch.stack(own[w * case.fsdp : (w + 1) * case.fsdp]).mean(0) for w in holders]
+            squares = torch.stack([g.square().sum() for g in own]).mean().item()
+            mean = torch.stack(own).mean(0).square().sum().item()
+            samples = 2 * case.accumulation * case.fsdp  # of a group
+            assert found[unit]["trace"] == pytest.approx(samples * k * (squares - mean) / (k - 1), rel=1e-4), unit
+            room = 1e-5 * squares
+            assert found[unit]["squared_norm"] == pytest.approx((k * mean - squares) / (k - 1), rel=1e-4, abs=room)
+            assert found[unit]["holders"] == k
+    assert counts == ({2, 3, 4} if case.groups == 4 else {2})
+
+
+@pytest.mark.parametrize(("case", "steps"), [(BLOCKS, 300), (NEURONS, 100), (RANKS_INSIDE, 300)], ids=str)
+def test_its_mean_is_that_of_many_batches(case: Case, steps: int) -> None:
+    """The covariance and the mean of the gradients of many batches, at weights that stand still."""
+    engine = reference(case, **STILL)
+    sums: dict[str, list[list[float]]] = {}
+    draws: dict[str, list[torch.Tensor]] = {}
+    for step in range(steps):
+        of_ranks = step_of(engine, case, step)
+        for unit, noise in engine.noise.metrics()["noise"].items():
+            sums.setdefault(unit, []).append([noise["trace"], noise["squared_norm"]])
+            draws.setdefault(unit, []).extend(of_unit(engine, unit, gradients) for gradients in of_ranks)
+    assert {engine.noise.metrics()["noise"][unit]["holders"] for unit in sums} >= (
+        {2, 3, 4} if case.groups > 2 else {2}
+    )
+    for unit, values in sums.items():
+        trace, squared_norm = torch.tensor(values, dtype=torch.float64).mean(0).tolist()
+        gradients = torch.stack(draws[unit])
+        samples = 2 * case.accumulation
+        direct = gradients.var(dim=0).sum().item() * samples
+        signal = gradients.mean(0).square().sum().item() - direct / samples / len(gradients)
+        assert trace == pytest.approx(direct, rel=0.1), unit
+        assert squared_norm == pytest.approx(signal, abs=0.1 * (signal + direct / samples / 4)), unit
+
+
+def test_a_step_is_measured_at_the_interval_only() -> None:
+    case = Case(4, 1)
+    engine = reference(case, interval=3)
+    measured = []
+    for step in range(7):
+        one_step(engine, Case(4, 1), step, data_rank=None)
+        engine.step()
+        measured.append(bool(engine.noise.metrics()))
+    assert measured == [False, False, True, False, False, True, False]
+
+
+def test_both_parts_are_averaged_before_they_are_divided() -> None:
+    case = Case(4, 1)
+    engine = reference(case)
+    traces, norms, noise = [], [], {}
+    for step in range(3):
+        one_step(engine, case, step, data_rank=None)
+        engine.step()
+        noise = engine.noise.metrics()["noise"]
+        traces.append(noise["layers.1"]["trace"])
+        norms.append(noise["layers.1"]["squared_norm"])
+    weights = [0.95**2, 0.95, 1.0]
+    expected = sum(w * t for w, t in zip(weights, traces, strict=True)) / sum(
+        w * n for w, n in zip(weights, norms, strict=True)
+    )
+    assert noise["layers.1"]["noise_scale"] == pytest.approx(expected)
+    assert engine.noise.metrics()["noise_scale"] > 0
+
+
+def test_gradients_that_are_dropped_are_not_measured() -> None:
+    case = Case(4, 1)
+    one, other = reference(case), reference(case)
+    one_step(one, case, 5, data_rank=None)
+    one.zero_grad()
+    for engine in (one, other):
+        one_step(engine, case, 0, data_rank=None)
+        engine.step()
+    assert one.noise.metrics() == other.noise.metrics()
+
+
+def test_a_resumed_run_keeps_the_running_means(tmp_path: Path) -> None:
+    case = Case(4, 1, optimizer="adamw")
+    whole, first, second = reference(case), reference(case), reference(case)
+
+    def run(engine: Any, steps: range) -> None:
+        for step in steps:
+            one_step(engine, case, step, data_rank=None)
+            engine.step()
+
+    run(whole, range(4))
+    run(first, range(2))
+    first.save_checkpoint(tmp_path)
+    second.load_checkpoint(tmp_path)
+    assert second.noise.metrics() == {}
+    run(second, range(2, 4))
+    assert second.noise.metrics() == whole.noise.metrics()
+    assert engine_of(case, "reference").load_checkpoint(tmp_path)[0] is not None  # nothing is measured there
+
+
+def test_nothing_is_measured_by_default() -> None:
+    engine = engine_of(Case(4, 1), "reference")
+    one_step(engine, Case(4, 1), 0, data_rank=None)
+    engine.step()
+    assert engine.backend.noise is None
+    assert engine.noise.metrics() == {}
+
+
+@pytest.mark.parametrize(
+    ("sdp", "more", "message"),
+    [
+        ({"groups": 2, "sync": {"every": 4}}, {}, "sdp.sync"),
+        ({"groups": 1}, {}, "sdp.groups"),
+        ({"groups": 2, "engine": "vectorized"}, {}, "vectorized"),
+        (
+            {"groups": 2, "engine": "reference"},
+            {"activation_checkpointing": {"mode": "full"}},
+            "activation_checkpointing",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(sdp: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=r"^training\.noise_scale_interval: ") as error:
+        load_config({"train_batch_size": 4, "sdp": sdp, "training": {"noise_scale_interval": 5}, **more})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
