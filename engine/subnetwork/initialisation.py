@@ -4,15 +4,18 @@ If a model has the hook ``parameter_init``, each parameter is filled in blocks o
 The generator of a block is seeded by sha256(seed, canonical name, block). A shard generates only
 the blocks that it overlaps, and holders agree without a broadcast.
 
-Other models run their ``_init_weights`` (Hugging Face) or ``reset_parameters`` (torch), module by
-module, with a generator of the module's own. ``_init_weights`` of the enclosing modules runs too,
-because they may have rules for the module's tensors.
+Other models run their ``_init_weights`` (Hugging Face), ``init_weights(buffer_device)`` (torchtitan,
+later ``init_states(buffer_device)``) or ``reset_parameters`` (torch), module by module, with a
+generator of the module's own. ``_init_weights`` of the enclosing modules runs too, because they may
+have rules for the module's tensors. torchtitan's function is that of the outermost module: it runs
+once for every module, and does nothing to tensors on the meta device.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +122,8 @@ def _resets(skeleton: nn.Module, path: str, name: str) -> list[Callable[[], Any]
     """The functions that initialise the tensors of the module at ``path``, in order.
 
     These are the model's rules for the module and for the enclosing modules, from the inside out
-    (GPT-2's attention scales its projection), or else the module's ``reset_parameters``.
+    (GPT-2's attention scales its projection), or torchtitan's rule for the whole model, or else the
+    module's ``reset_parameters``.
     """
     parts = path.split(".") if path else []
     chain = [skeleton.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
@@ -130,6 +134,11 @@ def _resets(skeleton: nn.Module, path: str, name: str) -> list[Callable[[], Any]
                 rule = module._init_weights
             rules.append(partial(rule, module))  # type: ignore[arg-type]
         return rules[::-1]
+    for module in chain:
+        for name_of_rule in ("init_states", "init_weights"):
+            if _takes_buffer_device(rule := getattr(module, name_of_rule, None)):
+                # Tables of positions are large, so they are computed only for the module that has them.
+                return [partial(rule, buffer_device=torch.device("cpu" if chain[-1]._buffers else "meta"))]  # type: ignore[arg-type]
     if hasattr(chain[-1], "reset_parameters"):
         return [chain[-1].reset_parameters]  # type: ignore[list-item]
     kind = type(chain[-1]).__name__
@@ -137,6 +146,11 @@ def _resets(skeleton: nn.Module, path: str, name: str) -> list[Callable[[], Any]
         f"{path or kind}: nothing says how {name!r} is initialised; give {kind} a "
         "reset_parameters(), or build the model with its weights instead of on the meta device"
     )
+
+
+def _takes_buffer_device(rule: Any) -> bool:
+    """Whether ``rule`` is torchtitan's initialisation of a whole model."""
+    return callable(rule) and "buffer_device" in inspect.signature(rule).parameters
 
 
 def _module_fillers(

@@ -305,7 +305,9 @@ class ReferenceBackend(TorchOptimizerBackend):
         return total / weight
 
     def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        state = self.module.state_dict()
+        # Not state_dict(): a model may save its parameters under other names.
+        state = dict(self.module.named_parameters(remove_duplicate=False))
+        state |= dict(self.module.named_buffers(remove_duplicate=False))
         for name in (*self.layout.parameters, *self.layout.buffers):
             yield name, state[name].detach()
 

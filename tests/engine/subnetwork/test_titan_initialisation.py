@@ -1,0 +1,109 @@
+"""Models with torchtitan's initialisation start from its values, and train on ranks as in the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sdp
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sdp.tests.support.ranks import RankPool
+from sdp.tests.support.titan_model import TitanLlama
+from torch import Tensor, nn
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}  # fmt: skip
+HOLDERS = {f"layers.{index}": holders for index, holders in enumerate([[0], [0, 1], [1], [0, 1]])}
+
+
+class WithLoss(nn.Module):
+    """Has the model inside, as scripts do whose model returns logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TitanLlama()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def on_meta(kind: type[nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return kind()
+
+
+def test_values_are_those_of_init_weights() -> None:
+    torch.manual_seed(0)
+    expected = TitanLlama()
+    with torch.no_grad():
+        expected.init_weights()
+    engine = sdp.initialize(model=on_meta(TitanLlama), config=CONFIG | {"sdp": {"engine": "reference"}})[0]
+    torch.testing.assert_close(engine.module.freqs_cis, expected.freqs_cis, rtol=0, atol=0)
+    found = engine.full_state_dict()
+    assert found is not None
+    assert found.keys() == expected.state_dict().keys()  # without freqs_cis
+    for name, value in expected.named_parameters():
+        error = 6 / (2 * value.numel()) ** 0.5  # six standard errors of an estimated standard deviation
+        assert found[name].std().item() == pytest.approx(value.std().item(), rel=1.5 * error), name
+        assert value.std() or torch.equal(found[name], value), name
+    deep, first = (found[f"layers.{depth}.w2.weight"].std().item() for depth in (3, 0))
+    assert deep / first == pytest.approx(0.5, rel=0.1)
+
+
+class Titan03(TitanLlama):
+    """The name that later versions of torchtitan give the method."""
+
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        TitanLlama.init_weights(self, buffer_device)
+
+    init_weights = None  # type: ignore[assignment]
+
+
+def test_the_later_name_of_the_method_gives_the_same_values() -> None:
+    config = CONFIG | {"sdp": {"engine": "reference"}}
+    states = [sdp.initialize(model=on_meta(kind), config=config)[0].full_state_dict() for kind in (TitanLlama, Titan03)]
+    assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
+
+
+class SavedUnderOtherNames(TitanLlama):
+    """Splits a parameter when it is saved, as torchtitan 0.3 does with fused queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(lambda module, state, *_: state.update(half=state.pop("output.weight")))
+
+
+def test_a_model_that_saves_its_parameters_under_other_names_has_its_own_names_here() -> None:
+    engine = sdp.initialize(model=on_meta(SavedUnderOtherNames), config=CONFIG | {"sdp": {"engine": "reference"}})[0]
+    assert "output.weight" in (engine.full_state_dict() or {})
+
+
+def _train(engine_name: str, stage: int) -> dict[str, Any]:
+    config: dict[str, Any] = CONFIG | {"sdp": {"groups": 2, "placement": {f"model.{k}": v for k, v in HOLDERS.items()}, "engine": engine_name}}  # fmt: skip
+    if engine_name == "fsdp2":
+        config["zero_optimization"] = {"stage": stage}
+    engine = sdp.initialize(model=on_meta(WithLoss), config=config)[0]
+    losses = []
+    for step in range(2):
+        rows = torch.randint(64, (2 * engine.dp_world_size, 9), generator=torch.Generator().manual_seed(step))
+        mine = rows if engine_name == "reference" else rows.chunk(engine.dp_world_size)[dist.get_rank()]
+        engine.backward(engine(mine))
+        engine.step()
+        losses.append(engine.get_loss())
+    return {"losses": losses, "loss": engine.evaluate([mine]), "weights": engine.full_state_dict() or {}}
+
+
+def _compare(stage: int) -> None:
+    ours, theirs = _train("fsdp2", stage), None
+    if dist.get_rank() == 0:
+        theirs = _train("reference", stage)
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        for name, value in theirs["weights"].items():
+            torch.testing.assert_close(ours["weights"][name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_train_a_model_from_the_meta_device_as_the_reference_does(ranks: RankPool, stage: int) -> None:
+    ranks.run(_compare, stage, world=2)
