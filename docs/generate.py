@@ -21,6 +21,7 @@ from sdp.engine.config.elastic import ElasticSection
 from sdp.engine.config.schema import Config
 from sdp.engine.config.section import Section
 from sdp.engine.config.sync import SyncSection
+from sdp.engine.config.training_section import TasksSection
 from sdp.engine.optim.muon.setup import MuonParams
 from sdp.engine.optim.optimizers import AdamParams, LambParams, LionParams, SGDParams
 from sdp.engine.optim.schedules import SCHEDULES
@@ -72,6 +73,8 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
         if name == "sdp":
             yield "sdp.sync", SyncSection
             yield "sdp.elastic", ElasticSection
+        if name == "training":
+            yield "training.evaluate_tasks", TasksSection
     yield "optimizer (AdamW, Adam, FusedAdam)", AdamParams
     yield "optimizer (Lion)", LionParams
     yield "optimizer (Lamb)", LambParams
@@ -118,6 +121,7 @@ _INTRODUCTIONS = {
     "zero_optimization": "How a group shards its state among its own ranks.\n\n",
     "data": "What to train on. [Data](data.md) and [Images](images.md) have examples.\n\n",
     "training": "Length of the run, evaluation, checkpoints and time limits. `sdp train` reads them.\n\n",
+    "training.evaluate_tasks": "Tasks of lm-evaluation-harness. [Evaluation](evaluation.md) has an example.\n\n",
     "optimizer": '`{"type": NAME, "params": {…}}`. Upper and lower case of the name do not matter.\n',
     "scheduler": '`{"type": NAME, "params": {…}}`.\n',
     "model": '`{"name": NAME, …}`. Your own model is trained [from Python](your_model.md).\n',

@@ -25,7 +25,7 @@ ENGINE_ORDER = (
     "initialize", "integrations", "deepspeed_api",
 )  # fmt: skip
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
-TOOLS_ORDER = ("shared", "runs", "report", "train", "plan")
+TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")
 LAUNCHER_ORDER = (
     "allocator", "own_command", "own_files", "signals", "degrees", "heartbeat", "fatal_errors", "rank_process", "local", "cluster",
 )  # fmt: skip

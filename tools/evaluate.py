@@ -21,6 +21,8 @@ from ..engine.batch.loader import evaluation_batches
 from ..engine.batch.size import BatchSize
 from ..engine.checkpoint.load import load
 from ..engine.checkpoint.state import weights_of
+from ..engine.config.section import parse_section
+from ..engine.config.training_section import TasksSection
 from ..engine.construct import build_backend, values_to_give
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import ConfigError
@@ -30,6 +32,8 @@ from .runs import saved_run
 from .runs.dataset import Corpus, open_prepared
 from .runs.run_files import read_run
 from .runs.saved_run import CheckpointChoice, SavedRun
+from .tasks.harness import LoadedTasks, Scores
+from .tasks.scoring import FullModel, Scorer, max_length
 
 # The reference engine holds the whole model in one process, so the layout of the training does not
 # matter.
@@ -51,18 +55,31 @@ class EvaluateOptions:
         choice: which checkpoint.
         batches: held-out batches per data rank, None for as many as the run itself read.
         json: print one line of JSON.
+        tasks: tasks of lm-evaluation-harness, None for none.
     """
 
     choice: CheckpointChoice
     batches: int | None = None
     json: bool = False
+    tasks: TasksSection | None = None
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> EvaluateOptions:
         """The options in what :func:`add_arguments` has put into ``args``. Raises ConfigError."""
         if args.batches is not None and args.batches < 1:
             raise ConfigError(f"--batches {args.batches}: at least one batch is needed")
-        return cls(CheckpointChoice.from_args(args), args.batches, args.json)
+        tasks = None
+        if args.tasks is not None:
+            wanted = {
+                "tasks": [name for name in args.tasks.split(",") if name],
+                "limit": args.limit,
+                "num_fewshot": args.num_fewshot,
+                "include_path": args.include_path,
+            }
+            tasks = parse_section(TasksSection, wanted, "--tasks")
+        elif any(value is not None for value in (args.limit, args.num_fewshot, args.include_path)):
+            raise ConfigError("--limit, --num-fewshot and --include-path are for tasks; name some with --tasks")
+        return cls(CheckpointChoice.from_args(args), args.batches, args.json, tasks)
 
 
 @dataclass(frozen=True)
@@ -80,6 +97,7 @@ class Evaluation:
         perplexity: of a language model.
         accuracy: of a classifier.
         in_training: the loss that the run itself measured at this step, if it did.
+        tasks: the scores of lm-evaluation-harness, by task.
     """
 
     checkpoint: str
@@ -92,6 +110,7 @@ class Evaluation:
     perplexity: float | None
     accuracy: float | None
     in_training: float | None
+    tasks: Scores | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +118,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     saved_run.add_arguments(parser)
     parser.add_argument(
         "--batches", metavar="N", type=int, help="held-out batches per data rank (default: those of the run)"
+    )
+    parser.add_argument(
+        "--tasks", metavar="NAME,…", help="also run these tasks of lm-evaluation-harness (pip install 'sdp-engine[eval]')"
+    )
+    parser.add_argument("--limit", metavar="N", type=int, help="the first N documents of each task (default: all)")
+    parser.add_argument(
+        "--num-fewshot", metavar="N", type=int, help="examples in a prompt (default: those of the task)"
+    )
+    parser.add_argument(
+        "--include-path", metavar="DIR", help="a directory with task files of your own, which may run code"
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
@@ -109,7 +138,8 @@ def run(args: argparse.Namespace) -> int:
     Raises an SDPError if the checkpoint or the data cannot be read.
     """
     options = EvaluateOptions.from_args(args)
-    result = saved_run.use(options.choice, lambda saved: evaluate(saved, options.batches), _IN_ONE_PROCESS)
+    tasks = LoadedTasks.load(options.tasks, "--tasks") if options.tasks is not None else None
+    result = saved_run.use(options.choice, lambda saved: evaluate(saved, options.batches, tasks), _IN_ONE_PROCESS)
     print(as_json(result) if options.json else _table(result))
     return 0
 
@@ -124,10 +154,14 @@ def as_json(result: Evaluation) -> str:
     return json.dumps(values | unknown, allow_nan=False)
 
 
-def evaluate(saved: SavedRun, limit: int | None = None) -> Evaluation:
+def evaluate(saved: SavedRun, limit: int | None = None, tasks: LoadedTasks | None = None) -> Evaluation:
     """Evaluate the full model of ``saved`` on the batches that the run itself reads, at most
-    ``limit`` per data rank.
+    ``limit`` per data rank. Then evaluate ``tasks``.
+
+    Raises ConfigError if there are tasks and the run trained on images.
     """
+    if tasks is not None and saved.config.data.name is not None:
+        raise ConfigError(f"--tasks: tasks are for language models, and {saved.dump_dir} trained on images")
     corpus = open_prepared(saved.config, saved.data)
     batches = list(_batches(saved, corpus, limit or saved.config.training.evaluate_batches))
     backend = _load(saved, corpus)
@@ -145,13 +179,26 @@ def evaluate(saved: SavedRun, limit: int | None = None) -> Evaluation:
         perplexity=None if measures else math.exp(min(loss, 700.0)),
         accuracy=measures.get("accuracy"),
         in_training=own[-1] if own else None,
+        tasks=_run_tasks(tasks, saved, backend) if tasks is not None else None,
     )
+
+
+def _run_tasks(tasks: LoadedTasks, saved: SavedRun, backend: Backend) -> Scores:
+    longest = max_length(backend.module, saved.config.data.sequence_length)
+    micro = BatchSize.resolve(saved.config, _mesh_of(saved)).micro
+    scorer = Scorer(FullModel(backend.module, backend.evaluate, longest, micro, backend.device))
+    return scorer.lead(lambda: tasks.run(scorer, saved.data))
+
+
+def _mesh_of(saved: SavedRun) -> Mesh:
+    """The mesh of the run that wrote the checkpoint."""
+    sdp, fsdp, tp, *sizes = saved.state["mesh"] if len(saved.state["mesh"]) > 2 else [*saved.state["mesh"], 1]
+    return Mesh(sdp, fsdp, tp, *map(tuple, sizes))
 
 
 def _batches(saved: SavedRun, corpus: Corpus, limit: int) -> Iterator[Any]:
     """The micro-batches that the data ranks of the run would read, one rank after the other."""
-    sdp, fsdp, tp, *sizes = saved.state["mesh"] if len(saved.state["mesh"]) > 2 else [*saved.state["mesh"], 1]
-    mesh = Mesh(sdp, fsdp, tp, *map(tuple, sizes))
+    mesh = _mesh_of(saved)
     micro = BatchSize.resolve(saved.config, mesh).micro
     loaders = (
         evaluation_batches(corpus.held_out, micro, rank, mesh.data_ranks, limit, corpus.collate_held_out)
@@ -185,4 +232,7 @@ def _table(result: Evaluation) -> str:
         rows["accuracy"] = f"{result.accuracy:.2%}"
     if result.in_training is not None:
         rows["in training"] = f"{result.in_training:.6f} at this step"
+    for task, measures in (result.tasks or {}).items():
+        scores = (f"{name} {value:.4g}" for name, value in measures.items() if value is not None)
+        rows[task] = ", ".join(scores)
     return "\n".join(f"{name:<12} {text}" for name, text in rows.items())

@@ -154,6 +154,23 @@ class HuggingFaceTokenizer:
         # A special token that is spelled out in a text is text. It does not end the document.
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
+    @property
+    def begin_of_text(self) -> int:
+        """The token that begins a text, or ``end_of_text`` if the tokenizer has none."""
+        begin = self._tokenizer.bos_token_id
+        return self.end_of_text if begin is None else begin
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
+        """Token ids of a prompt, as lm-evaluation-harness makes them.
+
+        The tokenizer adds the tokens that it adds by itself, and special tokens may be spelled out.
+        ``add_special_tokens`` None: unless ``text`` has the first one already.
+        """
+        if add_special_tokens is None:
+            begin = self._tokenizer.decode(self.begin_of_text)
+            add_special_tokens = not (begin and text.startswith(begin))
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if not hasattr(backend, "encode_batch_fast"):  # a tokenizer that is written in Python

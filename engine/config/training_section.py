@@ -9,11 +9,29 @@ from pydantic import Field, model_validator
 from .section import NonNegativeInt, PositiveInt, Section, Seed
 
 
+class TasksSection(Section):
+    """Tasks of lm-evaluation-harness on the full model, while a run trains.
+
+    ``tasks``: names of tasks or groups, such as "hellaswag". They may compare log-likelihoods, but
+    not generate text. ``every``: number of steps. 0 evaluates them after the last step only.
+    ``limit``: the first documents of each task; all by default. ``num_fewshot``: examples in a
+    prompt; by default those of the task. ``include_path``: a directory with task files of your
+    own. A task file may name Python code, which then runs.
+    """
+
+    tasks: Annotated[list[str], Field(min_length=1)]
+    every: NonNegativeInt = 0
+    limit: PositiveInt | None = None
+    num_fewshot: NonNegativeInt | None = None
+    include_path: str | None = None
+
+
 class TrainingSection(Section):
     """The length of the run, and how often it evaluates and saves.
 
     ``evaluate_every``, ``save_every``: numbers of steps. 0 evaluates only before the first step and
     after the last, and saves only when a signal ends the run.
+    ``evaluate_tasks``: tasks of lm-evaluation-harness.
     ``max_skips``: how many steps in a row may be skipped for a gradient that is NaN or infinite.
     ``on_spike``: what happens to a step whose loss or gradient norm is a spike, before its update.
     "skip" leaves the update out. "rollback" returns to the last checkpoint, from which the run
@@ -34,6 +52,7 @@ class TrainingSection(Section):
     tokens: PositiveInt | None = None
     evaluate_every: NonNegativeInt = 0
     evaluate_batches: PositiveInt = 8
+    evaluate_tasks: TasksSection | None = None
     recalibrate_batches: NonNegativeInt = 8
     save_every: NonNegativeInt = 0
     keep: PositiveInt = 2

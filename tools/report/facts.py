@@ -31,6 +31,7 @@ class Facts:
     - ``peak_tensors``: the peak bytes of live tensors in a probed step.
     - ``peak_process``: the peak bytes of the process, less its bytes before the model existed.
     - ``sent`` and ``sent_by_kind``: the bytes that the busiest rank sends per step.
+    - ``tasks``: scores of lm-evaluation-harness.
     - ``sent_deviation``: the largest relative deviation of a rank's sent bytes from the plan. It
       counts only traffic that the placement decides.
     """
@@ -64,6 +65,7 @@ class Facts:
     data_parallel_sent: float | None = None
     spikes_skipped: int | None = None  # None if the run did not look for spikes
     rollbacks: int | None = None
+    tasks: dict[str, float | None] = field(default_factory=dict)  # "task, measure" → the newest score
 
     @property
     def sent_per_second(self) -> float | None:
@@ -150,6 +152,7 @@ def facts_of(run: Run) -> Facts:
         data_parallel_sent=summary.get("ddp_comm_bytes_per_step"),
         spikes_skipped=last.get("spikes_skipped"),
         rollbacks=last.get("rollbacks"),
+        tasks=_tasks(run),
     )
 
 
@@ -191,6 +194,15 @@ def _capacity(run: Run) -> float | None:
     if placement is None or not sum(placement.costs):
         return None
     return fmean(placement.held_fraction(group) for group in range(placement.groups))
+
+
+def _tasks(run: Run) -> dict[str, float | None]:
+    """Return the newest score of each task, by the names of the task and of the measure."""
+    scores: dict[str, float | None] = {}
+    for line in run.evaluations:
+        for task, measures in (line.get("tasks") or {}).items():
+            scores |= {f"{task}, {name}": value for name, value in measures.items() if name != "samples"}
+    return scores
 
 
 def _evaluations(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

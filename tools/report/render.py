@@ -89,10 +89,17 @@ def _learning(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
         plain_row("full model, after", [run.loss_after for run in runs], ".4f", base_loss, difference=True),
         plain_row("mean of subnetworks, after", [run.subnetworks_after for run in runs], ".4f"),
         plain_row("full model's accuracy", [run.accuracy_after for run in runs], ".2%"),
+        *_tasks(runs),
         Row("speed"),
         plain_row(f"{_counted(runs)}/s", [run.tokens_per_second for run in runs], ",.0f"),
         plain_row("seconds per step", [run.step_seconds for run in runs], ".3f"),
     ]
+
+
+def _tasks(runs: Sequence[Facts]) -> list[Row]:
+    names = dict.fromkeys(name for run in runs for name in run.tasks)
+    rows = [plain_row(name, [run.tasks.get(name) for run in runs], ",.4g") for name in names]
+    return [Row("tasks, full model"), *rows] if rows else []
 
 
 def _memory(runs: Sequence[Facts], dense: Baseline) -> list[Row]:

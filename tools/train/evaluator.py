@@ -5,30 +5,47 @@ from __future__ import annotations
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from ...engine.batch.loader import evaluation_batches
+from ...engine.distributed.agreement import Ranks
 from ...engine.engine import SDPEngine
 from ...engine.full_model.recalibration import tracks_statistics
 from ...launcher.heartbeat import Heartbeat
 from ..runs.dataset import Corpus
+from ..tasks.harness import LoadedTasks, Scores
+from ..tasks.scoring import FullModel, Scorer
 
 
 class Evaluator:
-    """Reads this rank's share of the held-out data, the same at each evaluation."""
+    """Reads this rank's share of the held-out data, the same at each evaluation.
 
-    def __init__(self, engine: SDPEngine, corpus: Corpus, beat: Heartbeat):
-        self._engine, self._corpus, self._beat = engine, corpus, beat
+    ``tasks`` are those of ``training.evaluate_tasks`` on rank 0, and None on other ranks.
+    """
+
+    def __init__(self, engine: SDPEngine, corpus: Corpus, beat: Heartbeat, tasks: LoadedTasks | None = None):
+        self._engine, self._corpus, self._beat, self._tasks = engine, corpus, beat, tasks
         self._held_out = self._batches(corpus.held_out, engine.config.training.evaluate_batches)
         self._sources = {
             name: self._batches(part, engine.config.training.evaluate_batches) for name, part in corpus.sources.items()
         }
         self._calibration = self._calibration_batches()
 
-    def evaluate(self) -> dict[str, Any]:
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Whether to evaluate after ``step``."""
+        every = self._engine.config.training.evaluate_every
+        return is_last or bool(every and step % every == 0) or self._tasks_are_due(step, is_last=is_last)
+
+    def _tasks_are_due(self, step: int, *, is_last: bool) -> bool:
+        section = self._engine.config.training.evaluate_tasks
+        return section is not None and step > 0 and (is_last or bool(section.every and step % section.every == 0))
+
+    def evaluate(self, *, is_last: bool = False) -> dict[str, Any]:
         """Compute the losses of the full model and of every group's own subnetwork. Collective.
 
-        The result has the keys of evaluations.jsonl.
+        The result has the keys of evaluations.jsonl. On rank 0, it also has the scores of tasks if
+        they are due.
         """
         engine = self._engine
         self._beat.at(engine.global_steps, "evaluation", engine.config.training.start_timeout)
@@ -42,10 +59,31 @@ class Evaluator:
                 for name in self._corpus.measures
             }
             by_source = {name: engine.evaluate(list(part)) for name, part in self._sources.items()}
+            scores = self._run_tasks() if self._tasks_are_due(engine.global_steps, is_last=is_last) else {}
         measures = measures or {"perplexity": math.exp(min(loss, 700.0))}
         if by_source:
             measures = {**measures, "source_losses": by_source}
+        if scores:
+            measures = {**measures, "tasks": scores}
         return {"loss": loss, **measures, "subnetwork_losses": own, "seconds": time.perf_counter() - started}
+
+    def _run_tasks(self) -> Scores:
+        """Return the scores of all tasks on rank 0, and nothing on other ranks. Collective."""
+        engine = self._engine
+
+        def show_progress() -> None:
+            self._beat.at(engine.global_steps, "evaluation of tasks", engine.config.training.start_timeout)
+
+        show_progress()
+        scorer = Scorer(FullModel.of_engine(engine), show_progress)
+
+        def work() -> Scores:
+            if (tasks := self._tasks) is not None:
+                return scorer.lead(partial(tasks.run, scorer, self._corpus.path))
+            scorer.follow()
+            return {}
+
+        return Ranks(alone=engine.world_size == 1).all_or_none(work)
 
     def recalibrated(self) -> AbstractContextManager[None]:
         """Give batch norms the full model's statistics while inside. Collective."""

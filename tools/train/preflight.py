@@ -32,6 +32,9 @@ from ...models.registry import build_model, changed_key
 from ..runs.dataset import open_prepared, path_of
 from ..runs.run_files import CONFIG
 from ..runs.saved_run import check_data
+from ..tasks.harness import check_installed
+
+TASKS = "training.evaluate_tasks"
 
 _SOME_VOCABULARY = 256  # used if the corpus is not prepared yet; the units do not depend on it
 
@@ -45,6 +48,7 @@ def check(config: Config, mesh: Mesh, dump_dir: Path, *, resume: bool) -> None:
     checkpoint to resume from.
     """
     _check_length(config)
+    _check_tasks(config)
     batch = BatchSize.resolve(config, mesh)
     if config.data.name is not None:
         check_packages(config.data.name)
@@ -77,6 +81,14 @@ def _check_length(config: Config) -> None:
         )
     if (config.training.steps is None) == (config.training.tokens is None):
         raise ConfigError("training: give the length of the run as either training.steps or training.tokens")
+
+
+def _check_tasks(config: Config) -> None:
+    if config.training.evaluate_tasks is None:
+        return
+    if config.data.name is not None:
+        raise ConfigError(f"{TASKS}: tasks are for language models, and {config.data.name} are images; remove it")
+    check_installed(TASKS)
 
 
 def _facts_to_come(config: Config) -> dict[str, int]:

@@ -29,6 +29,7 @@ from ..runs.dataset import Corpus, open_corpus
 from ..runs.run_config import with_initial_model
 from ..runs.run_files import RunFiles
 from ..shared.files import NO_ROOM, WriteError, refuse_link
+from ..tasks.harness import LoadedTasks
 from . import preflight
 from .checkpointer import newest_checkpoint
 from .log_file import LogFile
@@ -70,6 +71,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     preflight.check(config, mesh_of(config, world_size), dump_dir, resume=options.resume)
     files = RunFiles(dump_dir, resume=options.resume) if rank == 0 else None
     monitors = open_monitors(config, dump_dir, resume=options.resume) if rank == 0 else None
+    tasks = _load_tasks(config) if rank == 0 else None
     _set_up_logging(rank, dump_dir)
     _log_start(config, world_size, dump_dir)
     beat = _start_heartbeat(config, options, rank, world_size, on_stall)
@@ -82,7 +84,9 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         observers.append(StepProfiler(*profiled, dump_dir / "profile", engine.device, records=rank == 0))
     if files is not None and monitors is not None:
         observers += [Recorder(files), monitors, Progress(config.steps_per_print)]
-    trainer = Trainer(config, engine, corpus, dump_dir, baseline=baseline, beat=beat, files=files, observers=observers)
+    trainer = Trainer(
+        config, engine, corpus, dump_dir, baseline=baseline, beat=beat, files=files, observers=observers, tasks=tasks
+    )
     try:
         with explained(config, beat, engine, dump_dir=dump_dir):
             status = trainer.train(resume=options.resume)
@@ -95,6 +99,12 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
+
+
+def _load_tasks(config: Config) -> LoadedTasks | None:
+    """Load the tasks of lm-evaluation-harness, before any rank waits for another."""
+    section = config.training.evaluate_tasks
+    return LoadedTasks.load(section, preflight.TASKS) if section is not None else None
 
 
 def _log_start(config: Config, world_size: int, dump_dir: Path) -> None:
@@ -166,6 +176,11 @@ def _with_absolute_paths(config: Config) -> Config:
     if config.data.sources:
         sources = [each.model_copy(update={"path": str(Path(each.path).absolute())}) for each in config.data.sources]
         changed["data"] = config.data.model_copy(update={"sources": sources})
+    tasks = config.training.evaluate_tasks
+    if tasks is not None and tasks.include_path is not None:
+        tasks = tasks.model_copy(update={"include_path": str(Path(tasks.include_path).absolute())})
+        training = changed.get("training", config.training)
+        changed["training"] = training.model_copy(update={"evaluate_tasks": tasks})
     return config.model_copy(update=changed)
 
 

@@ -22,6 +22,7 @@ from ...engine.errors import NonFiniteError, SpikeError
 from ...launcher.heartbeat import Heartbeat
 from ..runs.dataset import Corpus
 from ..runs.run_files import RunFiles
+from ..tasks.harness import LoadedTasks
 from .checkpointer import Checkpointer
 from .evaluator import Evaluator
 from .meter import StepFacts, StepLines, StepMeter
@@ -46,6 +47,7 @@ class Trainer:
         beat: the heartbeat, which is told what this rank does next.
         files: the run's files on rank 0, None on other ranks.
         observers: the observers of the loop on this rank.
+        tasks: the tasks of ``training.evaluate_tasks`` on rank 0, None on other ranks.
     """
 
     def __init__(
@@ -59,10 +61,11 @@ class Trainer:
         beat: Heartbeat,
         files: RunFiles | None,
         observers: Sequence[Observer],
+        tasks: LoadedTasks | None = None,
     ):
         self.config, self.engine, self.corpus, self.dump_dir = config, engine, corpus, dump_dir
         self.baseline, self.beat, self.files, self.observers = baseline, beat, files, observers
-        self.evaluator = Evaluator(engine, corpus, beat)
+        self.evaluator = Evaluator(engine, corpus, beat, tasks)
         self.checkpoints = Checkpointer(engine, dump_dir, corpus.identity, self.evaluator.recalibrated, beat)
         self.meter = StepMeter(engine, beat)
         self.lines = StepLines(engine, Utilisation(engine, config.data.sequence_length), self.meter)

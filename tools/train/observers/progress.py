@@ -56,6 +56,9 @@ class Progress(Observer):
             f"step {line['step']}: held-out loss {line['loss']:.4f}{accuracy} (full model),"
             f" {sum(own) / len(own):.4f} (mean of the groups' own subnetworks)"
         )
+        for task, measures in line.get("tasks", {}).items():
+            scores = ", ".join(f"{name} {_format(value)}" for name, value in measures.items())
+            self._print(f"step {line['step']}: task {task}: {scores}")
 
     def _print(self, text: str) -> None:
         """Print ``text`` on a line of its own. A bar stays below it."""

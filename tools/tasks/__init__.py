@@ -1,0 +1,1 @@
+"""Tasks of lm-evaluation-harness (EleutherAI) on the full model, in training and afterwards."""
