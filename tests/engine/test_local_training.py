@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,37 +15,29 @@ from sdp.tests.support.ranks import RankPool
 PATIENCE = timedelta(seconds=60)
 
 
-def _wait_for(key: str) -> None:
-    dist.distributed_c10d._get_default_store().wait([key], PATIENCE)
-
-
-def _say(key: str) -> None:
-    dist.distributed_c10d._get_default_store().set(key, "")
-
-
-def _first_group_runs_ahead(case: Case, kind: str, run: str) -> tuple[int, float, float]:
+def _first_group_runs_ahead(case: Case, kind: str, said: Path) -> tuple[int, float, float]:
     """Let group 1 step only after group 0 has made as many steps more as a message may take.
 
     Returns the steps made, and the loss and the norm of the last one.
     """
     engine, rank = engine_of(case, kind), data_rank_of(case)
-    lag = engine.local_training.lag
+    lag, store = engine.local_training.lag, dist.FileStore(str(said), 2)
     for step in range(case.steps):
         one_step(engine, case, step, data_rank=rank)
         if rank == 1:
-            _wait_for(f"{run}: group 0 made step {min(step + lag, case.steps) - 1}")
+            store.wait([f"group 0 made step {min(step + lag, case.steps) - 1}"], PATIENCE)
         engine.step()
         if rank == 0:
-            _say(f"{run}: group 0 made step {step}")
+            store.set(f"group 0 made step {step}", "")
     return engine.global_steps, engine.get_loss() or 0.0, engine.get_global_grad_norm() or 0.0
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "deepspeed"])
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_a_group_runs_ahead_of_the_others(ranks: RankPool, kind: str, overlap: int) -> None:
+def test_a_group_runs_ahead_of_the_others(ranks: RankPool, tmp_path: Path, kind: str, overlap: int) -> None:
     """If a step waited for the other group's loss, both groups would wait for each other."""
     case = Case(2, 1, steps=4, sync=f'{{"every": 8, "overlap": {overlap}}}')
-    ahead, behind = ranks.run(_first_group_runs_ahead, case, kind, f"{kind} {overlap}", world=2)
+    ahead, behind = ranks.run(_first_group_runs_ahead, case, kind, tmp_path / "said", world=2)
     assert ahead == behind, "every rank reads the mean over all"
     assert ahead[0] == case.steps
 

@@ -1,5 +1,6 @@
 """``sdp study``: experiments over many configurations.
 
+- ``sdp study grid GRID OUT``: train the cells of a table, each over several seeds.
 - ``sdp study memory OUT``: bytes per rank by kind, planned and measured.
 - ``sdp study profiles OUT``: which profile of holders over depth learns best at equal memory.
 """
@@ -8,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 
-from . import memory, profiles
+from . import grid, memory, profiles
 
-_STUDIES = {"memory": memory, "profiles": profiles}
+_STUDIES = {"grid": grid, "memory": memory, "profiles": profiles}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

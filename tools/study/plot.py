@@ -37,3 +37,26 @@ def plot_sweep(figures: Mapping[str, Sequence[Mapping[str, Any]]], measure: str,
     panels[-1].legend(frameon=False, fontsize=11)
     figure.savefig(path, format="png")
     return path
+
+
+def plot_grid(figures: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) -> Path:
+    """Draw the cells of a grid into the PNG ``path`` and return it.
+
+    There is a line for each row of the table. A figure has row, column, mean and spread.
+    """
+    figure_class, canvas = matplotlib_classes()
+    figure = figure_class(figsize=(SIZE_INCHES[0], 5.0), dpi=DPI, layout="constrained")
+    canvas(figure)
+    axes = figure.subplots()
+    for colour, row in zip(itertools.cycle(COLOURS), dict.fromkeys(each["row"] for each in figures)):
+        own = [each for each in figures if each["row"] == row]
+        axes.errorbar(
+            [columns.index(each["column"]) for each in own], [each["mean"] for each in own],
+            [each["spread"] or 0.0 for each in own], color=colour, label=row, capsize=4, marker="o",
+            linestyle="--" if "dense" in row else "-",
+        )  # fmt: skip
+    dress(axes, "held-out loss of the full model", "")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.legend(frameon=False, fontsize=11)
+    figure.savefig(path, format="png")
+    return path

@@ -26,7 +26,8 @@ from sdp.tools.study.cells import (
     linear,
     smaller_size,
 )
-from sdp.tools.study.profiles import report, run_cell
+from sdp.tools.study.profiles import report
+from sdp.tools.study.runs import run_one
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
@@ -171,9 +172,9 @@ def test_a_finished_run_is_not_repeated_and_one_that_was_cut_off_is(
         return subprocess.CompletedProcess([], 1, "", "" if len(trained) == 1 else "one\nlast")
 
     cell = Cell("llama", "", 1.0, DENSE, 0)
-    assert run_cell(cell, tmp_path, None, train) == f"{cell.name}: exit code 1"
-    assert run_cell(cell, tmp_path, None, train) is None
+    assert run_one(cell, tmp_path, None, train) == f"{cell.name}: exit code 1"
+    assert run_one(cell, tmp_path, None, train) is None
     (tmp_path / cell.name / "summary.json").unlink()
-    assert run_cell(cell, tmp_path, None, train) == f"{cell.name}: last"
-    assert run_cell(cell, tmp_path, tmp_path, train) is not None  # by other data
+    assert run_one(cell, tmp_path, None, train) == f"{cell.name}: last"
+    assert run_one(cell, tmp_path, tmp_path, train) is not None  # by other data
     assert len(trained) == 3

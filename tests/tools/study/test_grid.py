@@ -1,0 +1,101 @@
+"""``sdp study grid``: which runs a grid has, how values are tuned, and what its table says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.engine.config.load import load_config
+from sdp.engine.errors import ConfigError
+from sdp.tools.study.grid import best_choice, figures, first_runs, later_runs, read_grid, report
+
+ROOT = Path(__file__).parents[3]
+
+GRID: dict[str, Any] = {
+    "title": "Rates",
+    "seeds": 2,
+    "base": {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "model": {"name": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+                  "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8},
+        "data": {"sequence_length": 8, "tokenizer": "bytes"},
+        "training": {"steps": 10},
+        "sdp": {"groups": 2, "engine": "reference"},
+    },
+    "rows": {"dense": {}, "half": {"sdp.capacity": 0.5}},
+    "columns": {"every step": {}, "H = 5": {"sdp.sync": {"every": 5}}},
+    "skip": [["dense", "H = 5"]],
+    "tune": {"optimizer.params.lr": [0.1, 0.2]},
+}  # fmt: skip
+
+
+def _write(grid: dict[str, Any], folder: Path) -> Path:
+    path = folder / "grid.json"
+    path.write_text(json.dumps(grid), encoding="utf-8")
+    return path
+
+
+def _pretend(out: Path, name: str, loss: float) -> None:
+    """Write the files of a finished run with this loss."""
+    folder = out / name
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(GRID["base"]), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 10, "loss": loss}) + "\n", encoding="utf-8")
+    (folder / "evaluations.jsonl").write_text(json.dumps({"step": 10, "loss": loss}) + "\n", encoding="utf-8")
+    (folder / "summary.json").write_text("{}", encoding="utf-8")
+
+
+def test_a_cell_is_the_base_with_the_settings_of_row_and_column(tmp_path: Path) -> None:
+    grid = read_grid(_write(GRID, tmp_path))
+    assert grid.cells() == [("dense", "every step"), ("half", "every step"), ("half", "H = 5")]
+    runs = first_runs(grid)
+    assert [run.name for run in runs[-2:]] == ["half-H_5-lr0.1-seed0", "half-H_5-lr0.2-seed0"]
+    config = load_config(runs[-1].config(tmp_path))
+    assert config.sdp.capacity == 0.5 and config.sdp.sync is not None and config.sdp.sync.every == 5
+    assert config.optimizer.params["lr"] == 0.2 and config.data.path == str(tmp_path)
+    assert GRID["base"] == grid.base, "cells share the base"
+
+
+def test_other_seeds_have_the_value_with_the_lowest_loss(tmp_path: Path) -> None:
+    grid, out = read_grid(_write(GRID, tmp_path)), tmp_path / "out"
+    for name, loss in (("dense-every_step-lr0.1", 3.0), ("dense-every_step-lr0.2", 2.0), ("half-H_5-lr0.1", 4.0)):
+        _pretend(out, f"{name}-seed0", loss)
+    assert best_choice(grid, ("dense", "every step"), out) == {"optimizer.params.lr": 0.2}
+    assert [run.name for run in later_runs(grid, out)] == ["dense-every_step-lr0.2-seed1", "half-H_5-lr0.1-seed1"]
+    _pretend(out, "dense-every_step-lr0.2-seed1", 2.5)
+    first, second = figures(grid, out)
+    assert (first["mean"], first["seeds"], first["steps"]) == (2.25, 2, 10)
+    assert first["spread"] == pytest.approx(0.5 / 2**0.5)
+    assert (second["row"], second["column"], second["spread"]) == ("half", "H = 5", None)
+    text = report(grid, out)
+    assert "| dense | 2.2500 ± 0.3536 (lr 0.2) | – |" in text
+    assert "| half | – | 4.0000 (lr 0.1, 1 of 2 seeds) |" in text
+    assert json.loads((out / "grid.json").read_text())["cells"] == [first, second]
+    assert (out / "grid.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": {"dense": {"sdp.capaciti": 1}}, "skip": []}, "dense, every step: sdp.capaciti"),
+        ({"skip": [["dense", "H = 6"]]}, "is not a pair of a row and a column"),
+        ({"columns": {}}, "columns"),
+        ({"rows": {"dense": {"seed.of": 1}}, "base": GRID["base"] | {"seed": 1}, "skip": []}, "seed is not a section"),
+        ({"titel": "x"}, "titel"),
+    ],
+)
+def test_mistakes_name_the_file_and_the_cell(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = _write(GRID | change, tmp_path)
+    with pytest.raises(ConfigError, match=r"grid\.json") as caught:
+        read_grid(path)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_committed_grids_are_valid() -> None:
+    grids = sorted((ROOT / "configs/studies").glob("*.json"))
+    assert grids
+    for path in grids:
+        assert read_grid(path).cells()
