@@ -206,6 +206,17 @@ def plan_traffic(layout: Layout, rank: int, *, stage: int, accumulation: int, co
     return traffic
 
 
+def plan_waking(layout: Layout, rank: int, *, stage: int, compute_bytes: int) -> Traffic:
+    """Plan the bytes with which all frozen copies get their values when a backward phase begins."""
+    at, shards, traffic = layout.mesh.coordinates(rank), layout.mesh.shards(stage), Traffic()
+    index = at.fsdp if shards > 1 else 0
+    for refresh in layout.refreshes:
+        if refresh.sent_by(at.sdp):
+            numel = sum(layout.parameters[name].shard_numel(shards, index) for name in refresh.names)
+            traffic.record("between groups", "broadcast", numel * compute_bytes, len(refresh.members))
+    return traffic
+
+
 def data_parallel_traffic(layout: Layout) -> Traffic:
     """Return the traffic of DistributedDataParallel over the same ranks, equal on all ranks.
 

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from ..accounting.local_traffic import LocalTraffic
 from ..accounting.memory import StateBytes, measure_state_bytes, predict_state_bytes
-from ..accounting.traffic_plan import describe_formula, plan_traffic
+from ..accounting.traffic_plan import describe_formula, plan_traffic, plan_waking
 from ..backend import Backend, GroupPart, LocalSteps, Spot, StateToSave, Update
 from ..checkpoint.state import SavedState
+from ..config.masking import Masking
 from ..config.schema import Config
 from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Traffic
@@ -41,6 +42,7 @@ class TorchOptimizerBackend:
     """
 
     layout: Layout
+    phases: dict[Masking, Layout]  # the layout with each masking of the run
     rank: int = 0  # this process's rank in the world; 0 in one process
     parameters: dict[str, nn.Parameter]
     optimizer: Optimizer
@@ -243,11 +245,23 @@ class TorchOptimizerBackend:
                 planned.add(gathers)
             return planned
         planned = plan_traffic(
-            self.layout, self.rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
+            self.layout_at(step), self.rank, stage=stage, accumulation=accumulation, compute_bytes=compute_bytes
         )
+        if self.copies_wake_after(step):
+            planned.add(plan_waking(self.phases["backward"], self.rank, stage=stage, compute_bytes=compute_bytes))
         planned.add(gathers)
         planned.add(self.planned_noise(step))
         return planned
+
+    def layout_at(self, step: int | None) -> Layout:
+        """Return the layout of a step's phase. None: of the present phase."""
+        schedule = self._config.masking_schedule
+        return self.layout if step is None or not schedule.ends else self.phases[schedule.at(step)]
+
+    def copies_wake_after(self, step: int | None) -> bool:
+        """Return whether all frozen copies are refreshed after ``step``, because their phase begins."""
+        schedule = self._config.masking_schedule
+        return step is not None and schedule.switches_after(step) and schedule.at(step + 1) == "backward"
 
     def planned_noise(self, step: int | None) -> Traffic:
         """The bytes that this rank sends in ``step`` to measure the gradient noise."""

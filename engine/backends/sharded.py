@@ -39,7 +39,6 @@ class ShardedBackend(TorchOptimizerBackend):
     rank: int
     at: Coordinates
     stand_ins: Mapping[str, PassThrough]
-    phases: dict[Masking, Layout]
     _frozen: dict[str, nn.Parameter]
     _refresh: WeightRefresh
     _dormant: DormantCopies | None = None  # with a schedule that has both maskings

@@ -163,7 +163,7 @@ class Result:
     rates: list[float] = field(default_factory=list)
     traffic: list[dict[str, int]] = field(default_factory=list)
     planned: dict[str, int] = field(default_factory=dict)
-    planned_steps: list[dict[str, int]] = field(default_factory=list)  # with local steps
+    planned_steps: list[dict[str, int]] = field(default_factory=list)  # with local steps, or a schedule of maskings
     measured: dict[str, int] = field(default_factory=dict)
     predicted: dict[str, int] = field(default_factory=dict)
     before: dict[str, torch.Tensor] | None = None
@@ -269,7 +269,7 @@ def _train(case: Case, engine_name: str, **sections: Any) -> Result:
         result.norms.append(engine.get_global_grad_norm())
         result.traffic.append(engine.traffic.by_kind())
     result.planned = engine.planned_traffic().by_kind()
-    if case.sync:
+    if case.sync or not case.masking.isalpha():
         result.planned_steps = [engine.planned_traffic(step + 1).by_kind() for step in range(case.steps)]
     result.measured, result.predicted = (
         engine.measured_state_bytes().to_json(),

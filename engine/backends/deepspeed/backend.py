@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...config.masking import Masking
 from ...config.sync import SyncSection
 from ...distributed.mesh import Coordinates
 from ...distributed.traffic import Traffic
@@ -23,13 +24,13 @@ from ...full_model.evaluation import StreamedEvaluation, mean_loss
 from ...optim.clip import squared_norm
 from ...placement.layout import Layout
 from ...subnetwork.carve import PassThrough
+from ...subnetwork.dormant import DormantCopies
 from ...sync.gradients import GradientSync
-from ...sync.weights import WeightRefresh
 from .base import CalledEngine, Gathered
 from .checks import UsedParameters
-from .optimizer import LossScale, MasterCopies, ZeroState, local_part
-from .partitions import Bundle, RoutedRefresh
-from .private import logged_all_reduce, logged_broadcast
+from .optimizer import LossScale, MasterCopies, ZeroState
+from .partitions import Bundle
+from .private import logged_all_reduce
 from .process_groups import ProcessGroups
 from .shard_sync import EarlyLaunch, ShardSync
 from .stepping import DeepSpeedSteps
@@ -39,6 +40,8 @@ class DeepSpeedBackend(DeepSpeedSteps):
     """One rank's subnetwork inside a DeepSpeed ``engine``.
 
     ``bundles`` are those of the full model. DeepSpeed has the ones that this rank's group holds.
+    ``maskings`` are those of the run's phases, the first one first. With a schedule,
+    ``pass_throughs`` are the stand-ins of its forward phases.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class DeepSpeedBackend(DeepSpeedSteps):
         stage: int,
         compute_dtype: torch.dtype,
         traffic: Traffic,
+        maskings: Sequence[Masking],
+        pass_throughs: Mapping[str, PassThrough],
         sync: SyncSection | None = None,
     ):
         self.deepspeed, self.layout, self.stand_ins, self.device = engine, layout, stand_ins, device
@@ -76,28 +81,21 @@ class DeepSpeedBackend(DeepSpeedSteps):
         self.options = [bundle.options for bundle in self.bundles]
         self.options_count = 1 + max(bundle.options for bundle in bundles)
         self._install(bundles)
-        # A refresh sends what is in memory. Under ZeRO 3 these are partitions, which align between
-        # groups of equal size.
-        local: Mapping[str, torch.Tensor] = (
-            {name: local_part(p) for name, p in everything.items()} if stage == 3 else everything
+        self._refresh = process_groups.make_refresh(
+            layout, everything, stage=stage, traffic=traffic, dtype=compute_dtype
         )
-        if layout.mesh.sizes:
-            self._refresh: WeightRefresh = RoutedRefresh(
-                layout.refreshes,
-                local,
-                process_groups.routes,
-                process_groups.between,
-                self.rank,
-                traffic,
-                compute_dtype,
-                logged_broadcast,
-            )
-        else:
-            between = process_groups.communicators.refresh
-            self._refresh = WeightRefresh(layout.refreshes, local, between, traffic, compute_dtype, logged_broadcast)
         for name in self._refresh.blocks if stage < 3 else ():
             self.module.get_submodule(name).register_forward_pre_hook(self._wait_for_weights(name), prepend=True)
-        self.refresh(after_step=False)
+        self.phases = {masking: layout.in_phase(masking) for masking in maskings}
+        if len(maskings) > 1:
+            # DeepSpeed knows the partitions of ZeRO 3, so they stay allocated.
+            self._dormant = DormantCopies(self.module, self._frozen, pass_throughs, keeps_memory=stage == 3)
+        self.enter_phase(self.phases[maskings[0]])
+
+    def put_aside(self, *, asleep: bool) -> None:
+        super().put_aside(asleep=asleep)
+        if self.zero is not None:
+            self.zero.note_other_modules(self._frozen.values(), absent=asleep)
 
     def _install(self, bundles: Sequence[Bundle]) -> None:
         self._hooked: GradientSync | None = None  # of steps that all groups take together
@@ -172,6 +170,8 @@ class DeepSpeedBackend(DeepSpeedSteps):
         return lambda *_: self._refresh.wait(block)
 
     def refresh(self, *, after_step: bool) -> None:
+        if not self.layout.keeps_frozen:
+            return
         names = {name for name, info in self.layout.parameters.items() if info.trainable or not after_step}
         if self.local is not None:
             self.local.send_all_anchors(names)

@@ -39,6 +39,11 @@ class DeepSpeedBase(ShardedBackend):
     _process_groups: ProcessGroups
 
     @property
+    def copies_in_memory(self) -> dict[str, nn.Parameter]:
+        """The frozen copies that are allocated. In forward phases of a schedule, those of ZeRO 3 are."""
+        return self._frozen if self.layout.keeps_frozen or self.stage == 3 else {}
+
+    @property
     def library_engine(self) -> Any:
         return self.deepspeed
 

@@ -26,6 +26,7 @@ from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
 from ...subnetwork.activations import checkpoint_activations
 from ...subnetwork.carve import PassThrough
+from ...subnetwork.dormant import make_pass_throughs
 from ...subnetwork.initialisation import ModuleInit
 from ...subnetwork.materialise import cut, give_values, take_values_of_rank_0
 from .backend import DeepSpeedBackend
@@ -89,7 +90,7 @@ def initialize_deepspeed(
     """
     package = _prepare_package(config)
     at = layout.mesh.coordinates(dist.get_rank())
-    stand_ins = _cut_and_fill(model, config, layout, device, plan, at)
+    stand_ins, pass_throughs = _cut_and_fill(model, config, layout, device, plan, at)
     bundles = bundles_of(layout, param_groups)
     parameters = dict(model.named_parameters())
     held = [bundle for bundle in bundles if at.sdp in bundle.holders]
@@ -114,6 +115,8 @@ def initialize_deepspeed(
         stage=config.zero_optimization.stage,
         compute_dtype=getattr(torch, config.precision),
         traffic=Traffic(),
+        maskings=config.sdp.maskings,
+        pass_throughs=pass_throughs,
         sync=config.sdp.sync,
     )
     backend.clock = clock(device, waits=config.wall_clock_breakdown)
@@ -138,19 +141,20 @@ def _cut_and_fill(
     device: torch.device,
     plan: Sequence[ModuleInit] | None,
     at: Coordinates,
-) -> dict[str, PassThrough]:
+) -> tuple[dict[str, PassThrough], dict[str, PassThrough]]:
     """Cut ``model`` in place to the parts that this group holds, and give it values.
 
     Returns:
-        The stand-ins of skipped blocks, by block.
+        The stand-ins of skipped blocks, by block, and those of the forward phases of a schedule.
     """
     if plan is None:
         take_values_of_rank_0(model, device)
     stand_ins = cut(model, config, layout, at.sdp, getattr(torch, config.precision))
+    pass_throughs = make_pass_throughs(model, layout, at.sdp) if len(config.sdp.maskings) > 1 else {}
     run = [name for name in layout.blocks if name not in stand_ins]
     checkpoint_activations(model, run, config.activation_checkpointing.mode)
     give_values(model, layout, plan, device, Shard(), {info.name for info in layout.frozen(at.sdp)})
-    return stand_ins
+    return stand_ins, pass_throughs
 
 
 def _settings(config: Config, batch: BatchSize) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -125,6 +125,7 @@ class ZeroState:
 
     def __init__(self, engine: Any, stage: int):
         self._engine, self._optimizer, self._stage = engine, engine.optimizer, stage
+        self._absent: list[nn.Parameter] = []  # small ones that are not gathered now
 
     @property
     def offloaded(self) -> bool:
@@ -265,6 +266,24 @@ class ZeroState:
             parameter.partition()
         if persistent:
             persistent[0].all_gather(persistent)
+
+    def note_other_modules(self, parameters: Iterable[nn.Parameter], *, absent: bool) -> None:
+        """Make ZeRO 3 learn again in which order modules run, because some come or go.
+
+        It does not gather ``parameters`` after a step while they are ``absent``.
+        """
+        if self._stage < 3:
+            return
+        self.release_parameters()
+        coordinator = self._optimizer._get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+        persistent, some = self._optimizer.persistent_parameters, {id(parameter) for parameter in parameters}
+        if absent:
+            self._absent = [parameter for parameter in persistent if id(parameter) in some]
+            persistent[:] = [parameter for parameter in persistent if id(parameter) not in some]
+        else:
+            persistent += self._absent
 
     def basic_groups(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
         """Pairs of a parameter group of torch's optimizer and its partition."""

@@ -57,7 +57,7 @@ _PARTITIONED = """
     averaged_gradients fp32_partitioned_groups_flat fp16_groups sub_group_to_group_id offload_optimizer persistent_parameters
     _overflow_check_and_loss_scale_update _loss_scale_update_and_overflow_cleanup loss_scaler _update_scale
     _reassign_or_swap_out_partitioned_parameters _partition_all_parameters partition_grads _get_param_partition_rank
-    grad_partitions_flat_buffer
+    grad_partitions_flat_buffer _get_param_coordinator
 """
 _OF_OPTIMIZER = {0: "", 1: _FLAT, 2: _FLAT, 3: _PARTITIONED}
 OF_ENGINE = (

@@ -6,13 +6,19 @@ groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from ...distributed.process_groups import Communicators
+from ...distributed.traffic import Traffic
 from ...placement.layout import Layout
-from .partitions import Bundle, Route, rank_sets, routes_of
+from ...sync.weights import WeightRefresh
+from .optimizer import local_part
+from .partitions import Bundle, Route, RoutedRefresh, rank_sets, routes_of
+from .private import logged_broadcast
 
 
 class ProcessGroups:
@@ -49,6 +55,29 @@ class ProcessGroups:
             made = dist.new_group(list(ranks))
             if rank in ranks:
                 self.between[ranks] = made  # type: ignore[assignment]
+
+    def make_refresh(
+        self,
+        layout: Layout,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        stage: int,
+        traffic: Traffic,
+        dtype: torch.dtype,
+    ) -> WeightRefresh:
+        """Make what sends the weights of ``parameters`` to frozen copies, in ``dtype``.
+
+        It sends what is in memory. Under ZeRO 3 these are partitions, which align between groups of
+        equal size.
+        """
+        local: Mapping[str, torch.Tensor] = (
+            {name: local_part(p) for name, p in parameters.items()} if stage == 3 else parameters
+        )
+        if not layout.mesh.sizes:
+            between = self.communicators.refresh
+            return WeightRefresh(layout.refreshes, local, between, traffic, dtype, logged_broadcast)
+        rank = dist.get_rank()
+        return RoutedRefresh(layout.refreshes, local, self.routes, self.between, rank, traffic, dtype, logged_broadcast)
 
 
 class GroupAsWorld:

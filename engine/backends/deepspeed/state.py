@@ -204,7 +204,7 @@ def measured_bytes(backend: DeepSpeedBase, gradient_bytes: int) -> StateBytes:
     Parameters include float32 master weights if these are separate tensors.
     """
     held = sum(local_part(p).nbytes for p in backend.parameters.values())
-    copies = sum(local_part(p).nbytes for p in backend.frozen.values())
+    copies = sum(local_part(p).nbytes for p in backend.copies_in_memory.values())
     masters = sum(master.nbytes for master in backend.masters)
     states = backend.deepspeed.basic_optimizer.state.values()
     moments = sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
@@ -222,7 +222,7 @@ def predicted_bytes(backend: DeepSpeedBase) -> StateBytes:
         return -(-infos[name].numel // ranks) if backend.stage == 3 else infos[name].numel
 
     held = compute * sum(numel(name) for name in backend.parameters)
-    copies = compute * sum(numel(name) for name in backend.frozen)
+    copies = compute * sum(numel(name) for name in backend.copies_in_memory)
     stepped = sum(partition_numel(bundle, backend.stage, ranks) for bundle in backend.bundles)
     masters = 4 * stepped if backend.stage or compute == 2 else 0
     # Averages between groups are float32. With one group, gradients keep DeepSpeed's own dtype.

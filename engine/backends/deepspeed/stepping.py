@@ -18,6 +18,7 @@ from ...distributed.traffic import Traffic
 from ...optim.clip import squared_norm
 from ...optim.rate_scale import HolderScale, ScaledRates
 from ...optim.schedules import keep_shared_state
+from ...placement.layout import Layout
 from ...sync.consistency import check_loss_scale
 from ...sync.gradients import GradientSync
 from ...sync.noise import Moments, NoiseMeter, SecondMoments
@@ -259,8 +260,23 @@ class DeepSpeedSteps(DeepSpeedBase):
 
         DeepSpeed's own messages inside the group are not counted (see ``comms_logger``).
         """
-        plan = TrafficPlan(
-            self.layout,
+        plan = self._plan_for(self.layout_at(step))
+        if self.local_settings is None:
+            planned, collectives = Traffic(), plan.common_step()
+            if self.copies_wake_after(step):
+                layout = self.phases["backward"]
+                collectives += self._plan_for(layout).refreshes(layout.parameters, untrained=True)
+            for one in collectives:
+                planned.record(one.scope, one.kind, one.nbytes, len(one.ranks))
+            planned.add(self.planned_noise(step))
+            return planned
+        boxes = self.boxes.values()
+        steps = LocalTrafficPlan(self.layout, self.rank, self.local_settings, plan, boxes)
+        return steps.of_round() if step is None else steps.of_step(step)
+
+    def _plan_for(self, layout: Layout) -> TrafficPlan:
+        return TrafficPlan(
+            layout,
             self._process_groups,
             self._sync,
             rank=self.rank,
@@ -268,15 +284,6 @@ class DeepSpeedSteps(DeepSpeedBase):
             compute_bytes=self.compute_dtype.itemsize,
             reduces_whole_gradients=self.installed and self.zero is None,
         )
-        if self.local_settings is None:
-            planned = Traffic()
-            for one in plan.common_step():
-                planned.record(one.scope, one.kind, one.nbytes, len(one.ranks))
-            planned.add(self.planned_noise(step))
-            return planned
-        boxes = self.boxes.values()
-        steps = LocalTrafficPlan(self.layout, self.rank, self.local_settings, plan, boxes)
-        return steps.of_round() if step is None else steps.of_step(step)
 
     def traffic_formula(self) -> str:
         planned = self.planned_traffic(1).by_kind()

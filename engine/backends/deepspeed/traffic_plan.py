@@ -88,18 +88,22 @@ class TrafficPlan:
         buckets = [bucket for bucket in self._layout.buckets(lambda _: False) if self._group in bucket.holders]
         return [(bucket.holders, sum(infos[name].numel for name in bucket.names)) for bucket in buckets]
 
-    def refreshes(self, names: Collection[str]) -> list[Collective]:
-        """Return the messages with the weights of ``names`` for frozen copies."""
+    def refreshes(self, names: Collection[str], *, untrained: bool = False) -> list[Collective]:
+        """Return the messages with the weights of ``names`` for frozen copies.
+
+        Those that are not trained are only sent with ``untrained``.
+        """
         layout, infos, found = self._layout, self._layout.parameters, []
+        names = {name for name in names if infos[name].trainable or untrained} if layout.keeps_frozen else ()
         for (name, _), routes in self._process_groups.routes.items():
             for route in routes:
-                if route.sent_by(self._rank) and infos[name].trainable and name in names:
+                if route.sent_by(self._rank) and name in names:
                     nbytes = route.shared.length * self._compute_bytes
                     found.append(Collective("between groups", "broadcast", route.shared.ranks, nbytes))
         position = layout.mesh.coordinates(self._rank).fsdp
         for refresh in layout.refreshes if not layout.mesh.sizes else ():
             if refresh.sent_by(self._group):
-                numels = [infos[name].numel for name in refresh.names if infos[name].trainable and name in names]
+                numels = [infos[name].numel for name in refresh.names if name in names]
                 sent = sum(-(-numel // self._ranks_inside) if self._stage == 3 else numel for numel in numels)
                 ranks = tuple(layout.mesh.rank(group, position) for group in sorted(refresh.members))
                 found += [Collective("between groups", "broadcast", ranks, sent * self._compute_bytes)] * (sent > 0)
