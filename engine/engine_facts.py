@@ -16,6 +16,7 @@ from .accounting.memory import StateBytes
 from .backend import Backend
 from .batch.size import BatchSize
 from .config.schema import Config
+from .distributed import world
 from .distributed.agreement import agree_on_rates, gather_json, start_gather_json
 from .distributed.hosts import machine_id
 from .distributed.traffic import Traffic
@@ -109,7 +110,7 @@ class EngineFacts:
 
     @property
     def global_rank(self) -> int:
-        return 0 if self._is_reference else dist.get_rank()
+        return 0 if self._is_reference else world.rank()
 
     @property
     def local_rank(self) -> int:
@@ -119,7 +120,7 @@ class EngineFacts:
     @property
     def world_size(self) -> int:
         """The number of processes that train together. A reference engine is one process by itself."""
-        return 1 if self._is_reference else dist.get_world_size()
+        return 1 if self._is_reference else world.size()
 
     def gather_facts(self, facts: Any) -> list[Any]:
         """The ``facts`` (a small JSON value) of every rank, in rank order. Collective. Tuples arrive as lists."""
@@ -304,7 +305,7 @@ class EngineFacts:
             write_weights(own, directory / name, dtype)
             write_configuration(self.module, directory)
         if not self._is_reference:
-            dist.barrier()  # no rank reads the files before they are complete
+            dist.barrier(world.group())  # no rank reads the files before they are complete
 
     def rates_of_parameters(self) -> dict[str, float]:
         """The learning rate of every trained parameter of the full model, on all ranks. Collective.

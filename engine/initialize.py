@@ -22,6 +22,7 @@ from .batch.training_data import make_loader
 from .config.load import load_config
 from .config.schema import Config
 from .construct import build_backend, values_to_give
+from .distributed import world
 from .distributed.agreement import check_equal
 from .distributed.join import join
 from .distributed.mesh import mesh_of
@@ -94,11 +95,15 @@ def initialize(
     check_optimizer(settings, optimizer)
     reference = settings.sdp.in_one_process
     _check_launch(distributed_port, dist_init_required, in_one_process=reference)
+    if settings.sdp.elastic.enabled and not world.is_elastic():
+        raise ConfigError(
+            "sdp.elastic: is available in this version with sdp train on one host only; set enabled false"
+        )
     device = _own_device(settings.sdp.engine) if reference else join()
     if not reference:
         watch()
         check_equal(_settings_of_all(settings), device)
-    mesh = mesh_of(settings, 1 if reference else dist.get_world_size())
+    mesh = mesh_of(settings, 1 if reference else world.size())
     batch = BatchSize.resolve(settings, mesh)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     param_groups, grouped = named_groups(model_parameters, optimizer, names)
@@ -108,12 +113,12 @@ def initialize(
             "sdp.initialize: all parameters are frozen, so there is nothing to train; set requires_grad on some of them"
         )
     converted = make_float32(model)
-    if converted and (reference or dist.get_rank() == 0):
+    if converted and (reference or world.rank() == 0):
         computes = f"the model computes in {settings.precision}"
         log.warning("%s; %s, which bf16.enabled chooses", converted, computes)
     layout = Layout.of(model, settings, mesh)
     if draws_of(model):
-        torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else dist.get_rank()))
+        torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else world.rank()))
     if not reference:
         check_placement(layout.placement, device)
         check_equal({"the model's parameters": _parameters(layout)}, device)

@@ -22,7 +22,7 @@ ENGINE_ORDER = (
     "errors", "quantities", "json_files", "module_paths", "model_interface", "environment", "config", "distributed", "batch", "placement",
     "optim", "subnetwork", "sync", "accounting", "full_model", "local_steps", "backend", "checkpoint", "local_training",
     "engine_facts", "deepspeed_facts", "deepspeed_names", "engine", "backends", "construct", "tracing", "announcement",
-    "initialize", "integrations", "deepspeed_api",
+    "initialize", "elastic", "integrations", "deepspeed_api",
 )  # fmt: skip
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")

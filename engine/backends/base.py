@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,6 +21,7 @@ from ..backend import Backend, GroupPart, LocalSteps, Spot, StateToSave, Update
 from ..checkpoint.state import SavedState
 from ..config.masking import Masking
 from ..config.schema import Config
+from ..distributed import world
 from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Traffic
 from ..optim.clip import clip_
@@ -288,7 +288,7 @@ class TorchOptimizerBackend:
 
     @property
     def _world_size(self) -> int:
-        return 1 if self._config.sdp.in_one_process else dist.get_world_size()
+        return 1 if self._config.sdp.in_one_process else world.size()
 
     @property
     def _shards(self) -> int:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config.masking import Masking
+from ..distributed import world
 from ..distributed.mesh import Coordinates
 from ..distributed.traffic import Traffic
 from ..full_model.backend_view import SubnetworkBackend
@@ -105,7 +106,7 @@ class ShardedBackend(TorchOptimizerBackend):
             # machine.
             return lambda: None
         self.traffic.record("control", "all_reduce", values.nbytes, self.layout.mesh.world_size)
-        work = dist.all_reduce(values, op=op, async_op=True)
+        work = dist.all_reduce(values, op=op, group=world.group(), async_op=True)
         assert work is not None
         return work.wait
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from ..errors import ConfigError
 from .section import NonNegativeInt, Section
-
-if TYPE_CHECKING:
-    from .schema import Config
 
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
@@ -31,8 +28,8 @@ class ElasticSection(Section):
     restart_window: Seconds = 3600.0
 
 
-def refuse_with_elastic(config: Config) -> None:
-    """Raise ConfigError for what elastic groups cannot be combined with yet."""
+def refuse_with_elastic(config: Any) -> None:
+    """Raise ConfigError for what a Config with elastic groups cannot be combined with yet."""
     sdp = config.sdp
     if not sdp.elastic.enabled:
         return

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from .. import errors
 from ..errors import CheckpointError, ConfigError, SDPError
+from . import world
 
 T = TypeVar("T")
 
@@ -40,11 +41,11 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        return 0 if self.alone else dist.get_rank()
+        return 0 if self.alone else dist.get_rank(self.group or world.group())
 
     @property
     def count(self) -> int:
-        return 1 if self.alone else dist.get_world_size()
+        return 1 if self.alone else dist.get_world_size(self.group or world.group())
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (JSON), in rank order."""
@@ -118,6 +119,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     text = json.dumps(value).encode()
     if not dist.is_initialized():
         return [json.loads(text)]
+    group = group or world.group()
     device = _device_of(group)
     ranks = dist.get_world_size(group)
     length = torch.tensor([len(text)], dtype=torch.int64, device=device)
@@ -150,8 +152,8 @@ def start_gather_json(value: Any) -> Callable[[], list[Any]]:
     if not dist.is_initialized():
         return lambda: [json.loads(text)]
     row = torch.frombuffer(bytearray(text.ljust(ROW_BYTES)), dtype=torch.uint8).to(_device_of(None))
-    rows = row.new_empty((dist.get_world_size(), ROW_BYTES))
-    work = dist.all_gather(list(rows.unbind()), row, async_op=True)
+    rows = row.new_empty((dist.get_world_size(world.group()), ROW_BYTES))
+    work = dist.all_gather(list(rows.unbind()), row, group=world.group(), async_op=True)
     assert work is not None
 
     def values() -> list[Any]:
@@ -250,7 +252,7 @@ def _highest(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.
     """Return the element-wise maximum over all ranks."""
     values = torch.tensor(rows, dtype=dtype, device=device)
     if dist.is_initialized():
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=world.group())
     return values.tolist()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import world
 from .mesh import Holders, Mesh
 
 
@@ -51,6 +52,26 @@ def _backend() -> str | None:
     NCCL's.
     """
     return "nccl" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else None
+
+
+def rank_lists(
+    mesh: Mesh, holder_sets: Iterable[Holders], *, replicate_inside: bool
+) -> Iterator[tuple[Holders, list[int]]]:
+    """Yield the lists of ranks that average something, with the groups that they belong to.
+
+    They come in world order. All groups are always a holder set. A rank alone has no list.
+
+    Args:
+        mesh: the grid of ranks.
+        holder_sets: the holder sets of the placement.
+        replicate_inside: whether nothing is sharded (ZeRO stage 0).
+    """
+    for holders in sorted(set(holder_sets) | {tuple(range(mesh.sdp))}):
+        for tp in range(mesh.tp):
+            rows = [mesh.ranks_of(group)[tp :: mesh.tp] for group in holders]
+            for ranks in [list(chain(*rows))] if replicate_inside else map(list, zip(*rows, strict=True)):
+                if len(ranks) > 1:
+                    yield holders, ranks
 
 
 @dataclass
@@ -112,6 +133,8 @@ class Communicators:
             local_steps: whether groups take steps on their own (``sdp.sync``).
         """
         self = cls(mesh, dist.get_rank(), replicate_inside)
+        if world.is_elastic():  # groups between SDP groups are made when these meet
+            holder_sets, refreshes, mesh = (), (), world.inside(mesh)
         at = mesh.coordinates(self.rank)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
         if local_steps:  # control messages use the world; they must not wait for averages that travel
@@ -132,14 +155,10 @@ class Communicators:
                         self.fsdp = made_group
         if alone:
             self.fsdp = dist.new_group([self.rank], backend=_backend(), use_local_synchronization=True)  # type: ignore[assignment]
-        for holders in sorted(set(holder_sets) | {tuple(range(mesh.sdp))}):
-            for tp in range(mesh.tp):
-                rows = [mesh.ranks_of(group)[tp :: mesh.tp] for group in holders]
-                for ranks in [list(chain(*rows))] if replicate_inside else map(list, zip(*rows, strict=True)):
-                    if len(ranks) > 1:
-                        made_group = group_of(ranks)
-                        if self.rank in ranks:
-                            self.holders[holders] = made_group
+        for holders, ranks in rank_lists(mesh, holder_sets, replicate_inside=replicate_inside):
+            made_group = group_of(ranks)
+            if self.rank in ranks:
+                self.holders[holders] = made_group
         for source, groups in sorted(set(refreshes)):
             for ranks in zip(*map(mesh.ranks_of, groups), strict=True):
                 own = dist.new_group(list(ranks), backend=_backend())

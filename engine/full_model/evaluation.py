@@ -177,7 +177,7 @@ class StreamedEvaluation:
         everyone = backend.communicators.holders[backend.layout.everyone]
         from_rank = backend.layout.mesh.rank(source, backend.at.fsdp if backend.shards > 1 else 0, backend.at.tp)
         ranks = dist.get_world_size(everyone)
-        if passes_on(dist.get_rank(everyone), dist.get_group_rank(everyone, from_rank), ranks):
+        if passes_on(everyone.rank(), dist.get_group_rank(everyone, from_rank), ranks):
             backend.traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
         dist.broadcast(tensor, src=from_rank, group=everyone)
         return tensor

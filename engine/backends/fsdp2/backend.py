@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...config.masking import Masking
 from ...config.sync import SyncSection
+from ...distributed import world
 from ...distributed.process_groups import Communicators
 from ...distributed.tensor_collectives import TensorRanks
 from ...distributed.tensors import local_tensor
@@ -67,7 +67,7 @@ class FSDP2Backend(ShardedBackend):
         self.phases = {masking: layout.in_phase(masking) for masking in maskings or (layout.masking,)}
         self._pass_throughs = pass_throughs or {}
         self.layout, self.module, self.device, self.stand_ins = layout, model, device, stand_ins
-        self.rank = dist.get_rank()
+        self.rank = world.rank()
         self.at = layout.mesh.coordinates(self.rank)
         self.stage, self.compute_dtype = stage, compute_dtype
         self.traffic, self.tensor_ranks, self._scale, self.home = traffic, tensor_ranks, scale, home

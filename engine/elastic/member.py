@@ -1,0 +1,314 @@
+"""A rank's side of the coordinator: joins generations, votes, and hears of losses at once."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PeerLostError
+from .messages import Channel, Message, ProtocolError
+
+_CONNECT_SECONDS = 5.0
+_RETRY_SECONDS = 0.2
+
+
+class StepAbortedError(Exception):
+    """The present generation is over. What was under way in it is repeated in the next one."""
+
+
+class CutOffError(PeerLostError):
+    """The others go on without this group, which must start again."""
+
+
+class RunFinishedError(Exception):
+    """The others have finished the run."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a rank is.
+
+    Attributes:
+        slot: the number of its SDP group.
+        inside: its rank in the group.
+        ranks: the number of ranks of the group.
+        life: a name of this start of the group, the same on all of its ranks.
+        host: the name of its host.
+        store: HOST:PORT of the group's store, where other groups may meet.
+    """
+
+    slot: int
+    inside: int
+    ranks: int
+    life: str
+    host: str
+    store: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """A group of a generation. ``fresh``: it has no state yet."""
+
+    slot: int
+    fresh: bool
+    host: str
+    store: str
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A generation as its members see it.
+
+    Attributes:
+        number: the number of the generation.
+        name: a name that no other generation of any run has.
+        members: its groups, by slot.
+        phase: what the groups do next.
+        step: the number of committed steps.
+        writer: the slot of the group that writes the run's files.
+        commit_pending: whether the step that this rank had voted for is committed.
+    """
+
+    number: int
+    name: str
+    members: tuple[Member, ...]
+    phase: int
+    step: int
+    writer: int
+    commit_pending: bool
+
+    @property
+    def slots(self) -> list[int]:
+        """The slots of the groups."""
+        return [member.slot for member in self.members]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A committed step. ``facts``: what the ranks told with their votes, in order of slot and rank.
+
+    ``newcomers``: groups wait to join, so a new generation is due before the next step.
+    """
+
+    facts: tuple[Any, ...]
+    newcomers: bool
+
+
+class CoordinatorClient:
+    """One rank's connection to the coordinator.
+
+    Args:
+        address: HOST and port of the coordinator.
+        token: the shared secret.
+        identity: who this rank is.
+        heartbeat_seconds: after so long a silence the coordinator cuts a rank off.
+        wait_seconds: how long to try to reach the coordinator.
+
+    Attributes:
+        abort: set when the present generation is over.
+        reason: why.
+        beat_seconds: the time between two signs of life.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: bytes,
+        identity: Identity,
+        *,
+        heartbeat_seconds: float = 5.0,
+        wait_seconds: float = 600.0,
+    ):
+        self._address, self._token, self.identity = address, token, identity
+        self.beat_seconds, self._wait_seconds = heartbeat_seconds / 5, wait_seconds
+        self.abort = threading.Event()
+        self.reason = ""
+        self._lock = threading.Lock()
+        self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._socket: socket.socket | None = None
+        self._channel: Channel | None = None
+        self._assembly: Assembly | None = None
+        self._next: Assembly | None = None  # of a reunion inside a vote
+        self._attempt = 0
+        self._has_joined = False  # on this connection
+        self._generation = self._aborted = -1
+        self._connect()
+        threading.Thread(target=self._beat, name="elastic-heartbeat", daemon=True).start()
+
+    # -- joining -----------------------------------------------------------------------------------
+
+    def join(self, *, step: int, phase: int, fresh: bool) -> Assembly:
+        """Ask for the next generation, and wait for it.
+
+        Args:
+            step: the number of steps that this rank has committed.
+            phase: what comes next for this rank.
+            fresh: whether the rank has no state.
+
+        Raises:
+            CutOffError: the others go on without this group.
+            RunFinishedError: the run is over.
+            PeerLostError: the run cannot go on, or the coordinator is gone.
+        """
+        if self._next is not None:
+            found, self._next = self._next, None
+            if not self.abort.is_set():
+                return found
+        return self._join(step=step, phase=phase, fresh=fresh, pending=False)
+
+    def _join(self, *, step: int, phase: int, fresh: bool, pending: bool) -> Assembly:
+        who = self.identity
+        request: Message = {
+            "type": "join", "slot": who.slot, "inside": who.inside, "ranks": who.ranks, "life": who.life,
+            "host": who.host[:256], "store": who.store, "step": step, "phase": phase, "fresh": fresh,
+            "pending": pending, "generation": self._assembly.number if self._assembly is not None else 0,
+            "members": self._assembly.slots if self._assembly is not None else [],
+        }  # fmt: skip
+        while True:
+            self._send(request)
+            answer = self._wait_for("generation")
+            if answer is not None:
+                return self._take(answer)
+            self._connect()
+
+    def _take(self, answer: Message) -> Assembly:
+        members = tuple(Member(**member) for member in answer["members"])
+        keys = ("name", "phase", "step", "writer", "commit_pending")
+        self._assembly = Assembly(number=answer["generation"], members=members, **{key: answer[key] for key in keys})
+        self._attempt = 0
+        self._watch(answer["generation"])
+        return self._assembly
+
+    def _watch(self, generation: int) -> None:
+        """Forget an abort of an earlier generation, but not one of this generation."""
+        with self._lock:
+            self._generation = generation
+            if self._aborted < generation:
+                self.abort.clear()
+
+    # -- voting ------------------------------------------------------------------------------------
+
+    def vote(self, facts: Any, *, step: int) -> Decision:
+        """Vote for the present step, and return when all have.
+
+        Args:
+            facts: a small JSON value that all ranks get if the step is committed.
+            step: the number of steps that this rank has committed.
+
+        Raises:
+            StepAbortedError: the step is not committed.
+        """
+        assert self._assembly is not None
+        attempt, self._attempt = self._attempt, self._attempt + 1
+        number = self._assembly.number
+        self._send({"type": "vote", "generation": number, "attempt": attempt, "ok": True, "facts": facts})
+        answer = self._wait_for("decision", generation=number)
+        if answer is None:  # the coordinator is gone, and nobody knows whether all have voted
+            self._connect()
+            self._next = self._join(step=step, phase=0, fresh=False, pending=True)
+            if not self._next.commit_pending:
+                raise StepAbortedError("the coordinator was gone")
+            return Decision((facts,), newcomers=False)
+        return Decision(tuple(answer["facts"]), newcomers=answer["newcomers"])
+
+    def give_up(self, reason: str) -> None:
+        """Tell that this rank cannot finish its reductions, so that nobody waits for them."""
+        if self._assembly is not None and not self.abort.is_set():
+            self.reason = self.reason or reason
+            self._send({"type": "vote", "generation": self._assembly.number, "attempt": self._attempt, "ok": False})
+
+    def leave(self) -> None:
+        """Tell that this rank has finished the run."""
+        self._send({"type": "bye"})
+
+    def hang_up(self) -> None:
+        """Close the connection without a word, as the kernel does if the process dies."""
+        self._wait_seconds = 0.0
+        with self._lock, contextlib.suppress(OSError):
+            if self._socket is not None:
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    # -- the connection ----------------------------------------------------------------------------
+
+    def _wait_for(self, kind: str, generation: int | None = None) -> Message | None:
+        """Return the next message of this kind, or None if the connection broke.
+
+        While a decision is awaited, an abort ends the wait.
+        """
+        while True:
+            message = self._answers.get()
+            if message is None:
+                return None
+            if message["type"] == "cut":
+                raise CutOffError(f"group {self.identity.slot} was cut off ({message.get('reason')}); it starts again")
+            if message["type"] == "finished":
+                raise RunFinishedError
+            if message["type"] == "failed":
+                raise PeerLostError(f"the run cannot go on: {message.get('reason')}")
+            if generation is not None and message["type"] == "abort" and message["generation"] == generation:
+                raise StepAbortedError(message.get("reason", ""))
+            if message["type"] == kind and generation in (None, message["generation"]):
+                return message
+
+    def _connect(self) -> None:
+        """Connect, and try again for as long as ``wait_seconds``."""
+        end = time.monotonic() + self._wait_seconds
+        while True:
+            try:
+                connection = socket.create_connection(self._address, timeout=_CONNECT_SECONDS)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                channel = Channel(self._token, is_server=False)
+                connection.sendall(channel.greeting)
+                self._await_greeting(connection, channel)
+                break
+            except (OSError, ProtocolError) as error:
+                if time.monotonic() > end:
+                    where = f"{self._address[0]}:{self._address[1]}"
+                    raise PeerLostError(f"the coordinator at {where} cannot be reached ({error})") from None
+                time.sleep(_RETRY_SECONDS)
+        connection.settimeout(None)
+        with self._lock:
+            self._socket, self._channel, self._has_joined = connection, channel, False
+        threading.Thread(target=self._read, args=(connection, channel), name="elastic", daemon=True).start()
+
+    def _await_greeting(self, connection: socket.socket, channel: Channel) -> None:
+        while not channel.is_open:
+            data = connection.recv(len(channel.greeting))
+            if not data:
+                raise ProtocolError("it closed the connection")
+            channel.feed(data)
+
+    def _read(self, connection: socket.socket, channel: Channel) -> None:
+        with contextlib.suppress(OSError, ProtocolError):
+            while data := connection.recv(1 << 16):
+                for message in channel.feed(data):
+                    if message["type"] in ("abort", "cut", "failed"):
+                        self._note_abort(message)
+                    self._answers.put(message)
+        self._note_abort({"generation": self._generation, "reason": "the coordinator is gone"})
+        self._answers.put(None)
+
+    def _note_abort(self, message: Message) -> None:
+        with self._lock:
+            number = message.get("generation", self._generation)
+            self._aborted = max(self._aborted, number)
+            if number >= self._generation:
+                self.reason = str(message.get("reason", ""))
+                self.abort.set()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(self.beat_seconds)
+            self._send({"type": "beat"}, only_if_joined=True)
+
+    def _send(self, message: Message, *, only_if_joined: bool = False) -> None:
+        with self._lock, contextlib.suppress(OSError):  # reading finds the broken connection
+            may = self._has_joined or not only_if_joined
+            if may and self._socket is not None and self._channel is not None and self._channel.is_open:
+                self._socket.sendall(self._channel.seal(message))
+                self._has_joined = self._has_joined or message["type"] == "join"

@@ -1,0 +1,318 @@
+"""Which groups live, and whether they commit a step. The coordinator's rules, without its sockets.
+
+A *generation* is a set of groups that reduce together. It ends when a group is lost or when a group
+joins. In each step all ranks of the generation vote, after their reductions and before the update.
+The step is committed if all vote for it. A group that votes for a step and dies then costs nothing.
+A group that dies before costs this step, which the others repeat in the next generation.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+from .messages import Message, ProtocolError
+from .records import Generation, Loss, Rank
+
+STEP = 99  # the phase before a step, the only one in which a group may join
+_MOST_TEXT = 256
+_DOUBT_SECONDS = 1.0  # how long the votes of others are awaited, after a group voted and died
+
+Peer = Hashable
+Send = Callable[[Peer, Message], None]
+
+
+class Membership:
+    """The state of a coordinator. Not thread-safe.
+
+    Args:
+        groups: the number of SDP groups of the run.
+        ranks: the ranks of each group.
+        send: sends a message to a rank.
+        close: closes the connection to a rank.
+        say: reports a line to the user.
+        heartbeat_seconds: after so long a silence, a rank's group is cut off.
+        wait_seconds: how long to wait for groups without which nothing can go on.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        ranks: int,
+        *,
+        send: Send,
+        close: Callable[[Peer], None],
+        say: Callable[[str], None],
+        heartbeat_seconds: float = 5.0,
+        wait_seconds: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._groups, self._ranks = groups, ranks
+        self._send, self._close, self._say, self._clock = send, close, say, clock
+        self._heartbeat, self._wait = heartbeat_seconds, wait_seconds
+        self._peers: dict[Peer, Rank] = {}
+        self._lost_lives: set[str] = set()
+        self._losses: list[Loss] = []
+        self._waiting_since: float | None = None
+        self.generation: Generation | None = None
+        self.step = 0
+        self.is_finished = False
+        self.failure: str | None = None
+
+    @property
+    def living(self) -> list[int]:
+        """The slots of the groups of the present generation that are not lost."""
+        return sorted(set(self.generation.lives) - self.generation.lost) if self.generation is not None else []
+
+    # -- what ranks say ----------------------------------------------------------------------------
+
+    def hear(self, peer: Peer, message: Message) -> None:
+        """Take a message of a rank. Raises ProtocolError if it makes no sense."""
+        kind = message["type"]
+        if kind == "join":
+            self._hear_join(peer, message)
+            return
+        rank = self._peers.get(peer)
+        if rank is None:
+            raise ProtocolError(f"{kind!r} before a join")
+        rank.heard = self._clock()
+        if kind == "vote":
+            self._hear_vote(rank, message)
+        elif kind == "bye":
+            rank.is_leaving = True
+            members = self._ranks_of(self.generation.lives) if self.generation is not None else {}
+            self.is_finished = self.is_finished or all(each.is_leaving for each in members.values())
+        elif kind != "beat":
+            raise ProtocolError(f"an unknown message {kind[:40]!r}")
+
+    def _hear_join(self, peer: Peer, message: Message) -> None:
+        rank = self._checked(message)
+        if self.is_finished or self.failure is not None or rank.life in self._lost_lives:
+            kind = "finished" if self.is_finished else "failed" if self.failure is not None else "cut"
+            self._send(peer, {"type": kind, "reason": self.failure or "its group was cut off"})
+            return
+        for other, known in list(self._peers.items()):
+            if known.slot == rank.slot and known.life != rank.life:
+                self.lose(other, "it was started again")
+            elif other != peer and (known.slot, known.inside) == (rank.slot, rank.inside):
+                del self._peers[other]  # it connected a second time
+                self._close(other)
+        self._peers[peer] = rank
+        if self._waiting_since is None:
+            self._waiting_since = self._clock()
+        self._form()
+
+    def _checked(self, message: Message) -> Rank:
+        """Return the rank that a request to join describes, after its values were checked."""
+        slot, inside, step = (message.get(key) for key in ("slot", "inside", "step"))
+        texts = [message.get(key) for key in ("life", "host", "store")]
+        numbers = [slot, inside, step, message.get("phase")]
+        if not all(type(number) is int and 0 <= number < 2**53 for number in numbers):
+            raise ProtocolError("a join with wrong numbers")
+        if not all(isinstance(text, str) and len(text) <= _MOST_TEXT for text in texts):
+            raise ProtocolError("a join with wrong texts")
+        assert isinstance(slot, int) and isinstance(inside, int)
+        if slot >= self._groups or inside >= self._ranks or message.get("ranks") != self._ranks:
+            raise ProtocolError(f"rank {inside} of group {slot}, which this run does not have")
+        life, host, store = map(str, texts)
+        return Rank(slot, inside, life, host, store, self._clock(), message)
+
+    def _hear_vote(self, rank: Rank, message: Message) -> None:
+        now = self.generation
+        if now is None or message.get("generation") != now.number or now.lives.get(rank.slot) != rank.life:
+            return  # it does not know yet that its generation is over
+        if now.is_over or message.get("attempt") != now.attempt:
+            return
+        now.votes[rank.slot, rank.inside] = message
+        if not message.get("ok"):
+            self._abort(f"group {rank.slot} could not finish its reductions")
+        self._decide()
+
+    def _decide(self) -> None:
+        """Commit the attempt if all have voted for it."""
+        now = self.generation
+        if now is None or now.is_over or len(now.votes) < len(now.lives) * self._ranks:
+            return
+        order = sorted(now.votes)
+        facts = [now.votes[key].get("facts") for key in order]
+        newcomers = bool(self._complete_fresh())
+        decision = {"type": "decision", "generation": now.number, "attempt": now.attempt, "commit": True}
+        self.step += 1
+        for peer in self._ranks_of(self.living):
+            self._send(peer, decision | {"facts": facts, "newcomers": newcomers})
+        self._report_losses()
+        now.votes, now.attempt = {}, now.attempt + 1
+        if now.lost:
+            now.doubt = None
+            self._abort("a group is lost")
+
+    # -- losses ------------------------------------------------------------------------------------
+
+    def lose(self, peer: Peer, cause: str) -> None:
+        """A connection is closed, or is to be closed for ``cause``: its whole group is lost."""
+        rank = self._peers.pop(peer, None)
+        self._close(peer)
+        if rank is None:
+            return
+        if rank.is_leaving:
+            return
+        self._lost_lives.add(rank.life)
+        for other, known in list(self._peers.items()):
+            if known.life == rank.life and known.slot == rank.slot:
+                del self._peers[other]
+                self._send(other, {"type": "cut", "reason": f"rank {rank.inside} of its group: {cause}"})
+                self._close(other)
+        now = self.generation
+        if now is None or now.lives.get(rank.slot) != rank.life or rank.slot in now.lost:
+            return
+        now.lost.add(rank.slot)
+        self._losses.append(Loss(rank.slot, rank.host, cause, self._clock(), self.step))
+        if not self.living:
+            self._fail("all groups are lost")
+            return
+        has_voted = all((rank.slot, inside) in now.votes for inside in range(self._ranks))
+        if has_voted and not now.is_over:
+            now.doubt = self._clock()
+        else:
+            self._abort(f"group {rank.slot} on {rank.host} is lost: {cause}")
+        self._decide()
+        self._form()
+
+    def _abort(self, reason: str) -> None:
+        """Tell all at once that this generation commits nothing more."""
+        now = self.generation
+        if now is None or now.is_over:
+            return
+        now.is_over, now.votes = True, {}
+        for peer in self._ranks_of(self.living):
+            self._send(peer, {"type": "abort", "generation": now.number, "reason": reason})
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        for peer in list(self._peers):
+            self._send(peer, {"type": "failed", "reason": reason})
+
+    def _report_losses(self) -> None:
+        """Report the losses after which the others have committed a step."""
+        living = ", ".join(map(str, self.living))
+        for loss in self._losses:
+            where = f"group {loss.slot} on {loss.host} was lost after step {loss.step} ({loss.cause})"
+            self._say(f"{where}; groups {living} went on after {self._clock() - loss.at:.2f} s")
+        self._losses.clear()
+
+    def tick(self) -> None:
+        """Look for ranks that are silent. Call this several times in a heartbeat."""
+        now = self._clock()
+        for peer, rank in list(self._peers.items()):
+            if peer in self._peers and now - rank.heard > self._heartbeat:
+                self.lose(peer, f"no heartbeat for {self._heartbeat:g} s")
+        generation = self.generation
+        if generation is not None and generation.doubt is not None and now - generation.doubt > _DOUBT_SECONDS:
+            generation.doubt = None
+            self._abort("a group is lost")
+        if self._waiting_since is not None:
+            self._form()
+
+    # -- a new generation --------------------------------------------------------------------------
+
+    def _form(self) -> None:
+        """Begin the next generation if all that it needs have asked for it."""
+        if self.failure is not None or self.is_finished:
+            return
+        old = self._old_groups()
+        if old is None:
+            self._give_up_if_late()
+            return
+        step = max((self._joining(slot, "step") for slot in old), default=0)
+        behind = [slot for slot in old if self._joining(slot, "step") < step]
+        commits = [slot for slot in behind if self._joining(slot, "step") == step - 1 and self._is_pending(slot)]
+        for slot in set(behind) - set(commits):
+            old.remove(slot)
+            for peer in self._ranks_of([slot]):
+                self.lose(peer, "it missed a step")
+        phase = min((self._joining(slot, "phase") for slot in old), default=STEP)
+        fresh = self._complete_fresh() if phase == STEP else []
+        if not old:  # the start of the run, which needs all groups
+            if len(fresh) < self._groups:
+                self._give_up_if_late()
+                return
+            step = max(self._joining(slot, "step") for slot in fresh)
+            phase = min(self._joining(slot, "phase") for slot in fresh)
+        self._begin(sorted({*old, *fresh}), fresh, phase, step, commits)
+
+    def _old_groups(self) -> list[int] | None:
+        """The groups with state that go on, or None if some have not asked to yet."""
+        if self.generation is not None:
+            old = self.living
+            return old if old and all(self._has_joined(slot) for slot in old) else None
+        asking = [rank for rank in self._peers.values() if rank.joining is not None and not rank.joining.get("fresh")]
+        old = sorted({rank.slot for rank in asking})
+        expected = {slot for rank in asking for slot in _slots(rank.joining)}
+        late = self._waiting_since is not None and self._clock() - self._waiting_since > 2 * self._heartbeat
+        complete = all(self._has_joined(slot) for slot in old)
+        return old if complete and (late or expected <= set(old)) else None
+
+    def _begin(self, slots: list[int], fresh: list[int], phase: int, step: int, commits: list[int]) -> None:
+        before = self.generation
+        since = before.since if before is not None else {}
+        number = 1 + max([before.number if before else 0, *(self._joining(slot, "generation") for slot in slots)])
+        ranks = self._ranks_of(slots)
+        lives = {rank.slot: rank.life for rank in ranks.values()}
+        kept = {slot: since[slot] if slot in since and slot not in fresh else number for slot in slots}
+        self.generation, self.step, self._waiting_since = Generation(number, lives, kept), step, None
+        leaders = {rank.slot: rank for rank in ranks.values() if rank.inside == 0}
+        members = [
+            {"slot": slot, "fresh": slot in fresh, "host": leaders[slot].host, "store": leaders[slot].store}
+            for slot in slots
+        ]
+        answer: Message = {
+            "type": "generation",
+            "generation": number,
+            "name": uuid.uuid4().hex,
+            "members": members,
+            "phase": phase,
+            "step": step,
+            "writer": min(slots, key=lambda slot: (kept[slot], slot)),
+        }
+        for peer, rank in ranks.items():
+            rank.joining = None
+            self._send(peer, answer | {"commit_pending": rank.slot in commits})
+        if before is not None and fresh:
+            joined = " and ".join(f"group {slot} on {leaders[slot].host}" for slot in fresh)
+            self._say(f"{joined} joined after step {step}; generation {number} has groups {', '.join(map(str, slots))}")
+
+    def _give_up_if_late(self) -> None:
+        since = self._waiting_since
+        if self.generation is None and since is not None and self._clock() - since > self._wait:
+            self._fail(f"not all groups came within {self._wait:g} s")
+
+    # -- facts -------------------------------------------------------------------------------------
+
+    def _ranks_of(self, slots: Iterable[int]) -> dict[Peer, Rank]:
+        wanted = set(slots)
+        return {peer: rank for peer, rank in self._peers.items() if rank.slot in wanted}
+
+    def _has_joined(self, slot: int) -> bool:
+        ranks = [rank for rank in self._ranks_of([slot]).values() if rank.joining is not None]
+        return len(ranks) == self._ranks
+
+    def _joining(self, slot: int, key: str) -> Any:
+        ranks = self._ranks_of([slot]).values()
+        values = (rank.joining.get(key) or 0 for rank in ranks if rank.joining is not None)
+        return min(values) if key in ("phase", "step") else max(values, default=0)
+
+    def _is_pending(self, slot: int) -> bool:
+        return all(rank.joining is not None and rank.joining.get("pending") for rank in self._ranks_of([slot]).values())
+
+    def _complete_fresh(self) -> list[int]:
+        """The groups without state that are complete and wait."""
+        members = self.living
+        asking = (rank for rank in self._peers.values() if rank.joining is not None and rank.joining.get("fresh"))
+        return sorted({rank.slot for rank in asking if rank.slot not in members and self._has_joined(rank.slot)})
+
+
+def _slots(joining: Message | None) -> list[int]:
+    members = joining.get("members") if joining is not None else None
+    return [slot for slot in members if type(slot) is int] if isinstance(members, list) else []

@@ -1,0 +1,295 @@
+"""The coordinator: votes, losses, returning groups, its own restart, and clients that mean harm."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from sdp.engine.elastic.coordinator import Coordinator
+from sdp.engine.elastic.member import Assembly, CoordinatorClient, CutOffError, Decision, Identity, StepAbortedError
+from sdp.engine.elastic.membership import STEP
+from sdp.engine.elastic.messages import MAGIC, MOST_BYTES, Channel, ProtocolError
+from sdp.tests.support.processes import until
+
+TOKEN = b"a shared secret"
+LONG = 60.0  # seconds of a heartbeat that no test reaches
+
+
+class Group:
+    """A group of one rank, whose requests run in a thread."""
+
+    def __init__(self, port: int, slot: int, life: str = "first", *, heartbeat: float = LONG):
+        who = Identity(slot, 0, 1, f"{life}-{slot}", "here", f"127.0.0.1:{1000 + slot}")
+        self.client = CoordinatorClient(("127.0.0.1", port), TOKEN, who, heartbeat_seconds=heartbeat, wait_seconds=20.0)
+        self.step, self.fresh = 0, True
+        self._thread = ThreadPoolExecutor(1)
+
+    def join(self, phase: int = STEP) -> Any:
+        def work() -> Assembly:
+            found = self.client.join(step=self.step, phase=phase, fresh=self.fresh)
+            self.step, self.fresh = found.step, False
+            return found
+
+        return self._thread.submit(work)
+
+    def vote(self) -> Any:
+        def work() -> Decision:
+            decision = self.client.vote({"slot": self.client.identity.slot}, step=self.step)
+            self.step += 1
+            return decision
+
+        return self._thread.submit(work)
+
+    def die(self) -> None:
+        self.client.hang_up()
+
+
+class Service:
+    """A coordinator with what it said."""
+
+    def __init__(self, groups: int = 3, *, port: int = 0, heartbeat: float = LONG):
+        self.said: list[str] = []
+        self.coordinator = Coordinator(
+            groups, 1, TOKEN, self.said.append, port=port, heartbeat_seconds=heartbeat, wait_seconds=60.0
+        )
+        self.coordinator.start()
+        self.port = self.coordinator.port
+
+    def started(self, groups: int = 3, *, heartbeat: float = LONG) -> list[Group]:
+        members = [Group(self.port, slot, heartbeat=heartbeat) for slot in range(groups)]
+        everyones = [each.result(20) for each in [member.join() for member in members]]
+        assert len({assembly.name for assembly in everyones}) == 1
+        return members
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.coordinator.stop()
+
+
+def results(futures: list[Any]) -> list[Any]:
+    return [future.result(20) for future in futures]
+
+
+def assert_aborted(future: Any) -> None:
+    with pytest.raises(StepAbortedError):
+        future.result(20)
+
+
+def test_a_step_is_committed_when_all_have_voted(service: Service) -> None:
+    members = service.started()
+    early = [members[0].vote(), members[2].vote()]
+    time.sleep(0.3)
+    assert not any(vote.done() for vote in early)
+    decisions = results([*early, members[1].vote()])
+    assert [decision.facts for decision in decisions] == [({"slot": 0}, {"slot": 1}, {"slot": 2})] * 3
+
+
+def test_who_cannot_finish_its_reductions_makes_all_repeat_the_step(service: Service) -> None:
+    members = service.started()
+    vote = members[0].vote()
+    members[1].client.give_up("a neighbour is gone")
+    assert_aborted(vote)
+    assert members[2].client.abort.wait(10)
+    again = results([member.join() for member in members])
+    assert [assembly.slots for assembly in again] == [[0, 1, 2]] * 3
+    assert again[0].number == 2
+    assert not members[2].client.abort.is_set()
+    results([member.vote() for member in members])
+    assert [member.step for member in members] == [1, 1, 1]
+
+
+def test_the_others_go_on_without_a_group_that_dies_and_with_it_when_it_returns(service: Service) -> None:
+    members = service.started()
+    results([member.vote() for member in members])
+    votes = [members[0].vote(), members[2].vote()]
+    members[1].die()
+    for vote in votes:
+        assert_aborted(vote)
+    rest = [members[0], members[2]]
+    assert [assembly.slots for assembly in results([member.join() for member in rest])] == [[0, 2]] * 2
+    results([member.vote() for member in rest])
+    said = until(lambda: service.said or None)[0]
+    assert "group 1 on here was lost after step 1 (its connection was closed); groups 0, 2 went on after" in said
+    back = Group(service.port, 1, "second")
+    waiting = back.join()
+    while not results([member.vote() for member in rest])[0].newcomers:
+        pass
+    assemblies = results([waiting, *(member.join() for member in rest)])
+    assert [[member.fresh for member in assembly.members] for assembly in assemblies] == [[False, True, False]] * 3
+    assert back.step == rest[0].step
+    assert {assembly.writer for assembly in assemblies} == {0}
+    results([member.vote() for member in [*rest, back]])
+
+
+def test_a_newcomer_waits_until_the_others_are_before_a_step(service: Service) -> None:
+    members = service.started()
+    members[1].die()
+    back = Group(service.port, 1, "second")
+    waiting = back.join()
+    rest = [members[0], members[2]]
+    first = results([rest[0].join(phase=1), rest[1].join(phase=STEP)])
+    assert [(assembly.slots, assembly.phase) for assembly in first] == [([0, 2], 1)] * 2
+    assert not waiting.done()
+    assert results([waiting, *(member.join() for member in rest)])[0].slots == [0, 1, 2]
+
+
+def test_a_group_that_votes_and_dies_costs_no_step(service: Service) -> None:
+    members = service.started()
+    members[1].vote()
+    time.sleep(0.3)
+    members[1].die()
+    time.sleep(0.3)
+    decisions = results([members[0].vote(), members[2].vote()])
+    assert [len(decision.facts) for decision in decisions] == [3, 3]
+    assert members[0].client.abort.wait(10)  # its generation is over all the same
+    assert results([members[0].join(), members[2].join()])[0].slots == [0, 2]
+
+
+def test_two_groups_die_at_once(service: Service) -> None:
+    members = service.started()
+    vote = members[0].vote()
+    members[1].die()
+    members[2].die()
+    assert_aborted(vote)
+    assert members[0].join().result(20).slots == [0]
+    members[0].vote().result(20)
+    assert members[0].step == 1
+
+
+def test_a_silent_group_is_cut_off_and_told_so_when_it_wakes_up() -> None:
+    service = Service(heartbeat=1.0)
+    members = service.started(heartbeat=1.0)
+    sleeper = members[1].client
+    sleeper.beat_seconds = 1e6  # it is silent from now on, as if it were stopped
+    vote = members[0].vote()
+    assert_aborted(vote)
+    assert results([members[0].join(), members[2].join()])[0].slots == [0, 2]
+    results([members[0].vote(), members[2].vote()])
+    assert "no heartbeat for 1 s" in until(lambda: service.said or None)[0]
+    with pytest.raises(CutOffError, match="group 1 was cut off"):
+        members[1].join().result(20)
+    service.coordinator.stop()
+
+
+def test_a_coordinator_that_is_started_again_learns_everything_from_the_ranks(service: Service) -> None:
+    members = service.started()
+    results([member.vote() for member in members])
+    service.coordinator.stop()
+    for member in members:
+        assert member.client.abort.wait(10)
+    other = Service(port=service.port)
+    assemblies = results([member.join() for member in members])
+    assert [(assembly.slots, assembly.step, assembly.number) for assembly in assemblies] == [([0, 1, 2], 1, 2)] * 3
+    results([member.vote() for member in members])
+    other.coordinator.stop()
+
+
+@pytest.mark.parametrize("one_was_told", [True, False])
+def test_a_coordinator_that_dies_amid_a_vote_leaves_all_with_the_same_steps(one_was_told: bool) -> None:
+    """If one rank was told that the step is committed, all that voted for it commit it too."""
+    service = Service()
+    members = service.started()
+    votes = [members[1].vote(), members[2].vote()]
+    time.sleep(0.3)
+    service.coordinator.stop()
+    if one_was_told:
+        members[0].step += 1
+    other = Service(port=service.port)
+    joined = members[0].join(phase=STEP)
+    if one_was_told:
+        results(votes)
+    else:
+        for vote in votes:
+            assert_aborted(vote)
+    results([joined, members[1].join(), members[2].join()])
+    assert [member.step for member in members] == [int(one_was_told)] * 3
+    other.coordinator.stop()
+
+
+# -- clients that mean harm ------------------------------------------------------------------------
+
+
+def recorded(port: int) -> bytes:
+    """What an honest client sends, as somebody on the line sees it."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        channel = Channel(TOKEN, is_server=False)
+        channel.feed(connection.recv(1 << 12))
+        return channel.greeting + channel.seal({"type": "bye"})
+
+
+def harm(port: int, kind: int, end: threading.Event) -> None:
+    """Connect again and again, and be slow, send garbage, repeat a recorded message or send too much."""
+    replay = recorded(port)
+    while not end.is_set():
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+                if kind == 0:  # slow: one byte at a time
+                    for byte in MAGIC + os.urandom(8):
+                        connection.sendall(bytes([byte]))
+                        if end.wait(0.1):
+                            return
+                elif kind == 1:
+                    connection.sendall(os.urandom(4096))
+                elif kind == 2:
+                    connection.sendall(replay)
+                elif kind == 3:  # a length of 4 GB, and then as much as goes
+                    connection.sendall(MAGIC + os.urandom(32) + b"\xff\xff\xff\xff" + bytes(1 << 20))
+                else:  # a message of the right length under a wrong token
+                    channel = Channel(b"another secret", is_server=False)
+                    channel.feed(connection.recv(1 << 12))
+                    connection.sendall(channel.greeting + channel.seal({"type": "bye"}))
+                connection.settimeout(0.2)
+                while connection.recv(1 << 12):
+                    pass
+        except OSError:
+            end.wait(0.05)
+
+
+def test_twenty_hostile_clients_do_not_keep_steps_from_being_committed(service: Service) -> None:
+    members = service.started()
+    end = threading.Event()
+    clients = [threading.Thread(target=harm, args=(service.port, number % 5, end), daemon=True) for number in range(20)]
+    for client in clients:
+        client.start()
+    try:
+        for step in range(30):
+            results([member.vote() for member in members])
+            assert [member.step for member in members] == [step + 1] * 3
+            time.sleep(0.05)
+        assert not service.said
+        assert service.coordinator.membership.living == [0, 1, 2]
+    finally:
+        end.set()
+        for client in clients:
+            client.join(10)
+
+
+def test_a_message_counts_once_and_only_on_its_connection() -> None:
+    def pair() -> tuple[Channel, Channel]:
+        server, client = Channel(TOKEN, is_server=True), Channel(TOKEN, is_server=False)
+        client.feed(server.greeting)
+        server.feed(client.greeting)
+        return server, client
+
+    server, client = pair()
+    first = client.seal({"type": "beat"})
+    assert server.feed(first) == [{"type": "beat"}]
+    with pytest.raises(ProtocolError, match="repeated"):
+        server.feed(first)
+    server, client = pair()
+    with pytest.raises(ProtocolError, match="repeated"):  # recorded on another connection
+        server.feed(first)
+    server, client = pair()
+    with pytest.raises(ProtocolError, match="repeated"):  # a message of the server, sent back to it
+        server.feed(server.seal({"type": "beat"}))
+    with pytest.raises(ValueError, match="longer than"):
+        client.seal({"type": "beat", "text": "x" * MOST_BYTES})
