@@ -1,10 +1,24 @@
-"""Gradient noise (``training.noise_scale_interval``): with what it cannot be measured."""
+"""Gradient noise: a profile of holders that follows from it, and with what it cannot be measured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from ..errors import ConfigError
+from .section import PositiveInt, Section
+
+
+class NoiseProfile(Section):
+    """Holders by gradient noise: more for units whose gradients are noisy for their size.
+
+    ``noise``: the metrics.jsonl, or the directory, of a run with ``training.noise_scale_interval``.
+    ``preconditioned``: take the noise of gradients that are divided by the root of Adam's second
+    moments. ``holders``: the result, which config.json of a run has. Then no file is read.
+    """
+
+    noise: str
+    preconditioned: bool = False
+    holders: list[PositiveInt] | None = None
 
 
 def refuse_to_measure(groups: int, engine: str, others: Mapping[str, bool], *, recomputes: bool) -> None:

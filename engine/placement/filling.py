@@ -20,7 +20,7 @@ from .connectivity import spectral_gap
 from .in_step import in_step
 from .packing import Packing, connect, fill, holders_of, level, shuffle
 from .placement import COMMUNICATORS
-from .profiles import capacities, explicit_profile, shaped_counts
+from .profiles import capacities, listed_counts, shaped_counts
 
 _EXACT = 256  # groups × units up to which integer programming takes seconds at most
 _CLOSE = 1.002  # slowest group / its lower bound: a smaller ratio is not worth a search
@@ -50,10 +50,7 @@ def pack(
     room_for = capacities(section)
     free = [unit for unit in range(len(costs)) if unit not in protected]
     holders: list[Holders] = [tuple(range(section.groups))] * len(costs)
-    if isinstance(section.profile, list):
-        listed = explicit_profile(section, section.profile, sum(room_for), len(costs), protected)
-    else:
-        listed = None
+    listed = listed_counts(section, len(costs), protected)
     if not free:
         return tuple(holders), 0
     bundles = _bundles(

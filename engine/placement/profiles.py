@@ -11,6 +11,7 @@ from collections.abc import Sequence, Set
 
 import numpy as np
 
+from ..config.noise import NoiseProfile
 from ..config.schema import SDPSection
 from ..errors import ConfigError
 
@@ -72,13 +73,25 @@ def holder_counts(section: SDPSection, costs: Sequence[int], protected: Set[int]
             explicit profile has another mean.
     """
     mean = sum(capacities(section))
-    if isinstance(section.profile, list):
-        return explicit_profile(section, section.profile, mean, len(costs), protected)
+    if (listed := listed_counts(section, len(costs), protected)) is not None:
+        return listed
     counts = [section.groups] * len(costs)
     free = [unit for unit in range(len(costs)) if unit not in protected]
     for unit, k in zip(free, shaped_counts(section, mean, [costs[unit] for unit in free]), strict=True):
         counts[unit] = k
     return counts
+
+
+def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozenset()) -> list[int] | None:
+    """Return the number of holders of every unit if the profile has one for each, else None.
+
+    Raises the errors of :func:`explicit_profile`.
+    """
+    profile, mean = section.profile, sum(capacities(section))
+    if isinstance(profile, NoiseProfile):
+        assert profile.holders is not None, "resolve_profile comes first"
+        return explicit_profile(section, profile.holders, None, units, protected)
+    return explicit_profile(section, profile, mean, units, protected) if isinstance(profile, list) else None
 
 
 def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> list[int]:
@@ -93,14 +106,14 @@ def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> lis
 
 
 def explicit_profile(
-    section: SDPSection, profile: list[int], mean: float, units: int, protected: Set[int] = frozenset()
+    section: SDPSection, profile: list[int], mean: float | None, units: int, protected: Set[int] = frozenset()
 ) -> list[int]:
     """Return the numbers of holders that the configuration lists, after checking them.
 
     Args:
         section: the section ``sdp`` of the configuration.
         profile: the listed numbers of holders.
-        mean: the mean number of holders that the capacity asks for.
+        mean: the mean number of holders that the capacity asks for. None: it is not checked.
         units: the number of units.
         protected: indices of the units that every group holds.
 
@@ -123,7 +136,7 @@ def explicit_profile(
             )
     free = [k for unit, k in enumerate(profile) if unit not in protected]
     asked = "capacity" in section.model_fields_set
-    if free and asked and abs(sum(free) - mean * len(free)) >= 1:
+    if free and asked and mean is not None and abs(sum(free) - mean * len(free)) >= 1:
         right = sum(free) / len(free)
         raise ConfigError(
             f"sdp.profile: its mean is {right:.3g} holders a unit{' that is not protected' * bool(protected)}, but "

@@ -1,0 +1,1 @@
+"""Numbers of holders that follow from measured gradient noise."""

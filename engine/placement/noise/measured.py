@@ -1,0 +1,76 @@
+"""Reads the gradient noise of units from the metrics of a run."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError, shorten
+from ...json_files import JsonError, parse_json
+
+METRICS = "metrics.jsonl"  # in the directory of a run
+LONGEST_LINE = 64 << 20  # bytes
+
+
+def measured_traces(source: str, names: Sequence[str], *, preconditioned: bool) -> list[float]:
+    """Return tr Σ of each unit, the mean over the measured steps of a run.
+
+    Args:
+        source: the run's directory, or its metrics.jsonl.
+        names: the names of the units.
+        preconditioned: whether the noise is that of gradients divided by the root of Adam's second
+            moments.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not have the noise of a unit.
+    """
+    path = Path(source)
+    path = path / METRICS if path.is_dir() else path
+    key = "preconditioned_trace" if preconditioned else "trace"
+    traces: defaultdict[str, list[float]] = defaultdict(list)
+    for units in _measured_steps(path):
+        for name, noise in units.items():
+            value = noise.get(key) if isinstance(noise, dict) else None
+            if isinstance(value, int | float) and math.isfinite(value):
+                traces[name].append(max(0.0, float(value)))  # below 0 by rounding alone
+    missing = [name for name in names if name not in traces]
+    if missing:
+        remedy = "measure it where every unit has at least 2 holders, for example with sdp.capacity 1"
+        if preconditioned:
+            remedy += ", and with an optimizer that keeps second moments, such as AdamW"
+        raise ConfigError(
+            f"sdp.profile.noise: {shorten(path)} has no {key} of {missing[0]!r} ({len(missing)} of {len(names)} units); "
+            f"{remedy}"
+        )
+    return [math.fsum(traces[name]) / len(traces[name]) for name in names]
+
+
+def _measured_steps(path: Path) -> list[dict[str, Any]]:
+    """Return the entry "noise" of each line that has one. A damaged last line is left out."""
+    found: list[dict[str, Any]] = []
+    try:
+        if not path.is_file():
+            raise ConfigError(f"sdp.profile.noise: {shorten(path)}: no such file; give the directory of a run")
+        with path.open("rb") as file:
+            lines = list(iter(lambda: file.readline(LONGEST_LINE), b""))
+    except (OSError, ValueError) as error:  # a NUL in the path raises ValueError
+        raise ConfigError(f"sdp.profile.noise: {shorten(path)} cannot be read ({error})") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = parse_json(line.decode())
+        except (JsonError, UnicodeDecodeError) as error:
+            if number == len(lines):
+                break
+            raise ConfigError(f"sdp.profile.noise: {shorten(path)}:{number} is not a line of a run ({error})") from None
+        noise = entry.get("noise") if isinstance(entry, dict) else None
+        if isinstance(noise, dict):
+            found.append(noise)
+    if not found:
+        raise ConfigError(
+            f"sdp.profile.noise: no step in {shorten(path)} has measured noise; set training.noise_scale_interval in "
+            "that run"
+        )
+    return found
