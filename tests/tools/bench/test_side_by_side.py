@@ -246,10 +246,21 @@ def test_what_sdp_must_reach_over_a_link_is_judged_beside_the_plan() -> None:
     report = Report(SETTINGS, plans, facts | {ours: facts["ddp"] | state}, [Race("1gbit", link, turns)])
     row = report.rows(report.races[0])[ours]
     assert row["speed_over_ddp"] == 2
+    assert row["speed_over_no_communication"] == 0.25
     assert row["planned_exposed_over_not_overlapped"] == pytest.approx(1 / 3)
     text = to_markdown(report, report.to_json())
     assert "exposed communication 0.750 of that without overlap (0.333 planned), aim at most 0.6: NOT reached" in text
     assert f"speed over DDP's {2 / row['planned_speed_over_ddp']:.3f} of planned, aim at least 0.9" in text
+    assert "| 0.500 (25%) |" in text
+    for name, judged in ((f"{ours}-local4", False), (f"{ours}-local4-o1", True)):
+        local = {"ddp": turns["ddp"], name: turns[ours]}
+        of_local = Report(
+            SETTINGS, plan_methods(["ddp", name], load_config(CONFIG), 4), facts | {name: facts["ddp"] | state},
+            [Race("1gbit", link, local)],
+        )  # fmt: skip
+        (line,) = [line for line in to_markdown(of_local, of_local.to_json()).splitlines() if line.startswith("- sdp")]
+        assert "exposed communication 0.750 of that without overlap" in line
+        assert line.endswith("NOT reached") == judged, "an average that is awaited at once hides nothing"
     (backward,) = plan_methods([ours.replace("forward", "backward")], load_config(CONFIG), 4).keys() - {"ddp"}
     assert plan_methods([backward], load_config(CONFIG), 4)[backward].exposed_share(1.0, 1.0) is None
 
