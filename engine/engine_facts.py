@@ -269,7 +269,7 @@ class EngineFacts:
         check_room(needed, [each[0] for each in facts], [each[1] for each in facts], self.device)
         with self.local_training.anchored():
             values = self.uncut.gather(self._backend.stream_state(), kind, self.device)
-        with self.uncut.filled(values, kind, self.device) as model:
+        with self.uncut.filled(values, kind, self.device, self.layout) as model:
             yield model
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:

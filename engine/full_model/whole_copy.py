@@ -81,7 +81,9 @@ class UncutModel:
         return _on_every_rank(tensors, self._layout, dtype, device)
 
     @contextmanager
-    def filled(self, values: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> Iterator[nn.Module]:
+    def filled(
+        self, values: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device, layout: Layout
+    ) -> Iterator[nn.Module]:
         """Give a copy of the full model in evaluation mode.
 
         Args:
@@ -89,6 +91,7 @@ class UncutModel:
                 emptied.
             dtype: The type of floating-point parameters. Floating-point inputs get it, too.
             device: Where the copy is.
+            layout: The layout of the present phase, which says whether branches are scaled.
         """
         assert self._skeleton is not None
         values |= self._computed_buffers(self._skeleton, device)
@@ -100,9 +103,9 @@ class UncutModel:
         model = copy.deepcopy(self._skeleton, here)
         values.clear()
         here.clear()
-        scale = BranchScale(self._layout)
+        scale = BranchScale(layout)
         with scale.of_full_model(), torch.no_grad():
-            _scale(model, self._layout, scale)
+            _scale(model, layout, scale)
         if dtype != torch.float32:
             model.register_forward_pre_hook(_cast_to(dtype), with_kwargs=True)
         try:
