@@ -261,6 +261,7 @@ EXAMPLES = {
     "roce": ["NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TC"],
     "slingshot": ["NCCL_NET", "FI_MR_CACHE_MONITOR", "FI_CXI_DEFAULT_CQ_SIZE"],
     "ethernet": ["NCCL_IB_DISABLE", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"],
+    "internet": ["NCCL_IB_DISABLE"],
 }
 
 
@@ -286,6 +287,8 @@ def test_examples_for_clusters(folder: Path, name: str) -> None:
         if f"--set env.{name}=" not in text
     ]
     assert not missing, text
-    if name != "ethernet":
+    if name == "internet":
+        assert 'sdp.sync={"every": 128, "start_after": 1000,' in shown.stdout
+    if name not in ("ethernet", "internet"):
         options = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time")
         assert all(f"#SBATCH --{option}=" in shown.stdout for option in options)
