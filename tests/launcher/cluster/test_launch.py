@@ -288,7 +288,7 @@ def test_examples_for_clusters(folder: Path, name: str) -> None:
     ]
     assert not missing, text
     if name == "internet":
-        assert 'sdp.sync={"every": 128, "start_after": 1000,' in shown.stdout
+        assert 'sdp.sync={"every": 128, "fragments": 4,' in shown.stdout
     if name not in ("ethernet", "internet"):
         options = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time")
         assert all(f"#SBATCH --{option}=" in shown.stdout for option in options)
