@@ -243,13 +243,13 @@ def check_optimizer(config: Config, given: Any) -> None:
     if given is not None or config.optimizer is None:
         return
     if config.optimizer.type.lower() == "muon":
-        obstacle = 'sdp.engine "deepspeed"' if config.sdp.engine == "deepspeed" else None
-        obstacle = "zero_optimization.offload_optimizer" if config.zero_optimization.offloads else obstacle
+        obstacle = ('sdp.engine "deepspeed"', 'use "fsdp2"') if config.sdp.engine == "deepspeed" else None
+        if config.zero_optimization.offloads:
+            obstacle = ("zero_optimization.offload_optimizer", "remove the offload")
         if obstacle is not None:
             raise ConfigError(
                 f'optimizer.type: "{config.optimizer.type}" gathers matrices on the device, which is not possible '
-                f"with {obstacle}; "
-                "change one of them"
+                f"with {obstacle[0]}; {obstacle[1]}, or take AdamW"
             )
     if config.optimizer.type.lower() != "lamb":
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,12 @@ CASES = [
     Case(2, 1, stage=0, tp=2, model="even-llama"),
     Case(2, 1, stage=0, tp=2, model="wide-llama-tied-meta", neurons=2, placement="random"),
 ]
+LOCAL_STEPS = [
+    Case(2, 2, stage=3, steps=5, sync='{"every": 2}', model="llama", clip=True),
+    Case(4, 1, stage=0, steps=5, sync='{"every": 4, "fragments": 2, "overlap": 1}', placement="cyclic", model="llama"),
+    Case(2, 1, stage=0, steps=5, sync='{"every": 2}', neurons=2, model="llama"),
+    Case(2, 1, stage=0, steps=5, sync='{"every": 2, "start_after": 2}', tp=2, model="even-llama"),
+]
 
 
 def train_with(case: Case, section: dict[str, Any]) -> Any:
@@ -114,6 +121,30 @@ def test_every_layout_equals_one_process(case: Case, ranks: Any) -> None:
     )
 
 
+def rows_without_ignored_labels(kind: str, step: int, micro: int, data_ranks: int) -> dict[str, torch.Tensor]:
+    batch = models.rows_of_all(kind, step, micro, data_ranks)
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
+@pytest.mark.parametrize(
+    "case", [Case(4, 1, model="llama", placement="cyclic"), Case(2, 1, model="even-llama", neurons=2)]
+)
+def test_the_vectorized_engine_equals_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = SimpleNamespace(**vars(models) | {"rows_of_all": rows_without_ignored_labels})
+    monkeypatch.setattr("sdp.tests.support.cases.models", rows)
+    assert_same_run([train(case, "vectorized", optimizer=SECTION)], train(case, "reference", optimizer=SECTION), case)
+
+
+@pytest.mark.parametrize("case", LOCAL_STEPS, ids=str)
+def test_local_steps_equal_one_process_and_send_the_planned_bytes(case: Case, ranks: Any) -> None:
+    results = ranks.run(train_with, case, SECTION, world=case.world)
+    assert_same_run(results, train(case, "reference", optimizer=SECTION), case)
+    for result in results:
+        counted = [{key: sent for key, sent in of.items() if not key.startswith("tensor")} for of in result.traffic]
+        assert counted == result.planned_steps
+        assert result.measured == result.predicted
+
+
 @pytest.mark.parametrize("case", [CASES[0], CASES[4]], ids=str)
 def test_each_matrix_is_gathered_once_a_step_and_bytes_are_as_planned(case: Case, ranks: Any) -> None:
     for sent, planned, (measured, predicted), gathers, matrices in ranks.run(bytes_and_gathers, case, world=case.world):
@@ -126,8 +157,11 @@ def test_each_matrix_is_gathered_once_a_step_and_bytes_are_as_planned(case: Case
 @pytest.mark.parametrize(
     ("section", "reason"),
     [
-        ({"sdp": {"engine": "deepspeed"}}, 'not possible with sdp.engine "deepspeed"'),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer"),
+        ({"sdp": {"engine": "deepspeed"}}, 'not possible with sdp.engine "deepspeed"; use "fsdp2"'),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "with zero_optimization.offload_optimizer; remove the offload",
+        ),
     ],
 )
 def test_layouts_without_matrices_on_the_device_are_refused(section: dict[str, Any], reason: str) -> None:
