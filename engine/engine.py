@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class SDPEngine(DeepSpeedNames):
         self.noise = NoiseScale(backend, interval, samples, lambda: self.global_steps)
         self.local_training.follow(0)
         self.lr_scheduler = scheduler
+        self.before_update: Callable[[], None] = lambda: None  # raises if the step is not to be counted
         self.loader: Any = None
         self.training_dataloader: Any = None  # the third value of sdp.initialize, which ends with the epoch
         self.global_steps = 0
@@ -135,6 +136,7 @@ class SDPEngine(DeepSpeedNames):
             return
         squared_norm, mean_loss = backend.squared_grad_norm_and_loss(loss).tolist()
         norm, may_lower = math.sqrt(squared_norm), backend.may_lower_loss_scale
+        self.before_update()
         # Norm and loss cover all groups, so all ranks decide the same.
         is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self._forget_micro_batches)
         if math.isfinite(norm) and not is_spike:

@@ -116,13 +116,17 @@ class StepLines:
         self._times_parts = meter.times_parts
         self._begun: deque[_BegunLine] = deque()
 
-    def begin(self, facts: StepFacts, elapsed: float, signal: int) -> None:
+    def begin(
+        self, facts: StepFacts, elapsed: float, signal: int, everyones: Callable[[], list[Any]] | None = None
+    ) -> None:
         """Begin the line of the step that has just been made. Collective.
 
         Args:
             facts: the measurements of this rank.
             elapsed: seconds of the step.
             signal: the signal that this rank has received, 0 if none.
+            everyones: returns the peak of memory, the bytes sent and the signal of each rank, if they are known
+                already. Then nothing is sent.
         """
         engine, training = self._engine, self._engine.config.training
         tokens = engine.config.data.tokens_per_sample
@@ -149,7 +153,7 @@ class StepLines:
             more["loss_scale"] = engine.get_loss_scale()
         if self._times_parts:
             more |= facts.seconds
-        gathered = engine.start_gather((facts.peak_memory_bytes, facts.comm, signal))
+        gathered = everyones or engine.start_gather((facts.peak_memory_bytes, facts.comm, signal))
         self._begun.append(_BegunLine(line, more, gathered, engine.local_training.pending))
 
     def finished(self, *, except_newest: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
