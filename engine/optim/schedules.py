@@ -196,24 +196,33 @@ SCHEDULES: Mapping[str, tuple[type[Section], type[Schedule]]] = {
 }
 
 
+def read_schedule(name: str, params: Mapping[str, Any]) -> tuple[type[Schedule], Section]:
+    """Check the ``scheduler`` section, and return the schedule's class and parameters.
+
+    Raises:
+        ConfigError: The type or a key is unknown, or a value has the wrong type.
+    """
+    if name not in SCHEDULES:
+        hint = suggestion(name, list(SCHEDULES)) or f"; known: {', '.join(SCHEDULES)}"
+        raise ConfigError(f'scheduler.type: unknown schedule "{name}"{hint}')
+    schema, schedule = SCHEDULES[name]
+    return schedule, parse_section(schema, params, "scheduler.params")
+
+
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedule:
     """Build the schedule of the ``scheduler`` section. It sets the optimizer's first rate at once.
 
     Raises:
-        ConfigError: The type or a key is unknown, or a value has the wrong type.
+        ConfigError: The type or a key is unknown, or a value has the wrong type or is "auto".
     """
     unresolved = next((key for key, value in params.items() if value == "auto"), None)
     if unresolved is not None:
         raise ConfigError(
             f'scheduler.params.{unresolved}: "auto" needs a number of steps; set it, or training.steps, or give '
-            "sdp.initialize the "
-            "script's arguments as args, with max_steps"
+            "sdp.initialize the script's arguments as args, with max_steps"
         )
-    if type not in SCHEDULES:
-        hint = suggestion(type, list(SCHEDULES)) or f"; known: {', '.join(SCHEDULES)}"
-        raise ConfigError(f'scheduler.type: unknown schedule "{type}"{hint}')
-    schema, schedule = SCHEDULES[type]
-    return schedule(optimizer, parse_section(schema, params, "scheduler.params"))  # type: ignore[call-arg]
+    schedule, settings = read_schedule(type, params)
+    return schedule(optimizer, settings)  # type: ignore[call-arg]
 
 
 def keep_shared_state(state: Mapping[str, Any]) -> dict[str, Any]:

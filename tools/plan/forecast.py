@@ -21,6 +21,7 @@ from ...engine.distributed.mesh import Coordinates, Mesh, mesh_of
 from ...engine.errors import ConfigError
 from ...engine.module_paths import parents
 from ...engine.optim.muon.setup import gathered_bytes
+from ...engine.optim.schedules import read_schedule
 from ...engine.placement.layout import Layout
 from ...engine.tracing.repetition import sequence
 from ...engine.tracing.step import StepTrace, trace_step
@@ -58,6 +59,8 @@ def forecast(
         SDPError: The run would end with this error.
     """
     require_planned(config)
+    if config.scheduler is not None and "auto" not in config.scheduler.params.values():
+        read_schedule(config.scheduler.type, config.scheduler.params)
     mesh = mesh_of(config, world)
     size = BatchSize.resolve(config, mesh)
     _require_possible_batch(config, size)

@@ -16,6 +16,7 @@ from sdp.engine.accounting.memory_probe import peak_tensor_bytes
 from sdp.engine.accounting.traffic_plan import plan_collectives
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.fake_world import fake_world
+from sdp.engine.errors import ConfigError
 from sdp.engine.initialize import initialize
 from sdp.engine.subnetwork.activations import checkpoint_activations
 from sdp.engine.tracing.step import StepTrace, trace_step
@@ -270,3 +271,19 @@ def test_bytes_have_their_own_vocabulary_before_data_is_there() -> None:
     build, _ = model_and_batch(config)
     with torch.device("meta"):
         assert build().config.vocab_size == BytesTokenizer.vocab_size  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        ({"type": "Wormup"}, 'scheduler.type: unknown schedule "Wormup", did you mean WarmupLR?'),
+        (
+            {"type": "WarmupLR", "params": {"warmup_steps": 3}},
+            "scheduler.params.warmup_steps: unknown key, did you mean",
+        ),
+    ],
+)
+def test_a_plan_refuses_a_schedule_that_a_run_refuses(scheduler: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        planned((2,), scheduler=scheduler)
+    assert str(refused.value).startswith(message)
