@@ -22,7 +22,7 @@ def announce(engine: SDPEngine, optimizer_note: str) -> None:
     _warn_of_settings_without_effect(config, layout)
     _announce_placement(config, layout)
     _announce_sharing(engine)
-    _warn_of_a_full_placement(layout)
+    _warn_of_a_full_placement(config.sdp, layout)
     _announce_batch(engine)
     if config.training.init_from is not None:
         log.info("weights: training starts from those in %s", config.training.init_from)
@@ -65,6 +65,8 @@ def _announce_placement(config: Config, layout: Layout) -> None:
 def _announce_sharing(engine: SDPEngine) -> None:
     """What groups exchange in addition to gradients, or instead of them."""
     config, layout = engine.config, engine.layout
+    if config.masking_schedule.ends:
+        log.info("masking: %s", config.masking_schedule)
     if layout.refreshes and not config.sdp.in_one_process:
         ways = {(refresh.source, refresh.members) for refresh in layout.refreshes}
         most = max(sum(group in members for _, members in ways) for group in layout.everyone)
@@ -76,13 +78,14 @@ def _announce_sharing(engine: SDPEngine) -> None:
             log.warning("sdp.sync: there is one group, so nothing is exchanged; the outer optimizer still steps")
 
 
-def _warn_of_a_full_placement(layout: Layout) -> None:
+def _warn_of_a_full_placement(sdp: SDPSection, layout: Layout) -> None:
     if any(len(holders) < layout.mesh.sdp for holders in layout.placement.holders):
         return
     if layout.branch_scale != "none":
         log.warning('sdp.branch_scale "%s" has no effect: every group holds every unit', layout.branch_scale)
-    elif layout.keeps_frozen:
-        log.warning('sdp.masking "backward" has no effect: every group holds every unit')
+    elif layout.masking == "backward" or len(sdp.maskings) > 1:
+        what = 'sdp.masking "backward"' if isinstance(sdp.masking, str) else "the schedule in sdp.masking"
+        log.warning("%s has no effect: every group holds every unit", what)
 
 
 def _announce_batch(engine: SDPEngine) -> None:

@@ -214,6 +214,7 @@ def _load(saved: SavedRun, corpus: Corpus) -> Backend:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = build_backend(model, saved.config, layout, device, values_to_give(model, saved.config, layout))
     buffers = {name: buffer for name, buffer in backend.module.named_buffers() if name in layout.buffers}
+    backend.use_masking(saved.config.masking_schedule.at(saved.step + 1))
     load(saved.checkpoint, weights_of({**backend.parameters, **buffers}), saved.state["files"], alone=True)
     backend.module.eval()
     return backend

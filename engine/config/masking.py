@@ -85,6 +85,11 @@ class MaskingSchedule:
         """Return whether the masking changes between ``step`` and the next one."""
         return step in self.ends
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first step of each phase."""
+        return (1, *(end + 1 for end in self.ends))
+
     def __str__(self) -> str:
         last = len(self.ends)
         return ", then ".join(

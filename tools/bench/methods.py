@@ -85,6 +85,7 @@ def variant(name: str, config: Config, world: int, layers: int | None = None) ->
         ConfigError: The name is unknown.
     """
     if name == "sdp":
+        _refuse_schedule(config)
         return config
     if is_sdp(name):
         found = _SDP.fullmatch(name)
@@ -118,6 +119,17 @@ def variant(name: str, config: Config, world: int, layers: int | None = None) ->
     if name == SMALLER and layers is not None:
         changed = changed.model_copy(update={"model": config.model | {"num_hidden_layers": layers}})
     return changed
+
+
+def _refuse_schedule(config: Config) -> None:
+    """Raise ConfigError for a schedule of maskings. A bench times one of them."""
+    section = config.sdp
+    if len(section.maskings) < 2:
+        return
+    each = [f"sdp-{section.granularity}-{masking}-{section.capacity}" for masking in ("forward", "backward")]
+    one = not isinstance(section.capacity, list) and not isinstance(section.placement, dict)
+    named = f"write {','.join(each)}" if one else "add --set sdp.masking=forward, and then --set sdp.masking=backward"
+    raise ConfigError(f"--methods sdp: sdp.masking is a schedule, and every phase has its own speed; {named}")
 
 
 def _sync_of(name: str, found: re.Match[str]) -> SyncSection:

@@ -17,7 +17,7 @@ from ..runs.run_config import with_initial_model
 from .alternatives import alternatives
 from .fit import Fit, find_fit
 from .forecast import forecast
-from .machine import default_world
+from .machine import Machine, default_world
 from .options import MOST_RANKS, PlanOptions, add_arguments
 from .page import write_page
 from .result import Forecast
@@ -78,7 +78,25 @@ def _plan(options: PlanOptions, config: Config) -> _Result:
     else:
         plan = forecast(name, config, machine, world)
     others, notes = ([], []) if options.alone else alternatives(config, machine, world)
+    if config.masking_schedule.ends:
+        plan, phases, note = _other_phases(plan, config, machine, world)
+        others, notes = [*phases, *others], [note, *notes]
     return _Result(plan, others, notes, f"{world} ranks ({source})", fit, commands)
+
+
+def _other_phases(plan: Forecast, config: Config, machine: Machine, world: int) -> tuple[Forecast, list[Forecast], str]:
+    """Name ``plan`` after its phase of a schedule of maskings, and plan the other phase.
+
+    Returns:
+        The plan, the plan of the other phase, and a sentence about the schedule.
+    """
+    largest, *others = sorted(config.sdp.maskings)  # "backward" needs the most memory, and comes first
+    phases = [forecast(f"{plan.name}, {each}", config, machine, world, masking=each) for each in others]
+    note = (
+        f"sdp.masking: {config.masking_schedule}. A device needs the peak of {largest} masking. When its phase begins, "
+        "all frozen copies are sent once."
+    )
+    return replace(plan, name=f"{plan.name}, {largest}"), phases, note
 
 
 def _world(options: PlanOptions, config: Config) -> tuple[int, str]:

@@ -15,6 +15,7 @@ import torch
 from ...engine.accounting.local_traffic import LocalTraffic
 from ...engine.accounting.traffic_plan import Collective, CollectivePlan
 from ...engine.batch.size import BatchSize
+from ...engine.config.masking import Masking
 from ...engine.config.schema import Config
 from ...engine.config.sync import SyncSection
 from ...engine.distributed.mesh import Coordinates, Mesh, mesh_of
@@ -44,7 +45,13 @@ def require_planned(config: Config) -> None:
 
 
 def forecast(
-    name: str, config: Config, machine: Machine, world: int, *, autocast: torch.dtype | None = None
+    name: str,
+    config: Config,
+    machine: Machine,
+    world: int,
+    *,
+    autocast: torch.dtype | None = None,
+    masking: Masking | None = None,
 ) -> Forecast:
     """Plan a run.
 
@@ -54,6 +61,8 @@ def forecast(
         machine: Where it runs.
         world: Number of ranks.
         autocast: Run the forward pass under ``torch.autocast`` in this precision.
+        masking: With a schedule of maskings, the phase to plan. Default: the one that needs the
+            most memory.
 
     Raises:
         SDPError: The run would end with this error.
@@ -65,7 +74,7 @@ def forecast(
     size = BatchSize.resolve(config, mesh)
     _require_possible_batch(config, size)
     try:
-        return _forecast(name, config, machine, mesh, size, autocast)
+        return _forecast(name, config, machine, mesh, size, autocast, masking or _largest(config))
     except RuntimeError as error:
         if "overflow" not in str(error).lower():
             raise
@@ -73,6 +82,11 @@ def forecast(
             f"the model and micro-batch {size.micro:,} are too large: a tensor has more than 2^63 bytes; lower the "
             "sizes"
         ) from None
+
+
+def _largest(config: Config) -> Masking:
+    """The masking of the phase that needs the most memory."""
+    return "backward" if "backward" in config.sdp.maskings else "forward"
 
 
 def _require_possible_batch(config: Config, size: BatchSize) -> None:
@@ -88,11 +102,18 @@ def _require_possible_batch(config: Config, size: BatchSize) -> None:
 
 
 def _forecast(
-    name: str, config: Config, machine: Machine, mesh: Mesh, size: BatchSize, autocast: torch.dtype | None
+    name: str,
+    config: Config,
+    machine: Machine,
+    mesh: Mesh,
+    size: BatchSize,
+    autocast: torch.dtype | None,
+    masking: Masking,
 ) -> Forecast:
     build, batch = model_and_batch(config)
     model = build()
-    layout = Layout.of(model, config, mesh)
+    layout = Layout.of(model, config, mesh).in_phase(masking)
+    phase = config.model_copy(update={"sdp": config.sdp.model_copy(update={"masking": masking})})
     alike: dict[Any, list[int]] = {}
     for group in range(mesh.sdp):
         alike.setdefault((_runs(layout, group), sequence(model, layout, group)), []).append(group)
@@ -110,7 +131,7 @@ def _forecast(
         settings = {"stage": stage, "accumulation": size.accumulation, "compute_bytes": compute}
         return tuple(LocalTraffic(layout, rank, sync, **settings).round_between_groups())
 
-    trace = partial(trace_step, build, config, layout, batch, autocast=autocast, device=machine.device)
+    trace = partial(trace_step, build, phase, layout, batch, autocast=autocast, device=machine.device)
     traced = {tuple(groups): trace(groups[0]) for groups in kinds[:MOST_TRACES]}
     with_them: dict[tuple[int, ...], list[int]] = {groups: [] for groups in traced}
     reordered, untraced = [], []

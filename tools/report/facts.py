@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ...engine.placement.placement import Placement
+from ..runs.phases import describe_phases, phases_of
 from ..runs.run_files import Run
 from ..shared.table import Spread
 
@@ -65,6 +66,8 @@ class Facts:
     data_parallel_sent: float | None = None
     spikes_skipped: int | None = None  # None if the run did not look for spikes
     rollbacks: int | None = None
+    masking: str | None = None  # the steps of each phase, with a schedule of maskings
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # of a step with each masking of a schedule
     tasks: dict[str, float | None] = field(default_factory=dict)  # "task, measure" → the newest score
 
     @property
@@ -152,6 +155,8 @@ def facts_of(run: Run) -> Facts:
         data_parallel_sent=summary.get("ddp_comm_bytes_per_step"),
         spikes_skipped=last.get("spikes_skipped"),
         rollbacks=last.get("rollbacks"),
+        masking=describe_phases(phases_of(run.metrics)),
+        phase_seconds=_phase_seconds(settled),
         tasks=_tasks(run),
     )
 
@@ -218,6 +223,13 @@ def _evaluations(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [line[key] for line in lines if line.get(key) is not None]
     return float(median(values)) if values else None
+
+
+def _phase_seconds(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Find the median seconds of a step with each masking of a schedule."""
+    maskings = sorted({line["masking"] for line in lines if "masking" in line})
+    found = {each: _median([line for line in lines if line.get("masking") == each], "step_seconds") for each in maskings}
+    return {masking: seconds for masking, seconds in found.items() if seconds is not None}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

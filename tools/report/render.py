@@ -63,6 +63,7 @@ def _identity(runs: Sequence[Facts]) -> list[Row]:
         text_row("layout", [run.layout for run in runs]),
         text_row("capacity", [None if run.capacity is None else f"{run.capacity:.2f}" for run in runs]),
         text_row("steps", [_steps(run) for run in runs]),
+        text_row("masking of the steps", [run.masking for run in runs]),
         text_row(_counted(runs), [f"{run.tokens:,}" for run in runs]),
         plain_row("steps skipped for a spike", [run.spikes_skipped for run in runs], ",d"),
         plain_row("rollbacks after a spike", [run.rollbacks for run in runs], ",d"),
@@ -93,6 +94,10 @@ def _learning(runs: Sequence[Facts], dense: Baseline) -> list[Row]:
         Row("speed"),
         plain_row(f"{_counted(runs)}/s", [run.tokens_per_second for run in runs], ",.0f"),
         plain_row("seconds per step", [run.step_seconds for run in runs], ".3f"),
+        *(
+            plain_row(f"  with {masking} masking", [run.phase_seconds.get(masking) for run in runs], ".3f")
+            for masking in ("forward", "backward")
+        ),
     ]
 
 

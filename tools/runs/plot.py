@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ...engine.errors import ConfigError
 from ..shared.plots import COLOURS, DPI, SIZE_INCHES, dress, matplotlib_classes
+from .phases import phases_of
 from .run_files import Run
 
 _SMOOTHED: dict[str, Any] = {"linewidth": 1.8}
@@ -75,6 +76,7 @@ def _draw(axes: Any, run: Run, colours: _Colours, scale: float) -> None:
         tokens, losses = zip(*points, strict=True)
         axes.plot(tokens, losses, color=colours.training, alpha=0.22, linewidth=0.8)
         axes.plot(tokens, _smooth(losses), color=colours.training, zorder=2.5, **_SMOOTHED)
+    _mark_phases(axes, run, colours.training, scale)
     held_out = [line for line in run.evaluations if line.get("loss") is not None]
     subnetworks = [
         (line.get("tokens", 0) / scale, loss)
@@ -88,6 +90,22 @@ def _draw(axes: Any, run: Run, colours: _Colours, scale: float) -> None:
     ):
         if marks:
             axes.plot(*zip(*marks, strict=True), color=colour, clip_on=False, zorder=3, **style)
+
+
+def _mark_phases(axes: Any, run: Run, colour: str, scale: float) -> None:
+    """Draw a line where the masking of a schedule changes, and name the new masking."""
+    for phase in phases_of(run.metrics)[1:]:
+        at = phase.tokens / scale
+        axes.axvline(at, color=colour, linewidth=1.0, linestyle=":", zorder=1)
+        axes.annotate(
+            f" {phase.masking} masking",
+            (at, 0.02),
+            xycoords=("data", "axes fraction"),
+            color=colour,
+            fontsize=10,
+            rotation=90,
+            verticalalignment="bottom",
+        )
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:

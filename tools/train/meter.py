@@ -142,8 +142,11 @@ class StepLines:
             "step_seconds": elapsed,
         }
         more: dict[str, Any] = {}
-        if (mfu := self._utilisation.of(line["tokens_per_second"])) is not None:
+        schedule = self._engine.config.masking_schedule
+        if (mfu := self._utilisation.of(line["tokens_per_second"], schedule.at(line["step"]))) is not None:
             more["mfu"] = mfu
+        if schedule.ends:
+            more["masking"] = schedule.at(line["step"])
         if isinstance(engine.loader.sampler, MixtureSampler):
             more["source_samples"] = engine.loader.sampler.counts_at(engine.loader.consumed)
         if training.on_spike != "none":

@@ -127,7 +127,7 @@ class Trainer:
             self.checkpoints.settle(block=True)
             raise NonFiniteError(f"{error}; the last good one: {self.checkpoints.newest()}") from None
         self.last_step = self.meter.end()
-        self.lines.begin(self.last_step, self.meter.elapsed(), self.signals.received)
+        self._begin_line(self.last_step)
         self._record(self.lines.finished(except_newest=self.engine.local_training.lag))
 
     def _compute(self, batches: Iterator[Any]) -> None:
@@ -145,6 +145,9 @@ class Trainer:
         if engine.global_steps == self.steps:
             with part("optimizer"):
                 engine.finish_round()
+
+    def _begin_line(self, facts: StepFacts) -> None:
+        self.lines.begin(facts, self.meter.elapsed(), self.signals.received)
 
     def _record(self, lines: Iterable[tuple[dict[str, Any], int]]) -> None:
         """Show lines of metrics.jsonl to the observers.
@@ -244,13 +247,19 @@ class Trainer:
         log.info("training: steps %d to %d, %s %s a step", start + 1, self.steps, f"{self._tokens_per_step:,}", kind)
         if engine.world_size > 1:
             log.info("bytes sent between groups by this rank in a step: %s", engine.traffic_formula())
-            by_kind = engine.planned_traffic().by_kind().items()
-            planned = ", ".join(f"{kind.replace('/', ' ')} {sent:,}" for kind, sent in by_kind)
-            more = "; plus activations between tensor-parallel ranks" if engine.layout.mesh.tp > 1 else ""
             span = "step" if config.sdp.sync is None else f"round of {config.sdp.sync.every} steps"
-            log.info("bytes sent by this rank in a %s, planned: %s%s", span, planned, more)
+            schedule = config.masking_schedule
+            phases = {f"{span} with {schedule.at(first)} masking": first for first in schedule.starts}
+            for what, step in phases.items() if schedule.ends else [(span, None)]:
+                self._announce_traffic(what, step)
         if not MemoryProbe.works_with(engine):
             log.info("peak of live tensors: not measured, because the probe cannot see compiled code on a CPU")
+
+    def _announce_traffic(self, what: str, step: int | None) -> None:
+        by_kind = self.engine.planned_traffic(step).by_kind().items()
+        planned = ", ".join(f"{kind.replace('/', ' ')} {sent:,}" for kind, sent in by_kind)
+        more = "; plus activations between tensor-parallel ranks" if self.engine.layout.mesh.tp > 1 else ""
+        log.info("bytes sent by this rank in a %s, planned: %s%s", what, planned, more)
 
     def _stop_early(self) -> int:
         self.checkpoints.write()

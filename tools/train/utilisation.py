@@ -11,6 +11,7 @@ from statistics import fmean
 
 import torch
 
+from ...engine.config.masking import Masking
 from ...engine.engine import SDPEngine
 from ...engine.model_interface import get_flops_per_token
 from ...engine.placement.placement import Placement
@@ -28,19 +29,21 @@ class Utilisation:
         flops = get_flops_per_token(engine.module)
         on_cuda, precision = engine.device.type == "cuda", engine.config.precision
         peak = NOMINAL_TFLOPS.get(torch.cuda.get_device_name(engine.device)) if on_cuda else None
-        self._share_per_rate: float | None = None
+        self._share_per_rate: dict[Masking, float] = {}
         if flops is not None and peak is not None and precision != "float32":
-            per_token = mean_flops_per_token(
-                flops(sequence_length),
-                engine.layout.placement,
-                engine.layout.mesh.sizes or None,
-                keeps_frozen=engine.layout.keeps_frozen,
-            )
-            self._share_per_rate = per_token / (engine.world_size * peak * 1e12)
+            for masking in engine.config.sdp.maskings:
+                per_token = mean_flops_per_token(
+                    flops(sequence_length),
+                    engine.layout.placement,
+                    engine.layout.mesh.sizes or None,
+                    keeps_frozen=masking == "backward",
+                )
+                self._share_per_rate[masking] = per_token / (engine.world_size * peak * 1e12)
 
-    def of(self, tokens_per_second: float) -> float | None:
-        """Return the utilisation at ``tokens_per_second`` of the whole run, 0 … 1."""
-        return None if self._share_per_rate is None else self._share_per_rate * tokens_per_second
+    def of(self, tokens_per_second: float, masking: Masking) -> float | None:
+        """Return the utilisation at ``tokens_per_second`` of the whole run, 0 … 1, in steps with ``masking``."""
+        share = self._share_per_rate.get(masking)
+        return None if share is None else share * tokens_per_second
 
 
 def mean_flops_per_token(
