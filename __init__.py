@@ -1,6 +1,8 @@
-"""Subnetwork Data Parallelism: every group of devices trains a part of the network; only what groups share is averaged.
+"""Subnetwork Data Parallelism: every group of devices trains a part of the network; only what
+groups share is averaged.
 
-This module only hands names on. They are imported when first used, so that ``sdp --help`` does not load torch.
+This module only hands names on. They are imported when first used, so that ``sdp --help`` does not
+load torch.
 """
 
 from __future__ import annotations

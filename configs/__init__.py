@@ -1,1 +1,3 @@
-"""Configurations of runs, as JSON files, and scripts for clusters. This package only makes them part of an installation."""
+"""Configurations of runs, as JSON files, and scripts for clusters. This package only makes them
+part of an installation.
+"""

@@ -1,7 +1,7 @@
 """Draw docs/images/groups.svg: which group holds which block, and what is averaged.
 
-Run ``python docs/draw_groups.py`` after a change. The placement in the picture is the engine's own: the quickstart's
-eight blocks over four groups at capacity 0.5.
+Run ``python docs/draw_groups.py`` after a change. The placement in the picture is the engine's own:
+the quickstart's eight blocks over four groups at capacity 0.5.
 """
 
 from __future__ import annotations

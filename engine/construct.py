@@ -1,4 +1,6 @@
-"""Build a backend from the full model: cut it to this rank's part, shard it, and give every parameter its value."""
+"""Build a backend from the full model: cut it to this rank's part, shard it, and give every
+parameter its value.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,8 @@ def build_native(
     stage = config.zero_optimization.stage
     # 1. Slice neurons. Tensor parallelism splits the slices, so they must exist before it.
     slice_neurons(model, config, layout, at.sdp, compute_dtype)
-    # 2. Tensor parallelism. It must see every block, because the skeleton of a skipped block is split too.
+    # 2. Tensor parallelism. It must see every block, because the skeleton of a skipped block is
+    # split too.
     tensor_ranks = _split_among_tensor_ranks(model, layout, at, traffic)
     if prepare is not None:
         layout = prepare(model, layout)
@@ -122,7 +125,8 @@ def build_native(
     # With a schedule of maskings, the copies that run in backward phases sleep in forward phases.
     maskings = config.sdp.maskings
     pass_throughs = make_pass_throughs(model, layout, at.sdp, [tensor_ranks]) if len(maskings) > 1 else {}
-    # 5. Activation checkpointing, on the blocks that this group runs. Compiled blocks must contain it.
+    # 5. Activation checkpointing, on the blocks that this group runs. Compiled blocks must contain
+    # it.
     run = [name for name in layout.blocks if name not in stand_ins]
     checkpoint_activations(model, run, config.activation_checkpointing.mode)
     # 6. Compile block by block. FSDP2's hooks must stay outside the compiled graphs.

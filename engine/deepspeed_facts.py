@@ -1,4 +1,6 @@
-"""DeepSpeed's engine has a method for almost every key of its configuration. These are their values here."""
+"""DeepSpeed's engine has a method for almost every key of its configuration. These are their values
+here.
+"""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ def initialize(
             function gets a list of this rank's parameters, or groups if ``model_parameters`` are
             groups. By default the configuration decides.
         model_parameters: The parameters or parameter groups to train; by default all.
-        training_data: A map-style data set, an iterable one, an iterator, or a DataLoader. Each data
-            rank reads samples of its own. The loader ends with every epoch; see docs/data.md.
+        training_data: A map-style data set, an iterable one, an iterator, or a DataLoader. Each
+            data rank reads samples of its own. The loader ends with every epoch; see docs/data.md.
         lr_scheduler: A scheduler, or a function that makes one from the optimizer. By default the
             configuration decides.
         distributed_port: Must equal the launcher's port.

@@ -1,4 +1,6 @@
-"""What the engine and checkpoints need of a backend whose groups take steps of their own (``sdp.sync``)."""
+"""What the engine and checkpoints need of a backend whose groups take steps of their own
+(``sdp.sync``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Drives local steps (``sdp.sync``): which steps groups take on their own, and when their weights are averaged."""
+"""Drives local steps (``sdp.sync``): which steps groups take on their own, and when their weights
+are averaged.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,15 @@ class LocalTraining:
         return self._pending[-1][1] if self._pending else None
 
     def newest(self) -> LocalUpdate | None:
-        """Return the outcome of the last step, or None if :meth:`arrived` has returned it. May wait."""
+        """Return the outcome of the last step, or None if :meth:`arrived` has returned it. May
+        wait.
+        """
         return self.pending.wait() if self.pending is not None else None
 
     def skipped_steps(self, until: int | None = None) -> int:
-        """Count the steps, up to ``until``, that a group skipped and :meth:`arrived` has not returned. May wait."""
+        """Count the steps, up to ``until``, that a group skipped and :meth:`arrived` has not
+        returned. May wait.
+        """
         return sum(update.wait().skipped > 0 for step, update in self._pending if until is None or step <= until)
 
     @property

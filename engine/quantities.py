@@ -1,7 +1,7 @@
 """Sizes as reports and messages print them.
 
-Reports use decimal units (1 GB is 10⁹ bytes), except for the memory of processes, which they print in
-binary units (1 GiB is 2³⁰ bytes).
+Reports use decimal units (1 GB is 10⁹ bytes), except for the memory of processes, which they print
+in binary units (1 GiB is 2³⁰ bytes).
 """
 
 from __future__ import annotations

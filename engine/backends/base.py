@@ -259,7 +259,9 @@ class TorchOptimizerBackend:
         return self.layout if step is None or not schedule.ends else self.phases[schedule.at(step)]
 
     def copies_wake_after(self, step: int | None) -> bool:
-        """Return whether all frozen copies are refreshed after ``step``, because their phase begins."""
+        """Return whether all frozen copies are refreshed after ``step``, because their phase
+        begins.
+        """
         schedule = self._config.masking_schedule
         return step is not None and schedule.switches_after(step) and schedule.at(step + 1) == "backward"
 

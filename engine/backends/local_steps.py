@@ -229,7 +229,9 @@ class ShardedLocalSteps:
 
     @contextmanager
     def group_statistics(self) -> Iterator[None]:
-        """A context in which running statistics are the means over this group's ranks. Collective in the group."""
+        """A context in which running statistics are the means over this group's ranks. Collective
+        in the group.
+        """
         here = {n: b for n, b in self._buffers_here().items() if b.is_floating_point()}
         group = self._backend.communicators.group
         own = {name: buffer.clone() for name, buffer in here.items()}

@@ -80,8 +80,8 @@ class StreamLoader:
             data_rank: Which rows this rank keeps.
             data_ranks: How many ranks share the samples out.
             collate_fn: Makes a batch from a list of samples. By default torch's.
-            of_batches: The stream has ready batches of ``micro_batch_size`` samples, as a DataLoader
-                gives them. The data ranks take turns.
+            of_batches: The stream has ready batches of ``micro_batch_size`` samples, as a
+                DataLoader gives them. The data ranks take turns.
         """
         self.stream = stream
         self.micro_batch_size = micro_batch_size

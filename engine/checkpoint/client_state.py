@@ -1,4 +1,5 @@
-"""Stores the caller's own state: JSON for structure and numbers, safetensors for tensors and arrays.
+"""Stores the caller's own state: JSON for structure and numbers, safetensors for tensors and
+arrays.
 
 Nothing is pickled. A value that JSON has no form for becomes an object ``{"~": KIND, …}``. Every
 kind is rebuilt from checked parts only, so a forged checkpoint cannot run code.

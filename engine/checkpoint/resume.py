@@ -203,7 +203,9 @@ def _position_in_round(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_inner_state(part: GroupPart, saved: set[str], start: str, backend: Backend) -> None:
-    """Create the optimizer state of the parameters for which the checkpoint has some, and only of those."""
+    """Create the optimizer state of the parameters for which the checkpoint has some, and only of
+    those.
+    """
     _make_state(part.optimizer, _owners(part.parameters, backend), saved, start, part.materialise)
 
 
@@ -213,7 +215,9 @@ def _make_outer_state(local: LocalSteps, backend: Backend, saved: set[str]) -> N
 
 
 def _owners(tensors: Mapping[str, torch.Tensor], backend: Backend) -> dict[torch.Tensor, set[str]]:
-    """Return the tensors to which optimizer state belongs, with the full model's parameters that they have."""
+    """Return the tensors to which optimizer state belongs, with the full model's parameters that
+    they have.
+    """
     owners: dict[torch.Tensor, set[str]] = {}
     for name, tensor in tensors.items():
         owners.setdefault(tensor, set()).add(backend.layout.parameters[backend.spot_of(name).name].canonical)

@@ -1,4 +1,6 @@
-"""The training settings that a checkpoint was written with, compared with those of a run that loads it."""
+"""The training settings that a checkpoint was written with, compared with those of a run that loads
+it.
+"""
 
 from __future__ import annotations
 

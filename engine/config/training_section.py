@@ -1,4 +1,6 @@
-"""The section ``training`` of the configuration: how long a run trains, and what it does on the way."""
+"""The section ``training`` of the configuration: how long a run trains, and what it does on the
+way.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""The modules of DeepSpeed that scripts import: ``sdp.comm``, ``sdp.zero``, ``sdp.ops.adam`` and others."""
+"""The modules of DeepSpeed that scripts import: ``sdp.comm``, ``sdp.zero``, ``sdp.ops.adam`` and
+others.
+"""

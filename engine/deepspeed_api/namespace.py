@@ -1,4 +1,5 @@
-"""Makes DeepSpeed's modules importable under ``sdp``, without importing any of them before it is used.
+"""Makes DeepSpeed's modules importable under ``sdp``, without importing any of them before it is
+used.
 
 ``import sdp.comm`` gives the module ``sdp.engine.deepspeed_api.comm``. A module that is out of
 scope can be imported, because scripts often import what they do not use. Its names say why they are

@@ -1,4 +1,6 @@
-"""``sdp.ops``: the names of DeepSpeed's optimizers, as optimizers of torch with the same arguments and results."""
+"""``sdp.ops``: the names of DeepSpeed's optimizers, as optimizers of torch with the same arguments
+and results.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How ranks agree on small values before any of them waits for another in a larger collective.
 
 All of these functions are collectives: every rank must call them, in the same order. Without a
-process group they answer for this process alone. Values travel as JSON, never as pickles: unpickling
-another rank's data can run code.
+process group they answer for this process alone. Values travel as JSON, never as pickles:
+unpickling another rank's data can run code.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def start_gather_json(value: Any) -> Callable[[], list[Any]]:
         value: a value that JSON can hold in less than ``ROW_BYTES``.
 
     Returns:
-        A function that waits for the values, and returns them in rank order. Tuples arrive as lists.
+        A function that waits for the values, and returns them in rank order. Tuples arrive as
+        lists.
 
     Raises:
         ValueError: ``value`` is too long.

@@ -1,7 +1,7 @@
 """The store through which ranks find each other, served on one address only.
 
-torch's own store listens on all interfaces, and accepts whoever connects. Here rank 0 listens on the address
-that the ranks were given. In a run on one host that is 127.0.0.1.
+torch's own store listens on all interfaces, and accepts whoever connects. Here rank 0 listens on
+the address that the ranks were given. In a run on one host that is 127.0.0.1.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""Groups that come and go: a coordinator keeps membership and votes, and members form process groups between them."""
+"""Groups that come and go: a coordinator keeps membership and votes, and members form process
+groups between them.
+"""

@@ -1,4 +1,6 @@
-"""The coordinator's socket: one thread that listens, reads, writes and never waits for a single client."""
+"""The coordinator's socket: one thread that listens, reads, writes and never waits for a single
+client.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class _Client:
 
 
 class Coordinator:
-    """Serves one run. It has no state on disk: after a restart, the ranks tell it what it must know.
+    """Serves one run. It has no state on disk: after a restart, the ranks tell it what it must
+    know.
 
     Args:
         groups: the number of SDP groups.

@@ -1,4 +1,5 @@
-"""Messages between the coordinator and the ranks: JSON, authenticated, of limited size, never pickled.
+"""Messages between the coordinator and the ranks: JSON, authenticated, of limited size, never
+pickled.
 
 Each side of a connection first sends a magic word and a random nonce. The key of the connection is
 an HMAC of both nonces under the shared token. Each message carries an HMAC over its direction, its

@@ -1,4 +1,6 @@
-"""Read what an SDP launcher tells the processes that it starts: its id, their files and their socket."""
+"""Read what an SDP launcher tells the processes that it starts: its id, their files and their
+socket.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Learning-rate schedules: DeepSpeed's five, by name, and WSD.
 
-DeepSpeed's schedules give DeepSpeed 0.19.8's values at every step, also at the first ones. The rate that
-is set on construction is used in the first optimizer step. The first ``step()`` sets the rate of
-iteration 0, which is used in the second optimizer step.
+DeepSpeed's schedules give DeepSpeed 0.19.8's values at every step, also at the first ones. The rate
+that is set on construction is used in the first optimizer step. The first ``step()`` sets the rate
+of iteration 0, which is used in the second optimizer step.
 """
 
 from __future__ import annotations

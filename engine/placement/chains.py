@@ -1,4 +1,5 @@
-"""Finds the residual blocks of a model that does not state its units, and those that no group can skip.
+"""Finds the residual blocks of a model that does not state its units, and those that no group can
+skip.
 
 A chain is a run of blocks of one class in a ModuleList, Sequential or ModuleDict.
 """

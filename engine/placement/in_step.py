@@ -1,4 +1,6 @@
-"""Exchange equal units between groups, so that a unit's holders reach it at the same time in backward."""
+"""Exchange equal units between groups, so that a unit's holders reach it at the same time in
+backward.
+"""
 
 from __future__ import annotations
 

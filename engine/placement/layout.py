@@ -39,8 +39,8 @@ class Layout:
         blocks: paths of the modules that are computed and sharded as one. These are the units
             themselves, unless units are groups of neurons.
         keeps_frozen: whether a group keeps frozen copies of the units that it does not hold
-            (backward masking), instead of skipping these units. With a schedule of maskings, this is
-            true for the layout of the run, and :meth:`in_phase` returns the layout of a phase.
+            (backward masking), instead of skipping these units. With a schedule of maskings, this
+            is true for the layout of the run, and :meth:`in_phase` returns the layout of a phase.
         branch_scale: when units are scaled.
         not_units: blocks that "auto" found and left out, because no group could skip them → the
             reason.

@@ -57,8 +57,8 @@ def resolve_profile(section: SDPSection, units: Sequence[Unit]) -> SDPSection:
     """Return the section with the numbers of holders of a profile that follows from measured noise.
 
     Other sections are returned as they are. The numbers use the budget of ``capacity``, and never
-    exceed it. If units are equal and each group is filled by itself, the budget is that of the whole
-    units that groups have room for.
+    exceed it. If units are equal and each group is filled by itself, the budget is that of the
+    whole units that groups have room for.
 
     Raises:
         ConfigError: the noise cannot be read, or the capacity is not valid.

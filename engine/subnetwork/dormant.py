@@ -1,4 +1,5 @@
-"""Frozen copies that sleep in phases of forward masking, when a schedule of maskings has both kinds.
+"""Frozen copies that sleep in phases of forward masking, when a schedule of maskings has both
+kinds.
 
 A model is built with its frozen copies. :class:`DormantCopies` puts them aside: pass-throughs
 replace whole blocks, and slices of neurons leave their layers. What sleeps is not part of the
@@ -23,10 +24,12 @@ from .slices import Slices
 def make_pass_throughs(
     model: nn.Module, layout: Layout, group: int, shared: Iterable[object] = ()
 ) -> dict[str, PassThrough]:
-    """Make the stand-ins of the blocks that ``group`` does not hold, by name. ``model`` stays as it is.
+    """Make the stand-ins of the blocks that ``group`` does not hold, by name. ``model`` stays as it
+    is.
 
     Args:
-        model: The model with its frozen copies. Hooks that it has by now work in the stand-ins' skeletons, too.
+        model: The model with its frozen copies. Hooks that it has by now work in the stand-ins'
+            skeletons, too.
         layout: The layout of the run.
         group: The index of the group.
         shared: Objects that the skeletons have in common with the model, such as communicators.

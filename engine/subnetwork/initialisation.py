@@ -4,11 +4,11 @@ If a model has the hook ``parameter_init``, each parameter is filled in blocks o
 The generator of a block is seeded by sha256(seed, canonical name, block). A shard generates only
 the blocks that it overlaps, and holders agree without a broadcast.
 
-Other models run their ``_init_weights`` (Hugging Face), ``init_weights(buffer_device)`` (torchtitan,
-later ``init_states(buffer_device)``) or ``reset_parameters`` (torch), module by module, with a
-generator of the module's own. ``_init_weights`` of the enclosing modules runs too, because they may
-have rules for the module's tensors. torchtitan's function is that of the outermost module: it runs
-once for every module, and does nothing to tensors on the meta device.
+Other models run their ``_init_weights`` (Hugging Face), ``init_weights(buffer_device)``
+(torchtitan, later ``init_states(buffer_device)``) or ``reset_parameters`` (torch), module by
+module, with a generator of the module's own. ``_init_weights`` of the enclosing modules runs too,
+because they may have rules for the module's tensors. torchtitan's function is that of the outermost
+module: it runs once for every module, and does nothing to tensors on the meta device.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def _resets(skeleton: nn.Module, path: str, name: str) -> list[Callable[[], Any]
     for module in chain:
         for name_of_rule in ("init_states", "init_weights"):
             if _takes_buffer_device(rule := getattr(module, name_of_rule, None)):
-                # Tables of positions are large, so they are computed only for the module that has them.
+                # Tables of positions are large, so they are computed only for the module that has
+                # them.
                 return [partial(rule, buffer_device=torch.device("cpu" if chain[-1]._buffers else "meta"))]  # type: ignore[arg-type]
     if hasattr(chain[-1], "reset_parameters"):
         return [chain[-1].reset_parameters]  # type: ignore[list-item]

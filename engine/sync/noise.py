@@ -1,17 +1,18 @@
-"""Measures the gradient noise of every unit from its holders' own gradients (McCandlish et al., arXiv 1812.06162).
+"""Measures the gradient noise of every unit from its holders' own gradients (McCandlish et al.,
+arXiv 1812.06162).
 
 Holders of a unit compute gradients on different data before they average them. So the spread of
 their gradients around the mean shows the noise, without another backward pass.
 
-Let group w have F_w data ranks and the gradient g_w, the mean over its ranks. Let R = Σ F_w over the
-k holders, and ḡ = Σ F_w·g_w / R. Let T be the trace of the covariance of one rank's gradient. Then
-E Σ F_w‖g_w‖² = R‖G‖² + k·T and E‖ḡ‖² = ‖G‖² + T / R. This gives the unbiased estimates
+Let group w have F_w data ranks and the gradient g_w, the mean over its ranks. Let R = Σ F_w over
+the k holders, and ḡ = Σ F_w·g_w / R. Let T be the trace of the covariance of one rank's gradient.
+Then E Σ F_w‖g_w‖² = R‖G‖² + k·T and E‖ḡ‖² = ‖G‖² + T / R. This gives the unbiased estimates
 
 - T = (Σ F_w‖g_w‖² − R‖ḡ‖²) / (k − 1),
 - ‖G‖² = ‖ḡ‖² − T / R.
 
-For groups of equal size F, T / F = k (mean‖g_w‖² − ‖ḡ‖²) / (k − 1), which is the paper's formula for
-the noise of a group's gradient.
+For groups of equal size F, T / F = k (mean‖g_w‖² − ‖ḡ‖²) / (k − 1), which is the paper's formula
+for the noise of a group's gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Measures gradient noise every few steps of a run, and keeps running means (``training.noise_scale_interval``)."""
+"""Measures gradient noise every few steps of a run, and keeps running means
+(``training.noise_scale_interval``).
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ class NoiseScale:
             )
 
     def scale_of(self, unit: str) -> float | None:
-        """Return the noise scale of a unit in samples. None if it is not known, or too large to measure."""
+        """Return the noise scale of a unit in samples. None if it is not known, or too large to
+        measure.
+        """
         trace, squared_norm, _ = self._means.get(unit, (0.0, 0.0, 0.0))
         return trace / squared_norm if squared_norm > 0 else None
 

@@ -1,4 +1,5 @@
-"""Local steps: the anchors of a rank's weights, and the outer steps that average what groups learned.
+"""Local steps: the anchors of a rank's weights, and the outer steps that average what groups
+learned.
 
 The anchor of a unit is its weights after the last outer step, equal at all holders. An outer step
 sums the holders' changes, anchor − weights, divides by their number, and gives the result to the
@@ -190,7 +191,9 @@ class OuterSteps:
         return [self.anchors[name].to(self._device) - self._weights(name) for name in names]
 
     def _step(self, average: _Average, means: list[torch.Tensor]) -> None:
-        """Let the outer optimizer step on the anchors of a bucket, and the group continue from them."""
+        """Let the outer optimizer step on the anchors of a bucket, and the group continue from
+        them.
+        """
         if average.keeps_weights:
             for name in average.names:
                 self.anchors[name].copy_(self._weights(name))
@@ -208,7 +211,9 @@ class OuterSteps:
         average.before, average.changes = None, []
 
     def _squared_norms(self, average: _Average, means: list[torch.Tensor]) -> torch.Tensor:
-        """Return this rank's part of three squared norms: of the holders' moves, the anchors, the outer gradient."""
+        """Return this rank's part of three squared norms: of the holders' moves, the anchors, the
+        outer gradient.
+        """
         names = average.names
         starts = average.before or [self._weights(name) for name in names]
         counted = [index for index, name in enumerate(names) if self._counts(name)]

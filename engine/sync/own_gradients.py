@@ -1,4 +1,6 @@
-"""Takes the gradient of a holder group before :class:`GradientSync` averages it with those of the other holders."""
+"""Takes the gradient of a holder group before :class:`GradientSync` averages it with those of the
+other holders.
+"""
 
 from __future__ import annotations
 

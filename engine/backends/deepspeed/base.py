@@ -40,7 +40,9 @@ class DeepSpeedBase(ShardedBackend):
 
     @property
     def copies_in_memory(self) -> dict[str, nn.Parameter]:
-        """The frozen copies that are allocated. In forward phases of a schedule, those of ZeRO 3 are."""
+        """The frozen copies that are allocated. In forward phases of a schedule, those of ZeRO 3
+        are.
+        """
         return self._frozen if self.layout.keeps_frozen or self.stage == 3 else {}
 
     @property

@@ -1,4 +1,5 @@
-"""Local steps under DeepSpeed: steps of a group alone, and outer steps on what ZeRO has partitioned.
+"""Local steps under DeepSpeed: steps of a group alone, and outer steps on what ZeRO has
+partitioned.
 
 The outer steps work on boxes. At stage 0 a box is a whole parameter, or its float32 copy. At stages
 1 to 3 it is a view of a flat partition: the elements of one parameter that one rank of every holder

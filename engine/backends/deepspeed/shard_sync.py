@@ -20,7 +20,9 @@ from .partitions import Bundle, Shared, stretches
 
 
 class Stretch(NamedTuple):
-    """Elements of this rank's partition of a bundle: the bundle's index, the first element, and their number."""
+    """Elements of this rank's partition of a bundle: the bundle's index, the first element, and
+    their number.
+    """
 
     bundle: int
     at: int

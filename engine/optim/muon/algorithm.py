@@ -1,9 +1,10 @@
-"""Muon for the matrices of the blocks, and AdamW for the rest (Jordan et al.; Liu et al., arXiv 2502.16982).
+"""Muon for the matrices of the blocks, and AdamW for the rest (Jordan et al.; Liu et al., arXiv
+2502.16982).
 
-Muon makes the momentum of a matrix orthogonal, which needs the whole matrix. A rank that has a shard
-gathers the momentum of each matrix once per step, in the precision of the iteration. It computes the
-step of the whole matrix and keeps its own part. The formulas are those of ``torch.optim.Muon``, which
-takes whole matrices only.
+Muon makes the momentum of a matrix orthogonal, which needs the whole matrix. A rank that has a
+shard gathers the momentum of each matrix once per step, in the precision of the iteration. It
+computes the step of the whole matrix and keeps its own part. The formulas are those of
+``torch.optim.Muon``, which takes whole matrices only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Divides holders among units so that the noise of all means together is least (Neyman allocation).
 
-The mean of k gradients has the variance tr Σ / k. So the whole update has the noise Σ_u tr Σ_u / k_u,
-and a budget limits Σ_u k_u·cost_u. Without rounding and limits, k_u is proportional to
-√(tr Σ_u / cost_u).
+The mean of k gradients has the variance tr Σ / k. So the whole update has the noise Σ_u tr Σ_u /
+k_u, and a budget limits Σ_u k_u·cost_u. Without rounding and limits, k_u is proportional to √(tr
+Σ_u / cost_u).
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def cost_of(counts: Sequence[int], costs: Sequence[int]) -> int:
 def _fill(counts: list[int], traces: Sequence[float], costs: Sequence[int], groups: int, budget: int) -> None:
     """Add holders in place, those that lower the noise most for their cost first, while one fits.
 
-    The gain of a further holder falls with every holder. So with equal costs the result is the best.
+    The gain of a further holder falls with every holder. So with equal costs the result is the
+    best.
     """
     left = budget - cost_of(counts, costs)
 
