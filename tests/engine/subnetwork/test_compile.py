@@ -67,6 +67,10 @@ CASES = [
     pytest.param(
         Case(2, 2, 3, model="even-llama", neurons=2, placement="cyclic", checkpointing="full"), marks=pytest.mark.slow
     ),
+    pytest.param(Case(2, 1, model="llama", sync='{"every": 2}'), marks=pytest.mark.slow),
+    pytest.param(
+        Case(2, 2, 3, model="llama", masking="backward", sync='{"every": 2, "fragments": 2}'), marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -85,6 +89,31 @@ def test_equal_blocks_compile_once_and_compute_the_same(ranks: RankPool, case: C
         for name, gradient in fast["gradients"].items():
             expected = plain["gradients"][name]
             torch.testing.assert_close(gradient, expected, rtol=0, atol=RELATIVE * expected.abs().max().item())
+
+
+def _scheduled(case: Case, compiled: bool) -> tuple[list[float], dict[str, int], int]:
+    """Losses of four steps, and evaluations after each; the breaks and the number of graphs."""
+    torch._dynamo.reset()
+    inductor.compile_threads = 1
+    engine = sdp.initialize(model=models.build(case.model), config=case.config(training={"compile": compiled}))[0]
+    counters.clear()
+    losses, data_rank = [], dist.get_rank()
+    for step in range(4):
+        losses.append(one_step(engine, case, step, data_rank=data_rank))
+        engine.step()
+        losses.append(engine.evaluate([models.micro_batch(case.model, 9, 0, data_rank)]))
+    return losses, dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("neurons", [0, 2])
+def test_a_schedule_of_maskings_compiles_again(ranks: RankPool, neurons: int) -> None:
+    masking = '[{"until": 2, "masking": "forward"}, {"masking": "backward"}]'
+    case = Case(2, 1, model="even-llama", neurons=neurons, masking=masking)
+    eager, compiled = (ranks.run(_scheduled, case, each, world=2) for each in (False, True))
+    for (losses, _, none), (fast, breaks, graphs) in zip(eager, compiled, strict=True):
+        assert fast == pytest.approx(losses, rel=RELATIVE)
+        assert (none, breaks) == (0, {})
+        assert graphs > 1
 
 
 @pytest.mark.slow

@@ -48,3 +48,18 @@ def test_the_table_says_what_a_round_is(capsys: pytest.CaptureFixture[str]) -> N
     assert "averages of weights, sent by rank 0 in a round of 16 steps" in printed
     assert "anchors and outer state" in printed
     assert "The first 16 steps average gradients in every step" in printed
+
+
+def test_fit_counts_anchors_and_outer_state(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the memory between both peaks, a rank holds its group only with averages in every step."""
+    peaks = [_plan(capsys, f"sdp.sync={sync}")["plan"]["ranks"][0]["peak"] for sync in ("null", '{"every": 16}')]
+    assert peaks[1] > 1.1 * peaks[0]
+    printed = []
+    for sync in ("null", '{"every": 16}'):
+        options = ["--fit", "--device-memory", f"{sum(peaks) // 2}B", "--world", "8", "--alone"]
+        settings = [*SMALL, f"sdp.sync={sync}", "activation_checkpointing.mode=none"]
+        assert main(["plan", str(QUICKSTART), *options, "--set", *settings]) == 0
+        printed.append(capsys.readouterr().out)
+    tried = "1 rank a group (fsdp 1 × tp 1), ZeRO stage 0, activation checkpointing none: "
+    assert f"{tried}fits" in printed[0]
+    assert f"{tried}does not fit" in printed[1]
