@@ -1,4 +1,6 @@
-"""Token shards as a map-style data set: memory-mapped samples of a fixed length, from one or several directories."""
+"""Token shards as a map-style data set: memory-mapped samples of a fixed length, from one or
+several directories.
+"""
 
 from __future__ import annotations
 

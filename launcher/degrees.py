@@ -1,4 +1,6 @@
-"""How many processes a run takes. Its degrees of parallelism, its batch and the visible devices decide."""
+"""How many processes a run takes. Its degrees of parallelism, its batch and the visible devices
+decide.
+"""
 
 from __future__ import annotations
 

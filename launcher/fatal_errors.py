@@ -1,9 +1,10 @@
-"""What a started rank does for its launcher: it ends with its parent, and reports a fatal error once.
+"""What a started rank does for its launcher: it ends with its parent, and reports a fatal error
+once.
 
-A job of many ranks fails with one message. Under the local launcher a rank writes its error to a file, and the
-launcher prints the one that came first. Under another launcher ranks above 0 wait before they print their error,
-because rank 0 may print the same. Every rank waits before it prints that another rank is gone, so that the cause
-comes first.
+A job of many ranks fails with one message. Under the local launcher a rank writes its error to a
+file, and the launcher prints the one that came first. Under another launcher ranks above 0 wait
+before they print their error, because rank 0 may print the same. Every rank waits before it prints
+that another rank is gone, so that the cause comes first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Records where a rank is in its run, and ends a rank that makes no progress.
 
-A thread of the rank watches it. A process that is stopped, or stuck in a call that holds the GIL, runs no
-thread. If no launcher of this package is above the rank, a small guard process watches it too.
+A thread of the rank watches it. A process that is stopped, or stuck in a call that holds the GIL,
+runs no thread. If no launcher of this package is above the rank, a small guard process watches it
+too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Opens files that a launcher and its ranks write in the directory of a run, without following symbolic links."""
+"""Opens files that a launcher and its ranks write in the directory of a run, without following
+symbolic links.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""``sdp export DIR --to hf OUT``: write a checkpoint's full model and tokenizer so that ``transformers`` loads them.
+"""``sdp export DIR --to hf OUT``: write a checkpoint's full model and tokenizer so that
+``transformers`` loads them.
 
-Only the tensors of one output file are in memory at a time. Checkpoints of every layout can be exported.
+Only the tensors of one output file are in memory at a time. Checkpoints of every layout can be
+exported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""``sdp bench``: compares ways to train a model side by side, or the engine with a hand-written loop."""
+"""``sdp bench``: compares ways to train a model side by side, or the engine with a hand-written
+loop.
+"""
 
 from __future__ import annotations
 

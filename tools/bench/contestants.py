@@ -1,4 +1,6 @@
-"""The contestants of ``sdp bench`` without CONFIG: the engine, hand-written loops, and their models."""
+"""The contestants of ``sdp bench`` without CONFIG: the engine, hand-written loops, and their
+models.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Hosts on this machine for ``sdp bench CONFIG --network``: network namespaces with shaped links.
 
-Every rank is a host with the address 10.78.0.RANK+1 on ``eth0``. All hosts are on one virtual switch. A
-token bucket (tc tbf) with the link's rate limits what a host sends and what it receives. Only
-namespaces made here are touched. They are removed at the end, also after SIGINT, SIGTERM or SIGHUP.
-Needs root, iproute2 and a kernel with tbf.
+Every rank is a host with the address 10.78.0.RANK+1 on ``eth0``. All hosts are on one virtual
+switch. A token bucket (tc tbf) with the link's rate limits what a host sends and what it receives.
+Only namespaces made here are touched. They are removed at the end, also after SIGINT, SIGTERM or
+SIGHUP. Needs root, iproute2 and a kernel with tbf.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ There are three comparisons, each with its own process group:
 
 - *One rank*: the engine and the loop train a model that has only the held layers.
 - *One of N ranks, by layers*: the engine carves the share of one rank out of the full model. The
-  other ranks do not exist (torch's fake process group: collectives return at once), so everything is
-  timed except the network.
+  other ranks do not exist (torch's fake process group: collectives return at once), so everything
+  is timed except the network.
 - *One of N ranks, by neurons*: the same with groups of neurons. The loop's layers are narrower.
 
 With ``--deepspeed`` there is a fourth one: one group under DeepSpeed against DeepSpeed alone.

@@ -1,4 +1,6 @@
-"""What ``sdp plan`` says about the methods of ``sdp bench CONFIG``, to print next to the measurements."""
+"""What ``sdp plan`` says about the methods of ``sdp bench CONFIG``, to print next to the
+measurements.
+"""
 
 from __future__ import annotations
 

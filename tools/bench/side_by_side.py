@@ -1,12 +1,13 @@
 """``sdp bench CONFIG``: compares ways to train one model in one run of the same ranks.
 
-Every rank holds all methods and lets them take turns, so that a busy machine slows all of them. A turn
-begins with a step that is not timed (caches, running transfers); then ``--steps`` steps are timed
-together. Rounds alternate between forward and reverse order. The seconds of a turn are those of its
-slowest rank.
+Every rank holds all methods and lets them take turns, so that a busy machine slows all of them. A
+turn begins with a step that is not timed (caches, running transfers); then ``--steps`` steps are
+timed together. Rounds alternate between forward and reverse order. The seconds of a turn are those
+of its slowest rank.
 
-- *Exposed communication*: the time of a step minus that of the same step with collectives that return
-  at once (``wire.absent``). On ranks that share cores it includes the communication's processor time.
+- *Exposed communication*: the time of a step minus that of the same step with collectives that
+  return at once (``wire.absent``). On ranks that share cores it includes the communication's
+  processor time.
 - *Not overlapped*: the same for a step that waits for every reduction where it starts
   (``wire.awaited``).
 - *Bytes sent*: counted by the kernel on the rank's TCP connections, if collectives use them.

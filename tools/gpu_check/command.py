@@ -1,9 +1,10 @@
-"""``sdp gpu-check``: memory and speed of one rank of dense and SDP runs on this GPU, next to the plan.
+"""``sdp gpu-check``: memory and speed of one rank of dense and SDP runs on this GPU, next to the
+plan.
 
-Takes under 8 minutes. Every row is the share of one rank among 8 groups. The other ranks do not exist
-(torch's fake process group: collectives return at once). So the memory is exact, and the speed is an
-upper bound: that of a network that hides all traffic. The most important rows are measured first. The
-report is written after every row, and names the rows for which no time is left.
+Takes under 8 minutes. Every row is the share of one rank among 8 groups. The other ranks do not
+exist (torch's fake process group: collectives return at once). So the memory is exact, and the
+speed is an upper bound: that of a network that hides all traffic. The most important rows are
+measured first. The report is written after every row, and names the rows for which no time is left.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 All groups are workers of this process. They compute what ``engine/backends/reference/backend.py``
 specifies, in float32. Nothing is trained. Under backward masking, holders read other rows than the
-dense mean does. So the gradients differ on every batch, but not in expectation; ``estimate.py`` says
-how bias is told from sampling noise.
+dense mean does. So the gradients differ on every batch, but not in expectation; ``estimate.py``
+says how bias is told from sampling noise.
 """
 
 from __future__ import annotations

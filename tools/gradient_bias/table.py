@@ -1,4 +1,6 @@
-"""The report of ``sdp gradient-bias``: a table, a verdict in words, JSON, and the points of the plot."""
+"""The report of ``sdp gradient-bias``: a table, a verdict in words, JSON, and the points of the
+plot.
+"""
 
 from __future__ import annotations
 

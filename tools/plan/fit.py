@@ -4,12 +4,12 @@ The search takes as few ranks per group as possible. Among their settings it tak
 shortest planned step.
 
 - What stays: groups, capacity, masking and the samples of a step. They decide what is learned.
-- What changes: the degrees of sharding and of tensor parallelism, the ZeRO stage, recomputation, and
-  how the samples of a step are split into micro-batches.
+- What changes: the degrees of sharding and of tensor parallelism, the ZeRO stage, recomputation,
+  and how the samples of a step are split into micro-batches.
 
-A layout is first judged by its state, whose size is known at once, then by tracing its step. Degrees
-of tensor parallelism are 1, 2, 4, 8 and the configured one. Numbers of ranks that cannot share the
-samples of a step equally are left out.
+A layout is first judged by its state, whose size is known at once, then by tracing its step.
+Degrees of tensor parallelism are 1, 2, 4, 8 and the configured one. Numbers of ranks that cannot
+share the samples of a step equally are left out.
 """
 
 from __future__ import annotations

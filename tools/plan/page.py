@@ -1,7 +1,7 @@
 """A plan as one HTML page that loads nothing else.
 
-The page shows bars of memory, the map of units and groups, the search of ``--fit``, and every figure
-of the terminal.
+The page shows bars of memory, the map of units and groups, the search of ``--fit``, and every
+figure of the terminal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The data of a run: tokens or images that the configuration names, or the sources of Python's standard library.
+"""The data of a run: tokens or images that the configuration names, or the sources of Python's
+standard library.
 
 Data without a path is prepared on first use.
 """

@@ -1,4 +1,6 @@
-"""The files of a run. Rank 0 writes them while it trains, and the commands that look at runs read them."""
+"""The files of a run. Rank 0 writes them while it trains, and the commands that look at runs read
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A table of runs: a label, then for every run a value and its ratio to a baseline, all figures of a row in one unit."""
+"""A table of runs: a label, then for every run a value and its ratio to a baseline, all figures of
+a row in one unit.
+"""
 
 from __future__ import annotations
 

@@ -3,12 +3,13 @@
 GRID is a JSON file:
 
     {"title": "…", "seeds": 3, "base": {a configuration},
-     "rows": {"dense": {"sdp.groups": 1}, …}, "columns": {"every step": {}, "H = 8": {"sdp.sync.every": 8}, …},
-     "skip": [["dense", "H = 8"]], "tune": {"optimizer.params.lr": [0.003, 0.006]}}
+     "rows": {"dense": {"sdp.groups": 1}, …}, "columns": {"every step": {}, "H = 8":
+     {"sdp.sync.every": 8}, …}, "skip": [["dense", "H = 8"]], "tune": {"optimizer.params.lr":
+     [0.003, 0.006]}}
 
-A cell is the base with the settings of its row and of its column. With ``tune``, every cell is first
-trained with each value and one seed. The other seeds have the value with the lowest loss. Finished runs
-are not repeated, so a grid can be stopped and continued.
+A cell is the base with the settings of its row and of its column. With ``tune``, every cell is
+first trained with each value and one seed. The other seeds have the value with the lowest loss.
+Finished runs are not repeated, so a grid can be stopped and continued.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ def first_runs(grid: Grid) -> list[GridRun]:
 
 
 def best_choice(grid: Grid, cell: tuple[str, str], out: Path) -> Settings | None:
-    """The choice with which the cell's first seed has the lowest loss. None if no run of it is done."""
+    """The choice with which the cell's first seed has the lowest loss. None if no run of it is
+    done.
+    """
     done = [(result_of(GridRun(grid, *cell, choice, 0), out), choice) for choice in grid.choices()]
     losses = [(result["loss"], index) for index, (result, _) in enumerate(done) if result is not None]
     return done[min(losses)[1]][1] if losses else None
@@ -157,7 +160,9 @@ def figures(grid: Grid, out: Path) -> list[dict[str, Any]]:
 
 
 def report(grid: Grid, out: Path) -> str:
-    """Return the table of everything that is done as Markdown. Also writes it to OUT, with figures and a plot."""
+    """Return the table of everything that is done as Markdown. Also writes it to OUT, with figures
+    and a plot.
+    """
     found = figures(grid, out)
     text = (
         f"{grid.title}: held-out loss of the full model, mean ± deviation of {grid.seeds} seeds\n\n{table(grid, found)}"

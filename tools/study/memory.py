@@ -1,12 +1,13 @@
-"""``sdp study memory OUT``: bytes per rank by kind, planned and measured in a real step, of every variant.
+"""``sdp study memory OUT``: bytes per rank by kind, planned and measured in a real step, of every
+variant.
 
-There are 4 groups of one rank. A row is the share of the group that holds the most. The other ranks do
-not exist (torch's fake process group: collectives return at once).
+There are 4 groups of one rank. A row is the share of the group that holds the most. The other ranks
+do not exist (torch's fake process group: collectives return at once).
 
 - *Planned*: traced on fake tensors, as ``sdp plan`` does.
-- *Measured*: the engine with real tensors on a CPU. State is counted in the tensors that exist after
-  a step. Activations are watched in a second step. ``memory_probe.py``, which shares no code with the
-  plan, finds the peak of all live tensors in a third step.
+- *Measured*: the engine with real tensors on a CPU. State is counted in the tensors that exist
+  after a step. Activations are watched in a second step. ``memory_probe.py``, which shares no code
+  with the plan, finds the peak of all live tensors in a third step.
 
 Every row has its own process. Finished rows are kept in OUT and not repeated, so a study can be
 stopped and continued.

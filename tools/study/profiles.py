@@ -1,12 +1,12 @@
 """``sdp study profiles OUT``: which profile of holders over depth learns best at equal memory.
 
-Every cell of a table is a capacity and a profile. Its figure is the held-out loss of the full model over
-some seeds. Two columns are for comparison: the dense model, and a smaller dense model that needs no
-more memory than a group does. A comparison means something only if the dense model beats the smaller
-one by more than the seeds differ. The report says where it does not.
+Every cell of a table is a capacity and a profile. Its figure is the held-out loss of the full model
+over some seeds. Two columns are for comparison: the dense model, and a smaller dense model that
+needs no more memory than a group does. A comparison means something only if the dense model beats
+the smaller one by more than the seeds differ. The report says where it does not.
 
-All groups of a run are in one process. A run is an ``sdp train`` with its own files in OUT. Finished
-runs are not repeated, so a sweep can be stopped and continued.
+All groups of a run are in one process. A run is an ``sdp train`` with its own files in OUT.
+Finished runs are not repeated, so a sweep can be stopped and continued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The runs of a study: each is an ``sdp train`` in its own process, and is not repeated once it is done."""
+"""The runs of a study: each is an ``sdp train`` in its own process, and is not repeated once it is
+done.
+"""
 
 from __future__ import annotations
 

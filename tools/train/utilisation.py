@@ -1,7 +1,8 @@
-"""Model FLOPs utilisation (MFU): the share of the devices' dense peak that the model's operations take.
+"""Model FLOPs utilisation (MFU): the share of the devices' dense peak that the model's operations
+take.
 
-The definition is PaLM's (arXiv 2204.02311, appendix B). Recomputation does not count. A group counts
-only the operations of its own subnetwork.
+The definition is PaLM's (arXiv 2204.02311, appendix B). Recomputation does not count. A group
+counts only the operations of its own subnetwork.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Utilisation:
                 self._share_per_rate[masking] = per_token / (engine.world_size * peak * 1e12)
 
     def of(self, tokens_per_second: float, masking: Masking) -> float | None:
-        """Return the utilisation at ``tokens_per_second`` of the whole run, 0 … 1, in steps with ``masking``."""
+        """Return the utilisation at ``tokens_per_second`` of the whole run, 0 … 1, in steps with
+        ``masking``.
+        """
         share = self._share_per_rate.get(masking)
         return None if share is None else share * tokens_per_second
 

@@ -14,8 +14,8 @@ PROBED_STEP = 2  # the first step allocates optimizer state; the steps after it 
 class MemoryProbe(Observer):
     """Runs one step under the probe. ``peak`` is the result in bytes, first None.
 
-    It is step ``PROBED_STEP``. With a schedule of maskings, it is the first later step with backward
-    masking, which needs the most memory.
+    It is step ``PROBED_STEP``. With a schedule of maskings, it is the first later step with
+    backward masking, which needs the most memory.
     """
 
     def __init__(self, engine: SDPEngine):
