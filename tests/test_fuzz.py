@@ -1,7 +1,7 @@
 """Mutated inputs to the command line: exit code 0 or 2, never a traceback, and nothing hangs.
 
-The commands run in this process. One input is a list of edits to a good text, so that hypothesis can
-shrink it.
+The commands run in this process. One input is a list of edits to a good text, so that hypothesis
+can shrink it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The default corpus: large enough, without tests and machine settings, the same every time, imported by nobody."""
+"""The default corpus: large enough, without tests and machine settings, the same every time,
+imported by nobody.
+"""
 
 import sys
 

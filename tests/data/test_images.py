@@ -1,4 +1,6 @@
-"""Image sets: what is read is what was written, and a random form depends on seed, epoch and sample alone."""
+"""Image sets: what is read is what was written, and a random form depends on seed, epoch and sample
+alone.
+"""
 
 import dataclasses
 import io

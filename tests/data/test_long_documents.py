@@ -1,4 +1,6 @@
-"""Long documents: bounded memory, the same tokens as in one piece, a limit, and nothing left after an error."""
+"""Long documents: bounded memory, the same tokens as in one piece, a limit, and nothing left after
+an error.
+"""
 
 import gzip
 import json

@@ -1,4 +1,6 @@
-"""Preparing: the same result for any number of workers, documents joined by end-of-text, and clear refusals."""
+"""Preparing: the same result for any number of workers, documents joined by end-of-text, and clear
+refusals.
+"""
 
 import argparse
 import gzip

@@ -1,4 +1,6 @@
-"""Readers: every supported kind gives its documents; every kind of damage gives one line that names file and place."""
+"""Readers: every supported kind gives its documents; every kind of damage gives one line that names
+file and place.
+"""
 
 import gzip
 import json

@@ -1,4 +1,6 @@
-"""Names of DeepSpeed's engine: those that exist, those of the model, and those that are out of scope."""
+"""Names of DeepSpeed's engine: those that exist, those of the model, and those that are out of
+scope.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ def test_a_group_runs_ahead_of_the_others(ranks: RankPool, tmp_path: Path, kind:
 
 
 def _skips_until_the_end(case: Case) -> tuple[str, int, int]:
-    """Train with NaN gradients in group 1. Returns the error, the steps made, and the skips counted."""
+    """Train with NaN gradients in group 1. Returns the error, the steps made, and the skips
+    counted.
+    """
     engine, rank = engine_of(case), data_rank_of(case)
     try:
         for step in range(case.steps):

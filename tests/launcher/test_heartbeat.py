@@ -1,4 +1,6 @@
-"""A rank that cannot end itself is ended by the process that watches it, and one that can is left alone. Whole runs: tests/cluster."""
+"""A rank that cannot end itself is ended by the process that watches it, and one that can is left
+alone. Whole runs: tests/cluster.
+"""
 
 from __future__ import annotations
 

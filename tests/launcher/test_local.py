@@ -1,4 +1,6 @@
-"""The local launcher against tiny ranks: normal ends, failures, signals, and that no process is left behind."""
+"""The local launcher against tiny ranks: normal ends, failures, signals, and that no process is
+left behind.
+"""
 
 import os
 import pty

@@ -1,4 +1,6 @@
-"""Models of transformers at the level of neurons: ranks with slices compute what the reference computes."""
+"""Models of transformers at the level of neurons: ranks with slices compute what the reference
+computes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Trains a small network on images, written as DeepSpeed's CIFAR example is. Under sdp one line changes: ``import sdp as deepspeed``."""
+"""Trains a small network on images, written as DeepSpeed's CIFAR example is. Under sdp one line
+changes: ``import sdp as deepspeed``.
+"""
 
 import argparse
 

@@ -1,4 +1,5 @@
-"""Compares the chunked loss of ``sdp.models.loss`` with ``torch.nn.functional.linear_cross_entropy``.
+"""Compares the chunked loss of ``sdp.models.loss`` with
+``torch.nn.functional.linear_cross_entropy``.
 
 Run it with ``python -m sdp.tests.scripts.loss_benchmark --rounds 5``. It needs torch 2.13.
 

@@ -1,4 +1,6 @@
-"""Modules that were not written for SDP: torch's encoder, Hugging Face models, blocks with habits. Native equals the reference."""
+"""Modules that were not written for SDP: torch's encoder, Hugging Face models, blocks with habits.
+Native equals the reference.
+"""
 
 from __future__ import annotations
 

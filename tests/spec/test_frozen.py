@@ -1,4 +1,6 @@
-"""Backward masking: units that a group does not hold run from frozen copies, which are the holders' weights and cost no gradient."""
+"""Backward masking: units that a group does not hold run from frozen copies, which are the holders'
+weights and cost no gradient.
+"""
 
 from __future__ import annotations
 

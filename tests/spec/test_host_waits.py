@@ -1,4 +1,6 @@
-"""The host reads a value from the device once in a step, at its end: the norm and the loss, which decide on the update and are logged."""
+"""The host reads a value from the device once in a step, at its end: the norm and the loss, which
+decide on the update and are logged.
+"""
 
 from __future__ import annotations
 

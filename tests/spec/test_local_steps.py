@@ -295,7 +295,9 @@ def _with_a_nan(case: Case) -> tuple[int, bool, int, float]:
 
 
 def _statistics(case: Case, evaluates: bool) -> dict[str, torch.Tensor]:
-    """Train a step of a round, evaluate the groups' own subnetworks if asked, and return this rank's statistics."""
+    """Train a step of a round, evaluate the groups' own subnetworks if asked, and return this
+    rank's statistics.
+    """
     engine, rank = engine_of(case), data_rank_of(case)
     one_step(engine, case, 0, data_rank=rank)
     engine.step()

@@ -1,4 +1,6 @@
-"""A schedule of maskings: FSDP2 equals the reference in every phase, and a resume equals the undisturbed run."""
+"""A schedule of maskings: FSDP2 equals the reference in every phase, and a resume equals the
+undisturbed run.
+"""
 
 from __future__ import annotations
 

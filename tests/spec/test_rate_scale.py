@@ -1,4 +1,6 @@
-"""Learning rates by holders: every engine equals the reference, and the reference equals torch with one rate per unit."""
+"""Learning rates by holders: every engine equals the reference, and the reference equals torch with
+one rate per unit.
+"""
 
 from __future__ import annotations
 

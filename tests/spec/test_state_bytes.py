@@ -1,4 +1,6 @@
-"""Bytes of parameters, gradients and optimizer state: measured equals predicted, and predicted equals arithmetic."""
+"""Bytes of parameters, gradients and optimizer state: measured equals predicted, and predicted
+equals arithmetic.
+"""
 
 from __future__ import annotations
 

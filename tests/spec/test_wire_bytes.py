@@ -1,4 +1,6 @@
-"""Counted bytes against the kernel's: four ranks in a network namespace of their own, where nothing else is on the loopback."""
+"""Counted bytes against the kernel's: four ranks in a network namespace of their own, where nothing
+else is on the loopback.
+"""
 
 from __future__ import annotations
 

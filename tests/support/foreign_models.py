@@ -1,4 +1,6 @@
-"""Small models that nobody wrote for SDP: models of transformers, and a network like torchvision's ResNet."""
+"""Small models that nobody wrote for SDP: models of transformers, and a network like torchvision's
+ResNet.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Small tasks of lm-evaluation-harness whose documents are files next to them, so no network is needed."""
+"""Small tasks of lm-evaluation-harness whose documents are files next to them, so no network is
+needed.
+"""
 
 from __future__ import annotations
 

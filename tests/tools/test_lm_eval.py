@@ -1,4 +1,6 @@
-"""An export under EleutherAI's harness, from its own command line and without a network: its scores are those of our model."""
+"""An export under EleutherAI's harness, from its own command line and without a network: its scores
+are those of our model.
+"""
 
 import importlib.util
 import json

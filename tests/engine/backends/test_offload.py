@@ -1,4 +1,6 @@
-"""Shards in the host's memory: the same run as on the device, and messages that go through the device."""
+"""Shards in the host's memory: the same run as on the device, and messages that go through the
+device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Batches of every shape: handed to the model, cut for workers and joined again; what is a loss and what a target."""
+"""Batches of every shape: handed to the model, cut for workers and joined again; what is a loss and
+what a target.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sampler and loader: every sample is read once, in an order that no layout and no resumption changes."""
+"""Sampler and loader: every sample is read once, in an order that no layout and no resumption
+changes.
+"""
 
 import itertools
 import json

@@ -1,4 +1,6 @@
-"""Mixtures: proportions, exact resumption, changed weights, and every sample once per epoch of its source."""
+"""Mixtures: proportions, exact resumption, changed weights, and every sample once per epoch of its
+source.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A checkpoint is loaded amid the micro-batches of a step: what they accumulated goes with that step, or stays if the load is refused."""
+"""A checkpoint is loaded amid the micro-batches of a step: what they accumulated goes with that
+step, or stays if the load is refused.
+"""
 
 from __future__ import annotations
 

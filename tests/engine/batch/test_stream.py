@@ -1,4 +1,6 @@
-"""Iterable data sets: ranks read different samples, in the order of the stream, and resume where they stopped."""
+"""Iterable data sets: ranks read different samples, in the order of the stream, and resume where
+they stopped.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The caller's own state in a checkpoint, the parts that a load may leave out, and tags that are numbers."""
+"""The caller's own state in a checkpoint, the parts that a load may leave out, and tags that are
+numbers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Pickled metadata of earlier formats: honest files load, and hostile ones are refused before they do anything."""
+"""Pickled metadata of earlier formats: honest files load, and hostile ones are refused before they
+do anything.
+"""
 
 from __future__ import annotations
 

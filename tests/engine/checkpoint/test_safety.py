@@ -1,4 +1,6 @@
-"""A hostile checkpoint is refused before it does anything. Entries of other programs are left alone."""
+"""A hostile checkpoint is refused before it does anything. Entries of other programs are left
+alone.
+"""
 
 from __future__ import annotations
 

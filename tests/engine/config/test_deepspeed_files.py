@@ -1,4 +1,6 @@
-"""What a file for DeepSpeed may have: "auto" values, old spellings, comments, and sections that are switched off."""
+"""What a file for DeepSpeed may have: "auto" values, old spellings, comments, and sections that are
+switched off.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tensor parallelism: the collectives and the loss on parts of a vocabulary, what cannot be cut, and the model cut against whole ones."""
+"""Tensor parallelism: the collectives and the loss on parts of a vocabulary, what cannot be cut,
+and the model cut against whole ones.
+"""
 
 from __future__ import annotations
 

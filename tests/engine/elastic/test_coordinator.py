@@ -227,7 +227,9 @@ def recorded(port: int) -> bytes:
 
 
 def harm(port: int, kind: int, end: threading.Event) -> None:
-    """Connect again and again, and be slow, send garbage, repeat a recorded message or send too much."""
+    """Connect again and again, and be slow, send garbage, repeat a recorded message or send too
+    much.
+    """
     replay = recorded(port)
     while not end.is_set():
         try:

@@ -1,4 +1,6 @@
-"""Each launcher's variables, as recorded from real starts, and the incomplete sets that must be refused."""
+"""Each launcher's variables, as recorded from real starts, and the incomplete sets that must be
+refused.
+"""
 
 import dataclasses
 import os

@@ -36,7 +36,9 @@ TABLE = [
 
 
 def _batches(case: Case, rank: int) -> list[Any]:
-    """A different number on every rank, 1 to 11: more than one chunk of lockstep passes; rows and ignored labels differ too."""
+    """A different number on every rank, 1 to 11: more than one chunk of lockstep passes; rows and
+    ignored labels differ too.
+    """
     return [
         models.micro_batch(case.model, 500 + index, index, rank, rows=1 + (index + rank) % 3)
         for index in range(1 + 5 * (rank % 3))
@@ -53,7 +55,9 @@ def _evaluate(case: Case) -> tuple[float, list[float], Any, list[str]]:
 
 
 def _expected(case: Case, state: dict[str, torch.Tensor], ranks: range, held: Any = None) -> float:
-    """The token-weighted mean loss of the full model in this process (or with only the units in ``held``)."""
+    """The token-weighted mean loss of the full model in this process (or with only the units in
+    ``held``).
+    """
     model = models.build(case.model)
     if next(model.parameters()).is_meta:
         model.to_empty(device="cpu")
@@ -196,8 +200,9 @@ def _evaluate_noisy(case: Case) -> tuple[float, float, Any, Any]:
 
 @pytest.mark.parametrize("case", [Case(2, 1), Case(2, 2, 3), Case(2, 2, 3, masking="backward")], ids=str)
 def test_evaluation_mode_and_statistics_of_one_model(ranks: RankPool, case: Case) -> None:
-    """A guest must neither drop activations nor take the batch's statistics; statistics are those of the full state, though each
-    rank has tracked its own of the shared part and of what it holds with others, and it goes on with those of the full state.
+    """A guest must neither drop activations nor take the batch's statistics; statistics are those
+    of the full state, though each rank has tracked its own of the shared part and of what it holds
+    with others, and it goes on with those of the full state.
     """
     results = ranks.run(_evaluate_noisy, case, world=case.world)
     model = NoisyModel().eval()
@@ -311,7 +316,9 @@ def test_a_batch_without_targets_weighs_nothing(ranks: RankPool) -> None:
 
 
 def _failing(case: Case) -> list[str]:
-    """Errors of: an impossible batch in the second chunk, no batch on one rank; then a good evaluation."""
+    """Errors of: an impossible batch in the second chunk, no batch on one rank; then a good
+    evaluation.
+    """
     engine = engine_of(case)
     good = models.micro_batch(case.model, 0, 0, dist.get_rank())
     bad = {**good, "x": torch.randn(2, models.IN + 1)}

@@ -1,4 +1,6 @@
-"""The whole model on rank 0, weights that are kept, and parameters and optimizers that the user gives."""
+"""The whole model on rank 0, weights that are kept, and parameters and optimizers that the user
+gives.
+"""
 
 from __future__ import annotations
 

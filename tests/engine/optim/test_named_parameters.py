@@ -1,4 +1,6 @@
-"""``model_parameters`` and optimizers that have names, as ``torch.nn.Module.named_parameters`` gives them."""
+"""``model_parameters`` and optimizers that have names, as ``torch.nn.Module.named_parameters``
+gives them.
+"""
 
 from __future__ import annotations
 

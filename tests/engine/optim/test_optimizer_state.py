@@ -1,4 +1,6 @@
-"""Step counts that an optimizer keeps as plain numbers are saved and go on, also under another engine or optimizer."""
+"""Step counts that an optimizer keeps as plain numbers are saved and go on, also under another
+engine or optimizer.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ RUNS = [
 
 @pytest.mark.parametrize(("name", "case", "where"), RUNS, ids=str)
 def test_a_count_goes_on(ranks: RankPool, tmp_path: Path, name: str, case: Case, where: str) -> None:
-    """Bias correction is large in the first steps. If the count started again, the step would have another length."""
+    """Bias correction is large in the first steps. If the count started again, the step would have
+    another length.
+    """
     if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     expected = ranks.run(_run, case, name, "torch", str(tmp_path / "torch"), range(4), world=case.world)[0]

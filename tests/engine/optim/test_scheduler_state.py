@@ -1,4 +1,6 @@
-"""A resume under the user's own learning-rate scheduler: rates of every step are those of the unbroken run, on every rank and engine."""
+"""A resume under the user's own learning-rate scheduler: rates of every step are those of the
+unbroken run, on every rank and engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Learning-rate schedules: DeepSpeed's values at every step, WSD by its definition, restarts, and what is refused."""
+"""Learning-rate schedules: DeepSpeed's values at every step, WSD by its definition, restarts, and
+what is refused.
+"""
 
 import logging
 import math
@@ -67,8 +69,8 @@ CASES = [
 ]
 
 C = (1 + math.cos(math.pi / 4)) / 2
-# The base rate is 0.3. The first rate is zero. Then come a warm-up from one half, and half a cosine,
-# whose first step is already below the top.
+# The base rate is 0.3. The first rate is zero. Then come a warm-up from one half, and half a
+# cosine, whose first step is already below the top.
 COSINE = [0, *(0.3 * x for x in (0.5, 0.625, 0.75, 0.875, *(0.2 + 0.8 * y for y in (C, 0.5, 1 - C, 0, 0))))]
 
 WSD = {"total_num_steps": 100, "warmup_num_steps": 10, "decay_num_steps": 20}

@@ -1,4 +1,6 @@
-"""``"units": "auto"`` on models that nobody wrote for SDP: several chains, nested chains, blocks that all groups share."""
+"""``"units": "auto"`` on models that nobody wrote for SDP: several chains, nested chains, blocks
+that all groups share.
+"""
 
 from __future__ import annotations
 

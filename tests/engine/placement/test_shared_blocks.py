@@ -1,4 +1,6 @@
-"""Models of other libraries train as a masked model does, and blocks that no group can skip are shared and named."""
+"""Models of other libraries train as a masked model does, and blocks that no group can skip are
+shared and named.
+"""
 
 from __future__ import annotations
 

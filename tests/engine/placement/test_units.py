@@ -41,7 +41,9 @@ def test_auto_takes_every_stack_of_one_class() -> None:
 
 
 def test_auto_takes_blocks_not_layers() -> None:
-    """Plain layers in a row are not residual blocks, however many they are. A model may have a stem and a head too."""
+    """Plain layers in a row are not residual blocks, however many they are. A model may have a stem
+    and a head too.
+    """
     perceptron = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
     assert names(nn.ModuleDict({"head": perceptron, "blocks": nn.ModuleList(models.Block() for _ in range(3))})) == [
         f"blocks.{index}" for index in range(3)

@@ -1,4 +1,6 @@
-"""``sdp.branch_scale``: what a unit adds to its input times groups / holders in training, or times holders / groups in evaluation."""
+"""``sdp.branch_scale``: what a unit adds to its input times groups / holders in training, or times
+holders / groups in evaluation.
+"""
 
 from __future__ import annotations
 

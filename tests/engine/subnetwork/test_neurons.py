@@ -1,4 +1,6 @@
-"""Groups of hidden neurons as units: the reference against plain narrower models, cut by hand and trained one after the other."""
+"""Groups of hidden neurons as units: the reference against plain narrower models, cut by hand and
+trained one after the other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Models that draw random numbers in training are controls: dense, whole, and alike under the same seed."""
+"""Models that draw random numbers in training are controls: dense, whole, and alike under the same
+seed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Start values from a Hugging Face directory: every rank reads its own rows, and the loss is Hugging Face's."""
+"""Start values from a Hugging Face directory: every rank reads its own rows, and the loss is
+Hugging Face's.
+"""
 
 from __future__ import annotations
 

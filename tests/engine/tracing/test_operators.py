@@ -1,4 +1,6 @@
-"""Plans of a GPU's operators: torch's own formula for RMSNorm's derivative, and a real step whose norms keep what that of CUDA keeps."""
+"""Plans of a GPU's operators: torch's own formula for RMSNorm's derivative, and a real step whose
+norms keep what that of CUDA keeps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A step traced on fake tensors, against the same step of real ranks: state, peak of live tensors, bytes sent."""
+"""A step traced on fake tensors, against the same step of real ranks: state, peak of live tensors,
+bytes sent.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Nothing in a word can run anything, and the batch script that ``sdp launch`` writes does its work."""
+"""Nothing in a word can run anything, and the batch script that ``sdp launch`` writes does its
+work.
+"""
 
 import json
 import os

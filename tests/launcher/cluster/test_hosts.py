@@ -1,4 +1,6 @@
-"""Hostfile, --include and --exclude: read as DeepSpeed reads them, and nothing in them is more than a name."""
+"""Hostfile, --include and --exclude: read as DeepSpeed reads them, and nothing in them is more than
+a name.
+"""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,6 @@
-"""How a SLURM job is, from the run's own files and from what sacct and scontrol say. Real jobs: tests/cluster."""
+"""How a SLURM job is, from the run's own files and from what sacct and scontrol say. Real jobs:
+tests/cluster.
+"""
 
 import os
 from pathlib import Path

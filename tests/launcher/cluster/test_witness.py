@@ -1,4 +1,6 @@
-"""A rank that is killed under a launcher that is not ours: what is told of it, and what is left of it."""
+"""A rank that is killed under a launcher that is not ours: what is told of it, and what is left of
+it.
+"""
 
 import json
 import os

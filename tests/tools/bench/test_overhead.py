@@ -1,4 +1,6 @@
-"""``sdp bench`` runs, compares the same work, and its report is complete. What it measures is never asserted."""
+"""``sdp bench`` runs, compares the same work, and its report is complete. What it measures is never
+asserted.
+"""
 
 import importlib.util
 import json

@@ -1,4 +1,6 @@
-"""``sdp bench CONFIG``: methods that make the same steps do, bytes on the wire are those planned, and the report has every figure."""
+"""``sdp bench CONFIG``: methods that make the same steps do, bytes on the wire are those planned,
+and the report has every figure.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ def test_every_method_does_its_work_and_is_reported(
             assert row["peak_bytes"] == pytest.approx(row["planned_peak_bytes"], rel=0.01 if "ddp" in name else 0.1), (
                 name
             )
-    # On a ring of four, and only there, gloo sends the planned bytes, and 100 more for each message.
+    # On a ring of four, and only there, gloo sends the planned bytes, and 100 more for each
+    # message.
     for name in ("ddp", "ddp-recompute", "ddp-bf16-gradients", "smaller-ddp", "sdp-block-forward-0.5"):
         assert (
             rows[name]["planned_sent_bytes"]
@@ -124,7 +127,9 @@ def test_methods_of_another_work_are_told_apart() -> None:
 
 
 class _Diverges:
-    """Steps whose loss on rank 1 becomes NaN. They leave the weights as they are, as skipped steps do."""
+    """Steps whose loss on rank 1 becomes NaN. They leave the weights as they are, as skipped steps
+    do.
+    """
 
     def __init__(self) -> None:
         self.module = torch.nn.Linear(1, 1)

@@ -1,4 +1,6 @@
-"""``sdp gradient-bias``: what is unbiased is found to be, what is not is told from noise, and the estimator estimates."""
+"""``sdp gradient-bias``: what is unbiased is found to be, what is not is told from noise, and the
+estimator estimates.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a plan says of time and traffic is of every rank, wherever it and those that it talks to are."""
+"""What a plan says of time and traffic is of every rank, wherever it and those that it talks to
+are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What of a step's traffic is hidden behind its computation: every kind of link carries one thing at a time."""
+"""What of a step's traffic is hidden behind its computation: every kind of link carries one thing
+at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The data of a run: verified at its start, by one rank for all, and an error of one rank is everyone's."""
+"""The data of a run: verified at its start, by one rank for all, and an error of one rank is
+everyone's.
+"""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The table of planned and measured memory: tiny models of each kind agree, and a plan that is wrong is said to be."""
+"""The table of planned and measured memory: tiny models of each kind agree, and a plan that is
+wrong is said to be.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``training.evaluate_tasks``: scores equal the harness's own on an export, and mistakes are found before training."""
+"""``training.evaluate_tasks``: scores equal the harness's own on an export, and mistakes are found
+before training.
+"""
 
 from __future__ import annotations
 

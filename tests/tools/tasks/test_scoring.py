@@ -1,4 +1,6 @@
-"""Log-likelihoods from streamed units equal those of the whole model in one process, under every layout."""
+"""Log-likelihoods from streamed units equal those of the whole model in one process, under every
+layout.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``sdp train`` with local steps: outer steps in the metrics, a final average, a resume in the middle of a round."""
+"""``sdp train`` with local steps: outer steps in the metrics, a final average, a resume in the
+middle of a round.
+"""
 
 from __future__ import annotations
 

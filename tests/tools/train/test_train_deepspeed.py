@@ -1,4 +1,6 @@
-"""``sdp train`` over DeepSpeed in groups of unequal size: processes that the command line starts, a resume, and what reads the run."""
+"""``sdp train`` over DeepSpeed in groups of unequal size: processes that the command line starts, a
+resume, and what reads the run.
+"""
 
 import importlib.util
 import json

@@ -1,4 +1,6 @@
-"""``sdp train`` on images: real processes on real digits, and mistakes that are found before anything starts."""
+"""``sdp train`` on images: real processes on real digits, and mistakes that are found before
+anything starts.
+"""
 
 import io
 import json

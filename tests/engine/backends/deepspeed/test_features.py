@@ -30,7 +30,9 @@ def test_a_script_without_a_launcher_and_any_optimizer_work() -> None:
 
 
 def _linear_after_zero_3() -> tuple[bool, bool]:
-    """Whether torch has its own linear after an engine with ZeRO 3, and after an fsdp2 engine that follows it."""
+    """Whether torch has its own linear after an engine with ZeRO 3, and after an fsdp2 engine that
+    follows it.
+    """
     own = torch.nn.functional.linear
     engine_of(Case(2, 1, stage=3), "deepspeed")
     then = torch.nn.functional.linear is own

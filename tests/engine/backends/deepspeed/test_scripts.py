@@ -1,4 +1,6 @@
-"""A script written as DeepSpeed's CIFAR example runs with one line changed, on both engines and by DeepSpeed's launcher."""
+"""A script written as DeepSpeed's CIFAR example runs with one line changed, on both engines and by
+DeepSpeed's launcher.
+"""
 
 from __future__ import annotations
 

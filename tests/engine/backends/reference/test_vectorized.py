@@ -1,4 +1,6 @@
-"""All workers in one pass equal the reference, one after the other; what does not fit into one pass is refused."""
+"""All workers in one pass equal the reference, one after the other; what does not fit into one pass
+is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a run does when a rank dies, hangs or finds no room: one message, no process left, and a resume that loses nothing."""
+"""What a run does when a rank dies, hangs or finds no room: one message, no process left, and a
+resume that loses nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Links that somebody put into the dump directory are not followed, and what somebody removed is not made again."""
+"""Links that somebody put into the dump directory are not followed, and what somebody removed is
+not made again.
+"""
 
 from __future__ import annotations
 
