@@ -56,7 +56,7 @@ def test_fit_counts_anchors_and_outer_state(capsys: pytest.CaptureFixture[str]) 
     assert peaks[1] > 1.1 * peaks[0]
     printed = []
     for sync in ("null", '{"every": 16}'):
-        options = ["--fit", "--device-memory", f"{sum(peaks) // 2}B", "--world", "8", "--alone"]
+        options = ["--fit", "--device-memory", f"{sum(peaks) // 2}B", "--world", "4", "--alone"]
         settings = [*SMALL, f"sdp.sync={sync}", "activation_checkpointing.mode=none"]
         assert main(["plan", str(QUICKSTART), *options, "--set", *settings]) == 0
         printed.append(capsys.readouterr().out)
