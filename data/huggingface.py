@@ -95,7 +95,8 @@ def _merges(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> Itera
 def _byte_fallback_bpe(vocabulary: Mapping[str, int], merges: list[tuple[str, str]]) -> dict[str, Any]:
     """A BPE model that spells characters without a token by their bytes, such as ``<0xE2>``."""
     return {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
         "fuse_unk": False, "byte_fallback": True, "ignore_merges": False, "vocab": dict(vocabulary), "merges": merges,
     }  # fmt: skip
 

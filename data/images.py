@@ -63,7 +63,8 @@ class ImageArrays(Dataset[Sample]):
         self.images, self.labels = load_arrays(directory, split, index)
         self._directory, self._split, self.index = directory, split, index
         self.about = Images(
-            index.name, directory, index.num_classes, index.image_size, index.mean, index.std, index.sha256, index.mirrors,
+            index.name, directory, index.num_classes, index.image_size, index.mean, index.std, index.sha256,
+            index.mirrors,
             crop=index.image_size // 8,
         )  # fmt: skip
 

@@ -239,7 +239,10 @@ def _text_of_line(line: bytearray, column: str, where: str) -> str:
 
 
 def _missing_column(where: str, column: str, columns: list[str]) -> str:
-    return f"{where}: no column {quote(column)} (there are: {shorten(', '.join(columns) or 'none', 1000)}); choose one with --text-column"
+    return (
+        f"{where}: no column {quote(column)} (there are: {shorten(', '.join(columns) or 'none', 1000)}); choose one "
+        "with --text-column"
+    )
 
 
 def _read_parquet(path: Path, column: str, limit: int) -> Iterator[Document]:

@@ -11,7 +11,8 @@ from typing import Any
 from .llama_config import LlamaConfig
 
 _SHARED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings",
     "rms_norm_eps", "rope_theta", "tie_word_embeddings", "initializer_range",
 )  # fmt: skip
 

@@ -50,7 +50,8 @@ MODELS: Mapping[str, Entry] = {
 # Keys that a resumed run may change. They do not change the model's results, or the shapes of its
 # weights already show a change.
 _FREE = {
-    "max_position_embeddings", "initializer_range", "loss_chunk_tokens", "attention_dropout", "residual_dropout", "stochastic_depth",
+    "max_position_embeddings", "initializer_range", "loss_chunk_tokens", "attention_dropout", "residual_dropout",
+    "stochastic_depth",
     "image_size", "vocab_size", "num_classes",
 }  # fmt: skip
 

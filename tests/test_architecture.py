@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 LEVELS = {"engine": 0, "data": 1, "models": 1, "launcher": 1, "tools": 2}
 # A file of engine/ may import its own package and the packages before it.
 ENGINE_ORDER = (
-    "errors", "quantities", "json_files", "module_paths", "model_interface", "environment", "config", "distributed", "batch", "placement",
+    "errors", "quantities", "json_files", "module_paths", "model_interface", "environment", "config", "distributed",
+    "batch", "placement",
     "optim", "subnetwork", "sync", "accounting", "full_model", "local_steps", "backend", "checkpoint", "local_training",
     "engine_facts", "deepspeed_facts", "deepspeed_names", "engine", "backends", "construct", "tracing", "announcement",
     "initialize", "elastic", "integrations", "deepspeed_api",
@@ -28,7 +29,8 @@ ENGINE_ORDER = (
 # The same inside tools/. Commands that are not listed are above these and do not import each other.
 TOOLS_ORDER = ("shared", "runs", "report", "tasks", "train", "plan")
 LAUNCHER_ORDER = (
-    "allocator", "own_command", "own_files", "signals", "degrees", "heartbeat", "fatal_errors", "rank_process", "elastic", "local",
+    "allocator", "own_command", "own_files", "signals", "degrees", "heartbeat", "fatal_errors", "rank_process",
+    "elastic", "local",
     "cluster",
 )  # fmt: skip
 # Inside engine/backends/. The backends themselves are not listed: they do not import each other.

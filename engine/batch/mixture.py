@@ -204,7 +204,10 @@ class MixtureSampler(ResumableBatchSampler):
         self.consumed = self.checked_position(state)
         entries: Mapping[str, Any] = state["sources"]
         before = MixtureSampler(
-            [Source(entries[key]["name"], key, entries[key]["samples"], entries[key]["share"]) for key in state["order"]],
+            [
+                Source(entries[key]["name"], key, entries[key]["samples"], entries[key]["share"])
+                for key in state["order"]
+            ],
             1, 0, 1, self.seed,
         )  # fmt: skip
         # A division by the sum could change the last digit.

@@ -92,7 +92,8 @@ class ResumableBatchSampler:
         """
         if "stream" in state:
             raise CheckpointError(
-                "data loader state: the checkpoint read an iterable data set, this run a map-style one; use the same data"
+                "data loader state: the checkpoint read an iterable data set, this run a map-style one; use the same "
+                "data"
             )
         if "sources" in state:
             raise CheckpointError(

@@ -234,7 +234,8 @@ class StreamLoader:
         """Raise CheckpointError if the run cannot continue after ``state``."""
         if "stream" not in state:
             raise CheckpointError(
-                "data loader state: the checkpoint read a map-style data set, this run an iterable one; use the same data"
+                "data loader state: the checkpoint read a map-style data set, this run an iterable one; use the same "
+                "data"
             )
         for key in _COUNTS:
             value = state.get(key)
@@ -242,14 +243,14 @@ class StreamLoader:
                 raise CheckpointError(f"data loader state: {key!r} must be an integer from 0, it is {quote(value)}")
         if state["stream"] != self._unit:
             raise CheckpointError(
-                f"data loader state: the checkpoint counts {quote(state['stream'])}, this run {self._unit}; use the same "
-                "kind of training_data and the same micro-batch"
+                f"data loader state: the checkpoint counts {quote(state['stream'])}, this run {self._unit}; use the "
+                "same kind of training_data and the same micro-batch"
             )
         own = self._data_ranks if self._has_own_share else None
         if state.get("share_of") != own:
             raise CheckpointError(
-                f"data loader state: the checkpoint read with shares of {quote(state.get('share_of'))} data ranks, this "
-                f"run with {own}; a data set with reads_own_share resumes on the same number of data ranks only"
+                f"data loader state: the checkpoint read with shares of {quote(state.get('share_of'))} data ranks, "
+                f"this run with {own}; a data set with reads_own_share resumes on the same number of data ranks only"
             )
         if self._is_once and state["position"] < self._read_to.position:
             raise CheckpointError(

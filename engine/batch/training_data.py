@@ -51,17 +51,19 @@ def make_loader(
         _check_sampler(data)
         shuffle = getattr(data.sampler, "shuffle", not isinstance(data.sampler, SequentialSampler))
         return ResumableLoader(
-            data.dataset, micro_batch_size, data_rank, data_ranks, seed, shuffle, data.collate_fn, data.num_workers, pin_memory
+            data.dataset, micro_batch_size, data_rank, data_ranks, seed, shuffle, data.collate_fn, data.num_workers,
+            pin_memory
         )  # fmt: skip
     if is_stream(data):
         if num_workers:
             raise ConfigError(
-                f"data.num_workers: is {num_workers}, but an iterable data set is read by the rank itself; leave it at 0, "
-                "or give training_data=DataLoader(data, batch_size=…, num_workers=…, drop_last=True)"
+                f"data.num_workers: is {num_workers}, but an iterable data set is read by the rank itself; leave it at "
+                "0, or give training_data=DataLoader(data, batch_size=…, num_workers=…, drop_last=True)"
             )
         return StreamLoader(data, micro_batch_size, data_rank, data_ranks, collate_fn)
     return ResumableLoader(
-        data, micro_batch_size, data_rank, data_ranks, seed, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory
+        data, micro_batch_size, data_rank, data_ranks, seed, collate_fn=collate_fn, num_workers=num_workers,
+        pin_memory=pin_memory
     )  # fmt: skip
 
 

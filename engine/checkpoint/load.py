@@ -119,9 +119,15 @@ def _obstacle(path: Path, reader: SafeReader, tensors: Mapping[str, Any]) -> str
     for key, tensor in tensors.items():
         entry = saved.get(key)
         if not isinstance(entry, TensorStorageMetadata):
-            return f"{path}: holds no {key!r}; it was written for another model or optimizer, choose the configuration that wrote it"
+            return (
+                f"{path}: holds no {key!r}; it was written for another model or optimizer, choose the configuration "
+                "that wrote it"
+            )
         if tuple(entry.size) != tuple(tensor.shape):
-            return f"{path}: {key!r} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} here; it belongs to another model"
+            return (
+                f"{path}: {key!r} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} here; it belongs to "
+                "another model"
+            )
     return None
 
 

@@ -176,7 +176,8 @@ def _tensor(key: str, value: Any, storage_infos: dict[Any, dict[str, Any]]) -> d
         if stored.keys() != {"relative_path", "offset", "length"}:
             raise ValueError(f"the location of {key!r} is not described by a path, an offset and a length")
         chunks.append({
-            "offsets": offsets, "sizes": _sizes(at["sizes"]), "file": stored["relative_path"], "offset": stored["offset"],
+            "offsets": offsets, "sizes": _sizes(at["sizes"]), "file": stored["relative_path"],
+            "offset": stored["offset"],
             "length": stored["length"],
         })  # fmt: skip
     return {"dtype": dtype, "size": _sizes(state["size"]), "chunks": chunks}

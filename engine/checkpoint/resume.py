@@ -149,7 +149,8 @@ def _load_between_averages(
     local, layout = backend.local, backend.layout
     if not isinstance(own, SavedState):
         raise CheckpointError(
-            f"{path}: was written between two averages of sdp.sync, and this engine has no local steps; use the engine that wrote it"
+            f"{path}: was written between two averages of sdp.sync, and this engine has no local steps; use the engine "
+            "that wrote it"
         )
     # As JSON text, in which a tuple is a list.
     here, there = (json.dumps(of, sort_keys=True) for of in (layout.placement.to_json(), state["placement"]))
@@ -171,8 +172,8 @@ def _load_between_averages(
         return
     if ranks.rank == 0 and has_groups(saved):
         log.warning(
-            "%s: was written between two averages under another layout, so each group starts from the anchors with the mean of "
-            "the holders' moments; this drops %d inner steps", path, position["steps_alone"],
+            "%s: was written between two averages under another layout, so each group starts from the anchors with the "
+            "mean of the holders' moments; this drops %d inner steps", path, position["steps_alone"],
         )  # fmt: skip
     weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
     load(path, weights | random, files, alone=alone)
@@ -280,7 +281,8 @@ def resume_without_optimizer(
     """
     if backend.local is not None or has_groups(keys_in(path)):
         raise CheckpointError(
-            f"{path}: weights cannot be loaded without the optimizer's state between two averages of sdp.sync; load all of it"
+            f"{path}: weights cannot be loaded without the optimizer's state between two averages of sdp.sync; load "
+            "all of it"
         )
     _refuse_what_does_not_fit(path, state, scheduler, loader)
     weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}

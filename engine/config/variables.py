@@ -18,7 +18,8 @@ from ..errors import quote
 # choose the code that a rank runs. Extend the last row for every further library that loads code.
 REFUSED: dict[str, tuple[str, ...]] = {
     "the launcher sets it": (
-        "RANK", "WORLD_SIZE", "LOCAL_*", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "SDP_*", "SLURM_*", "OMPI_*", "PMI_*", "PMIX_*",
+        "RANK", "WORLD_SIZE", "LOCAL_*", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "SDP_*", "SLURM_*", "OMPI_*",
+        "PMI_*", "PMIX_*",
         "TORCHELASTIC_*", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
     ),
     "a process reads it before the configuration": (
@@ -28,12 +29,17 @@ REFUSED: dict[str, tuple[str, ...]] = {
         # shells
         "BASH*", "ENV", "SHELL*", "IFS", "CDPATH", "PS4", "PROMPT_COMMAND",
         # compilers, and directories of compiled code
-        "CC", "CXX", "CPP", "AR", "LD", "NVCC*", "HIPCC*", "CUDACXX", "CUDAHOSTCXX", "CUDA_HOME", "CUDA_PATH", "ROCM_HOME", "ROCM_PATH",
-        "HIP_PATH", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CPATH", "*_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH",
-        "GCC_EXEC_PREFIX", "TRITON_HOME", "TRITON_*_DIR", "TRITON_*_PATH", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_*_DIR",
+        "CC", "CXX", "CPP", "AR", "LD", "NVCC*", "HIPCC*", "CUDACXX", "CUDAHOSTCXX", "CUDA_HOME", "CUDA_PATH",
+        "ROCM_HOME", "ROCM_PATH",
+        "HIP_PATH", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CPATH", "*_INCLUDE_PATH", "LIBRARY_PATH",
+        "COMPILER_PATH",
+        "GCC_EXEC_PREFIX", "TRITON_HOME", "TRITON_*_DIR", "TRITON_*_PATH", "TORCH_EXTENSIONS_DIR",
+        "TORCHINDUCTOR_*_DIR",
         # plug-ins and tools that a library loads
-        "NCCL_*PLUGIN*", "NCCL_CONF_FILE", "RCCL_*PLUGIN*", "UCX_MODULE*", "UCC_*PATH", "OPAL_*", "PRTE_*", "FI_PROVIDER_PATH",
-        "IBV_DRIVERS", "RDMAV_DRIVERS", "*_INJECTION*_PATH", "HSA_TOOLS_*", "ROCP_*", "OMP_TOOL*", "OPENSSL_*", "HF_MODULES_CACHE",
+        "NCCL_*PLUGIN*", "NCCL_CONF_FILE", "RCCL_*PLUGIN*", "UCX_MODULE*", "UCC_*PATH", "OPAL_*", "PRTE_*",
+        "FI_PROVIDER_PATH",
+        "IBV_DRIVERS", "RDMAV_DRIVERS", "*_INJECTION*_PATH", "HSA_TOOLS_*", "ROCP_*", "OMP_TOOL*", "OPENSSL_*",
+        "HF_MODULES_CACHE",
         "MPLBACKEND", "MATPLOTLIBRC",
         # programs that other programs start
         "GIT_*", "SSH_ASKPASS", "PDSH_*", "EDITOR", "PAGER", "BROWSER", "PERL*",

@@ -46,7 +46,8 @@ class FusedAdam(torch.optim.Adam):
         if not bias_correction:
             raise ValueError("FusedAdam: bias_correction must be True here; give the optimizer in the configuration")
         super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, decoupled_weight_decay=adam_w_mode
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+            decoupled_weight_decay=adam_w_mode
         )  # fmt: skip
 
 

@@ -97,7 +97,8 @@ class AcceleratedEngine:
         self._gathered.close()
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: Any = None, client_state: Any = None, exclude_frozen_parameters: bool = False, **options: Any
+        self, save_dir: str | Path, tag: Any = None, client_state: Any = None, exclude_frozen_parameters: bool = False,
+        **options: Any
     ) -> bool:  # fmt: skip
         """Save to a directory that the Trainer finds again."""
         tag = _TAG.format(self.engine.global_steps) if tag is None else tag

@@ -81,7 +81,10 @@ class WeightFiles:
         if list(found.get_shape()) != list(info.full_shape):
             return f"has shape {tuple(found.get_shape())} there and {tuple(info.full_shape)} here"
         if info.dtype.is_floating_point and found.get_dtype() not in _FLOATS:
-            return f"is {found.get_dtype()} there, which is not a plain floating-point format; training cannot start from quantised models"
+            return (
+                f"is {found.get_dtype()} there, which is not a plain floating-point format; training cannot start from "
+                "quantised models"
+            )
         return None
 
     def fill(self, out: torch.Tensor, start: int, key: str) -> None:

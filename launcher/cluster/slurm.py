@@ -66,7 +66,8 @@ def script(job: Job, start: Start, dump_dir: Path) -> str:
     folder = dump_dir / FOLDER
     if re.search(r'[%\\"\n]', str(folder)):
         raise LaunchError(
-            f"--dump-dir {quote(str(dump_dir))}: SLURM replaces % and \\ in the names of log files; choose a name without them"
+            f"--dump-dir {quote(str(dump_dir))}: SLURM replaces % and \\ in the names of log files; choose a name "
+            "without them"
         )
     asked = {
         "job-name": re.sub(r"[^A-Za-z0-9_.-]", "_", job.name),
@@ -78,7 +79,8 @@ def script(job: Job, start: Start, dump_dir: Path) -> str:
     for name, value in asked.items():
         if not _VALUE.fullmatch(value):
             raise LaunchError(
-                f"--{name} {quote(value)}: not a value that SLURM could know; letters, digits and _.,:=@+/[]()&|*!- are allowed"
+                f"--{name} {quote(value)}: not a value that SLURM could know; letters, digits and _.,:=@+/[]()&|*!- "
+                "are allowed"
             )
     lines = [f"#SBATCH --{name}={value}" for name, value in asked.items()]
     lines += [

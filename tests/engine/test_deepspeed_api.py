@@ -20,7 +20,10 @@ CONFIG: dict[str, Any] = {"train_batch_size": 2, "sdp": {"engine": "reference", 
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
-    code = "import sys, sdp; assert 'torch' not in sys.modules; sdp.DeepSpeedEngine; assert 'torch' in sys.modules; sdp.__version__"
+    code = (
+        "import sys, sdp; assert 'torch' not in sys.modules; sdp.DeepSpeedEngine; assert 'torch' in sys.modules; "
+        "sdp.__version__"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

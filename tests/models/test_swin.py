@@ -84,7 +84,8 @@ def test_names_and_size_are_those_of_swin_t() -> None:
     model = build_model({"name": "swin_t", "num_classes": 1000})
     assert sum(parameter.numel() for parameter in model.parameters()) == 28_288_354  # of torchvision's
     assert {name.removeprefix("features.3.1.") for name in model.state_dict() if name.startswith("features.3.1.")} == {
-        "norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "mlp.0.weight", "mlp.0.bias", "mlp.3.weight", "mlp.3.bias",
+        "norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "mlp.0.weight", "mlp.0.bias", "mlp.3.weight",
+        "mlp.3.bias",
         "attn.relative_position_bias_table", "attn.relative_position_index",
         "attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight", "attn.proj.bias",
     }  # fmt: skip

@@ -104,7 +104,7 @@ def test_ddp_sends_what_its_plan_says(ranks: RankPool, model: str) -> None:
     )
 
 
-# -- FSDP2's own hybrid sharding, a replicate mesh for every holder set -------------------------------------------------------------
+# -- FSDP2's own hybrid sharding, a replicate mesh for every holder set ----------------------------
 
 HOLDERS = {0: (0,), 1: (0, 1), 2: (0, 1), 3: (1,)}
 

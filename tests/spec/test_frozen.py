@@ -31,7 +31,7 @@ CASES = [
 ]
 
 
-# -- copies are the holders' weights -----------------------------------------------------------------------------------------------
+# -- copies are the holders' weights ---------------------------------------------------------------
 
 Moment = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
@@ -97,7 +97,7 @@ def test_copies_are_bitwise_the_holders_weights(ranks: RankPool, case: Case, tmp
     assert not torch.equal(skipped, more)
 
 
-# -- and cost no gradient ----------------------------------------------------------------------------------------------------------
+# -- and cost no gradient --------------------------------------------------------------------------
 
 
 def _backward_flops(case: Case) -> tuple[int, int, int]:
@@ -154,7 +154,7 @@ def test_weight_gradients_of_copies_are_not_computed(ranks: RankPool, case: Case
         assert gradients == 0
 
 
-# -- the next forward pass begins before all have come -----------------------------------------------------------------------------
+# -- the next forward pass begins before all have come ---------------------------------------------
 
 
 def _order(case: Case) -> list[str]:
@@ -207,7 +207,7 @@ def test_a_unit_waits_for_its_own_weights_only(ranks: RankPool) -> None:
         ]
 
 
-# -- what is not trained at all, and blocks that could not be skipped --------------------------------------------------------------
+# -- what is not trained at all, and blocks that could not be skipped ------------------------------
 
 
 def _never_trained() -> tuple[dict[str, int], dict[str, int], bool]:

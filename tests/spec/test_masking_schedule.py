@@ -99,7 +99,7 @@ def test_every_step_is_that_of_its_masking(neurons: int, model: str) -> None:
     assert scheduled.losses[2] != backward.losses[2]
 
 
-# -- a schedule with one phase, or before its switch, is the constant masking ------------------------------------------------------
+# -- a schedule with one phase, or before its switch, is the constant masking ----------------------
 
 
 @pytest.mark.parametrize("masking", ["forward", "backward"])
@@ -171,7 +171,7 @@ def _size_of_copies(case: Case, rank: int) -> int:
     return 4 * sum(cost for unit, cost in costs if not layout.placement.holds(group, unit))
 
 
-# -- resume ------------------------------------------------------------------------------------------------------------------------
+# -- resume ----------------------------------------------------------------------------------------
 
 
 class Dropped(nn.Module):
@@ -289,7 +289,7 @@ def test_checkpoints_of_schedules_and_of_constant_maskings_are_the_same(ranks: R
         assert backward == scheduled
 
 
-# -- the full model ----------------------------------------------------------------------------------------------------------------
+# -- the full model --------------------------------------------------------------------------------
 
 
 def _evaluated(case: Case) -> tuple[list[float], list[float]]:

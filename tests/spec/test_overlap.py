@@ -76,7 +76,8 @@ def test_a_unit_is_cut_into_few_buckets() -> None:
     units = {name: name[0] if "." in name else "shared" for name in numels}
     buckets = plan_buckets(numels, lambda name: (0, 1), units.__getitem__, lambda name: name == "norm")
     assert [bucket.names for bucket in buckets] == [
-        ("c.3", "c.4"), ("c.1", "c.2"), ("b.4",), ("b.2", "b.3"), ("b.1",), ("a.5",), ("a.4",), ("a.2", "a.3"), ("a.1",),
+        ("c.3", "c.4"), ("c.1", "c.2"), ("b.4",), ("b.2", "b.3"), ("b.1",), ("a.5",), ("a.4",), ("a.2", "a.3"),
+        ("a.1",),
         ("embedding",), ("norm",),
     ]  # fmt: skip
     shared = plan_buckets({"x": 4, "y": 4}, lambda name: (0, 1), lambda name: "shared", lambda name: False)

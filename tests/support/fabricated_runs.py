@@ -52,7 +52,8 @@ def make_run(
 def _step_line(step: int, loss: float, share: float) -> dict[str, Any]:
     sent = int(20e6 * share)
     return {
-        "step": step, "tokens": step * 1000, "loss": loss, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 4000 / share,
+        "step": step, "tokens": step * 1000, "loss": loss, "grad_norm": 1.0, "lr": 1e-3,
+        "tokens_per_second": 4000 / share,
         "step_seconds": 0.5, "peak_memory_bytes": 300 * MIB, "comm_bytes": sent, "comm_bytes_by_kind": {KIND: sent},
     }  # fmt: skip
 

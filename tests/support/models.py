@@ -117,7 +117,8 @@ def even_llama(*, tied: bool, device: str = "meta", **fields: Any) -> nn.Module:
     from sdp.models.llama import Llama, LlamaConfig
 
     shape = {
-        "vocab_size": VOCABULARY + 1, "hidden_size": 12, "intermediate_size": 14, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "vocab_size": VOCABULARY + 1, "hidden_size": 12, "intermediate_size": 14, "num_hidden_layers": 4,
+        "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32, "initializer_range": 0.1,
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -161,7 +162,8 @@ def swin(device: str = "meta") -> nn.Module:
 
     with torch.device(device):
         config = SwinConfig(
-            num_classes=CLASSES, image_size=SIDE, patch_size=2, embed_dim=6, depths=[2, 2], num_heads=[2, 3], window_size=5,
+            num_classes=CLASSES, image_size=SIDE, patch_size=2, embed_dim=6, depths=[2, 2], num_heads=[2, 3],
+            window_size=5,
             initializer_range=0.3,
         )  # fmt: skip
         return Swin(config)

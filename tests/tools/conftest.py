@@ -77,7 +77,8 @@ def trained_run(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "zero_optimization": {"stage": 3},
         "sdp": {"groups": 2, "capacity": 0.75},
         "model": {
-            "name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+            "num_attention_heads": 4,
             "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_theta": 5000.0, "initializer_range": 0.1,
         },
         "data": {"path": str(text_corpus), "sequence_length": 48},

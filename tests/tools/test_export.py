@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_is_not_exported(trained_run, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-# -- other tokenizers, tied weights ----------------------------------------------------------------------------------------------
+# -- other tokenizers, tied weights ----------------------------------------------------------------
 
 
 def hf_tokenizer(folder: Path) -> str:
@@ -241,7 +241,8 @@ def test_bytes_and_hugging_face_tokenizers(kind, tmp_path):
     config = {
         "sdp": {"groups": 2, "capacity": 0.5, "engine": "reference"},
         "model": {
-            "name": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "name": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 2,
             "tie_word_embeddings": True, "initializer_range": 0.2,
         },
         "data": {"path": str(tmp_path / "data"), "sequence_length": 32},
@@ -264,7 +265,7 @@ def test_bytes_and_hugging_face_tokenizers(kind, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 BIG = {
     "name": "llama",

@@ -119,7 +119,8 @@ class Check:
     def _to_json(self, result: Result) -> dict[str, Any]:
         row, share, planned = result.row, result.share, result.planned
         said: dict[str, Any] = {
-            "config": row.config, "name": row.name, "variant": asdict(row.variant), "compiled": row.compiled, "seconds": result.seconds,
+            "config": row.config, "name": row.name, "variant": asdict(row.variant), "compiled": row.compiled,
+            "seconds": result.seconds,
             "error": result.error, "plan_error": result.plan_error, "planned": planned and asdict(planned),
         }  # fmt: skip
         if share is None:

@@ -33,7 +33,10 @@ from .share import matmul_rate, measure
 MINUTES = 7.5
 MATMUL, TINY_MATMUL = 8192, 128
 MOST_WORKERS = 6
-COUNTED = "2 operations for each multiplication and addition of matrix products, attention over all S x S although half is enough"
+COUNTED = (
+    "2 operations for each multiplication and addition of matrix products, attention over all S x S although half is "
+    "enough"
+)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ def plot_bias(
             left.axhline(bias, color=colour, linestyle="--", linewidth=1.0, label=f"{name}: estimated")
         values = list(enumerate(by_unit[name]))
         right.errorbar(
-            [unit + 0.15 * index for unit, _ in values], [value for _, (value, _) in values], [error for _, (_, error) in values],
+            [unit + 0.15 * index for unit, _ in values], [value for _, (value, _) in values],
+            [error for _, (_, error) in values],
             color=colour, marker="o", linestyle="none", capsize=3, label=name,
         )  # fmt: skip
     dress(left, "Bias of the mean gradient", "batches averaged")

@@ -57,7 +57,10 @@ def _verdict(bias: Bias) -> str:
         return f"the dense gradient on every batch, but for rounding ({bias.apparent:.1e} of its norm)"
     if bias.shown:
         return f"biased by {bias.bias:.4f} of the dense gradient's norm ({bias.z:.1f} standard errors of its square)"
-    return f"no bias shown: the apparent {bias.apparent:.4f} is what noise makes ({bias.floor:.4f} expected; {bias.z:+.1f} standard errors)"
+    return (
+        f"no bias shown: the apparent {bias.apparent:.4f} is what noise makes ({bias.floor:.4f} expected; "
+        f"{bias.z:+.1f} standard errors)"
+    )
 
 
 def plot_points(measured: Measured) -> tuple[dict[str, tuple[float, float]], dict[str, list[tuple[float, float]]]]:

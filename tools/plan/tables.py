@@ -214,8 +214,8 @@ def _about_losses(plan: Forecast) -> list[str]:
     held = sum(placement.held_fraction(group) for group in range(placement.groups)) / placement.groups
     return [
         f"Lost groups: {shown}. Every unit survives the loss of any {min(survived)}. For that a group must hold "
-        f"{(min(survived) + 1) / placement.groups:.0%} of the units on average, which costs memory and traffic; it holds "
-        f"{held:.0%} here, and {1 / placement.groups:.0%} would do without survival."
+        f"{(min(survived) + 1) / placement.groups:.0%} of the units on average, which costs memory and traffic; it "
+        f"holds {held:.0%} here, and {1 / placement.groups:.0%} would do without survival."
     ]
 
 

@@ -14,7 +14,8 @@ from .run_files import Run
 
 _SMOOTHED: dict[str, Any] = {"linewidth": 1.8}
 _FULL_MODEL: dict[str, Any] = {
-    "marker": "o", "markersize": 8, "markeredgecolor": "white", "markeredgewidth": 1.2, "linewidth": 1.0, "linestyle": (0, (4, 2)),
+    "marker": "o", "markersize": 8, "markeredgecolor": "white", "markeredgewidth": 1.2, "linewidth": 1.0,
+    "linestyle": (0, (4, 2)),
 }  # fmt: skip
 _SUBNETWORK: dict[str, Any] = {
     "marker": "_",

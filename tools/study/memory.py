@@ -169,7 +169,7 @@ def fill_frozen(engine: SDPEngine) -> None:
         local_tensor(copy.detach()).fill_(0.01)
 
 
-# -- the table -------------------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 def deviation(row: Mapping[str, Any], column: str) -> float:

@@ -26,7 +26,8 @@ def plot_sweep(figures: Mapping[str, Sequence[Mapping[str, Any]]], measure: str,
             own = [row for row in rows if row["profile"] == profile]
             spreads = [row["spread"] or 0.0 for row in own]
             axes.errorbar(
-                [row["capacity"] for row in own], [row["mean"] for row in own], spreads, color=colour, label=profile, capsize=4,
+                [row["capacity"] for row in own], [row["mean"] for row in own], spreads, color=colour, label=profile,
+                capsize=4,
                 marker="o", linestyle="--" if "dense" in profile else "-",
             )  # fmt: skip
         dress(axes, title, "capacity")

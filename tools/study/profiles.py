@@ -66,7 +66,10 @@ def report(sweep: Sweep, out: Path) -> str:
     text, figures = [], {}
     for granularity in sweep.granularities:
         markdown, figures[granularity] = table(sweep, granularity, out)
-        title = f"{sweep.task}, {granularity} level: held-out loss of the full model, mean ± deviation of {sweep.seeds} seeds"
+        title = (
+            f"{sweep.task}, {granularity} level: held-out loss of the full model, mean ± deviation of {sweep.seeds} "
+            "seeds"
+        )
         text.append(f"{title}\n\n{markdown}")
     (out / f"{sweep.task}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     (out / f"{sweep.task}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")

@@ -289,4 +289,7 @@ class DeepSpeedSteps(DeepSpeedBase):
         planned = self.planned_traffic(1).by_kind()
         between = sum(nbytes for kind, nbytes in planned.items() if kind.startswith("between groups"))
         every = f" in a round of {self.local_settings.every} steps" if self.local_settings is not None else ""
-        return f"the shards that holders average{every} = {between:,} (DeepSpeed's own messages inside groups are not counted)"
+        return (
+            f"the shards that holders average{every} = {between:,} (DeepSpeed's own messages inside groups are not "
+            "counted)"
+        )

@@ -42,8 +42,8 @@ def measured_traces(source: str, names: Sequence[str], *, preconditioned: bool) 
         if preconditioned:
             remedy += ", and with an optimizer that keeps second moments, such as AdamW"
         raise ConfigError(
-            f"sdp.profile.noise: {shorten(path)} has no {key} of {missing[0]!r} ({len(missing)} of {len(names)} units); "
-            f"{remedy}"
+            f"sdp.profile.noise: {shorten(path)} has no {key} of {missing[0]!r} ({len(missing)} of {len(names)} "
+            f"units); {remedy}"
         )
     return [math.fsum(traces[name]) / len(traces[name]) for name in names]
 

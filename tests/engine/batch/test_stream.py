@@ -221,7 +221,8 @@ def test_checkpoints_of_map_style_and_iterable_data_are_not_mixed():
 def _train(data: Any, steps: int, folder: str | None = None, save: str | None = None) -> tuple[list[float], Any]:
     torch.manual_seed(0)
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
-              "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "sdp": {"groups": 2, "capacity": 0.5}}  # fmt: skip
+              "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+              "sdp": {"groups": 2, "capacity": 0.5}}  # fmt: skip
     engine, _, loader, _ = sdp.initialize(model=Mlp(), config=config, training_data=data)
     if folder is not None:
         engine.load_checkpoint(folder)

@@ -38,8 +38,10 @@ STATE: dict[str, Any] = {
     "array": np.arange(6, dtype=">i2").reshape(2, 3).T,
     "empty array": np.zeros((0, 2)),
     "scalar array": np.array(3.5),
-    "rng": [random.getstate(), np.random.get_state(), torch.get_rng_state(), np.random.default_rng(3).bit_generator.state],
-    "others": [complex(1, -2), b"\x00\xff", {1, 2}, frozenset("ab"), torch.Size([2, 3]), torch.float16, torch.device("cpu")],
+    "rng": [random.getstate(), np.random.get_state(), torch.get_rng_state(),
+        np.random.default_rng(3).bit_generator.state],
+    "others": [complex(1, -2), b"\x00\xff", {1, 2}, frozenset("ab"), torch.Size([2, 3]), torch.float16,
+        torch.device("cpu")],
     "path": Path("a/b"),
 }  # fmt: skip
 
@@ -93,12 +95,15 @@ def test_what_needs_pickle_is_refused_by_name(value: Any) -> None:
     "value",
     [
         {"~": "tensor", "index": 9}, {"~": "tensor", "index": []}, {"~": "os.system"}, {"~": ["tensor"]},
-        {"~": "ndarray", "dtype": "|O", "shape": [1], "index": 0}, {"~": "ndarray", "dtype": "<f8", "shape": [9], "index": 0},
+        {"~": "ndarray", "dtype": "|O", "shape": [1], "index": 0},
+        {"~": "ndarray", "dtype": "<f8", "shape": [9], "index": 0},
         {"~": "ndarray", "dtype": "<f8", "shape": [-1], "index": 0}, {"~": "numpy.scalar", "dtype": "<f8", "hex": "00"},
         {"~": "ndarray", "dtype": "<U0", "shape": [2], "index": 0},
-        {"~": "numpy.scalar", "dtype": "<f8", "hex": ""}, {"~": "tuple"}, {"~": "tuple", "items": 3}, {"~": "dict", "pairs": [[1]]},
+        {"~": "numpy.scalar", "dtype": "<f8", "hex": ""}, {"~": "tuple"}, {"~": "tuple", "items": 3},
+        {"~": "dict", "pairs": [[1]]},
         {"~": "dict", "pairs": [[[], 1]]}, {"~": "Namespace", "of": 1}, {"~": "torch.dtype", "name": "save"},
-        {"~": "torch.device", "name": "x"}, {"~": "bytes", "hex": "zz"}, {"~": "complex", "parts": ["x", 1]}, {"~": None},
+        {"~": "torch.device", "name": "x"}, {"~": "bytes", "hex": "zz"}, {"~": "complex", "parts": ["x", 1]},
+        {"~": None},
     ],
     ids=str,
 )  # fmt: skip

@@ -24,7 +24,8 @@ TRAINER: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"total_num_steps": "auto", "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        "params": {"total_num_steps": "auto", "warmup_min_lr": "auto", "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto"},
     },
     "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
     "gradient_accumulation_steps": "auto",
@@ -38,7 +39,8 @@ TRAINER: dict[str, Any] = {
 def test_auto_values_come_from_the_arguments_of_the_trainer() -> None:
     arguments = Namespace(
         per_device_train_batch_size=4, gradient_accumulation_steps=2, max_grad_norm=0.5, fp16=False, bf16=True,
-        learning_rate=3e-4, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, weight_decay=0.1, warmup_steps=10, max_steps=500,
+        learning_rate=3e-4, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, weight_decay=0.1, warmup_steps=10,
+        max_steps=500,
     )  # fmt: skip
     config = load_config(TRAINER, arguments=arguments)
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (
@@ -127,7 +129,8 @@ def test_hjson_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
         {"quantize_training": {"enabled": False, "quantize_groups": 1}},
         {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
         {"sparse_gradients": False},
-        {"managed_gradient_accumulation": True, "dataloader_drop_last": True, "data_types": {"keep_in_fp32_modules": "auto"}},
+        {"managed_gradient_accumulation": True, "dataloader_drop_last": True,
+            "data_types": {"keep_in_fp32_modules": "auto"}},
         {"zero_optimization": {"stage": 2, "compute_grad_norm": True, "save_muon_momentum_buffer_in_memory": False}},
         {"sparse_gradients": True, "sparse_attention": {"mode": "fixed", "block": 16}, "fp32_allreduce": True},
         {"checkpoint": {"parallel_write": {"pipeline_stage": True}, "writer": {"type": "fast"}}},
@@ -141,7 +144,8 @@ def test_hjson_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none", "pin_memory": True}}},
         {"zero_optimization": True},
         {"checkpoint": {"tag_validation": "WARN"}},
-        {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True, "number_checkpoints": 4}},
+        {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True,
+            "number_checkpoints": 4}},
         {"tensorboard": None, "gradient_accumulation_dtype": "fp32", "_comment": "ours", "comment": "too"},
     ],
     ids=lambda section: next(iter(section)),

@@ -38,7 +38,7 @@ def _ranks_of_all() -> TensorRanks:
     return TensorRanks(group, dist.get_world_size(), dist.get_rank(), Traffic())
 
 
-# -- the loss on parts of a vocabulary ---------------------------------------------------------------------------------------------
+# -- the loss on parts of a vocabulary -------------------------------------------------------------
 
 
 def _inputs(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ def test_ids_outside_the_vocabulary_do_not_pass(ranks: RankPool) -> None:
         assert ["a token id is outside the vocabulary of 12" in message for message in messages] == [True] * 3
 
 
-# -- the model -----------------------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 
 def _whole_logits(stage: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -221,7 +221,7 @@ def test_the_reference_computes_with_whole_matrices_and_says_so(caplog: pytest.L
     assert "autotp_size 2: the reference computes with whole matrices" in caplog.text
 
 
-# -- where the parts lie -------------------------------------------------------------------------------------------------------------
+# -- where the parts lie ---------------------------------------------------------------------------
 
 
 def test_parts_and_shards_cover_every_parameter_once() -> None:
@@ -272,7 +272,7 @@ def test_a_cut_skeleton_has_the_right_shapes_without_its_ranks() -> None:
     assert ranks.traffic.by_kind() == {}
 
 
-# -- what cannot be cut ----------------------------------------------------------------------------------------------------------------
+# -- what cannot be cut ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

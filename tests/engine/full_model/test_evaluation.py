@@ -128,7 +128,7 @@ def test_bf16_evaluation(ranks: RankPool) -> None:
     assert [result[0] for result in results] == pytest.approx([_expected(case, results[0][2], range(4))] * 4, rel=2e-2)
 
 
-# -- evaluation changes nothing ------------------------------------------------------------------------------------------------------
+# -- evaluation changes nothing --------------------------------------------------------------------
 
 
 def _train_with_evaluations(case: Case) -> Any:
@@ -157,7 +157,7 @@ def test_training_goes_on_as_if_nothing_was_evaluated(ranks: RankPool, stage: in
         torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-5 * weight.abs().max().item())
 
 
-# -- dropout and running statistics --------------------------------------------------------------------------------------------------
+# -- dropout and running statistics ----------------------------------------------------------------
 
 
 class Noisy(nn.Module):
@@ -228,7 +228,7 @@ def test_modes_of_single_modules_survive(ranks: RankPool) -> None:
     assert ranks.run(_frozen_mode, world=2) == [True, True]
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def _live_guests(stage: int) -> tuple[int, int]:
@@ -260,7 +260,7 @@ def test_one_or_two_guests_are_in_memory(ranks: RankPool, stage: int) -> None:
     assert max(peak for _, peak in found) <= 2, found
 
 
-# -- what a model may look like, and errors --------------------------------------------------------------------------------------------
+# -- what a model may look like, and errors --------------------------------------------------------
 
 
 class TakesTuple(models.Mlp):

@@ -115,7 +115,7 @@ def test_persistent_buffers_come_from_a_holder(ranks: RankPool) -> None:
         assert state[f"layers.{unit}.norm.num_batches_tracked"].item() == 2
 
 
-# -- what is trained, and by what ----------------------------------------------------------------------------------------------------
+# -- what is trained, and by what ------------------------------------------------------------------
 
 
 def _with(kind: str, engine_name: str, stage: int) -> dict[str, Any]:

@@ -22,7 +22,8 @@ transformers = pytest.importorskip("transformers")
 
 def _llama(device: str) -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, tie_word_embeddings=True
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
+        tie_word_embeddings=True
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(device):

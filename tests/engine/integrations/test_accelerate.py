@@ -132,8 +132,10 @@ def _trainer(folder: str) -> tuple[list[float], float]:
     # On a CPU, Accelerate joins the processes under DeepSpeed only if it is told the backend.
     PartialState(backend="nccl" if torch.cuda.is_available() else "gloo")
     arguments = transformers.TrainingArguments(
-        output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=1e-2,
-        lr_scheduler_type="linear", deepspeed=_config(), report_to=[], logging_steps=1, save_strategy="epoch", eval_strategy="epoch",
+        output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="linear", deepspeed=_config(), report_to=[], logging_steps=1, save_strategy="epoch",
+        eval_strategy="epoch",
         per_device_eval_batch_size=8, disable_tqdm=True, accelerator_config={"use_configured_state": True},
     )  # fmt: skip
     trainer = transformers.Trainer(model=_llama(), args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())

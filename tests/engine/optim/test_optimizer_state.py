@@ -48,8 +48,10 @@ class CountingAdam(torch.optim.Optimizer):
             counts = [torch.tensor(float(holder["step"] - 1)) for holder in holders]
             adamw(
                 parameters, [parameter.grad for parameter in parameters], [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states], [], [count.clone() for count in (counts * len(states))[: len(states)]],
-                foreach=False, amsgrad=False, lr=group["lr"], beta1=0.8, beta2=0.95, eps=1e-8, weight_decay=0.1, maximize=False,
+                [state["exp_avg_sq"] for state in states], [],
+                [count.clone() for count in (counts * len(states))[: len(states)]],
+                foreach=False, amsgrad=False, lr=group["lr"], beta1=0.8, beta2=0.95, eps=1e-8, weight_decay=0.1,
+                maximize=False,
             )  # fmt: skip
 
 

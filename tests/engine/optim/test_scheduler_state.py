@@ -142,7 +142,8 @@ def test_what_is_of_groups_is_the_ranks_own() -> None:
         "_milestones": [4],
     }
     assert adapt_state(keep_shared_state(saved), own) == {
-        "last_epoch": 5, "base_lrs": [3.0], "_schedulers": [{"base_lrs": [7.0], "last_epoch": 3}] * 2, "_milestones": [4]
+        "last_epoch": 5, "base_lrs": [3.0], "_schedulers": [{"base_lrs": [7.0], "last_epoch": 3}] * 2,
+        "_milestones": [4]
     }  # fmt: skip
     assert adapt_state(saved, own)["base_lrs"] == [3.0]  # of another number of groups
     assert adapt_state({"base_lrs": [9.0]}, own)["base_lrs"] == [9.0]

@@ -296,7 +296,8 @@ def test_profile_auto_is_the_best_rule_known() -> None:
         (
             {"placement": {"layers.0": [0, 1], "layers.1": [1, 0], "layers.2": [2, 3], "layers.3": [3, 2]}},
             PlacementError,
-            r"sdp.placement: groups \[0, 1\] share no unit with groups \[2, 3\], though Σk = 8 ≥ .* = 7 .*; give a unit holders among both",
+            r"sdp.placement: groups \[0, 1\] share no unit with groups \[2, 3\], though Σk = 8 ≥ .* = 7 .*; give a "
+            r"unit holders among both",
         ),
         (
             {"capacity": 0.6, "profile": [4, 2, 1, 1, 4], "placement": "random"},

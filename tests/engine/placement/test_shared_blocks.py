@@ -128,7 +128,10 @@ def test_named_units_are_not_left_out() -> None:
     engine = sdp.initialize(
         model=model, config=config(placement={name: [0] for name in blocks} | {"layer1.0": [0, 1]})
     )[0]
-    refused = r"layer2\.0: returns \(2, 8, 8, 8\) from \(2, 4, 16, 16\); layer3\.0: .*; layer4\.0: .*, so they cannot be skipped"
+    refused = (
+        r"layer2\.0: returns \(2, 8, 8, 8\) from \(2, 4, 16, 16\); layer3\.0: .*; layer4\.0: .*, so they cannot be "
+        r"skipped"
+    )
     rows = foreign_models.make_batch("torchvision-resnet", 0, rows=4)
     with pytest.raises(ModelError, match=refused):
         engine(rows)

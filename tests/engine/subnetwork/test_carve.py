@@ -203,7 +203,10 @@ def test_blocks_that_cannot_run_on_the_meta_device() -> None:
     assert out[0] is x
     assert all(tensor.is_meta for tensor in (*stand_in.skeleton.parameters(), *stand_in.skeleton.buffers()))
     assert torch.equal(torch.get_rng_state(), before)
-    message = r"^layers.1: what it returns cannot be learned by running it on zeros \(ValueError: two lines\), so it cannot be skipped"
+    message = (
+        r"^layers.1: what it returns cannot be learned by running it on zeros \(ValueError: two lines\), so it cannot "
+        r"be skipped"
+    )
     with pytest.raises(ModelError, match=message):
         PassThrough("layers.1", ReadsValues(fails=True))(x)
 

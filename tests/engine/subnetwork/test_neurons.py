@@ -257,7 +257,10 @@ def test_recomputation_in_the_reference_is_refused_beside_neurons() -> None:
 
 def test_groups_of_neurons_that_tensor_parallel_ranks_cannot_share_are_named() -> None:
     case, model = Case(2, neurons=4, model="wide-llama-meta", placement="cyclic", tp=2), models.build("wide-llama-meta")
-    message = r"model\.layers\.0\.self_attn\.neurons\.0: 1 neurons .* tensor_parallel\.autotp_size = 2 ranks; choose sdp\.neuron_groups"
+    message = (
+        r"model\.layers\.0\.self_attn\.neurons\.0: 1 neurons .* tensor_parallel\.autotp_size = 2 ranks; choose "
+        r"sdp\.neuron_groups"
+    )
     with pytest.raises(ModelError, match=message):
         Layout.of(model, load_config(case.config()), Mesh(2, 1, 2))
     assert Layout.of(model, load_config(replace(case, neurons=2).config()), Mesh(2, 1, 2)).units[0].neurons == 2

@@ -155,7 +155,8 @@ def test_layouts_of_keys(tmp_path: Path, layout: str) -> None:
 
 
 REFUSED = {
-    "missing": (lambda t: {name: v for name, v in t.items() if "2.mlp.up" not in name}, "holds no 'model.layers.2.mlp.up_proj.weight'"),
+    "missing": (lambda t: {name: v for name, v in t.items() if "2.mlp.up" not in name},
+        "holds no 'model.layers.2.mlp.up_proj.weight'"),
     "untied head missing": (lambda t: {name: v for name, v in t.items() if "lm_head" not in name}, "holds no "
                                                                                                    "'lm_head.weight'"),
     "another shape": (lambda t: t | {"model.norm.weight": torch.ones(11)}, "'model.norm.weight' has shape (11,) "
@@ -227,7 +228,7 @@ def test_a_model_with_weights_has_its_start_already(tmp_path: Path) -> None:
         )
 
 
-# -- converted where the ranks are -------------------------------------------------------------------------------------------------------
+# -- converted where the ranks are -----------------------------------------------------------------
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000  # Linux's <sched.h> and <sys/mount.h>
 

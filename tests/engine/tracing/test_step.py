@@ -34,7 +34,8 @@ SEQUENCE = 64
 
 
 def config_of(
-    groups: int = 2, *, stage: int = 0, accumulation: int = 1, tp: int = 1, checkpointing: str = "none", bf16: bool = False,
+    groups: int = 2, *, stage: int = 0, accumulation: int = 1, tp: int = 1, checkpointing: str = "none",
+    bf16: bool = False,
     model: dict[str, Any] = LLAMA, optimizer: str = "AdamW", **sdp_section: Any,
 ) -> dict[str, Any]:  # fmt: skip
     return {

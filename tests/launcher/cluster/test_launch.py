@@ -240,7 +240,8 @@ def test_local_run_ends_as_sdp_train_does(folder: Path) -> None:
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
     head = [PYTHON, "-P", "-m", "sdp"]
     launched = subprocess.run(
-        [*head, "launch", "--launcher", "local", "--gpus-per-node", "2", "--env", "NCCL_DEBUG=a b", "small.json", "--dump-dir", "one run"],
+        [*head, "launch", "--launcher", "local", "--gpus-per-node", "2", "--env", "NCCL_DEBUG=a b", "small.json",
+            "--dump-dir", "one run"],
         env=environ, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr

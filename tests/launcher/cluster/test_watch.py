@@ -77,7 +77,10 @@ def test_signals_are_passed_on(tmp_path: Path) -> None:
 
 def test_the_ranks_of_a_run_are_signalled_and_nothing_else() -> None:
     """Two runs of two ranks, one of which has a process of its own."""
-    script = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']) if sys.argv[1:] else 0\nprint(0, flush=True)\ntime.sleep(60)"
+    script = (
+        "import subprocess, sys, time; subprocess.Popen(['sleep', '60']) if sys.argv[1:] else 0\nprint(0, "
+        "flush=True)\ntime.sleep(60)"
+    )
     runs = [
         [
             subprocess.Popen(

@@ -22,7 +22,10 @@ from sdp.launcher.cluster.witness import run_witnessed
 sys.exit(run_witnessed(sys.argv[2:], {"FROM": "the launcher"}, 3, [sys.executable, "-c", sys.argv[1]]))
 """
 _PLACE = Whereabouts(3, "here", 8, "backward", 0.0)
-_SAY_PLACE = f"import os, sys, signal, subprocess, time; open(os.environ['SDP_PLACE_FILE'], 'w').write({json.dumps(_PLACE.__dict__)!r})\n"
+_SAY_PLACE = (
+    f"import os, sys, signal, subprocess, time; open(os.environ['SDP_PLACE_FILE'], "
+    f"'w').write({json.dumps(_PLACE.__dict__)!r})\n"
+)
 
 
 def _start(script: str, *words: str) -> subprocess.Popen[str]:
@@ -47,7 +50,10 @@ def test_an_end_of_its_own_is_passed_on_without_a_word() -> None:
 
 def test_a_killed_rank_is_named_with_host_step_and_cause() -> None:
     code, _, err = _ended(_SAY_PLACE + "os.kill(os.getpid(), signal.SIGKILL)")
-    said = f"sdp: error: rank 3 on {socket.gethostname()} was killed by SIGKILL, perhaps for lack of memory in step 8 (backward)\n"
+    said = (
+        f"sdp: error: rank 3 on {socket.gethostname()} was killed by SIGKILL, perhaps for lack of memory in step 8 "
+        "(backward)\n"
+    )
     assert (code, err) == (128 + signal.SIGKILL, said)
 
 

@@ -32,8 +32,10 @@ from sdp.tools.shared.steal import stolen, ticks
 
 ROUNDS = MethodOptions(Path("tiny.json"), rounds=1, steps=1)
 SETTINGS = {
-    "config": "tiny.json", "model": MODEL, "world": 4, "batch": {"train": 8, "micro": 2, "accumulation": 1}, "tokens_per_sample": 16,
-    "activation_checkpointing": "none", "compile": False, "rounds": 2, "steps_per_turn": 1, "dtype": "float32", "device": "cpu",
+    "config": "tiny.json", "model": MODEL, "world": 4, "batch": {"train": 8, "micro": 2, "accumulation": 1},
+    "tokens_per_sample": 16,
+    "activation_checkpointing": "none", "compile": False, "rounds": 2, "steps_per_turn": 1, "dtype": "float32",
+    "device": "cpu",
     "threads": 1, "torch": torch.__version__,
 }  # fmt: skip
 

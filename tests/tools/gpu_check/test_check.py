@@ -31,8 +31,10 @@ PLANNED = Planned(500, 1000, 80.0)
 
 def share(**figures: Any) -> Share:
     usual: dict[str, Any] = {
-        "parameters": 1, "micro_batch": 4, "tokens_per_step": 100, "state_bytes": 500, "peak_memory_bytes": 1000, "before_bytes": 0,
-        "requested_bytes": 990, "step_seconds": 1.0, "timed_steps": 5, "flops_per_step": 60.0, "kernels": (), "graphs": 1, "loss": 1.0,
+        "parameters": 1, "micro_batch": 4, "tokens_per_step": 100, "state_bytes": 500, "peak_memory_bytes": 1000,
+        "before_bytes": 0,
+        "requested_bytes": 990, "step_seconds": 1.0, "timed_steps": 5, "flops_per_step": 60.0, "kernels": (),
+        "graphs": 1, "loss": 1.0,
     }  # fmt: skip
     return Share(**usual | figures)
 

@@ -307,7 +307,7 @@ def test_a_hostfile_bounds_what_is_tried(config: Path, tmp_path: Path, capsys: p
     assert "--fit: 1 ranks are fewer than sdp.groups 2" in capsys.readouterr().err
 
 
-# -- the commands that it suggests -----------------------------------------------------------------------------------------------
+# -- the commands that it suggests -----------------------------------------------------------------
 
 
 def started_by(command: str) -> tuple[int, Forecast]:
@@ -372,7 +372,8 @@ def test_the_way_to_fit_keeps_what_was_given(config: Path, capsys: pytest.Captur
     assert main([*given, "--device-memory", "1MB"]) == 2
     suggested = capsys.readouterr().err.partition("a device; ")[2].removesuffix(" looks for a layout that does\n")
     assert shlex.split(suggested) == [
-        "sdp", "plan", str(config), "--set", "data.sequence_length=64", "train_micro_batch_size_per_gpu=4", "--world", "8",
+        "sdp", "plan", str(config), "--set", "data.sequence_length=64", "train_micro_batch_size_per_gpu=4", "--world",
+        "8",
         "--device-memory", "1MB", "--alone", "--fit",
     ]  # fmt: skip
 

@@ -153,7 +153,8 @@ def test_peaks_are_each_groups_own(layers: int, sdp: dict[str, Any]) -> None:
     build, batch = model_and_batch(plan.config)
     of_groups = {group: alike.trace.peak for alike in plan.groups for group in alike.groups}
     assert of_groups == {
-        group: trace_step(build, plan.config, plan.layout, batch, group, whole=True).peak for group in range(sdp["groups"])
+        group: trace_step(build, plan.config, plan.layout, batch, group,
+            whole=True).peak for group in range(sdp["groups"])
     }  # fmt: skip
     assert len(set(of_groups.values())) > 1
     assert not plan.reordered
@@ -178,7 +179,7 @@ def test_groups_that_are_not_traced_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert plan.to_json()["groups_not_traced"] == [0]
 
 
-# -- DDP in half precision -------------------------------------------------------------------------------------------------------
+# -- DDP in half precision -------------------------------------------------------------------------
 
 WIDER = LLAMA | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
 ONE = Machine((1,), 1.0, 1.0, 1.0, 1.0)

@@ -19,7 +19,8 @@ CONFIG = {
     "activation_checkpointing": {"mode": "selective"},
     "sdp": {"groups": 2, "capacity": 0.5},
     "model": {
-        "name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+        "num_attention_heads": 4,
     },
     "data": {"sequence_length": 32},
 }  # fmt: skip
@@ -163,7 +164,8 @@ def test_a_browser_draws_it(config: Path, tmp_path: Path) -> None:
     pictures = {}
     for scheme in (0, 1):  # dark, light
         png = tmp_path / f"{scheme}.png"
-        command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,1600", f"--screenshot={png}",
+        command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,1600",
+            f"--screenshot={png}",
                    f"--blink-settings=preferredColorScheme={scheme}", html.as_uri()]  # fmt: skip
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         with image.open(png) as picture:

@@ -17,12 +17,14 @@ TINY = {
     "resnet18": Task({"name": "resnet18", "stem": "cifar", "width": 8, "num_classes": 10, "image_size": 16}, 4, 16, 4),
     "swin_t": Task(
         {
-            "name": "swin_t", "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "num_classes": 10, "image_size": 32
+            "name": "swin_t", "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
+            "num_classes": 10, "image_size": 32
         },
         2, 32, 2,
     ),
     "llama": Task(
-        {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4},
+        {"name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6,
+            "num_attention_heads": 4},
         4, 64, 4,
     ),
 }  # fmt: skip

@@ -88,7 +88,8 @@ BAD = {
                                                                                   "start"),
     "a bias": (lambda folder: change_config(folder, attention_bias=True), [], "attention_bias True is not supported"),
     "stretched positions": (
-        lambda folder: change_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1.0}), [], "type 'llama3' is not",
+        lambda folder: change_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1.0}), [],
+        "type 'llama3' is not",
     ),
     "another vocabulary": (lambda folder: change_config(folder, vocab_size=513), [], "vocab_size: 513, but the "
                                                                                      "data's tokenizer has 512"),

@@ -98,10 +98,12 @@ LARGE_AND_SMALL = [
 
 
 WIDE_UNEQUAL = [
-    replace(UNEQUAL, stage=stage, neurons=neurons, masking=masking, optimizer=optimizer, clip=stage % 2 == 1, model=model)
+    replace(UNEQUAL, stage=stage, neurons=neurons, masking=masking, optimizer=optimizer, clip=stage % 2 == 1,
+        model=model)
     for stage in (0, 1, 2, 3)
     for optimizer, neurons, masking, model in (
-        ("sgd", 0, "forward", "mlp"), ("adamw", 0, "backward", "llama-meta"), ("adamw", 2, "forward", "even-llama-tied-meta"),
+        ("sgd", 0, "forward", "mlp"), ("adamw", 0, "backward", "llama-meta"),
+        ("adamw", 2, "forward", "even-llama-tied-meta"),
         ("sgd", 2, "backward", "even-llama"),
     )
 ] + [replace(UNEQUAL, groups=4, sizes=(1, 2, 3, 1), stage=stage, optimizer="adamw", masking=masking, clip=True)

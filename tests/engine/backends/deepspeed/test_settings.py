@@ -75,7 +75,8 @@ def test_what_cannot_be_honoured_is_refused(section: dict[str, Any], message: st
 
 def test_what_deepspeed_acts_on_goes_to_it() -> None:
     file = {"gradient_clipping": 0.5,
-            "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            "zero_optimization": {"stage": 2, "overlap_comm": True,
+                "offload_optimizer": {"device": "cpu", "pin_memory": False}},
             "flops_profiler": {"enabled": True, "profile_step": 2}, "comms_logger": {"enabled": True}}  # fmt: skip
     config = load_config({**file, "sdp": {"engine": "deepspeed"}, "training": {"seed": 3}, "train_batch_size": 8})
     assert config.deepspeed == file
@@ -95,7 +96,8 @@ def test_a_file_without_clipping_is_clipped_as_deepspeed_does() -> None:
 
 def test_a_resolved_configuration_trains_the_same() -> None:
     file = {"gradient_clipping": 0.5,
-            "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            "zero_optimization": {"stage": 2, "overlap_comm": True,
+                "offload_optimizer": {"device": "cpu", "pin_memory": False}},
             "comms_logger": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}  # fmt: skip
     resolved = load_config({**file, "sdp": {"engine": "deepspeed"}}).resolved()
     again = load_config(resolved)
@@ -112,7 +114,10 @@ def _mismatched_stages() -> str:
 
 
 def test_stages_that_differ_between_ranks_are_found(ranks: RankPool) -> None:
-    message = "zero_optimization.stage: rank 0 has 1, rank 1 has 2; start all ranks with the same configuration, model and data"
+    message = (
+        "zero_optimization.stage: rank 0 has 1, rank 1 has 2; start all ranks with the same configuration, model and "
+        "data"
+    )
     assert ranks.run(_mismatched_stages, world=2) == [message] * 2
 
 
