@@ -52,6 +52,26 @@ def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
     assert_equal(ranks.run(measure, case, world=case.world), reference(case_of_reference(case)))
 
 
+def measure_two_passes(case: Case) -> list[Metrics]:
+    """Take two steps with a second backward pass at the boundary in the first one."""
+    engine = engine_of(case, training={"noise_scale_interval": 1})
+    found = []
+    for step in range(2):
+        for again in range(2 - step):
+            one_step(engine, case, 2 * step + again, data_rank=data_rank_of(case))
+        engine.step()
+        found.append(engine.noise.metrics())
+    return found
+
+
+def test_a_second_pass_before_the_step_is_not_measured(ranks: RankPool) -> None:
+    """It would add own gradients to the means of the first pass."""
+    case = Case(2, 1)
+    for first, second in ranks.run(measure_two_passes, case, world=2):
+        assert first["noise"] == {}
+        assert second["noise"]["shared"]["trace"] > 0
+
+
 DEEPSPEED = [
     Case(2, 2, 0, optimizer="adamw"),
     Case(2, 2, 1, accumulation=2, optimizer="adamw", clip=True),

@@ -66,6 +66,7 @@ class Facts:
     data_parallel_sent: float | None = None
     spikes_skipped: int | None = None  # None if the run did not look for spikes
     rollbacks: int | None = None
+    noise_scale: float | None = None  # in samples, at the last measured step
     masking: str | None = None  # the steps of each phase, with a schedule of maskings
     phase_seconds: dict[str, float] = field(default_factory=dict)  # of a step with each masking of a schedule
     tasks: dict[str, float | None] = field(default_factory=dict)  # "task, measure" → the newest score
@@ -155,6 +156,7 @@ def facts_of(run: Run) -> Facts:
         data_parallel_sent=summary.get("ddp_comm_bytes_per_step"),
         spikes_skipped=last.get("spikes_skipped"),
         rollbacks=last.get("rollbacks"),
+        noise_scale=next((line["noise_scale"] for line in reversed(run.metrics) if line.get("noise_scale")), None),
         masking=describe_phases(phases_of(run.metrics)),
         phase_seconds=_phase_seconds(settled),
         tasks=_tasks(run),

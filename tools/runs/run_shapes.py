@@ -24,6 +24,10 @@ class _Shape(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
+class _Noise(_Shape):
+    trace: Number = None
+
+
 class Line(_Shape):
     """A line of metrics.jsonl or evaluations.jsonl."""
 
@@ -38,6 +42,8 @@ class Line(_Shape):
     comm_bytes_by_kind: Numbers = None
     spikes_skipped: Count | None = None
     rollbacks: Count | None = None
+    noise_scale: Number = None
+    noise: dict[str, _Noise] | None = None
 
 
 class _Model(_Shape):

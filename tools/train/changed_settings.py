@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
+from ...engine.config.noise import NoiseProfile
 from ...engine.config.schema import Config
 from ...engine.engine import SDPEngine
 from ...engine.json_files import read_json_file
@@ -21,6 +23,9 @@ from ..runs.run_files import CONFIG
 
 _OPTIMIZER_KEYS = ("lr", "weight_decay", "betas", "momentum", "eps")
 _UNSET = "unset"
+_DECIDE_ABOUT_HOLDERS = (
+    "groups", "capacity", "granularity", "neuron_groups", "placement", "units", "protect", "survive",
+)  # fmt: skip
 
 
 def saved_settings(dump_dir: Path) -> dict[str, Any] | None:
@@ -33,6 +38,28 @@ def saved_settings(dump_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return saved if isinstance(saved, dict) else None
+
+
+def keep_holders(config: Config, dump_dir: Path) -> Config:
+    """Return the configuration of a resumed run with the numbers of holders that its start found.
+
+    This is about a profile that follows from measured noise. The file with the noise is not needed
+    any more. If another setting that decides about holders has changed, they are found again.
+    """
+    profile, saved = config.sdp.profile, (saved_settings(dump_dir) or {}).get("sdp")
+    if not isinstance(profile, NoiseProfile) or profile.holders is not None or not isinstance(saved, dict):
+        return config
+    now = config.sdp.model_dump(mode="json")
+    before = saved.get("profile")
+    if not isinstance(before, dict) or {**before, "holders": None} != now["profile"]:
+        return config
+    if any(saved.get(key) != now[key] for key in _DECIDE_ABOUT_HOLDERS):
+        return config
+    try:
+        found = NoiseProfile.model_validate(before)
+    except ValidationError:
+        return config
+    return config.model_copy(update={"sdp": config.sdp.model_copy(update={"profile": found})})
 
 
 def describe_changes(before: Mapping[str, Any], config: Config) -> list[str]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ...engine.accounting.memory import PeakMemory
 from ...engine.config.load import load_config
+from ...engine.config.noise import NoiseProfile
 from ...engine.config.schema import Config
 from ...engine.distributed.hosts import machine_id, split_tensor_group, told_apart
 from ...engine.distributed.join import join
@@ -31,6 +32,7 @@ from ..runs.run_files import RunFiles
 from ..shared.files import NO_ROOM, WriteError, refuse_link
 from ..tasks.harness import LoadedTasks
 from . import preflight
+from .changed_settings import keep_holders
 from .checkpointer import newest_checkpoint
 from .log_file import LogFile
 from .observers.monitors import open_monitors
@@ -68,7 +70,9 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     environment = detect()
     rank, world_size = (environment.rank, environment.world_size) if environment is not None else (0, 1)
     dump_dir = options.dump_dir
-    preflight.check(config, mesh_of(config, world_size), dump_dir, resume=options.resume)
+    if options.resume:
+        config = keep_holders(config, dump_dir)
+    config = preflight.check(config, mesh_of(config, world_size), dump_dir, resume=options.resume)
     files = RunFiles(dump_dir, resume=options.resume) if rank == 0 else None
     monitors = open_monitors(config, dump_dir, resume=options.resume) if rank == 0 else None
     tasks = _load_tasks(config) if rank == 0 else None
@@ -173,6 +177,9 @@ def _with_absolute_paths(config: Config) -> Config:
         for section, (key, path) in paths.items()
         if path is not None
     }
+    if isinstance(profile := config.sdp.profile, NoiseProfile):
+        profile = profile.model_copy(update={"noise": str(Path(profile.noise).absolute())})
+        changed["sdp"] = config.sdp.model_copy(update={"profile": profile})
     if config.data.sources:
         sources = [each.model_copy(update={"path": str(Path(each.path).absolute())}) for each in config.data.sources]
         changed["data"] = config.data.model_copy(update={"sources": sources})

@@ -98,6 +98,27 @@ def test_it_equals_the_formula_on_the_gradients_of_holders(case: Case) -> None:
     assert counts == ({2, 3, 4} if case.groups == 4 else {2})
 
 
+def test_gradients_are_divided_by_the_root_of_adams_moments() -> None:
+    case = Case(4, 1, masking="backward", optimizer="adamw")
+    engine = reference(case)
+    step_of(engine, case, 0)
+    assert "preconditioned_trace" not in engine.noise.metrics()["noise"]["layers.1"], "there are no moments yet"
+    moments = {
+        name: engine.optimizer.state[p]["exp_avg_sq"].double().clone() for name, p in engine.parameters_here.items()
+    }
+    of_ranks = step_of(engine, case, 1)
+    for unit, k in (("layers.1", 2), ("layers.2", 3), ("shared", 4)):
+        holders = dict(zip(engine.layout.placement.units, engine.layout.placement.holders, strict=True)).get(unit)
+        scale = of_unit(engine, unit, moments).sqrt() + 1e-2  # the case's epsilon
+        own = [of_unit(engine, unit, of_ranks[w]) / scale for w in holders or range(4)]
+        squares = torch.stack([g.square().sum() for g in own]).mean().item()
+        mean = torch.stack(own).mean(0).square().sum().item()
+        found = engine.noise.metrics()["noise"][unit]
+        assert found["preconditioned_trace"] == pytest.approx(2 * k * (squares - mean) / (k - 1), rel=1e-4)
+        room = 1e-5 * squares
+        assert found["preconditioned_squared_norm"] == pytest.approx((k * mean - squares) / (k - 1), rel=1e-4, abs=room)
+
+
 @pytest.mark.parametrize(("case", "steps"), [(BLOCKS, 300), (NEURONS, 100), (RANKS_INSIDE, 300)], ids=str)
 def test_its_mean_is_that_of_many_batches(case: Case, steps: int) -> None:
     """The covariance and the mean of the gradients of many batches, at weights that stand still."""
