@@ -92,7 +92,8 @@ def _shortened(*options: str) -> str:
 # options that are shortened.
 _RANKS = {
     "slurm": re.compile(
-        rf"-[Nna].*|{_shortened('nodes', 'ntasks', 'ntasks-per-node', 'tasks-per-node', 'array', 'gpus-per-node')}(=.*)?"
+        r"-[Nna].*|"
+        rf"{_shortened('nodes', 'ntasks', 'ntasks-per-node', 'tasks-per-node', 'array', 'gpus-per-node')}(=.*)?"
     ),
     "mpirun": re.compile(
         r"--?(n|np|N|npernode|npersocket|pernode|ppn|perhost|c|H|host|hosts|hostfile|machinefile|machine|f|default-hostfile|rf|rankfile"

@@ -33,7 +33,9 @@ from sdp.tests.support.ranks import RankPool
 COVER, TENSOR_COVER = pairwise_cover(FACTORS), pairwise_cover(TENSOR_FACTORS)
 
 
-SHARDED_COPIES = [  # of backward masking: what the cover has of it at few stages only, and empty shards of copies (6 rows cut in four)
+# Backward masking: what the cover has at few stages only, and empty shards of copies, because 6 rows
+# are cut in four.
+SHARDED_COPIES = [
     Case(2, 2, 2, 3, clip=True, optimizer="adamw", model="llama-tied", masking="backward"),
     Case(2, 2, 3, 1, model="llama-tied-meta", masking="backward"),
     Case(2, 4, 1, 3, optimizer="adamw", model="llama-meta", masking="backward"),

@@ -42,6 +42,7 @@ def test_coordinates_in_groups_of_unequal_size(sizes: list[int], tp: int) -> Non
 def test_worlds_that_do_not_divide(world: int, groups: int, tp: int) -> None:
     with pytest.raises(
         ConfigError,
-        match=rf"world size {world} is not divisible by sdp.groups {groups} .* start a multiple of {groups * tp} processes",
+        match=rf"world size {world} is not divisible by sdp.groups {groups} .* "
+        rf"start a multiple of {groups * tp} processes",
     ):
         Mesh.for_world(world, groups, tp)

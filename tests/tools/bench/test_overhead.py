@@ -14,7 +14,10 @@ import pytest
 import sdp
 from sdp.tools.cli import main
 
-TINY = "--layers 4 --hidden 16 --intermediate 32 --heads 2 --vocab-size 64 --sequence 8 --micro-batch 2 --repeats 3 --warmup 1".split()
+TINY = (
+    "--layers 4 --hidden 16 --intermediate 32 --heads 2 --vocab-size 64 --sequence 8 --micro-batch 2 "
+    "--repeats 3 --warmup 1"
+).split()
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 LAUNCHER_VARIABLES = (
     "RANK",

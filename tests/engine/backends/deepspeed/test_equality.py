@@ -107,7 +107,8 @@ WIDE_UNEQUAL = [
         ("sgd", 2, "backward", "even-llama"),
     )
 ] + [replace(UNEQUAL, groups=4, sizes=(1, 2, 3, 1), stage=stage, optimizer="adamw", masking=masking, clip=True)
-     for stage, masking in ((0, "backward"), (1, "forward"), (2, "backward"), (3, "forward"), (3, "backward"))]  # fmt: skip
+     for stage, masking in (
+         (0, "backward"), (1, "forward"), (2, "backward"), (3, "forward"), (3, "backward"))]  # fmt: skip
 
 
 @pytest.mark.parametrize(
