@@ -55,8 +55,7 @@ class SDPEngine(DeepSpeedNames):
         self.micro_steps = 0
         self.global_samples = 0
         self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
-        self._reduced = False
-        self._syncing = True
+        self._reduced, self._syncing = False, True
         self._saved = backend.state_to_save()
         self._saver = Saver(alone=self.world_size == 1, device=self.device)
 
@@ -138,7 +137,7 @@ class SDPEngine(DeepSpeedNames):
         norm, may_lower = math.sqrt(squared_norm), backend.may_lower_loss_scale
         self.before_update()
         # Norm and loss cover all groups, so all ranks decide the same.
-        is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self._forget_micro_batches)
+        is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self.forget_micro_batches)
         if math.isfinite(norm) and not is_spike:
             self.noise.collect()
             update = backend.update(gradients, norm, self.lr_scheduler)
@@ -153,14 +152,15 @@ class SDPEngine(DeepSpeedNames):
 
     def _count_step(self) -> None:
         """Count a step that was taken, or that all groups skipped."""
-        self._forget_micro_batches()
+        self.forget_micro_batches()
         self.global_steps += 1
         self.global_samples += self._batch.train
         self.tput_timer.global_samples += self._batch.train
         self.local_training.after_step(self.global_steps)
         self._backend.use_masking(self.config.masking_schedule.at(self.global_steps + 1))
 
-    def _forget_micro_batches(self) -> None:
+    def forget_micro_batches(self) -> None:
+        """Drop the gradients and the losses since the last step, which is then made again."""
         self.zero_grad()
         self._losses, self._reduced = [], False
 
@@ -296,14 +296,14 @@ class SDPEngine(DeepSpeedNames):
         configured = named_rates(self.optimizer, names)
         if load_module_only:
             resume_without_optimizer(path, state, self._backend, self._saved, None, None, ranks=ranks)
-            self._forget_micro_batches()
+            self.forget_micro_batches()
             return str(path), client
         if not load_lr_scheduler_states:
             state = {**state, "scheduler": None}
         self.local_training.follow(state["global_steps"])
         go_on = resume if load_optimizer_states else resume_without_optimizer
         go_on(path, state, self._backend, self._saved, self.lr_scheduler, self.loader, ranks=ranks)
-        self._forget_micro_batches()
+        self.forget_micro_batches()
         self.spikes.load_state_dict(state.get("spikes") or {})
         self.noise.load_state_dict(state.get("noise") or {})
         self.local_training.load_state_dict(state.get("sync"))

@@ -41,6 +41,15 @@ def refuse_with_elastic(config: Any) -> None:
         "sdp.masking": (sdp.masking != "forward", sdp.masking, 'use "forward"'),
         "sdp.sync": (sdp.sync is not None, "local steps", "remove the section"),
         "sdp.group_sizes": (sdp.group_sizes is not None, sdp.group_sizes, "remove it"),
+        "data.sources": (config.data.sources is not None, "a mixture", "read one data set"),
+        "data.path": (config.data.path is None, "null", "prepare the data with sdp prepare"),
+        "training.tokens": (training.tokens is not None, training.tokens, "use training.steps"),
+        "training.evaluate_tasks": (getattr(training, "evaluate_tasks", None) is not None, "tasks", "remove them"),
+        "training.noise_scale_interval": (
+            bool(getattr(training, "noise_scale_interval", 0)),
+            getattr(training, "noise_scale_interval", 0),
+            "use 0",
+        ),
         "training.async_save": (training.async_save, True, "use false"),
         "training.on_spike": (
             training.on_spike in ("rollback", "stop"),

@@ -17,7 +17,6 @@ from .messages import Message, ProtocolError
 from .records import Generation, Loss, Rank
 
 STEP = 99  # the phase before a step, the only one in which a group may join
-_MOST_TEXT = 256
 _DOUBT_SECONDS = 1.0  # how long the votes of others are awaited, after a group voted and died
 
 Peer = Hashable
@@ -63,7 +62,7 @@ class Membership:
 
     @property
     def living(self) -> list[int]:
-        """The slots of the groups of the present generation that are not lost."""
+        """The groups of the present generation that are not lost."""
         return sorted(set(self.generation.lives) - self.generation.lost) if self.generation is not None else []
 
     # -- what ranks say ----------------------------------------------------------------------------
@@ -83,12 +82,20 @@ class Membership:
         elif kind == "bye":
             rank.is_leaving = True
             members = self._ranks_of(self.generation.lives) if self.generation is not None else {}
-            self.is_finished = self.is_finished or all(each.is_leaving for each in members.values())
+            if not self.is_finished and all(each.is_leaving for each in members.values()):
+                self._finish()
         elif kind != "beat":
             raise ProtocolError(f"an unknown message {kind[:40]!r}")
 
+    def _finish(self) -> None:
+        """The run is over: groups that wait to join are not needed."""
+        self.is_finished = True
+        for peer, rank in list(self._peers.items()):
+            if not rank.is_leaving:
+                self._send(peer, {"type": "finished"})
+
     def _hear_join(self, peer: Peer, message: Message) -> None:
-        rank = self._checked(message)
+        rank = Rank.of(message, self._groups, self._ranks, self._clock())
         if self.is_finished or self.failure is not None or rank.life in self._lost_lives:
             kind = "finished" if self.is_finished else "failed" if self.failure is not None else "cut"
             self._send(peer, {"type": kind, "reason": self.failure or "its group was cut off"})
@@ -103,21 +110,6 @@ class Membership:
         if self._waiting_since is None:
             self._waiting_since = self._clock()
         self._form()
-
-    def _checked(self, message: Message) -> Rank:
-        """Return the rank that a request to join describes, after its values were checked."""
-        slot, inside, step = (message.get(key) for key in ("slot", "inside", "step"))
-        texts = [message.get(key) for key in ("life", "host", "store")]
-        numbers = [slot, inside, step, message.get("phase")]
-        if not all(type(number) is int and 0 <= number < 2**53 for number in numbers):
-            raise ProtocolError("a join with wrong numbers")
-        if not all(isinstance(text, str) and len(text) <= _MOST_TEXT for text in texts):
-            raise ProtocolError("a join with wrong texts")
-        assert isinstance(slot, int) and isinstance(inside, int)
-        if slot >= self._groups or inside >= self._ranks or message.get("ranks") != self._ranks:
-            raise ProtocolError(f"rank {inside} of group {slot}, which this run does not have")
-        life, host, store = map(str, texts)
-        return Rank(slot, inside, life, host, store, self._clock(), message)
 
     def _hear_vote(self, rank: Rank, message: Message) -> None:
         now = self.generation

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .messages import Message
+from .messages import Message, ProtocolError
+
+_MOST_TEXT = 256
 
 
 @dataclass
@@ -19,6 +21,27 @@ class Rank:
     heard: float
     joining: Message | None = None
     is_leaving: bool = False
+
+    @classmethod
+    def of(cls, message: Message, groups: int, ranks: int, now: float) -> Rank:
+        """Return the rank that a request to join describes.
+
+        Raises:
+            ProtocolError: a value is missing, or is not one of this run, which has so many
+                ``groups`` of so many ``ranks``.
+        """
+        slot, inside, step = (message.get(key) for key in ("slot", "inside", "step"))
+        texts = [message.get(key) for key in ("life", "host", "store")]
+        numbers = [slot, inside, step, message.get("phase")]
+        if not all(type(number) is int and 0 <= number < 2**53 for number in numbers):
+            raise ProtocolError("a join with wrong numbers")
+        if not all(isinstance(text, str) and len(text) <= _MOST_TEXT for text in texts):
+            raise ProtocolError("a join with wrong texts")
+        assert isinstance(slot, int) and isinstance(inside, int)
+        if slot >= groups or inside >= ranks or message.get("ranks") != ranks:
+            raise ProtocolError(f"rank {inside} of group {slot}, which this run does not have")
+        life, host, store = map(str, texts)
+        return cls(slot, inside, life, host, store, now, message)
 
 
 @dataclass

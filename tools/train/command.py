@@ -6,7 +6,8 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from ...engine.environment.detect import detect, export
+from ...engine.environment.detect import Environment, detect, export
+from ...engine.environment.elastic import is_elastic_rank
 from ...engine.errors import ConfigError
 from ...launcher.fatal_errors import report_fatal
 from .options import TrainOptions
@@ -14,6 +15,7 @@ from .options import add_arguments as add_arguments
 
 if TYPE_CHECKING:
     from ...engine.config.schema import Config
+    from ...launcher.degrees import Degrees
 
 # This long after a signal the ranks are killed. Until then they finish the current step and write a
 # checkpoint.
@@ -34,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     export({name: str(value) for name, value in config.env.items()})
     degrees = Degrees(config, options.fsdp)
     environment = detect()
+    if config.sdp.elastic.enabled:
+        return _run_elastic(config, options, degrees, environment)
     if environment is not None:
         if options.nproc not in (None, environment.world_size):
             raise ConfigError(
@@ -57,8 +61,44 @@ def run(args: argparse.Namespace) -> int:
     return _run_rank(options)
 
 
+def _run_elastic(config: Config, options: TrainOptions, degrees: Degrees, environment: Environment | None) -> int:
+    """Be a rank of an elastic run, or start all of its groups here."""
+    from ...launcher.degrees import visible_devices
+    from ...launcher.elastic import ElasticRun, start_elastic
+
+    devices = visible_devices()
+    if devices:
+        raise ConfigError(
+            "sdp.elastic: was never run with CUDA, and is refused there in this version; set enabled false"
+        )
+    if options.profile is not None:
+        raise ConfigError("--profile: is not available in this version together with sdp.elastic; leave it out")
+    if environment is not None:
+        if not is_elastic_rank():
+            raise ConfigError(
+                f"sdp.elastic: {environment.source} ends all ranks when one dies; start the run with sdp train on one "
+                "host, or set enabled false"
+            )
+        return _run_rank(options)
+    processes = degrees.processes(options.nproc, devices)
+    _check_files(config, options)
+    section, groups = config.sdp.elastic, config.sdp.groups
+    run = ElasticRun(
+        groups,
+        processes // groups,
+        heartbeat_seconds=section.heartbeat_seconds,
+        wait_seconds=section.wait_seconds,
+        restarts=section.restarts,
+        restart_window=section.restart_window,
+    )
+    return start_elastic(options.argv, run, options.dump_dir / "logs", stop_seconds=STOP_SECONDS)
+
+
 def _run_rank(options: TrainOptions) -> int:
-    from .rank import run as run_rank  # imports torch
+    if is_elastic_rank():
+        from .elastic_rank import run as run_rank
+    else:
+        from .rank import run as run_rank  # imports torch
 
     def end_stalled(text: str) -> None:
         """End this process from the thread that found no progress.

@@ -89,6 +89,10 @@ class StepMeter:
             self._sent.append((engine.global_steps, comm))
         return StepFacts(self._learning_rate, self._memory.read(), comm, seconds)
 
+    def memory_now(self) -> int:
+        """Return the peak of memory since the step began, in bytes."""
+        return self._memory.read()
+
     def sent_per_step(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return the bytes that this rank sent in a step, counted and planned, by kind.
 

@@ -34,7 +34,6 @@ from ..tasks.harness import LoadedTasks
 from . import preflight
 from .changed_settings import keep_holders
 from .checkpointer import newest_checkpoint
-from .log_file import LogFile
 from .observers.monitors import open_monitors
 from .observers.observer import Observer
 from .observers.probe import MemoryProbe
@@ -43,6 +42,7 @@ from .observers.progress import Progress
 from .observers.recorder import Recorder
 from .options import TrainOptions
 from .out_of_memory import is_out_of_memory, out_of_memory
+from .process.log_file import LogFile
 from .trainer import Trainer
 
 log = logging.getLogger("sdp")
@@ -66,7 +66,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         The exit code.
     """
     profiled = parse_steps(options.profile) if options.profile is not None else None
-    config = _with_absolute_paths(with_initial_model(load_config(options.config, options.overrides)))
+    config = with_absolute_paths(with_initial_model(load_config(options.config, options.overrides)))
     environment = detect()
     rank, world_size = (environment.rank, environment.world_size) if environment is not None else (0, 1)
     dump_dir = options.dump_dir
@@ -76,12 +76,12 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     files = RunFiles(dump_dir, resume=options.resume) if rank == 0 else None
     monitors = open_monitors(config, dump_dir, resume=options.resume) if rank == 0 else None
     tasks = _load_tasks(config) if rank == 0 else None
-    _set_up_logging(rank, dump_dir)
-    _log_start(config, world_size, dump_dir)
-    beat = _start_heartbeat(config, options, rank, world_size, on_stall)
-    _join_ranks(config)
+    set_up_logging(rank, dump_dir)
+    log_start(config, world_size, dump_dir)
+    beat = start_heartbeat(config, options, rank, world_size, on_stall)
+    join_ranks(config)
     with explained(config, beat, dump_dir=dump_dir):
-        corpus, engine, baseline = _build(config, dump_dir, beat)
+        corpus, engine, baseline = build(config, dump_dir, beat)
     _warn_of_split_groups(engine)
     observers: list[Observer] = [MemoryProbe(engine)] if MemoryProbe.works_with(engine) else []
     if profiled is not None:
@@ -111,13 +111,13 @@ def _load_tasks(config: Config) -> LoadedTasks | None:
     return LoadedTasks.load(section, preflight.TASKS) if section is not None else None
 
 
-def _log_start(config: Config, world_size: int, dump_dir: Path) -> None:
+def log_start(config: Config, world_size: int, dump_dir: Path) -> None:
     log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), dump_dir / "logs")
     if config.env:
         log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
 
 
-def _start_heartbeat(
+def start_heartbeat(
     config: Config, options: TrainOptions, rank: int, world_size: int, on_stall: Callable[[str], None]
 ) -> Heartbeat:
     """Start to tell the launcher where this rank is."""
@@ -129,14 +129,14 @@ def _start_heartbeat(
     return beat
 
 
-def _join_ranks(config: Config) -> None:
+def join_ranks(config: Config) -> None:
     """Make the process group of all ranks. The engines of one process need none."""
     if not config.sdp.in_one_process:
         training = config.training
         join(max(training.start_timeout, training.save_timeout, training.step_timeout))
 
 
-def _build(config: Config, dump_dir: Path, beat: Heartbeat) -> tuple[Corpus, SDPEngine, int]:
+def build(config: Config, dump_dir: Path, beat: Heartbeat) -> tuple[Corpus, SDPEngine, int]:
     """Prepare the data, and build the model and its engine. Collective.
 
     Returns:
@@ -166,7 +166,7 @@ def _warn_of_split_groups(engine: SDPEngine) -> None:
         log.warning("WARNING: %s", problem)
 
 
-def _with_absolute_paths(config: Config) -> Config:
+def with_absolute_paths(config: Config) -> Config:
     """Make the paths of the configuration absolute.
 
     Other commands may read config.json from other directories.
@@ -224,7 +224,7 @@ def _with_newest_checkpoint(error: Exception, dump_dir: Path | None) -> WriteErr
     return WriteError(f"{error}{ending}")
 
 
-def _set_up_logging(rank: int, dump_dir: Path) -> None:
+def set_up_logging(rank: int, dump_dir: Path) -> None:
     """Set up the log files. Rank 0 also logs to the terminal.
 
     The files of the other ranks have only warnings and errors.

@@ -28,7 +28,7 @@ from .evaluator import Evaluator
 from .meter import StepFacts, StepLines, StepMeter
 from .observers.observer import Observer
 from .observers.probe import MemoryProbe
-from .stop_signals import StopSignals
+from .process.stop_signals import StopSignals
 from .summary import rank_facts, write_summary
 from .utilisation import Utilisation
 
@@ -145,6 +145,9 @@ class Trainer:
         if engine.global_steps == self.steps:
             with part("optimizer"):
                 engine.finish_round()
+
+    def _begin_line(self, facts: StepFacts) -> None:
+        self.lines.begin(facts, self.meter.elapsed(), self.signals.received)
 
     def _begin_line(self, facts: StepFacts) -> None:
         self.lines.begin(facts, self.meter.elapsed(), self.signals.received)

@@ -24,7 +24,7 @@ from sdp.tools.runs.run_files import RunFiles
 from sdp.tools.shared.files import WriteError
 from sdp.tools.train import summary
 from sdp.tools.train.checkpointer import Checkpointer
-from sdp.tools.train.log_file import LogFile
+from sdp.tools.train.process.log_file import LogFile
 from sdp.tools.train.observers.monitors import open_monitors
 from sdp.tools.train.observers.profiler import StepProfiler
 

@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from ..shared.files import refuse_link
+from ...shared.files import refuse_link
 
 
 class LogFile(logging.FileHandler):

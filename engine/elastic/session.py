@@ -1,0 +1,213 @@
+"""One rank's part in an elastic run: it meets the living groups, votes, and brings returning groups up to date."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from ..backends.fsdp2.backend import FSDP2Backend
+from ..backends.fsdp2.reconnect import reconnect
+from ..batch.size import BatchSize
+from ..checkpoint.save import Saver
+from ..distributed import world
+from ..distributed.agreement import gather_json
+from ..distributed.process_groups import rank_lists
+from ..distributed.world import World
+from ..engine import SDPEngine
+from ..errors import PeerLostError
+from ..optim.param_groups import set_rates
+from ..placement.layout import Layout
+from .living import living_layout, lost_units
+from .member import Assembly, CoordinatorClient, Decision, StepAbortedError
+from .process_groups import Abort, Meeting
+from .returning import exchange, has_state, prepare
+
+log = logging.getLogger("sdp")
+
+
+class UnitsLostError(PeerLostError):
+    """No living group holds some units, so the run cannot go on."""
+
+
+class Session:
+    """What one rank knows of the other groups.
+
+    Args:
+        client: the connection to the coordinator.
+        engine: the engine, which was built with all groups in mind.
+        timeout: the longest time that gloo waits for an operation, in seconds.
+
+    Attributes:
+        layout: the layout with all groups.
+        assembly: the present generation.
+        on_meeting: called in each meeting before a returning group gets its state.
+    """
+
+    def __init__(self, client: CoordinatorClient, engine: SDPEngine, timeout: float):
+        self._client, self._engine, self._timeout = client, engine, timeout
+        self.layout: Layout = engine.layout
+        self.assembly: Assembly | None = None
+        self._is_fresh = True
+        self._meeting: Meeting | None = None
+        self._abort: Abort | None = None
+
+    @property
+    def slot(self) -> int:
+        """The number of this group among all groups of the run."""
+        return self._client.identity.slot
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether this rank writes the run's files in the present generation."""
+        assert self.assembly is not None
+        return self.assembly.writer == self.slot and self._client.identity.inside == 0
+
+    def meet(self, phase: int, position: Callable[[], None] = lambda: None) -> Assembly:
+        """Meet the living groups, in a new generation. Collective among them.
+
+        Args:
+            phase: what comes next for this rank.
+            position: called after the meeting, when this rank has its share of the data, but
+                before a returning group gets its state.
+
+        Raises:
+            UnitsLostError: no living group holds some units.
+            PeerLostError: this group was cut off, or the run cannot go on.
+            RunFinishedError: the run is over.
+        """
+        while True:
+            self._leave()
+            found = self._client.join(step=self._engine.global_steps, phase=phase, fresh=self._is_fresh)
+            fresh = [index for index, member in enumerate(found.members) if member.fresh]
+            everyone_is_fresh = len(fresh) == len(found.members)
+            with_state = [member.slot for member in found.members if everyone_is_fresh or not member.fresh]
+            if lost := lost_units(self.layout, with_state):
+                raise UnitsLostError(
+                    f"no living group holds {lost[0]!r} ({len(lost)} of {len(self.layout.units)} units)"
+                )
+            try:
+                self._connect(found)
+                position()
+                if fresh and not everyone_is_fresh:
+                    self._bring_up_to_date(fresh)
+            except StepAbortedError as error:
+                log.info("generation %d is over before it began: %s", found.number, error)
+                continue
+            self._is_fresh, self.assembly = False, found
+            return found
+
+    def vote(self, facts: Any) -> Decision:
+        """Vote for the present step, and return when it is committed. Raises StepAbortedError."""
+        if self._abort is not None and self._abort.failed:
+            raise StepAbortedError(self._abort.failed)
+        return self._client.vote(facts, step=self._engine.global_steps)
+
+    def finish(self) -> None:
+        """Leave the run, which is over. Collective. Raises StepAbortedError."""
+        self.vote(None)
+        self._client.leave()
+
+    # -- a meeting ---------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """Leave the process groups of the last generation behind."""
+        if self._meeting is not None:
+            self._meeting.leave()
+            self._meeting = None
+
+    def _connect(self, found: Assembly) -> None:
+        backend, engine = self._engine.backend, self._engine
+        assert isinstance(backend, FSDP2Backend)
+        layout = living_layout(self.layout, found.slots)
+        mesh, inside = layout.mesh, self._client.identity.inside
+        rank = mesh.rank(found.slots.index(self.slot)) + inside
+        abort = self._abort = Abort(self._client.abort.is_set, self._client.give_up)
+        meeting = self._meeting = Meeting(
+            found.members[0].store, found.name, rank, dist.get_rank(), abort, self._timeout
+        )
+        everyone = meeting.make_group("world", range(mesh.world_size))
+        world.enter(World(rank, mesh.world_size, everyone))
+        made: dict[tuple[int, ...], Any] = {}
+        holders: dict[tuple[int, ...], Any] = {}
+        sets = {info.holders for info in layout.parameters.values()}
+        for group, ranks in rank_lists(mesh, sets, replicate_inside=backend.stage == 0):
+            if rank in ranks:
+                key = tuple(ranks)
+                if key not in made:
+                    made[key] = meeting.make_group("-".join(map(str, ranks)), ranks)
+                holders[group] = made[key]
+        communicators = replace(backend.communicators, mesh=mesh, rank=rank, holders=holders)
+        reconnect(backend, layout, communicators)
+        batch: BatchSize = engine._batch
+        engine._batch = replace(batch, train=batch.micro * batch.accumulation * mesh.data_ranks)
+        engine._saved = backend.state_to_save()
+        engine._saver = Saver(alone=mesh.world_size == 1, device=engine.device)
+        sampler = engine.loader.sampler
+        sampler.data_rank, sampler.data_ranks = mesh.data_rank(rank), mesh.data_ranks
+
+    def _bring_up_to_date(self, fresh: Sequence[int]) -> None:
+        """Give the ``fresh`` groups the state of the others."""
+        engine, backend = self._engine, self._engine.backend
+        assert isinstance(backend, FSDP2Backend)
+        is_fresh = backend.at.sdp in fresh
+        backend.shard_parameters()
+        everyones = gather_json(None if is_fresh else self._facts(backend))
+        facts = next(each for each in everyones if each is not None)
+        rates = {name: rate for each in everyones if each is not None for name, rate in each["rates"].items()}
+        if is_fresh:
+            prepare(backend, with_state=facts["has_state"])
+        exchange(backend, fresh)
+        if not is_fresh:
+            return
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(backend.shared_schedule(facts["scheduler"]))
+        set_rates(engine.optimizer, backend.names_of_param_groups(), rates)
+        backend.load_loss_scale(facts["loss_scale"])
+        engine.spikes.load_state_dict(facts["spikes"])
+        engine.loader.load_state_dict(facts["loader"])
+        engine.global_steps, engine.global_samples = facts["steps"], facts["samples"]
+        engine.micro_steps = facts["micro_steps"]
+        engine._last.start_at(facts["skipped"])
+
+    def _facts(self, backend: FSDP2Backend) -> dict[str, Any]:
+        """Return the state that is not a tensor."""
+        engine = self._engine
+        schedule = engine.lr_scheduler
+        names = backend.names_of_param_groups()
+        pairs = zip(engine.optimizer.param_groups, names, strict=True)
+        return {
+            "has_state": has_state(backend),
+            "rates": {name: float(group["lr"]) for group, members in pairs for name in members},
+            "scheduler": backend.shared_schedule(schedule.state_dict()) if schedule is not None else None,
+            "loss_scale": backend.loss_scale_state(),
+            "spikes": engine.spikes.state_dict(),
+            "loader": engine.loader.state_dict(),
+            "steps": engine.global_steps,
+            "micro_steps": engine.micro_steps,
+            "samples": engine.global_samples,
+            "skipped": engine.skipped_steps,
+        }
+
+
+def serve_meeting_store() -> tuple[Any, str]:
+    """Serve a store on this host alone in which groups may meet.
+
+    Returns:
+        The store, which lives as long as the caller keeps it, and its HOST:PORT.
+    """
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    return store, f"127.0.0.1:{port}"
+
+
+def share_inside(text: str) -> str:
+    """Return the text of this group's first rank. Collective in the group."""
+    return gather_json(text)[0] if dist.get_world_size() > 1 else text

@@ -1,0 +1,76 @@
+"""Read what a launcher tells a rank of an elastic run: its group, and where the coordinator is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import LaunchError, quote
+
+SLOT, LIFE, COORDINATOR = "SDP_ELASTIC_GROUP", "SDP_ELASTIC_LIFE", "SDP_ELASTIC_COORDINATOR"
+TOKEN, TOKEN_FILE = "SDP_ELASTIC_TOKEN", "SDP_ELASTIC_TOKEN_FILE"
+_LEAST_TOKEN = 16  # characters
+
+
+@dataclass(frozen=True)
+class ElasticEnvironment:
+    """What a rank of an elastic run is told.
+
+    Attributes:
+        slot: the number of its SDP group.
+        life: a name of this start of the group.
+        host: the coordinator's host.
+        port: the coordinator's port.
+        token: the secret that the run's ranks share.
+    """
+
+    slot: int
+    life: str
+    host: str
+    port: int
+    token: bytes
+
+
+def elastic_environment() -> ElasticEnvironment | None:
+    """Return what the launcher told this rank, or None if the run is not elastic.
+
+    The token is removed from the environment, because programs that the rank starts need none.
+
+    Raises:
+        LaunchError: a variable is missing or wrong.
+    """
+    slot, address = os.environ.get(SLOT), os.environ.get(COORDINATOR)
+    if slot is None or address is None:
+        return None
+    host, _, port = address.rpartition(":")
+    if not slot.isdigit() or not host or not port.isdigit():
+        raise LaunchError(
+            f"{SLOT}={quote(slot)} and {COORDINATOR}={quote(address)}: a number and HOST:PORT are expected"
+        )
+    return ElasticEnvironment(int(slot), os.environ.get(LIFE, ""), host, int(port), read_token())
+
+
+def read_token() -> bytes:
+    """Return the shared secret, from a file or from a variable.
+
+    Raises:
+        LaunchError: there is none, or it is too short.
+    """
+    path, token = os.environ.get(TOKEN_FILE), os.environ.pop(TOKEN, "")
+    if path:
+        try:
+            token = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"{TOKEN_FILE}={path}: cannot be read ({error})") from None
+    if len(token) < _LEAST_TOKEN:
+        raise LaunchError(
+            f"the coordinator needs a shared token of {_LEAST_TOKEN} characters or more; put it into a file and name "
+            f"the file in {TOKEN_FILE}, or set {TOKEN}"
+        )
+    return token.encode()
+
+
+def is_elastic_rank() -> bool:
+    """Return whether a launcher started this process as a rank of an elastic run."""
+    return SLOT in os.environ

@@ -1,0 +1,259 @@
+"""Start the groups of an elastic run on this host, serve the coordinator, and restart groups that are lost."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..engine.elastic.coordinator import Coordinator
+from ..engine.environment.child import allocator_settings, child_environment, loopback_settings, thread_settings
+from ..engine.environment.detect import LOOPBACK, local_environment
+from ..engine.environment.elastic import COORDINATOR, LIFE, SLOT, TOKEN
+from ..engine.environment.launchers import LISTENING_SOCKET
+from ..engine.errors import escape
+from .fatal_errors import described_end
+from .own_command import own_command, search_path
+from .rank_process import RankProcess
+from .signals import GRACE_SECONDS, caught_signals
+
+_POLL_SECONDS = 0.02
+_BACK_OFF_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # before the first, second, … restart in a window
+
+
+@dataclass(frozen=True)
+class ElasticRun:
+    """What to start, and how often again.
+
+    Attributes:
+        groups: the number of SDP groups.
+        ranks: the ranks of each group.
+        heartbeat_seconds: see ``sdp.elastic``.
+        wait_seconds: see ``sdp.elastic``.
+        restarts: see ``sdp.elastic``.
+        restart_window: see ``sdp.elastic``.
+    """
+
+    groups: int
+    ranks: int
+    heartbeat_seconds: float = 5.0
+    wait_seconds: float = 600.0
+    restarts: int = 3
+    restart_window: float = 3600.0
+
+
+@dataclass
+class _Group:
+    """A group's processes, and when it was started again. ``due``: when to start it (None: never)."""
+
+    slot: int
+    ranks: list[RankProcess] = field(default_factory=list)
+    due: float | None = 0.0
+    restarts: deque[float] = field(default_factory=deque)
+    exit_code: int | None = None  # of the group, once it will not be started again
+
+
+def start_elastic(
+    argv: Sequence[str],
+    run: ElasticRun,
+    log_dir: Path,
+    *,
+    on_cpu: bool = True,
+    stop_seconds: float = GRACE_SECONDS,
+    command: Sequence[str] | None = None,
+) -> int:
+    """Run ``sdp`` as groups of processes on this host, and return the exit code of the whole.
+
+    A group whose process ends before the run is over is killed and started again. The other groups
+    go on. A signal to this process is passed on to all ranks. A second one kills them at once.
+
+    Args:
+        argv: the words that follow ``sdp``.
+        run: the groups.
+        log_dir: the directory of the logs. Rank R of all ranks has ``rank-R.log``.
+        on_cpu: give the ranks glibc's allocator settings for a CPU.
+        stop_seconds: from a signal to this process until the ranks are killed.
+        command: what to run in place of ``python -m sdp``.
+
+    Returns:
+        0 if a group finished the run, and else the exit code of the group that failed last: 2 for
+        the user's mistake, 1 for other failures, 128 + the signal that ended the run.
+
+    Raises:
+        LaunchError: a process cannot be started, or its log cannot be written.
+    """
+    token = secrets.token_hex(32)
+    coordinator = Coordinator(
+        run.groups,
+        run.ranks,
+        token.encode(),
+        _say,
+        heartbeat_seconds=run.heartbeat_seconds,
+        wait_seconds=run.wait_seconds,
+    )
+    coordinator.start()
+    started = _Started([*(command or own_command()), *argv], run, log_dir, token, coordinator.address, on_cpu=on_cpu)
+    with caught_signals() as received:
+        try:
+            started.watch(received, stop_seconds)
+        finally:
+            started.kill_all()
+            coordinator.stop()
+            started.forget()
+    return started.exit_code(received)
+
+
+class _Started:
+    """The groups of a run that were started."""
+
+    def __init__(
+        self, command: Sequence[str], run: ElasticRun, log_dir: Path, token: str, address: str, *, on_cpu: bool
+    ):
+        self._command, self._run, self._log_dir, self._on_cpu = command, run, log_dir, on_cpu
+        self._told = {TOKEN: token, COORDINATOR: address}
+        self._groups = [_Group(slot) for slot in range(run.groups)]
+        self._starts = 0
+
+    def watch(self, received: list[int], stop_seconds: float) -> None:
+        """Start groups, and start lost ones again, until none is left that runs or will."""
+        known, end = 0, float("inf")
+        while any(group.ranks or group.due is not None for group in self._groups):
+            if len(received) > known:
+                if known:
+                    return
+                known, end = len(received), time.monotonic() + stop_seconds
+                _say(
+                    f"{signal.Signals(received[0]).name} received, ending {self._run.groups} groups (again: kill them)"
+                )
+                self._signal_all(received[0])
+            if time.monotonic() > end:
+                return
+            for group in self._groups:
+                if group.due is not None and time.monotonic() >= group.due:
+                    group.due = None
+                    self._start(group)
+                self._look_at(group, stops=bool(received))
+            time.sleep(_POLL_SECONDS)
+
+    def _start(self, group: _Group) -> None:
+        self._starts += 1
+        settings = {**search_path(), **thread_settings(self._run.groups * self._run.ranks), **self._told}
+        settings |= {SLOT: str(group.slot), LIFE: f"{self._starts}-{secrets.token_hex(8)}"}
+        defaults = loopback_settings() | (allocator_settings() if self._on_cpu else {})
+        with socket.create_server((LOOPBACK, 0)) as listening:
+            port, handle = listening.getsockname()[1], listening.fileno()
+            for inside in range(self._run.ranks):
+                own = local_environment(inside, self._run.ranks, port).variables()
+                own |= {LISTENING_SOCKET: str(handle)} if inside == 0 else {}
+                environ = child_environment({**settings, **own}, defaults)
+                number, handles = group.slot * self._run.ranks + inside, [handle] if inside == 0 else []
+                group.ranks.append(RankProcess.start(number, self._command, environ, self._log_dir, handles))
+
+    def _look_at(self, group: _Group, *, stops: bool) -> None:
+        """If a process of the group has ended, end the group, and decide whether to start it again."""
+        ended = [rank for rank in group.ranks if rank.has_ended()]
+        if not ended:
+            return
+        failed = next((rank for rank in ended if rank.process.returncode != 0), None)
+        if failed is None and len(ended) < len(group.ranks):
+            return  # the others are about to end, too
+        cause = failed.failure() if failed is not None else None
+        self._kill(group)
+        if failed is None or cause is None:
+            group.ranks, group.exit_code = [], 0
+            self._finish_others()
+            return
+        code = cause.exit_code
+        text = described_end(failed.rank, code, failed.whereabouts)
+        last = (cause.text.strip().splitlines() or [""])[-1]
+        reason = f" ({last.removeprefix('sdp: error: ')})" if code >= 0 and last else ""
+        for rank in group.ranks:
+            rank.forget()
+        group.ranks, group.exit_code = [], code if code in (2, 1) or code > 128 else 1
+        if stops or code > 128:
+            return
+        if code == 2:
+            print(escape(cause.text.strip()), file=sys.stderr, flush=True)
+            self._give_up(code)
+            return
+        self._plan_restart(group, f"group {group.slot}: {text}{reason}")
+
+    def _plan_restart(self, group: _Group, what: str) -> None:
+        now = time.monotonic()
+        if self._is_over:
+            _say(what)
+            return
+        while group.restarts and now - group.restarts[0] > self._run.restart_window:
+            group.restarts.popleft()
+        count = len(group.restarts)
+        if count >= self._run.restarts:
+            window = f"{self._run.restart_window:g} s"
+            _say(f"{what}; it is not started again ({count} restarts in {window}, sdp.elastic.restarts)")
+            return
+        wait = _BACK_OFF_SECONDS[min(count, len(_BACK_OFF_SECONDS) - 1)]
+        group.due = now + wait
+        group.restarts.append(now)
+        _say(f"{what}; restart {count + 1} of {self._run.restarts} in {wait:g} s")
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether a group has finished the run."""
+        return any(group.exit_code == 0 for group in self._groups)
+
+    def _finish_others(self) -> None:
+        for group in self._groups:
+            group.due = None  # nobody needs a group that would be started now
+
+    def _give_up(self, code: int) -> None:
+        """End the run for a mistake of the user's, which every group would make."""
+        for group in self._groups:
+            self._kill(group)
+            group.ranks, group.due, group.exit_code = [], None, code
+
+    def _signal_all(self, number: int) -> None:
+        for group in self._groups:
+            group.due = None
+            for rank in group.ranks:
+                if not rank.has_ended():
+                    rank.process.send_signal(number)
+
+    def _kill(self, group: _Group) -> None:
+        for rank in group.ranks:
+            if not rank.has_ended():
+                rank.kill()
+        _wait_for(lambda: all(rank.has_ended() for rank in group.ranks))
+
+    def kill_all(self) -> None:
+        """Leave no process behind."""
+        for group in self._groups:
+            self._kill(group)
+
+    def forget(self) -> None:
+        """Remove the files through which ranks talked to this process."""
+        for group in self._groups:
+            for rank in group.ranks:
+                rank.forget()
+
+    def exit_code(self, received: list[int]) -> int:
+        """Return the exit code of the whole run."""
+        codes = [group.exit_code for group in self._groups if group.exit_code is not None]
+        if 0 in codes:
+            return 0
+        if received:
+            return 128 + received[0]
+        return max(codes, default=1) if all(code > 128 for code in codes) and codes else 2 if 2 in codes else 1
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(_POLL_SECONDS)
+
+
+def _say(text: str) -> None:
+    print(f"sdp: {escape(text)}", file=sys.stderr, flush=True)

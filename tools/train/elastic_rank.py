@@ -1,0 +1,82 @@
+"""One rank of an elastic ``sdp train``: builds its group's part, finds the coordinator, and trains."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from ...engine.config.elastic import ElasticSection
+from ...engine.config.load import load_config
+from ...engine.distributed import world
+from ...engine.distributed.mesh import mesh_of
+from ...engine.distributed.world import World
+from ...engine.elastic.member import CoordinatorClient, Identity
+from ...engine.elastic.session import Session, serve_meeting_store, share_inside
+from ...engine.environment.detect import detect
+from ...engine.environment.elastic import ElasticEnvironment, elastic_environment
+from ...engine.errors import LaunchError
+from ..runs.run_config import with_initial_model
+from . import preflight
+from .elastic import ElasticTrainer
+from .options import TrainOptions
+from .rank import build, explained, join_ranks, log_start, set_up_logging, start_heartbeat, with_absolute_paths
+
+# gloo's own limit of an operation between groups, in seconds. A loss is noticed long before.
+_LONGEST_OPERATION = 300.0
+
+
+def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
+    """Run this rank's part of an elastic run.
+
+    Args:
+        options: the arguments of the command line.
+        on_stall: called with a message, from another thread, when the rank makes no progress.
+
+    Returns:
+        The exit code.
+    """
+    config = with_absolute_paths(with_initial_model(load_config(options.config, options.overrides)))
+    found, told = detect(), elastic_environment()
+    if found is None or told is None:
+        raise LaunchError(
+            "a rank of an elastic run needs RANK and WORLD_SIZE of its group; start the run with sdp train"
+        )
+    ranks, dump_dir = found.world_size, options.dump_dir
+    rank, size = told.slot * ranks + found.rank, config.sdp.groups * ranks
+    preflight.check(config, mesh_of(config, size), dump_dir, resume=options.resume)
+    set_up_logging(rank, dump_dir)
+    log_start(config, size, dump_dir)
+    beat = start_heartbeat(config, options, rank, size, on_stall)
+    join_ranks(config)
+    world.enter(World(rank, size))
+    # The trainer checks holders itself, when no group is about to be lost in the middle of a step.
+    unchecked = config.model_copy(update={"sdp": config.sdp.model_copy(update={"check_interval": 0})})
+    with explained(config, beat, dump_dir=dump_dir):
+        corpus, engine, baseline = build(unchecked, dump_dir, beat)
+    store, address = serve_meeting_store() if found.rank == 0 else (None, "")
+    client = _find_coordinator(told, found.rank, ranks, share_inside(address), config.sdp.elastic)
+    session = Session(client, engine, min(_LONGEST_OPERATION, config.training.step_timeout))
+    trainer = ElasticTrainer(config, engine, corpus, dump_dir, session, baseline=baseline, beat=beat, observers=[])
+    try:
+        with explained(config, beat, engine, dump_dir=dump_dir):
+            status = trainer.train(resume=options.resume)
+    finally:
+        trainer.close()
+    del store
+    dist.destroy_process_group()
+    return status
+
+
+def _find_coordinator(
+    told: ElasticEnvironment, inside: int, ranks: int, store: str, section: ElasticSection
+) -> CoordinatorClient:
+    who = Identity(told.slot, inside, ranks, told.life, socket.gethostname(), store)
+    return CoordinatorClient(
+        (told.host, told.port),
+        told.token,
+        who,
+        heartbeat_seconds=section.heartbeat_seconds,
+        wait_seconds=section.wait_seconds,
+    )
