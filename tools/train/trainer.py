@@ -149,9 +149,6 @@ class Trainer:
     def _begin_line(self, facts: StepFacts) -> None:
         self.lines.begin(facts, self.meter.elapsed(), self.signals.received)
 
-    def _begin_line(self, facts: StepFacts) -> None:
-        self.lines.begin(facts, self.meter.elapsed(), self.signals.received)
-
     def _record(self, lines: Iterable[tuple[dict[str, Any], int]]) -> None:
         """Show lines of metrics.jsonl to the observers.
 
