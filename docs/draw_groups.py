@@ -23,7 +23,9 @@ text { font: 14px system-ui, sans-serif; fill: #1f2937 } .small { font-size: 12p
 .held { fill: #2563eb } .shared { fill: #7c3aed } .on { fill: #ffffff }
 .skip { stroke: #9ca3af; stroke-width: 2; stroke-dasharray: 4 4 } .path { stroke: #9ca3af; stroke-width: 2 }
 .average { stroke: #ea580c; stroke-width: 3; fill: none } .word { fill: #ea580c }
-@media (prefers-color-scheme: dark) { text { fill: #e5e7eb } .small { fill: #9ca3af } .on { fill: #ffffff } .word { fill: #fb923c } }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e5e7eb } .small { fill: #9ca3af } .on { fill: #ffffff } .word { fill: #fb923c }
+}
 """
 
 

@@ -19,7 +19,9 @@ from torch.utils.flop_counter import flop_registry
 
 ACTIVATIONS, COMMUNICATION, GRADIENTS = "activations", "communication", "gradients"
 KINDS = ("parameters", GRADIENTS, "optimizer", "frozen", "outer", "buffers", COMMUNICATION, ACTIVATIONS)
-"""``communication``: gathered copies of weights, and what collectives read and write. ``activations``: all else, temporaries too."""
+"""``communication``: gathered copies of weights, and what collectives read and write.
+``activations``: everything else, temporary tensors too.
+"""
 
 _COLLECTIVES = ("c10d", "fsdp", "_c10d_functional")
 

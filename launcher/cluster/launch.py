@@ -101,7 +101,8 @@ _RANKS = {
     ),
     "deepspeed": re.compile(
         r"-[Hie].*|"
-        rf"{_shortened('num_nodes', 'num_gpus', 'num_accelerators', 'hostfile', 'include', 'exclude', 'node_rank', 'no_ssh')}(=.*)?"
+        rf"{_shortened('num_nodes', 'num_gpus', 'num_accelerators', 'hostfile')}(=.*)?|"
+        rf"{_shortened('include', 'exclude', 'node_rank', 'no_ssh')}(=.*)?"
     ),
 }
 

@@ -51,7 +51,8 @@ def a_machine_that_makes_namespaces() -> None:
 @pytest.mark.parametrize("count", [60, 1])  # while they are made; once they are there
 def test_a_signal_leaves_no_host_behind(number: signal.Signals, count: int) -> None:
     script = f"import signal, time; from sdp.tools.bench.networks import hosts; made = hosts({count})\n"
-    script += "signal.signal(signal.SIGINT, signal.default_int_handler)\nwith made: print('made', flush=True); time.sleep(0.5)"
+    script += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    script += "with made: print('made', flush=True); time.sleep(0.5)"
     environ = dict(os.environ, PYTHONPATH=str(Path(sdp.__path__[0]).parent))
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

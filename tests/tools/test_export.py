@@ -286,7 +286,8 @@ from sdp.engine.accounting.memory import PeakMemory
 from sdp.tools.cli import main
 import sdp.tools.export
 run, out, dtype, big, small = sys.argv[1:]
-assert main(["export", run, out + "-first", "--dtype", dtype, "--max-shard-size", small]) == 0  # what is imported and cached once
+# The first export imports and caches what is not measured.
+assert main(["export", run, out + "-first", "--dtype", dtype, "--max-shard-size", small]) == 0
 memory = PeakMemory(torch.device("cpu"))
 memory.reset()
 before = memory.read()

@@ -58,7 +58,8 @@ def test_a_script_that_initialises_waits() -> None:
 import torch, sdp
 from sdp.engine.environment import exit as leaving
 leaving.wait_for_threads = lambda: print("waited")
-sdp.initialize(model=torch.nn.Sequential(torch.nn.Linear(2, 2)), config={"train_micro_batch_size_per_gpu": 1, "sdp": {"units": ["0"]},
+sdp.initialize(model=torch.nn.Sequential(torch.nn.Linear(2, 2)), config={
+    "train_micro_batch_size_per_gpu": 1, "sdp": {"units": ["0"]},
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
 """
     assert _printed(script) == "waited\n"

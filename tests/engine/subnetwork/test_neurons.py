@@ -236,8 +236,12 @@ def test_units_cover_every_branch_once(model: Any, cut: str) -> None:
     parameters = dict(model.named_parameters())
     counts = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     for unit in units:
-        assert unit.numel == sum((last - first) * parameters[part.parameter].numel() // parameters[part.parameter].shape[part.dim]
-                                 for part in unit.slices for first, last in part.ranges)  # fmt: skip
+        sizes = {part: parameters[part.parameter] for part in unit.slices}
+        assert unit.numel == sum(
+            (last - first) * of.numel() // of.shape[part.dim]
+            for part, of in sizes.items()
+            for first, last in part.ranges
+        )
         for part in unit.slices:
             ((first, last),) = part.ranges
             counts[part.parameter].narrow(part.dim, first, last - first).add_(1)
