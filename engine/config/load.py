@@ -250,12 +250,8 @@ def _refuse_unavailable(config: Config) -> None:
     if sdp.engine == "deepspeed":
         _refuse_with_deepspeed(config)
     _refuse_schedule(config)
-    if sdp.engine == "vectorized" and (sdp.masking != "forward" or sdp.branch_scale != "none"):
-        key, value = ("masking", "forward") if sdp.masking != "forward" else ("branch_scale", "none")
-        found = f'"{getattr(sdp, key)}"' if isinstance(getattr(sdp, key), str) else "a schedule"
-        raise ConfigError(
-            f'sdp.{key}: {found} is not available with sdp.engine "vectorized"; use "{value}", or "reference"'
-        )
+    if sdp.engine == "vectorized":
+        _refuse_with_vectorized(config)
     if sdp.branch_scale != "none" and "forward" not in sdp.maskings:
         raise ConfigError(
             f'sdp.branch_scale: {json.dumps(sdp.branch_scale)} has no meaning with sdp.masking "backward", where all '
@@ -268,6 +264,20 @@ def _refuse_unavailable(config: Config) -> None:
         )
     if config.training.compile and sdp.in_one_process:
         raise ConfigError(f'training.compile: true is not available with sdp.engine "{sdp.engine}"; use false')
+
+
+def _refuse_with_vectorized(config: Config) -> None:
+    """Raise ConfigError for what all groups in one pass cannot do."""
+    sdp, engine = config.sdp, 'sdp.engine "vectorized"'
+    if sdp.granularity == "neuron" and "backward" in sdp.maskings:
+        raise ConfigError(
+            f'sdp.masking: "backward" is not available with {engine} and granularity "neuron"; use "forward", '
+            'granularity "block", or the engine "reference"'
+        )
+    if sdp.branch_scale != "none":
+        raise ConfigError(
+            f'sdp.branch_scale: "{sdp.branch_scale}" is not available with {engine}; use "none", or "reference"'
+        )
 
 
 def _refuse_schedule(config: Config) -> None:

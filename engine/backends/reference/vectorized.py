@@ -1,8 +1,9 @@
 """Runs all workers in one process and in one pass, to study placements.
 
-In the rows of a group, the neurons that the group does not hold are multiplied by zero. The results
-equal those of the reference backend, but a step takes about as long as one of the dense model, for
-any number of groups.
+Under forward masking, the neurons that a group does not hold are multiplied by zero in its rows.
+Under backward masking, a block runs these rows with weights that get no gradient. The results equal
+those of the reference backend, but a step takes about as long as one of the dense model, for any
+number of groups.
 
 This works only if rows of a batch never interact and if blocks add nothing but sums over hidden
 neurons. The first pass therefore compares the model, and every unit that a group lacks, with the
@@ -26,6 +27,7 @@ from ...model_interface import get_neuron_branches
 from ...placement.layout import Layout
 from ...placement.units import SHARED, Slice, find_neuron_units, goes_into_sum
 from .backend import ReferenceBackend
+from .frozen_rows import freeze_rows
 
 _HERE, _INSTEAD = 'sdp.engine "vectorized"', 'use "reference"'
 # How far outputs may differ from the reference's, relative to the largest element.
@@ -33,7 +35,7 @@ _RELATIVE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
 class VectorizedBackend(ReferenceBackend):
-    """The reference under forward masking, with all workers' rows in one pass.
+    """The reference with all workers' rows in one pass.
 
     Raises ModelError for a model that cannot run this way.
     """
@@ -61,6 +63,17 @@ class VectorizedBackend(ReferenceBackend):
         self._group_of_row: torch.Tensor | None = None
         for name, gates in self._gates().items():
             model.get_submodule(name).register_forward_pre_hook(self._gate(name, gates))
+        if "backward" in self.phases:
+            for unit, holders in zip(layout.units, layout.placement.holders, strict=True):
+                if len(holders) < layout.mesh.sdp:
+                    freeze_rows(model.get_submodule(unit.name), holders, self._groups_of_frozen_rows)
+
+    def _groups_of_frozen_rows(self) -> torch.Tensor | None:
+        return self._group_of_row if self.layout.keeps_frozen else None
+
+    def _enter_phase(self) -> None:
+        super()._enter_phase()
+        self._tried = False
 
     def _gates(self) -> dict[str, torch.Tensor]:
         """Per layer that sums hidden neurons: 1 if a group holds the neuron, else 0, shape (groups,
@@ -93,7 +106,7 @@ class VectorizedBackend(ReferenceBackend):
     def _gate(self, name: str, gates: torch.Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
         def gate(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             groups, (hidden, *others) = self._group_of_row, args
-            if groups is None:
+            if groups is None or self.layout.keeps_frozen:
                 return None
             if hidden.shape[0] != len(groups):
                 raise ModelError(f"{_HERE}: {name} has {hidden.shape[0]} rows of a batch of {len(groups)}; {_INSTEAD}")
@@ -121,7 +134,7 @@ class VectorizedBackend(ReferenceBackend):
         """Raise ModelError unless the model, and every unit that a group lacks, return the
         reference's outputs.
         """
-        lacking = self._lacking()
+        lacking = {} if self.layout.keeps_frozen else self._lacking()
         modes = [(module, module.training) for module in self.module.modules()]
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         modules = {name: self.module.get_submodule(name) for name in lacking}

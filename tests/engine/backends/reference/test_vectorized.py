@@ -17,6 +17,7 @@ from sdp.models.registry import build_model
 from sdp.tests.support import models
 from sdp.tests.support.cases import RELATIVE, Case, assert_same_run, train
 
+SCHEDULE = '[{"until": 2, "masking": "forward"}, {"masking": "backward"}]'
 CASES = [
     Case(2, 2, model="llama", clip=True),
     Case(2, model="llama", sizes=(1, 3)),
@@ -25,6 +26,19 @@ CASES = [
     Case(2, 1, model="even-llama", neurons=2, accumulation=3),
     Case(4, 2, model="llama-of-3", neurons=2, optimizer="adamw", clip=True),
     Case(2, 2, model="even-llama-tied-meta", neurons=5, placement="cyclic"),
+    Case(2, 2, model="llama", clip=True, masking="backward"),
+    Case(2, model="llama", sizes=(1, 3), masking="backward"),
+    Case(
+        4,
+        1,
+        model="llama-tied-meta",
+        optimizer="adamw",
+        accumulation=3,
+        placement="cyclic",
+        checkpointing="full",
+        masking="backward",
+    ),
+    Case(4, 1, model="llama", steps=4, placement="cyclic", masking=SCHEDULE),
 ]
 
 
@@ -168,10 +182,13 @@ def test_shares_of_unequal_weight_are_refused() -> None:
         engine({**batch, "labels": labels})
 
 
-@pytest.mark.parametrize(("key", "value"), [("masking", "backward"), ("branch_scale", "train")])
-def test_settings_without_a_meaning_in_one_pass_are_refused(key: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f'sdp.{key}: "{value}" is not available with sdp.engine "vectorized"'):
-        sdp.initialize(model=models.build("llama"), config=_config(**{key: value}))
+@pytest.mark.parametrize(
+    ("key", "section"),
+    [("masking", {"masking": "backward", "granularity": "neuron"}), ("branch_scale", {"branch_scale": "train"})],
+)
+def test_settings_without_a_meaning_in_one_pass_are_refused(key: str, section: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f'sdp.{key}: "{section[key]}" is not available with sdp.engine "vectorized"'):
+        sdp.initialize(model=models.build("llama"), config=_config(**section))
 
 
 def test_outputs_that_are_no_finite_numbers_compare_too() -> None:
