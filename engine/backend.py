@@ -31,7 +31,7 @@ from .sync.noise import NoiseMeter
 
 
 class Update(NamedTuple):
-    """The outcome of an optimizer step: the gradient's norm before clipping, and whether the step was skipped."""
+    """The outcome of a step: the gradient's norm before clipping, and whether it was skipped."""
 
     norm: float
     skipped: bool
@@ -62,7 +62,10 @@ class StateToSave(Protocol):
 
 
 class Backend(Protocol):
-    """Holds this process's part of the model and brings its gradients to g_u = Σ_{w∈H_u} Σ_f ∂ℓ_{w,f}/∂θ_u / (k_u·F)."""
+    """Holds this process's part of the model and averages its gradients.
+
+    They become g_u = Σ_{w∈H_u} Σ_f ∂ℓ_{w,f}/∂θ_u / (k_u·F).
+    """
 
     layout: Layout
     module: nn.Module
@@ -73,12 +76,12 @@ class Backend(Protocol):
 
     @property
     def frozen(self) -> dict[str, nn.Parameter]:
-        """Frozen copies, up to date, of the parameters that this process does not train (backward masking), by canonical name."""
+        """Current copies of the parameters that this process does not train, by canonical name."""
         ...
 
     @property
     def stand_ins(self) -> Mapping[str, nn.Module]:
-        """The stand-ins of the blocks that this process skips, by name. The reference skips none: it has the full model."""
+        """The stand-ins of the blocks that this process skips, by name; none in the reference."""
         ...
 
     @property
@@ -98,7 +101,7 @@ class Backend(Protocol):
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds since the start that backward passes waited for reductions between groups, their own computation being over."""
+        """Seconds since the start that reductions between groups lasted longer than backward."""
         ...
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
@@ -106,18 +109,19 @@ class Backend(Protocol):
         ...
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
-        """Accumulate gradients of ``loss``; at the ``boundary`` leave g_u in ``.grad`` of every parameter."""
+        """Accumulate gradients of ``loss``. At the ``boundary`` every ``.grad`` becomes g_u."""
         ...
 
     def refresh(self, *, after_step: bool) -> None:
         """Weights have changed: bring all frozen copies up to date. Collective.
 
-        ``after_step``: by an update, so only those that are trained, and what is sent is awaited when it is needed; else all, at once.
+        ``after_step``: an update changed them. Then only copies of trained weights are sent, and
+        each is awaited when it is needed. Otherwise all are sent and awaited at once.
         """
         ...
 
     def use_masking(self, masking: Masking) -> None:
-        """Skip the units that a group does not hold ("forward"), or run frozen copies of them ("backward"). Collective.
+        """Skip the units that a group does not hold, or run frozen copies of them. Collective.
 
         A no-op if it is the present masking. Weights and optimizer state stay.
         """
@@ -128,7 +132,7 @@ class Backend(Protocol):
         ...
 
     def squared_grad_norm_and_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Σ_u ‖g_u‖² + ‖g_S‖² over the full model and the mean of the ranks' ``loss``, a float64 scalar; collective.
+        """Σ_u ‖g_u‖² + ‖g_S‖² over the full model, and the mean of the ranks' ``loss``. Collective.
 
         Float64 (2,), the same on every rank: one message, and one wait of the host, for both.
         """
@@ -139,15 +143,15 @@ class Backend(Protocol):
         ...
 
     def batch_statistics(self, batches: Sequence[Any]) -> Statistics:
-        """Running statistics of the full model's batch norms over the batches of all ranks, by buffer; collective."""
+        """The full model's batch-norm statistics over all ranks' batches, by buffer. Collective."""
         ...
 
     def evaluate_subnetworks(self, batches: Sequence[Any]) -> list[float]:
-        """Token-weighted mean loss of every group's own subnetwork, each over the batches of its ranks; collective."""
+        """Mean loss per token of each group's subnetwork, over its ranks' batches. Collective."""
         ...
 
     def stream_state(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Every tensor of the full model by canonical name, whole, on rank 0 (None elsewhere); collective."""
+        """Every whole tensor of the full model by name, on rank 0 (None elsewhere). Collective."""
         ...
 
     def all_reduce_control(self, values: torch.Tensor) -> None:
@@ -155,7 +159,7 @@ class Backend(Protocol):
         ...
 
     def agree_on_buffers(self) -> None:
-        """Make persistent buffers those of the full model: means over the ranks of the holders; collective."""
+        """Make persistent buffers the means over the ranks of their holders. Collective."""
         ...
 
     def shard_parameters(self) -> None:
@@ -170,7 +174,7 @@ class Backend(Protocol):
         ...
 
     def spot_of(self, name: str) -> Spot:
-        """Where the part of a weight is that :class:`GroupPart` and :class:`CommonPart` have under ``name``."""
+        """Where a weight's part is that :class:`GroupPart` and :class:`CommonPart` call ``name``."""
         ...
 
     def only_part(self) -> GroupPart:
@@ -178,7 +182,7 @@ class Backend(Protocol):
         ...
 
     def begin_local_steps(self) -> None:
-        """From now on groups take steps of their own. Their weights become the anchors. Collective."""
+        """Let groups take steps of their own. Their weights become the anchors. Collective."""
         ...
 
     def end_local_steps(self) -> None:
@@ -191,7 +195,7 @@ class Backend(Protocol):
     noise: NoiseMeter | None  # measures the gradient noise, if that is asked for
 
     def attach(self, optimizer: Optimizer, config: Config) -> None:
-        """Take the optimizer that steps on this process's parameters. Called once, before training."""
+        """Take the optimizer of this process's parameters. Called once, before training."""
         ...
 
     @property
@@ -209,17 +213,17 @@ class Backend(Protocol):
         ...
 
     def update(self, gradients: list[torch.Tensor], norm: float, scheduler: Any) -> Update:
-        """Clip, step, drop the gradients, refresh frozen copies and advance the schedule. Collective.
+        """Clip, step, drop gradients, refresh frozen copies, advance the schedule. Collective.
 
         Args:
-            gradients: The result of :meth:`gradients`. The list is emptied, so that memory is free early.
+            gradients: The result of :meth:`gradients`. The list is emptied to free memory early.
             norm: The finite norm of the full model's gradient.
             scheduler: The learning-rate schedule, or None. DeepSpeed advances its own.
         """
         ...
 
     def skip_update(self, norm: float) -> Update:
-        """Skip this step, because some group's gradient is NaN or infinite. Weights and optimizer state stay."""
+        """Skip a step with a NaN or infinite gradient. Weights and optimizer state stay."""
         ...
 
     def count_micro_batch(self) -> None:
@@ -227,7 +231,7 @@ class Backend(Protocol):
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which backward passes do not reduce gradients. Raises RuntimeError if that is impossible."""
+        """A context in which backward reduces no gradients. RuntimeError if that is impossible."""
         ...
 
     @property
@@ -253,7 +257,7 @@ class Backend(Protocol):
         ...
 
     def names_of_param_groups(self) -> list[list[str]]:
-        """For each parameter group of the optimizer, the canonical names of the full model's parameters in it."""
+        """The canonical names of the parameters in each parameter group of the optimizer."""
         ...
 
     def shared_schedule(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -261,7 +265,7 @@ class Backend(Protocol):
         ...
 
     def check_holders(self) -> None:
-        """Compare weights and optimizer state between holders. Raises HolderMismatchError. Collective."""
+        """Compare state between holders. Collective. Raises HolderMismatchError."""
         ...
 
     def materialise_optimizer_state(self) -> None:
@@ -283,7 +287,7 @@ class Backend(Protocol):
         ...
 
     def measured_state_bytes(self, gradient_bytes: int) -> StateBytes:
-        """Bytes of the tensors that exist. ``gradient_bytes``: those of the gradients at the last step."""
+        """Bytes of the tensors that exist. ``gradient_bytes``: of gradients at the last step."""
         ...
 
     def planned_traffic(self, accumulation: int, step: int | None = None) -> Traffic:
@@ -294,5 +298,5 @@ class Backend(Protocol):
         ...
 
     def traffic_formula(self) -> str:
-        """The bytes that this rank sends between groups in a step, as a formula with its numbers."""
+        """The bytes that this rank sends between groups in a step, as a formula with numbers."""
         ...

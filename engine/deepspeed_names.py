@@ -1,4 +1,4 @@
-"""The names of ``deepspeed.DeepSpeedEngine`` beyond the training loop, and the model's own names."""
+"""Names of ``deepspeed.DeepSpeedEngine`` beyond the training loop, and the model's own names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ATTRIBUTES_OUT_OF_SCOPE = {
 
 
 class OutOfScopeError(ConfigError, AttributeError):
-    """A part of DeepSpeed was used that this project does not offer. ``hasattr`` is False for such an attribute."""
+    """A part of DeepSpeed is not offered here. ``hasattr`` is False for such an attribute."""
 
 
 class ThroughputTimer:
@@ -71,7 +71,7 @@ def _refuse_call(name: str, *_: Any, **__: Any) -> NoReturn:
 
 
 class DeepSpeedNames(EngineFacts):
-    """Makes scripts for DeepSpeed run: a name that the engine does not have is looked up in the model.
+    """Makes scripts for DeepSpeed run: names that the engine does not have are the model's.
 
     A name that belongs to a part of DeepSpeed that is out of scope says so when it is used.
     """
@@ -87,7 +87,7 @@ class DeepSpeedNames(EngineFacts):
         self._own_boundary: bool | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute, as DeepSpeed does. Called only for names that the engine does not have."""
+        """Return the model's attribute, as DeepSpeed does, for a name that the engine does not have."""
         if name.startswith("__") or "_backend" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name in ATTRIBUTES_OUT_OF_SCOPE:
@@ -113,7 +113,7 @@ class DeepSpeedNames(EngineFacts):
         return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the following micro-batches are the last ones before a step. None: let the engine count again.
+        """Say whether the next micro-batches are the last before a step. None: the engine counts.
 
         The losses are divided by ``gradient_accumulation_steps`` in any case, as in DeepSpeed.
         """
@@ -163,12 +163,12 @@ class DeepSpeedNames(EngineFacts):
             self.deepspeed.set_train_micro_batch_size(micro_batch_size)
 
     def _count_from_here(self) -> None:
-        """Count micro-batches as if all earlier steps had the present number of accumulation steps."""
+        """Count micro-batches as if all earlier steps had accumulated as many as this one."""
         self.micro_steps = self.global_steps * self._batch.accumulation
         self._backend.continue_at(steps=self.global_steps, micro_steps=self.micro_steps, skipped=self.skipped_steps)
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """The samples per step, the samples per forward pass of a rank, and the accumulation steps."""
+        """Samples per step, samples per forward pass of a rank, and accumulation steps."""
         return self._batch.train, self._batch.micro, self._batch.accumulation
 
     def was_step_applied(self) -> bool:
@@ -219,7 +219,7 @@ class DeepSpeedNames(EngineFacts):
     # -- the model -------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """Set the model's mode. In evaluation mode, :attr:`module` still runs this group's subnetwork only."""
+        """Set the model's mode. In evaluation too, :attr:`module` is this group's subnetwork."""
         self.module.train(mode)
         return self
 
@@ -227,7 +227,7 @@ class DeepSpeedNames(EngineFacts):
         return self.train(False)
 
     def to(self, *args: Any, **kwargs: Any) -> DeepSpeedNames:
-        """Do nothing if the model is asked to stay as it is. The engine has put it on its device already.
+        """Do nothing if the model may stay as it is. The engine has put it on its device.
 
         Args:
             args: A device, a type or a tensor that has both, as for ``torch.nn.Module.to``.
@@ -271,7 +271,7 @@ class DeepSpeedNames(EngineFacts):
         return self
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the full model's ``generate``. Collective, with arguments that may differ between ranks.
+        """Call the full model's ``generate``. Collective. Arguments may differ between ranks.
 
         If groups run only a part of the model, the full model is gathered for this call. To call it
         several times, use :meth:`full_model`.
@@ -293,7 +293,7 @@ class DeepSpeedNames(EngineFacts):
         return {name: tensor.to(own) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The weights of :attr:`module`: of this group's subnetwork. :meth:`full_state_dict` has the whole model's."""
+        """The weights of this group's subnetwork. :meth:`full_state_dict` has the whole model's."""
         return self.module.state_dict(*args, **kwargs)
 
     def save_fp16_model(self, *args: Any, **kwargs: Any) -> bool:
@@ -301,7 +301,7 @@ class DeepSpeedNames(EngineFacts):
         return self.save_16bit_model(*args, **kwargs)
 
     def destroy(self) -> None:
-        """Finish a checkpoint that is written in the background, and drop gradients. Call it after the last step."""
+        """Finish a background checkpoint and drop gradients. Call it after the last step."""
         self.wait_for_checkpoint()
         self._backend.zero_grad()
         if self._is_deepspeed:

@@ -1,4 +1,4 @@
-"""The engine that a training loop calls. Its methods are those of ``deepspeed.DeepSpeedEngine``, for every backend."""
+"""The engine that a training loop calls, with the methods of ``deepspeed.DeepSpeedEngine``."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ log = logging.getLogger("sdp")
 
 
 class SDPEngine(DeepSpeedNames):
-    """Trains one group's subnetwork: ``loss = engine(batch); engine.backward(loss); engine.step()``.
+    """Trains a group's subnetwork: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
-    :func:`sdp.initialize` makes it. ``step`` acts only at the accumulation boundary, as in DeepSpeed.
+    :func:`sdp.initialize` makes it. ``step`` acts at the accumulation boundary, as in DeepSpeed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SDPEngine(DeepSpeedNames):
     # -- training ------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for this rank's micro-batch. A single mapping or tuple is spread over ``forward``'s arguments."""
+        """The model's result. A single mapping or tuple is spread over ``forward``'s arguments."""
         if kwargs or len(args) != 1:
             # The reference cuts batches by rows, so arguments travel as one tree.
             return self._backend.forward(lambda module, batch: module(*batch[0], **batch[1]), (args, kwargs))
@@ -71,7 +71,7 @@ class SDPEngine(DeepSpeedNames):
     forward = __call__
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Accumulate the gradients of ``loss``, the mean over this rank's micro-batch, and return the loss as it was divided.
+        """Accumulate the gradients of ``loss``, this rank's mean, and return the divided loss.
 
         At the accumulation boundary, gradients are averaged within the group and among holders while
         this pass still runs.
@@ -99,7 +99,7 @@ class SDPEngine(DeepSpeedNames):
         return scaled
 
     def step(self) -> None:
-        """At the accumulation boundary, clip by the global norm, update the weights and advance the schedule.
+        """At the accumulation boundary, clip, update the weights and advance the schedule.
 
         Elsewhere only the micro-batch is counted. If any group's gradient norm is NaN or infinite, every group
         skips the step: weights, optimizer state and schedule are unchanged, and ``skipped_steps`` counts it.
@@ -126,7 +126,7 @@ class SDPEngine(DeepSpeedNames):
         backend = self._backend
         gradients = backend.gradients()
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
-        # The host waits for the device only here: it must know whether to skip the step, and by what norm to clip.
+        # The host waits for the device only here. It must know the norm, to skip the step or to clip.
         loss = torch.stack(self._losses).double().mean()
         if backend.local is not None:
             self.local_training.add(self.global_steps + 1, backend.local.step(loss, self.lr_scheduler))
@@ -171,7 +171,7 @@ class SDPEngine(DeepSpeedNames):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which gradients accumulate without being averaged. ``step`` is an error inside."""
+        """A context in which gradients are not averaged. ``step`` is an error inside."""
         with self._backend.no_sync():
             self._syncing = False
             try:
@@ -180,7 +180,7 @@ class SDPEngine(DeepSpeedNames):
                 self._syncing = True
 
     def finish_round(self) -> bool:
-        """With local steps (``sdp.sync``): average what groups have learned since the last average. Collective.
+        """With local steps: average what groups learned since the last average. Collective.
 
         Call it after the last step of a run. The full model then contains all steps. ``sdp train`` does.
 
@@ -202,7 +202,7 @@ class SDPEngine(DeepSpeedNames):
         keep: int | None = None,
         background: bool = False,
     ) -> bool:
-        """Write weights, optimizer state, schedule and the position in the data to ``save_dir/tag``. Collective.
+        """Write weights, optimizer, schedule and the data's position to ``save_dir/tag``. Collective.
 
         Holders are compared first, because a unit is written once. An earlier checkpoint of the same tag is
         replaced only when the new one is complete.
@@ -214,11 +214,11 @@ class SDPEngine(DeepSpeedNames):
             save_latest: Whether a load without a tag finds this checkpoint.
             exclude_frozen_parameters: Must be False.
             keep: Keep only this many of the checkpoints that are named after steps.
-            background: Return when everything is copied to host memory, and write while training continues.
+            background: Return when all is copied to host memory; write while training continues.
                 :meth:`wait_for_checkpoint` raises the error of a save that failed.
 
         Raises:
-            CheckpointError: Nothing could be written, or ``client_state`` has a value that needs pickle.
+            CheckpointError: Nothing could be written, or ``client_state`` would need a pickle.
             HolderMismatchError: Holders of a unit have different weights or optimizer state.
         """
         if exclude_frozen_parameters:
@@ -253,7 +253,7 @@ class SDPEngine(DeepSpeedNames):
         return True
 
     def wait_for_checkpoint(self, *, block: bool = True) -> None:
-        """Wait for the save in the background and raise its CheckpointError. Without ``block``, only if it has ended."""
+        """End a save in the background, and raise its error. Without ``block``, only if it is done."""
         self._saver.wait(block=block)
 
     def load_checkpoint(
@@ -268,7 +268,7 @@ class SDPEngine(DeepSpeedNames):
         *,
         warn_of_changes: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Continue from ``load_dir/tag`` (default: the newest), written under any layout. Collective.
+        """Continue from ``load_dir/tag`` (default: the newest) of any layout. Collective.
 
         The learning rates are the checkpoint's, as in DeepSpeed. ``load_module_only`` loads weights and buffers alone.
         Without ``load_optimizer_states``, the optimizer starts again. Unless ``warn_of_changes`` is False, rank 0 warns

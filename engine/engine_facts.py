@@ -1,4 +1,4 @@
-"""The read-only side of the engine: facts about this rank, evaluation, and the full model's weights."""
+"""The read-only side of the engine: facts about this rank, evaluation, and the full model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .placement.layout import Layout
 
 
 class EngineFacts:
-    """The read-only side of :class:`~sdp.engine.engine.SDPEngine`, with DeepSpeed's names where DeepSpeed has them."""
+    """The read-only side of :class:`~sdp.engine.engine.SDPEngine`, with DeepSpeed's names."""
 
     def __init__(self, backend: Backend, config: Config, batch: BatchSize, optimizer: Optimizer):
         self._backend, self.config, self._batch, self.optimizer = backend, config, batch, optimizer
@@ -50,7 +50,7 @@ class EngineFacts:
 
     @property
     def backend(self) -> Backend:
-        """This process's part of the model. Training loops have no need of it; tools and tests have."""
+        """This process's part of the model. Tools and tests use it. Training loops do not."""
         return self._backend
 
     @property
@@ -83,7 +83,7 @@ class EngineFacts:
 
     @property
     def exposed_reduction_seconds(self) -> float:
-        """Seconds since the start that this rank waited for reductions between groups that backward did not hide.
+        """Seconds since the start of reductions between groups that backward did not hide.
 
         On CUDA they are known only with ``wall_clock_breakdown``.
         """
@@ -100,12 +100,12 @@ class EngineFacts:
 
     @property
     def frozen_here(self) -> dict[str, nn.Parameter]:
-        """This rank's current frozen copies by canonical name (``sdp.masking`` "backward"). Sharded ones are DTensors."""
+        """This rank's frozen copies by canonical name. Sharded ones are DTensors."""
         return self._backend.frozen
 
     @property
     def data_ranks_here(self) -> int:
-        """The number of data ranks that this process computes for: 1, or all of them in the reference."""
+        """The number of data ranks that this process computes for: 1, or in the reference all."""
         return self._backend.data_ranks_here
 
     @property
@@ -119,15 +119,15 @@ class EngineFacts:
 
     @property
     def world_size(self) -> int:
-        """The number of processes that train together. A reference engine is one process by itself."""
+        """The number of processes that train together. A reference engine is one process."""
         return 1 if self._is_reference else world.size()
 
     def gather_facts(self, facts: Any) -> list[Any]:
-        """The ``facts`` (a small JSON value) of every rank, in rank order. Collective. Tuples arrive as lists."""
+        """All ranks' ``facts`` (a small JSON value), in rank order. Tuples become lists. Collective."""
         return gather_json(facts) if self.world_size > 1 else [facts]
 
     def start_gather(self, facts: Any) -> Callable[[], list[Any]]:
-        """Start :meth:`gather_facts` for less than 768 bytes of JSON. Returns a function that waits for the result."""
+        """Start :meth:`gather_facts` of at most 767 bytes. Returns a function that waits for it."""
         return start_gather_json(facts) if self.world_size > 1 else lambda: [facts]
 
     def check_holders(self) -> None:
@@ -138,17 +138,17 @@ class EngineFacts:
         self._backend.check_holders()
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the full model's averaged gradient before clipping, at the last step. None before the first.
+        """The norm of the last step's full averaged gradient before clipping. None before a step.
         With local steps: the mean over the groups. Like :meth:`get_loss`, it then waits for them."""
         return self._last.norm
 
     def get_loss(self) -> float | None:
-        """The mean loss of the last step over its micro-batches and all ranks. None before the first step."""
+        """The last step's mean loss over micro-batches and ranks. None before the first step."""
         return self._last.loss
 
     @property
     def skipped_steps(self) -> int:
-        """The steps that were skipped because a gradient was NaN or infinite; with local steps, by any group."""
+        """The steps that were skipped for a NaN or infinite gradient. With local steps: of any group."""
         return self._last.skipped_until()
 
     def skipped_until(self, step: int) -> int:
@@ -156,7 +156,7 @@ class EngineFacts:
         return self._last.skipped_until(step)
 
     def get_loss_scale(self) -> float | None:
-        """The factor by which the next step's losses are multiplied (``fp16``). None without loss scaling."""
+        """The factor of the next step's losses (``fp16``). None without loss scaling."""
         return self._backend.loss_scale
 
     @property
@@ -191,20 +191,20 @@ class EngineFacts:
         return self._backend.predicted_state_bytes()
 
     def measured_state_bytes(self) -> StateBytes:
-        """Bytes of this rank's tensors: parameters and optimizer state as they are now, gradients as at the last step."""
+        """Bytes of this rank's tensors as they are now. Gradients count as at the last step."""
         return self._backend.measured_state_bytes(self._gradient_bytes)
 
     def planned_traffic(self, step: int | None = None) -> Traffic:
-        """Bytes that this rank sends in one training step, by the placement; none in the reference, which is one process.
+        """Bytes that this rank sends in one training step, by the placement. None in the reference.
 
-        With local steps (``sdp.sync``) they depend on the step's number; without a ``step`` they are those of a round.
+        With local steps (``sdp.sync``) they depend on the ``step``. Without it, they are a round's.
 
-        With DeepSpeed, its own messages inside the group are not among them; ``comms_logger`` counts those.
+        DeepSpeed's own messages inside the group are not included. ``comms_logger`` counts them.
         """
         return self._backend.planned_traffic(self._batch.accumulation, step)
 
     def traffic_formula(self) -> str:
-        """The bytes that this rank sends between groups in a step, as a formula with its numbers."""
+        """The bytes that this rank sends between groups in a step, as a formula with numbers."""
         return self._backend.traffic_formula()
 
     # -- the full model ------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class EngineFacts:
             return self._evaluate(self._backend.evaluate, batches)
 
     def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
-        """By group, the token-weighted mean loss of its subnetwork over the batches of its own ranks. Collective."""
+        """Mean loss per token of each group's subnetwork, over its own ranks' batches. Collective."""
         return self._evaluate(self._backend.evaluate_subnetworks, batches)
 
     @contextmanager
@@ -273,7 +273,7 @@ class EngineFacts:
             yield model
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """On rank 0, the whole model's weights and persistent buffers on the CPU, by canonical name. Collective.
+        """The whole model's weights and persistent buffers, by canonical name, on rank 0's CPU. Collective.
 
         Other ranks get None. Tied parameters appear under each of their names. Parameters cross the network one
         at a time.
@@ -288,12 +288,12 @@ class EngineFacts:
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the whole model's weights to ``save_directory/model.safetensors``. Collective.
 
-        A Hugging Face model's configuration is written too, so that ``from_pretrained`` loads the directory.
+        A Hugging Face model's configuration is written too, for ``from_pretrained``.
         """
         self._write_whole(Path(save_directory), "model.safetensors", None)
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
-        """Write the whole model's weights as safetensors in the precision of the computation. Collective."""
+        """Write the model's weights as safetensors in the precision of the computation. Collective."""
         self._write_whole(Path(save_dir), save_filename, getattr(torch, self.config.precision))
         return True
 

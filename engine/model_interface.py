@@ -118,7 +118,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tensor parallelism: rows of an embedding table are cut. Outputs are cut along the sequence."""
+    """Tensor parallelism: an embedding's rows are cut. Outputs are cut along the sequence."""
 
     dims = 0
 
@@ -138,7 +138,7 @@ Style = Whole | Gather | Column | Row | Vocabulary | Head
 
 
 class ModelHooks(Protocol):
-    """The hooks. A model defines those that it needs, as methods and attributes under exactly these names."""
+    """The hooks. A model defines those that it needs, under exactly these names."""
 
     config: Any  # the model's configuration; engine.save_pretrained writes that of a Hugging Face model
     loss_type: str  # which of Hugging Face's losses the model computes; causal ones shift the labels
@@ -213,7 +213,7 @@ HOOKS = tuple(name for name in vars(ModelHooks) if not name.startswith("_"))
 # Packages whose classes are not checked for misspelt hooks: nobody wrote those for SDP.
 _LIBRARIES = {*"builtins torch torchvision transformers timm diffusers peft accelerate lightning".split()}
 
-# Least similarity (difflib) of a misspelt hook. "unit_pattern" has 0.96, "num_flops_per_token" 0.88.
+# The least similarity (difflib) of a misspelt hook. "num_flops_per_token" has 0.88.
 _NEAR_MISS = 0.9
 
 

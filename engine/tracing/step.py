@@ -135,7 +135,7 @@ def trace_step(
 
 
 def _with_an_average(config: Config) -> Config:
-    """Return a configuration whose every step is a local step with an average of all weights, if it has local steps."""
+    """Return a configuration in which every local step averages all weights."""
     sync = config.sdp.sync
     if sync is None:
         return config
@@ -145,7 +145,7 @@ def _with_an_average(config: Config) -> Config:
 
 
 def _with_travelling(trace: StepTrace, layout: Layout, config: Config) -> StepTrace:
-    """Add what lives while an average travels: the changes of a fragment, and the weights at its start."""
+    """Add the changes of a fragment that travel, and the weights at its start."""
     sync, shards = config.sdp.sync, layout.mesh.shards(config.zero_optimization.stage)
     if sync is None or not sync.overlap:
         return trace

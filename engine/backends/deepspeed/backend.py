@@ -1,4 +1,4 @@
-"""The DeepSpeed backend: a DeepSpeed engine per group with ZeRO 0 to 3, and averages between groups.
+"""The DeepSpeed backend: one DeepSpeed engine per group, ZeRO 0 to 3, averages between groups.
 
 DeepSpeed does the reductions inside a group, the optimizer step and its gathers. Between reductions
 and step, at the accumulation boundary, this backend averages among holders, computes the global

@@ -1,4 +1,4 @@
-"""The native backend: FSDP2 shards a group's state, and ``engine/sync`` averages the shards between groups."""
+"""The native backend: FSDP2 inside a group, and ``engine/sync`` between groups."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class FSDP2Backend(ShardedBackend):
         return waited + (self.local.outer.exposed_seconds if self.local is not None else 0.0)
 
     def _in_root_group(self, name: str) -> bool:
-        """Whether FSDP2 reduces the parameter with the root module's own ones, at the end of backward."""
+        """Whether FSDP2 reduces the parameter at the end of backward, with the root's own ones."""
         info = self.layout.parameters[name]
         wrapped = (*get_sharding_groups(self.module), *self.layout.blocks)
         return self.uses_fsdp and info.unit == SHARED and not any(name.startswith(f"{module}.") for module in wrapped)

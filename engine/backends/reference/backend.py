@@ -52,7 +52,7 @@ class ReferenceBackend(TorchOptimizerBackend):
         compute_dtype: torch.dtype = torch.float32,
         maskings: Sequence[Masking] = (),
     ):
-        """``maskings`` are those of the run's phases, the first one first. Default: the layout's."""
+        """``maskings`` are those of the run's phases, in order. Default: the layout's."""
         maskings = maskings or (layout.masking,)
         self.phases = {masking: layout.in_phase(masking) for masking in maskings}
         self.layout, self.module, self.device = self.phases[maskings[0]], model, device
@@ -90,7 +90,7 @@ class ReferenceBackend(TorchOptimizerBackend):
 
     @contextmanager
     def _as_group(self, group: int) -> Iterator[None]:
-        """Make the model that of ``group`` inside the context: other units are skipped or not trained."""
+        """Make the model that of ``group`` in the context: skip or freeze the other units."""
         stand_ins = self.stand_ins_of_group[group]
         for name, stand_in in stand_ins.items():
             if self.layout.keeps_frozen:
@@ -100,7 +100,7 @@ class ReferenceBackend(TorchOptimizerBackend):
             yield
 
     def _held_indices(self, group: int | None) -> dict[str, torch.Tensor]:
-        """Per sliced parameter, the multipliers that ``group`` applies, broadcastable to the parameter.
+        """Per sliced parameter, the multipliers of ``group``, broadcastable to the parameter.
 
         A multiplier is 0 for slices that the group does not hold. It is the unit's branch-scale
         factor for slices that feed a branch's sum, and 1 for all others. ``group=None`` means the

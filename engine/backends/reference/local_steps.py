@@ -30,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class FullModelBackend(Protocol):
-    """What local steps need of the reference: the full model, and the optimizer that groups take in turn."""
+    """What local steps need of the reference: the full model, and the common optimizer."""
 
     layout: Layout
     module: nn.Module
@@ -48,7 +48,7 @@ class FullModelBackend(Protocol):
 
 
 class GroupState:
-    """What one virtual group has: weights with gradients, optimizer state, buffers, and sending errors."""
+    """The state of a virtual group: weights, gradients, optimizer, buffers, sending errors."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], buffers: Tensors):
         self.weights = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
@@ -82,7 +82,7 @@ class ReferenceLocalSteps:
         self.under_way: tuple[int, Tensors] | None = None
 
     def _take_optimizer_state(self) -> None:
-        """Give every group a copy of the optimizer's state, which is common to all before local steps."""
+        """Give every group a copy of the optimizer's state, which was common to all."""
         state = self._backend.optimizer.state
         for group in self.groups:
             for name in group.weights:
@@ -91,7 +91,7 @@ class ReferenceLocalSteps:
                     group.state[name] = copy.deepcopy(common)
 
     def _share_of(self, group: int) -> dict[str, Any]:
-        """Return, by parameter, this group's share of the mean: F_w / Σ F of the holders, or 0. Broadcasts."""
+        """Return this group's share of each parameter's mean, F_w / Σ F of the holders, or 0."""
         layout, workers = self._layout, self._layout.mesh.size(group)
         shares: dict[str, Any] = {}
         for name in self._anchors:
@@ -124,7 +124,7 @@ class ReferenceLocalSteps:
         return [gradient for group in self.groups for gradient in group.gradients()]
 
     def scale_gradients(self, *, to_means: bool) -> None:
-        """Make the groups' gradients means over their workers, or sums again. Missing ones become zeros."""
+        """Make groups' gradients means over workers, or sums again. Missing ones become zeros."""
         for index, group in enumerate(self.groups):
             workers = self._layout.mesh.size(index)
             for weight in group.weights.values():
@@ -237,7 +237,7 @@ class ReferenceLocalSteps:
     # -- buffers -----------------------------------------------------------------------------------
 
     def _average_buffers(self, fragment: int) -> None:
-        """Make the buffers of a fragment, in the module and in all groups, the means over the holders' workers."""
+        """Make a fragment's buffers, here and in all groups, the means over holders' workers."""
         infos = {name: info for name, info in self._layout.buffers.items() if self._fragments[name] == fragment}
         if not infos:
             return
@@ -279,7 +279,7 @@ class ReferenceLocalSteps:
         return CommonPart(self._anchors, self.optimizer, buffers, means)
 
     def nbytes(self) -> int:
-        """Anchors are the module's parameters, so they are not counted here; the groups' own weights are not either."""
+        """Anchors are the module's parameters. They and the groups' own weights do not count here."""
         state = [value for of in self.optimizer.state.values() for value in of.values()]
         return sum(value.nbytes for value in state if isinstance(value, torch.Tensor) and value.dim())
 
