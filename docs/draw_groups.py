@@ -30,7 +30,9 @@ text { font: 14px system-ui, sans-serif; fill: #1f2937 } .small { font-size: 12p
 
 
 def holders_of_blocks() -> tuple[int, list[tuple[int, ...]]]:
-    """The number of groups, and the groups that hold each block, by the quickstart's configuration."""
+    """The number of groups, and the groups that hold each block, by the quickstart's
+    configuration.
+    """
     config = load_config(ROOT / "configs" / "quickstart.json")
     with torch.device("meta"):
         layout = Layout.of(build_model(config.model, vocab_size=512), config, mesh_of(config, config.sdp.groups))

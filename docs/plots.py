@@ -38,7 +38,9 @@ def new_figure(width: float, height: float, columns: int, share_y: bool = False)
 
 
 def save(figure: Figure, name: str) -> None:
-    """Write ``figure`` to docs/images/``name``.png, without the program's version in its metadata."""
+    """Write ``figure`` to docs/images/``name``.png, without the program's version in its
+    metadata.
+    """
     figure.savefig(DOCS / "images" / f"{name}.png", metadata={"Software": ""})
 
 

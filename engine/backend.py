@@ -45,7 +45,9 @@ class StateToSave(Protocol):
         ...
 
     def tensors(self, *, to_load: bool = False) -> dict[str, Any]:
-        """Weights, buffers and optimizer state by key. With ``to_load`` they are filled in place."""
+        """Weights, buffers and optimizer state by key. With ``to_load`` they are filled in
+        place.
+        """
         ...
 
     def finish_load(self) -> None:
@@ -166,7 +168,7 @@ class Backend(Protocol):
         """Bring every parameter into its sharded form, with the values of the last update."""
         ...
 
-    # -- local steps ---------------------------------------------------------------------------------
+    # -- local steps -------------------------------------------------------------------------------
 
     @property
     def local(self) -> LocalSteps | None:
@@ -174,7 +176,9 @@ class Backend(Protocol):
         ...
 
     def spot_of(self, name: str) -> Spot:
-        """Where a weight's part is that :class:`GroupPart` and :class:`CommonPart` call ``name``."""
+        """Where a weight's part is that :class:`GroupPart` and :class:`CommonPart` call
+        ``name``.
+        """
         ...
 
     def only_part(self) -> GroupPart:

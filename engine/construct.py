@@ -187,7 +187,9 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
 def _split_among_tensor_ranks(
     model: nn.Module, layout: Layout, at: Coordinates, traffic: Traffic
 ) -> TensorRanks | None:
-    """Split the model's matrices among the tensor-parallel ranks; None without tensor parallelism."""
+    """Split the model's matrices among the tensor-parallel ranks; None without tensor
+    parallelism.
+    """
     group = tensor_group(world.inside(layout.mesh))
     if group is None:
         return None

@@ -87,7 +87,9 @@ class DeepSpeedNames(EngineFacts):
         self._own_boundary: bool | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute, as DeepSpeed does, for a name that the engine does not have."""
+        """Return the model's attribute, as DeepSpeed does, for a name that the engine does not
+        have.
+        """
         if name.startswith("__") or "_backend" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name in ATTRIBUTES_OUT_OF_SCOPE:
@@ -104,7 +106,7 @@ class DeepSpeedNames(EngineFacts):
             model = type(self._backend.module).__name__
             raise AttributeError(f"neither the engine nor the model ({model}) has the attribute {name!r}") from None
 
-    # -- batches -------------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before an optimizer step."""
@@ -127,7 +129,8 @@ class DeepSpeedNames(EngineFacts):
         """Change the samples per step by changing the accumulation steps, between two steps.
 
         Raises:
-            ConfigError: The number is not a multiple of micro-batch × data ranks, or a step has begun.
+            ConfigError: The number is not a multiple of micro-batch × data ranks, or a step has
+                begun.
         """
         micro, ranks = self._batch.micro, self.layout.mesh.data_ranks
         if train_batch_size < 1 or train_batch_size % (micro * ranks):
@@ -175,7 +178,7 @@ class DeepSpeedNames(EngineFacts):
         """Whether the last call of ``step`` updated the weights."""
         return self.global_steps > 0 and self.micro_steps % self._batch.accumulation == 0 and not self.was_step_skipped
 
-    # -- ranks ---------------------------------------------------------------------------------------
+    # -- ranks -------------------------------------------------------------------------------------
 
     @property
     def dp_world_size(self) -> int:
@@ -285,7 +288,9 @@ class DeepSpeedNames(EngineFacts):
             return model.generate(*args, **kwargs)  # type: ignore[operator]
 
     def _zero3_consolidated_16bit_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """:meth:`full_state_dict` in the type that the model computes in. Collective. None except on rank 0."""
+        """:meth:`full_state_dict` in the type that the model computes in. Collective. None except
+        on rank 0.
+        """
         state = self.full_state_dict()
         own = torch.float16 if self.config.fp16.enabled else torch.bfloat16 if self.config.bf16.enabled else None
         if state is None or own is None:

@@ -127,7 +127,9 @@ def quote(value: object) -> str:
 
 
 def format_error(error: BaseException) -> str:
-    """Return the message of ``error`` as one printable line, which an extreme input cannot flood."""
+    """Return the message of ``error`` as one printable line, which an extreme input cannot
+    flood.
+    """
     text = escape(" ".join(str(error).split()))
     left_out = len(text) - MOST_MESSAGE
     if left_out <= 0:

@@ -172,7 +172,9 @@ class LocalSteps(Protocol):
         ...
 
     def restart(self, travelling: int | None) -> None:
-        """Prepare to load a state in which the average of the fragment ``travelling`` is under way."""
+        """Prepare to load a state in which the average of the fragment ``travelling`` is under
+        way.
+        """
         ...
 
     def reset(self) -> None:

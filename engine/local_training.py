@@ -134,7 +134,9 @@ class LocalTraining:
         return self._finished_at == step
 
     def steps_dropped(self, steps: int) -> int:
-        """Return how many inner steps a load drops that starts from the anchors of step ``steps``."""
+        """Return how many inner steps a load drops that starts from the anchors of step
+        ``steps``.
+        """
         if self._rounds is None:
             return 0
         return max(self._rounds.steps_alone(steps, fragment) for fragment in self._rounds.fragments)
@@ -237,7 +239,9 @@ class LastSteps:
         return newest.skipped > 0 if newest is not None else self._in_a_row.in_a_row > 0
 
     def skipped_until(self, step: int | None = None) -> int:
-        """Count the skipped steps up to ``step``, one of the last steps. None: up to the last one."""
+        """Count the skipped steps up to ``step``, one of the last steps. None: up to the last
+        one.
+        """
         return self._skipped + self._local.skipped_steps(step)
 
     def start_at(self, skipped: int) -> None:

@@ -1,4 +1,6 @@
-"""Start the groups of an elastic run on this host, serve the coordinator, and restart groups that are lost."""
+"""Start the groups of an elastic run on this host, serve the coordinator, and restart groups that
+are lost.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class ElasticRun:
 
 @dataclass
 class _Group:
-    """A group's processes, and when it was started again. ``due``: when to start it (None: never)."""
+    """A group's processes, and when it was started again. ``due``: when to start it (None:
+    never).
+    """
 
     slot: int
     ranks: list[RankProcess] = field(default_factory=list)
@@ -156,7 +160,9 @@ class _Started:
                 group.ranks.append(RankProcess.start(number, self._command, environ, self._log_dir, handles))
 
     def _look_at(self, group: _Group, *, stops: bool) -> None:
-        """If a process of the group has ended, end the group, and decide whether to start it again."""
+        """If a process of the group has ended, end the group, and decide whether to start it
+        again.
+        """
         ended = [rank for rank in group.ranks if rank.has_ended()]
         if not ended:
             return

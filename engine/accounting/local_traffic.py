@@ -98,7 +98,9 @@ class LocalTraffic:
         return found
 
     def _add_facts(self, fragment: int, traffic: Traffic) -> None:
-        """Count what all ranks sum when an average is applied: facts for the metrics, and buffers."""
+        """Count what all ranks sum when an average is applied: facts for the metrics, and
+        buffers.
+        """
         buffers = [info for name, info in self._layout.buffers.items() if self._fragments[name] == fragment]
         floats = sum(info.numel for info in buffers if info.dtype.is_floating_point)
         others = sum(info.numel * info.dtype.itemsize for info in buffers if not info.dtype.is_floating_point)

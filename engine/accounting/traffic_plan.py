@@ -118,7 +118,9 @@ class CollectivePlan:
         return [one for one in all_of_it if len(one.ranks) > 1 and one.nbytes]
 
     def ranks_of(self, holders: Holders, at: Coordinates) -> tuple[int, ...]:
-        """Return the ranks that average with the rank at ``at`` what the groups ``holders`` hold."""
+        """Return the ranks that average with the rank at ``at`` what the groups ``holders``
+        hold.
+        """
         return self._ranks(("holders", holders), at)
 
     def _bytes(self, at: Coordinates) -> Counter[tuple[Scope, Kind, _Whom]]:

@@ -155,11 +155,15 @@ class TorchOptimizerBackend:
     # -- loss scale --------------------------------------------------------------------------------
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss whose gradients are computed: in float16, ``loss`` times the loss scale."""
+        """Return the loss whose gradients are computed: in float16, ``loss`` times the loss
+        scale.
+        """
         return loss if self._scaler is None else loss.float() * self._scaler.cur_scale
 
     def unscaled(self, squared_norm: torch.Tensor) -> torch.Tensor:
-        """Return the squared norm of the gradients without the loss scale, in which they still are."""
+        """Return the squared norm of the gradients without the loss scale, in which they still
+        are.
+        """
         return squared_norm if self._scaler is None else squared_norm / self._scaler.cur_scale**2
 
     @property

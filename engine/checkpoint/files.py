@@ -109,7 +109,9 @@ def _is_object_or_null(value: Any) -> bool:
 
 
 def _is_mesh(value: Any) -> bool:
-    """Whether it has the degrees sdp, fsdp and tp, and for groups of unequal size their data ranks."""
+    """Whether it has the degrees sdp, fsdp and tp, and for groups of unequal size their data
+    ranks.
+    """
     if not isinstance(value, list) or not 2 <= len(value) <= 4:
         return False
     sizes = value[3] if len(value) == 4 else []

@@ -1,4 +1,6 @@
-"""The section ``sdp.elastic``: groups that may be lost, and that may return, while a run goes on."""
+"""The section ``sdp.elastic``: groups that may be lost, and that may return, while a run goes
+on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gradient noise: a profile of holders that follows from it, and with what it cannot be measured."""
+"""Gradient noise: a profile of holders that follows from it, and with what it cannot be
+measured.
+"""
 
 from __future__ import annotations
 

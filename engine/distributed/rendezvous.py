@@ -52,7 +52,9 @@ def serve_store(found: Environment, timeout: timedelta) -> dist.Store | None:
 
 
 def _inherited(found: Environment) -> socket.socket | None:
-    """The socket that the launcher handed over, unless the ranks were given another address since."""
+    """The socket that the launcher handed over, unless the ranks were given another address
+    since.
+    """
     handle = inherited_socket()
     if handle is None:
         return None

@@ -28,7 +28,9 @@ Message = dict[str, Any]
 
 
 class ProtocolError(Exception):
-    """The other side is not one of ours: garbage, a wrong token, a replay, or too long a message."""
+    """The other side is not one of ours: garbage, a wrong token, a replay, or too long a
+    message.
+    """
 
 
 class Channel:

@@ -1,4 +1,6 @@
-"""Gives a returning group its state: each unit from a living holder, in few messages, bit for bit."""
+"""Gives a returning group its state: each unit from a living holder, in few messages, bit for
+bit.
+"""
 
 from __future__ import annotations
 

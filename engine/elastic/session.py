@@ -1,4 +1,6 @@
-"""One rank's part in an elastic run: it meets the living groups, votes, and brings returning groups up to date."""
+"""One rank's part in an elastic run: it meets the living groups, votes, and brings returning groups
+up to date.
+"""
 
 from __future__ import annotations
 

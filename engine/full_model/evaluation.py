@@ -51,7 +51,9 @@ class StreamedEvaluation:
     """One evaluation of the full model. Collective: every rank of the world takes part."""
 
     def __init__(self, backend: SubnetworkBackend, chunk: int | None = None):
-        """``chunk`` is the number of batches that go through the units together; default ``CHUNK``."""
+        """``chunk`` is the number of batches that go through the units together; default
+        ``CHUNK``.
+        """
         self._backend, self._chunk = backend, chunk or CHUNK
         self._lockstep: Lockstep[tuple[float, int]] = Lockstep(backend.device, backend.gather_root)
         self._units = _streamed_units(backend.layout)

@@ -99,7 +99,9 @@ def _recording(norms: Mapping[str, _BatchNorm], moments: Mapping[str, torch.Tens
 
 @contextmanager
 def with_statistics(module: nn.Module, statistics: Statistics) -> Iterator[None]:
-    """Give those buffers of ``module`` that ``statistics`` names their values inside the context."""
+    """Give those buffers of ``module`` that ``statistics`` names their values inside the
+    context.
+    """
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in statistics}
     own = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     try:

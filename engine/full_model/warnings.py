@@ -54,7 +54,9 @@ def warn_of_partial_pass(module: nn.Module, evaluation: Evaluation, is_partial: 
 
 
 def warn_of_partial_state(module: nn.Module, is_partial: Callable[[], bool]) -> None:
-    """Make ``module.state_dict()`` warn once that it lacks the blocks of other groups, if it does."""
+    """Make ``module.state_dict()`` warn once that it lacks the blocks of other groups, if it
+    does.
+    """
     module.register_state_dict_pre_hook(_make_warning(is_partial))
 
 

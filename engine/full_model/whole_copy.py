@@ -29,7 +29,9 @@ _SPARE = 0.9  # the share of the free memory that a copy may take: activations n
 
 
 class UncutModel:
-    """The model as the user gave it, without the values of its parameters and persistent buffers."""
+    """The model as the user gave it, without the values of its parameters and persistent
+    buffers.
+    """
 
     def __init__(self, model: nn.Module, layout: Layout, plan: Sequence[ModuleInit] | None):
         """Copy the structure of ``model``. Call this before the model is cut.

@@ -196,7 +196,9 @@ class Layout:
         return next(name for name in self.blocks if unit.name == name or unit.name.startswith(f"{name}."))
 
     def warnings(self) -> list[str]:
-        """Return warnings: blocks that all groups share, and a group that holds most of the model."""
+        """Return warnings: blocks that all groups share, and a group that holds most of the
+        model.
+        """
         numels = {name: slices[0].full_shape.numel() for name, slices in self.wholes.items()}
         return warn_of_left_out(self.not_units) + warn_of_large_share(numels, self.units, self.placement)
 

@@ -78,7 +78,9 @@ def fill_rows(out: torch.Tensor, start: int, shape: torch.Size, init: Init, seed
 
 @dataclass(frozen=True)
 class ModuleInit:
-    """The initialisation of one module's own tensors: canonical names, and a function for fillers."""
+    """The initialisation of one module's own tensors: canonical names, and a function for
+    fillers.
+    """
 
     names: tuple[str, ...]
     fillers: Callable[[], dict[str, Filler]]
@@ -201,7 +203,9 @@ def _copy_rows(out: torch.Tensor, start: int, full: torch.Tensor) -> None:
 
 
 def _skeleton(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
-    """A copy of the module tree on the meta device, with the same attributes and untied parameters."""
+    """A copy of the module tree on the meta device, with the same attributes and untied
+    parameters.
+    """
     if id(module) not in copies:
         copies[id(module)] = bare = copy.copy(module)
         bare._parameters = {

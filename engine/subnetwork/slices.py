@@ -67,7 +67,9 @@ class Slices:
         return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=device)
 
     def scaled(self, x: Tensor, axis: int, weights: Sequence[Tensor]) -> Tensor:
-        """Multiply ``x``, whose ``axis`` is the input of the present ``weights``, by their factors."""
+        """Multiply ``x``, whose ``axis`` is the input of the present ``weights``, by their
+        factors.
+        """
         if all(factor == 1.0 for factor in self.factors.values()) or not weights:
             return x
         parts = [
@@ -96,7 +98,9 @@ class Slices:
 
 
 def multiply(x: Tensor, weight: Tensor, convolution: Settings | None) -> Tensor:
-    """A matrix product (features in the last dimension) or a convolution (channels in dimension 1)."""
+    """A matrix product (features in the last dimension) or a convolution (channels in dimension
+    1).
+    """
     return F.linear(x, weight) if convolution is None else F.conv2d(x, weight, None, *convolution)
 
 

@@ -77,7 +77,9 @@ class PendingBucket:
         self._missing = 0
 
     def launch(self, all_reduce: AllReduce, traffic: Traffic, own: OwnGradients | None = None) -> None:
-        """Start to average the gradients among the ranks of the group. ``own`` takes them before."""
+        """Start to average the gradients among the ranks of the group. ``own`` takes them
+        before.
+        """
         assert self.is_ready and self._buffer is None, "a bucket is launched once, when all of its gradients are ready"
         self._buffer = _coalesce(self.parameters, self._ranks)
         if self._buffer.numel() == 0:

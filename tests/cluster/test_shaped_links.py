@@ -1,4 +1,6 @@
-"""``sdp bench CONFIG --network``: links have the requested rates, and no host is left afterwards."""
+"""``sdp bench CONFIG --network``: links have the requested rates, and no host is left
+afterwards.
+"""
 
 import json
 import os

@@ -24,7 +24,9 @@ CORPORA = {
 
 @pytest.fixture(scope="module", params=CORPORA)
 def pair(request, tmp_path_factory):
-    """Our tokenizer, and the one that transformers loads from our files and a LLaMA's config.json."""
+    """Our tokenizer, and the one that transformers loads from our files and a LLaMA's
+    config.json.
+    """
     folder = tmp_path_factory.mktemp("tokenizer")
     texts, size = CORPORA[request.param]
     ours = SentencePieceTokenizer(train_sentencepiece(texts, size)) if texts else BytesTokenizer()

@@ -3,10 +3,10 @@
 Run it with ``python -m sdp.tests.scripts.prepare_benchmark --rounds 5``. It needs
 ``pip install 'sdp-engine[bench]'``, and no network.
 
-All contestants read the same JSON lines, encode them with the same tokenizer, and write the ids. The
-contestants take turns. It prints CPU seconds (user and system, of all processes) and wall-clock
-seconds, the median and the least of the rounds. CPU seconds differ less than wall-clock seconds while
-other programs run.
+All contestants read the same JSON lines, encode them with the same tokenizer, and write the ids.
+The contestants take turns. It prints CPU seconds (user and system, of all processes) and wall-clock
+seconds, the median and the least of the rounds. CPU seconds differ less than wall-clock seconds
+while other programs run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def texts(most_bytes: int) -> Iterator[str]:
 
 
 def write_input(folder: Path, most_bytes: int) -> int:
-    """Write the documents and a tokenizer that was trained on a part of them. Return the documents' bytes."""
+    """Write the documents and a tokenizer that was trained on a part of them. Return the documents'
+    bytes.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -75,7 +77,7 @@ def write_input(folder: Path, most_bytes: int) -> int:
     return sum(len(text.encode()) for text in documents)
 
 
-# -- contestants, each in a process of its own ---------------------------------------------------------
+# -- contestants, each in a process of its own -----------------------------------------------------
 
 
 def run_tokenizers(folder: Path, *, fast: bool) -> None:

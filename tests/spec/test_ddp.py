@@ -1,4 +1,6 @@
-"""Against code that is not ours: torch's DistributedDataParallel and FSDP2's own hybrid sharding."""
+"""Against code that is not ours: torch's DistributedDataParallel and FSDP2's own hybrid
+sharding.
+"""
 
 from __future__ import annotations
 

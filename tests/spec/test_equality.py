@@ -33,8 +33,8 @@ from sdp.tests.support.ranks import RankPool
 COVER, TENSOR_COVER = pairwise_cover(FACTORS), pairwise_cover(TENSOR_FACTORS)
 
 
-# Backward masking: what the cover has at few stages only, and empty shards of copies, because 6 rows
-# are cut in four.
+# Backward masking: what the cover has at few stages only, and empty shards of copies, because 6
+# rows are cut in four.
 SHARDED_COPIES = [
     Case(2, 2, 2, 3, clip=True, optimizer="adamw", model="llama-tied", masking="backward"),
     Case(2, 2, 3, 1, model="llama-tied-meta", masking="backward"),
@@ -259,7 +259,9 @@ def _in_pieces(case: Case, least: int) -> tuple[Result, int]:
     ids=str,
 )
 def test_units_that_are_reduced_in_pieces_train_alike(ranks: RankPool, case: Case) -> None:
-    """The tests' units are smaller than the smallest bucket; here they are cut as large ones are."""
+    """The tests' units are smaller than the smallest bucket; here they are cut as large ones
+    are.
+    """
     whole, pieces = (ranks.run(_in_pieces, case, least, world=case.world) for least in (LEAST_BYTES, 1))
     for (_, few), (_, many) in zip(whole, pieces, strict=True):
         assert many > 1.5 * few

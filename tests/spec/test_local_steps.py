@@ -1,4 +1,6 @@
-"""Local steps: every backend equals the reference, and the reference equals a loop in plain torch."""
+"""Local steps: every backend equals the reference, and the reference equals a loop in plain
+torch.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +197,9 @@ def _shortened(whole: Result, shorter: Result) -> Result:
 
 @pytest.mark.parametrize("masking", ["forward", "backward"])
 def test_every_step_with_plain_averages_equals_averaged_gradients(masking: Any) -> None:
-    """This holds for SGD without momentum, as an average of steps is then the step of the average."""
+    """This holds for SGD without momentum, as an average of steps is then the step of the
+    average.
+    """
     usual = Case(4, 1, accumulation=2, steps=4, masking=masking)
     ours = reference(replace(usual, sync=f'{{"every": 1, "outer_optimizer": {PLAIN}}}'))
     theirs = reference(usual)

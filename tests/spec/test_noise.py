@@ -1,4 +1,6 @@
-"""Gradient noise: the reference equals a direct computation, and every engine equals the reference."""
+"""Gradient noise: the reference equals a direct computation, and every engine equals the
+reference.
+"""
 
 from __future__ import annotations
 

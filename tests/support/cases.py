@@ -156,7 +156,9 @@ CLIP = 0.25  # below every norm in the table
 
 @dataclass
 class Result:
-    """The results of one process: values per step, and on rank 0 the full model before and after."""
+    """The results of one process: values per step, and on rank 0 the full model before and
+    after.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

@@ -72,7 +72,9 @@ metric_list:
 
 
 def write_tasks(folder: Path) -> list[str]:
-    """Write the tasks and their documents. Return the names of those that compare log-likelihoods."""
+    """Write the tasks and their documents. Return the names of those that compare
+    log-likelihoods.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, task in _TASKS.items():
         rows = [{"text": text} for text in TEXTS] if name == "own_text" else QUESTIONS

@@ -130,7 +130,9 @@ def _require_writable(path: Path | None) -> None:
 
 
 def _require_neurons(options: PlainOptions) -> None:
-    """Raise :class:`ConfigError` if rank 0 has a branch without neurons: a loop cannot train that."""
+    """Raise :class:`ConfigError` if rank 0 has a branch without neurons: a loop cannot train
+    that.
+    """
     units = find_neuron_units(build_llama(options, options.layers), options.neuron_groups)
     placed = make_placement(SDPSection(groups=options.groups, capacity=options.capacity, profile="uniform"), units)
     branches = {unit.name.rpartition(".neurons.")[0]: False for unit in units}

@@ -49,7 +49,9 @@ class Plan:
         )
 
     def seconds(self, flops: float, link: float) -> float:
-        """Seconds of a step of the slowest rank, at ``flops`` a second and ``link`` bytes a second."""
+        """Seconds of a step of the slowest rank, at ``flops`` a second and ``link`` bytes a
+        second.
+        """
         return max(time.step for time in self._times(flops, link))
 
     def exposed_share(self, flops: float, link: float) -> float | None:

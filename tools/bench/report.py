@@ -1,4 +1,6 @@
-"""The report of ``sdp bench CONFIG``: measurements next to the plan, as Markdown, JSON and plots."""
+"""The report of ``sdp bench CONFIG``: measurements next to the plan, as Markdown, JSON and
+plots.
+"""
 
 from __future__ import annotations
 

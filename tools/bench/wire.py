@@ -1,4 +1,6 @@
-"""What a step sends: counts of bytes and collectives, and steps without communication or overlap."""
+"""What a step sends: counts of bytes and collectives, and steps without communication or
+overlap.
+"""
 
 from __future__ import annotations
 

@@ -166,7 +166,9 @@ def _tried(work: Callable[[], T], seconds: float, late: str) -> tuple[T | None, 
 
 
 def expected_seconds(row: Row, results: Sequence[Result]) -> float:
-    """Estimate the seconds of ``row``: those of the slowest earlier row that is most like it, or 0."""
+    """Estimate the seconds of ``row``: those of the slowest earlier row that is most like it,
+    or 0.
+    """
     similar = (
         [result.seconds for result in results if result.row.family == row.family],
         [result.seconds for result in results if result.row.config == row.config],

@@ -89,7 +89,9 @@ def rows(configs: Sequence[str], names: Sequence[str]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Job:
-    """What a row runs: the configuration, one micro-batch a step, of sequences of so many tokens."""
+    """What a row runs: the configuration, one micro-batch a step, of sequences of so many
+    tokens.
+    """
 
     config: Mapping[str, Any]
     sequence: int

@@ -256,7 +256,9 @@ def _stepper(engine: SDPEngine, job: Job) -> Callable[[], torch.Tensor]:
 
 
 def _operators(step: Callable[[], Any]) -> set[str]:
-    """Run a step and return the names of its operators, including those that compiled code calls."""
+    """Run a step and return the names of its operators, including those that compiled code
+    calls.
+    """
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
         step()
     return {event.name for event in recorded.events() or ()}

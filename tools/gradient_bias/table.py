@@ -14,7 +14,9 @@ from .measure import OVERALL, Measured
 
 
 def to_json(measured: Measured) -> dict[str, Any]:
-    """Return every figure, see :class:`~sdp.tools.gradient_bias.estimate.Bias` for their meaning."""
+    """Return every figure, see :class:`~sdp.tools.gradient_bias.estimate.Bias` for their
+    meaning.
+    """
     biases = {
         name: {unit: asdict(bias) | {"shown": bias.shown} for unit, bias in of_units.items()}
         for name, of_units in measured.biases.items()

@@ -100,7 +100,9 @@ def with_buckets(plan: Forecast) -> Forecast:
 
 
 def dense_config(config: Config, groups: int, stage: int) -> Config:
-    """Return ``config`` for the dense model in ``groups`` replicas, each sharded by ZeRO ``stage``."""
+    """Return ``config`` for the dense model in ``groups`` replicas, each sharded by ZeRO
+    ``stage``.
+    """
     zero = config.zero_optimization.model_copy(update={"stage": stage})
     return config.model_copy(
         update={"sdp": SDPSection(groups=groups, units=config.sdp.units), "zero_optimization": zero}

@@ -1,4 +1,6 @@
-"""``sdp plan``: memory, computation, traffic and time of a run on any machines, before it starts."""
+"""``sdp plan``: memory, computation, traffic and time of a run on any machines, before it
+starts.
+"""
 
 from __future__ import annotations
 

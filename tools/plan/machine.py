@@ -1,4 +1,6 @@
-"""The machines that a run is planned for: where the ranks are, and how fast devices and links are."""
+"""The machines that a run is planned for: where the ranks are, and how fast devices and links
+are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A plan of one way to train a model: its groups, their traced memory, and what their ranks send."""
+"""A plan of one way to train a model: its groups, their traced memory, and what their ranks
+send.
+"""
 
 from __future__ import annotations
 

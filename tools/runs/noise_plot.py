@@ -21,7 +21,8 @@ def plot_noise(runs: Sequence[Run], path: Path) -> Path:
     trace of each unit's covariance, the mean over the measured steps.
 
     Raises:
-        ConfigError: no run has measured noise, matplotlib is missing, or ``path`` cannot be written.
+        ConfigError: no run has measured noise, matplotlib is missing, or ``path`` cannot be
+            written.
     """
     measured = [run for run in runs if any(line.get("noise") for line in run.metrics)]
     if not measured:
@@ -55,7 +56,9 @@ def plot_noise(runs: Sequence[Run], path: Path) -> Path:
 
 
 def mean_traces(run: Run) -> dict[str, float]:
-    """Return by unit the mean of tr Σ over the measured steps. Units without a positive one are left out."""
+    """Return by unit the mean of tr Σ over the measured steps. Units without a positive one are
+    left out.
+    """
     values: dict[str, list[float]] = {}
     for line in run.metrics:
         for unit, noise in (line.get("noise") or {}).items():

@@ -1,7 +1,7 @@
 """What the files of a run must hold, as far as the commands that read runs depend on it.
 
-A run may come from somebody else, or from another version. So only the keys that are read are checked,
-and unknown keys are allowed.
+A run may come from somebody else, or from another version. So only the keys that are read are
+checked, and unknown keys are allowed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""How plots look, and the plots that are not about one subject: bars and lines. All are PNG files."""
+"""How plots look, and the plots that are not about one subject: bars and lines. All are PNG
+files.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ class Run(Protocol):
         ...
 
     def config(self, data: Path | None) -> dict[str, Any]:
-        """The configuration as a user would write it. ``data`` is the prepared corpus of all runs."""
+        """The configuration as a user would write it. ``data`` is the prepared corpus of all
+        runs.
+        """
         ...
 
 
@@ -114,7 +116,9 @@ def prepared_data(config: Mapping[str, Any], out: Path) -> Path | None:
 
 
 def figures_of(runs: Sequence[Run], out: Path) -> dict[str, Any] | None:
-    """Return mean and sample deviation of the loss over the seeds that are done. None if none is."""
+    """Return mean and sample deviation of the loss over the seeds that are done. None if none
+    is.
+    """
     results = [result for run in runs if (result := result_of(run, out)) is not None]
     if not results:
         return None

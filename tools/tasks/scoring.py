@@ -30,7 +30,9 @@ class Request(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The log-likelihood of a request in nats, and whether greedy decoding would give its tokens."""
+    """The log-likelihood of a request in nats, and whether greedy decoding would give its
+    tokens.
+    """
 
     log_likelihood: float
     is_greedy: bool
@@ -114,7 +116,9 @@ class Scorer:
             self._score(requests)
 
     def score(self, requests: Sequence[Request]) -> list[Score]:
-        """Return the scores of ``requests``, in their order. Rank 0 calls it inside :meth:`lead`."""
+        """Return the scores of ``requests``, in their order. Rank 0 calls it inside
+        :meth:`lead`.
+        """
         if not requests:
             return []
         # Batches of similar lengths need little padding.
@@ -180,7 +184,9 @@ class Scorer:
         return dist.is_initialized() and dist.get_world_size() > 1
 
     def _broadcast(self, requests: Sequence[Request] | None) -> list[Request] | None:
-        """Return rank 0's ``requests`` on every rank. None says that there are no more. Collective."""
+        """Return rank 0's ``requests`` on every rank. None says that there are no more.
+        Collective.
+        """
         if not self._is_distributed:
             return None if requests is None else list(requests)
         flat = [token for request in requests or () for token in request.ids]

@@ -1,4 +1,6 @@
-"""The training loop of an elastic run: a step that a lost group spoils is made again by the others."""
+"""The training loop of an elastic run: a step that a lost group spoils is made again by the
+others.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,9 @@ class ElasticTrainer(Trainer):
         self._phase = CHECK
 
     def _vote(self) -> None:
-        """Tell what this rank measured, and wait until all groups have finished their reductions."""
+        """Tell what this rank measured, and wait until all groups have finished their
+        reductions.
+        """
         facts = (self.meter.memory_now(), self.engine.traffic.by_kind(), self.signals.received)
         decision = self._session.vote(facts)
         self._everyones, self._newcomers = list(decision.facts), decision.newcomers

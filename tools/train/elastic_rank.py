@@ -1,4 +1,6 @@
-"""One rank of an elastic ``sdp train``: builds its group's part, finds the coordinator, and trains."""
+"""One rank of an elastic ``sdp train``: builds its group's part, finds the coordinator, and
+trains.
+"""
 
 from __future__ import annotations
 

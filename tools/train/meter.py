@@ -1,4 +1,6 @@
-"""Measures optimizer steps: seconds of the parts, peak memory, bytes sent; and makes the lines of metrics.jsonl."""
+"""Measures optimizer steps: seconds of the parts, peak memory, bytes sent; and makes the lines of
+metrics.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -129,8 +131,8 @@ class StepLines:
             facts: the measurements of this rank.
             elapsed: seconds of the step.
             signal: the signal that this rank has received, 0 if none.
-            everyones: returns the peak of memory, the bytes sent and the signal of each rank, if they are known
-                already. Then nothing is sent.
+            everyones: returns the peak of memory, the bytes sent and the signal of each rank, if
+                they are known already. Then nothing is sent.
         """
         engine, training = self._engine, self._engine.config.training
         tokens = engine.config.data.tokens_per_sample

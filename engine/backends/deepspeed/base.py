@@ -22,7 +22,9 @@ from .process_groups import ProcessGroups
 
 
 class DeepSpeedBase(ShardedBackend):
-    """The state that DeepSpeed holds for this rank. :class:`DeepSpeedBackend` fills the attributes."""
+    """The state that DeepSpeed holds for this rank. :class:`DeepSpeedBackend` fills the
+    attributes.
+    """
 
     deepspeed: Any  # DeepSpeed's own engine of this group
     stage: int
@@ -51,7 +53,9 @@ class DeepSpeedBase(ShardedBackend):
 
     @property
     def stepped(self) -> dict[str, torch.Tensor]:
-        """The tensors that stage 0 steps on: float32 copies in half precision, else the parameters."""
+        """The tensors that stage 0 steps on: float32 copies in half precision, else the
+        parameters.
+        """
         return {**self.parameters, **(self.copies.masters if self.copies is not None else {})}
 
     @property

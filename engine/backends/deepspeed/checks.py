@@ -1,4 +1,6 @@
-"""Checks that DeepSpeed does what SDP expects: its partitions, and the parameters that it reduces."""
+"""Checks that DeepSpeed does what SDP expects: its partitions, and the parameters that it
+reduces.
+"""
 
 from __future__ import annotations
 

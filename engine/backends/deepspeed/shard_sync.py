@@ -154,7 +154,9 @@ class OwnPartitions(NoiseMeter):
         self._noted: set[int] = set()
 
     def note(self, index: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of a partition before it is averaged: the mean over the group's ranks."""
+        """Take the gradient of a partition before it is averaged: the mean over the group's
+        ranks.
+        """
         self.passes += index in self._noted
         self._noted.add(index)
         for stretch in self._held:
@@ -213,7 +215,9 @@ class EarlyLaunch:
         self._missing, self._flats, self._next = [set(range(len(starts))) for starts in self._starts], {}, 0
 
     def ready(self, parameter: torch.Tensor, partition: torch.Tensor | None) -> None:
-        """Take this rank's part of a reduced gradient (None if only padding); launch what is ready."""
+        """Take this rank's part of a reduced gradient (None if only padding); launch what is
+        ready.
+        """
         if self._missing is None:
             return
         index, position = self._index_of[id(parameter)]

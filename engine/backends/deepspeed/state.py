@@ -1,4 +1,6 @@
-"""Checkpoints, checksums and sizes of ZeRO's flat partitions, by the full model's canonical names."""
+"""Checkpoints, checksums and sizes of ZeRO's flat partitions, by the full model's canonical
+names.
+"""
 
 from __future__ import annotations
 

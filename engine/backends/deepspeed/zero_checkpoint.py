@@ -148,7 +148,9 @@ def convert_zero_checkpoint(directory: Path, ranks: Ranks) -> WeightFiles:
 
 
 def _together(directory: Path, ranks: Ranks, action: Callable[[], T]) -> T:
-    """Return the result of ``action``, or raise CheckpointError on every rank if it fails on any."""
+    """Return the result of ``action``, or raise CheckpointError on every rank if it fails on
+    any.
+    """
 
     def explained() -> T:
         try:

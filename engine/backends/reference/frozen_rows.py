@@ -41,7 +41,9 @@ def freeze_rows(block: nn.Module, holders: Sequence[int], groups_of_rows: Callab
 
 
 class _Plain(nn.Module):
-    """A block as it is now. Its ``forward`` may be replaced later, and its hooks run once for all rows."""
+    """A block as it is now. Its ``forward`` may be replaced later, and its hooks run once for all
+    rows.
+    """
 
     def __init__(self, block: nn.Module):
         super().__init__()

@@ -38,7 +38,9 @@ class ReferenceNoise(NoiseMeter):
         self._own: list[dict[str, torch.Tensor]] = [{} for _ in self._layout.everyone]
 
     def views_of(self, group: int) -> Mapping[str, torch.Tensor]:
-        """Return the views with which the workers of ``group`` run. Empty if nothing is measured."""
+        """Return the views with which the workers of ``group`` run. Empty if nothing is
+        measured.
+        """
         if not (self.is_due() and torch.is_grad_enabled()):
             return {}
         infos, views = self._layout.parameters, {}
@@ -92,5 +94,7 @@ def make_noise(self: FullModel) -> ReferenceNoise:
 
 
 def views_of(noise: NoiseMeter | None, group: int) -> Mapping[str, torch.Tensor]:
-    """Return the views of parameters with which the workers of ``group`` run, if noise is measured."""
+    """Return the views of parameters with which the workers of ``group`` run, if noise is
+    measured.
+    """
     return noise.views_of(group) if isinstance(noise, ReferenceNoise) else {}

@@ -1,4 +1,6 @@
-"""The persistent buffers (running statistics) of virtual workers that take turns with one module."""
+"""The persistent buffers (running statistics) of virtual workers that take turns with one
+module.
+"""
 
 from __future__ import annotations
 

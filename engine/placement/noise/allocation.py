@@ -116,7 +116,9 @@ def _search(
 
 
 def _price(counts: Sequence[int], traces: Sequence[float], costs: Sequence[int], groups: int) -> float:
-    """Return the noise that the next holder would remove for its cost: the price of a unit of cost."""
+    """Return the noise that the next holder would remove for its cost: the price of a unit of
+    cost.
+    """
     return max(
         (
             trace / (k * (k + 1) * cost)

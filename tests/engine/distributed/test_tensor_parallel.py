@@ -173,7 +173,9 @@ def _passes(case: Case, *, drop: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_backward_passes_before_a_step_add_up(ranks: RankPool, stage: int, drop: bool) -> None:
-    """Gradients of norms are summed over the tensor-parallel ranks after each pass, and only once."""
+    """Gradients of norms are summed over the tensor-parallel ranks after each pass, and only
+    once.
+    """
     case = Case(1, 2, stage, placement="full", model="even-llama-tied", tp=2)
     engine = engine_of(case, "reference")
     for part in range(2):
@@ -258,7 +260,9 @@ def test_tensor_parallel_ranks_are_neighbours(ranks: RankPool) -> None:
 
 
 def test_a_cut_skeleton_has_the_right_shapes_without_its_ranks() -> None:
-    """On the meta device, and as a copy in memory, where a block is run whose forward reads values."""
+    """On the meta device, and as a copy in memory, where a block is run whose forward reads
+    values.
+    """
     model = models.build("even-llama-meta")
     cuts, ranks = parameter_cuts(model, 2), TensorRanks(None, 2, 1, Traffic())
     parallelise(model, cuts, ranks)

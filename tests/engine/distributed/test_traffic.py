@@ -199,7 +199,9 @@ def test_a_ring_passes_on_to_all_but_the_last() -> None:
 
 
 def test_plan_by_hand_inside_groups() -> None:
-    """One group of four ranks: all shards travel padded to the first one's rows, 13 rows as 4 × 4."""
+    """One group of four ranks: all shards travel padded to the first one's rows, 13 rows as 4 ×
+    4.
+    """
     case = Case(1, 4, 3, 3, placement="full")
     layout = Layout.of(models.mlp(), load_config(case.config()), Mesh(1, 4))
     padded = sum(-(-p.shape[0] // 4) * 4 * p[0].numel() for p in models.mlp().parameters()) * 4

@@ -1,4 +1,6 @@
-"""The profile that follows from gradient noise: the allocation, what it reads, and the placement that it makes."""
+"""The profile that follows from gradient noise: the allocation, what it reads, and the placement
+that it makes.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_it_is_neymans_where_nothing_is_clamped_or_rounded() -> None:
 
 
 def write(path: Path, *steps: dict[str, Any] | None) -> Path:
-    """Write a metrics.jsonl whose measured steps have this noise, by unit (trace, preconditioned trace)."""
+    """Write a metrics.jsonl whose measured steps have this noise, by unit (trace, preconditioned
+    trace).
+    """
     lines: list[dict[str, Any]] = []
     for step, noise in enumerate(steps):
         line: dict[str, Any] = {"step": step + 1, "loss": 1.0}

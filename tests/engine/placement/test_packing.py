@@ -1,4 +1,6 @@
-"""Packing: a filling keeps to the room of each group, and exchanges keep what a filling guarantees."""
+"""Packing: a filling keeps to the room of each group, and exchanges keep what a filling
+guarantees.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Placements: coverage, capacity, connectivity and spectral gap as properties, and what is refused."""
+"""Placements: coverage, capacity, connectivity and spectral gap as properties, and what is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``sdp.survive``: every unit has enough holders to survive the loss of so many groups, or the run is refused."""
+"""``sdp.survive``: every unit has enough holders to survive the loss of so many groups, or the run
+is refused.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Materialising a group's part of a model: what is allocated, its values, its ties and its dtype."""
+"""Materialising a group's part of a model: what is allocated, its values, its ties and its
+dtype.
+"""
 
 from __future__ import annotations
 

@@ -234,7 +234,9 @@ CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000  # Linux's <sched.h> 
 
 
 def _converted(scratch: str) -> tuple[list[float], list[str]]:
-    """What this rank read of weights that tell who converted them, and what is left of the files."""
+    """What this rank read of weights that tell who converted them, and what is left of the
+    files.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", scratch)
         patch.setattr(

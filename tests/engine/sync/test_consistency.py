@@ -18,7 +18,9 @@ from sdp.tests.support.ranks import RankPool
 
 
 def _digests(engine: Any) -> dict[str, str]:
-    """A hash of the raw bytes of this rank's shard of every parameter and of its optimizer state."""
+    """A hash of the raw bytes of this rank's shard of every parameter and of its optimizer
+    state.
+    """
     digests = {}
     for name, parameter in engine.parameters_here.items():
         state = engine.optimizer.state[parameter]

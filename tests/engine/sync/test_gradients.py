@@ -1,4 +1,6 @@
-"""Gradient averaging: the states of a bucket, and the global order in which buckets are launched."""
+"""Gradient averaging: the states of a bucket, and the global order in which buckets are
+launched.
+"""
 
 from __future__ import annotations
 

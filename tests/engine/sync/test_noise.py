@@ -23,7 +23,9 @@ def reference(case: Case, interval: int = 1, **sections: Any) -> Any:
 
 
 def rows(case: Case, step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
-    """The rows of one rank. All ranks have as many labels, so that their batches have one distribution."""
+    """The rows of one rank. All ranks have as many labels, so that their batches have one
+    distribution.
+    """
     if case.model == "mlp":
         return models.micro_batch(case.model, step, micro, rank)
     generator = torch.Generator().manual_seed(1_000_000 * rank + 1_000 * step + micro)

@@ -105,7 +105,9 @@ class Life:
         )
 
     def is_stopped_by(self, number: signal.Signals, resume: list[str]) -> None:
-        """Send a signal to the launcher: the run saves its last step and exits with the right code."""
+        """Send a signal to the launcher: the run saves its last step and exits with the right
+        code.
+        """
         phase, before = number.name, self.steps
         started = self.start(phase, *resume)
         self.reach(started, phase, lambda: self.steps > before + 1)
@@ -198,7 +200,9 @@ def live(life: Life, expected: Future[list[float]]) -> str:
 
 
 def meet_the_rest(life: Life) -> None:
-    """Try everything else that ends a run: no memory, both signals, a lost rank and a hanging rank."""
+    """Try everything else that ends a run: no memory, both signals, a lost rank and a hanging
+    rank.
+    """
     life.has_no_room()
     life.is_stopped_by(signal.SIGTERM, [])
     life.is_stopped_by(signal.SIGINT, ["--resume"])

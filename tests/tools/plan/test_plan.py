@@ -1,4 +1,6 @@
-"""``sdp plan``: its figures as JSON and as a table, beside the dense model's, and whether they fit."""
+"""``sdp plan``: its figures as JSON and as a table, beside the dense model's, and whether they
+fit.
+"""
 
 from __future__ import annotations
 

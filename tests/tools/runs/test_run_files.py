@@ -1,4 +1,6 @@
-"""The files of a run: written line by line, cut where a run is resumed, read whatever a kill left."""
+"""The files of a run: written line by line, cut where a run is resumed, read whatever a kill
+left.
+"""
 
 from __future__ import annotations
 

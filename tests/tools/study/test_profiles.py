@@ -1,4 +1,6 @@
-"""The sweep of profiles: what it trains is comparable, and what it prints is what the runs reached."""
+"""The sweep of profiles: what it trains is comparable, and what it prints is what the runs
+reached.
+"""
 
 import json
 import subprocess

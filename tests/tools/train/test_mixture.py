@@ -1,4 +1,6 @@
-"""Runs on several sources: proportions, exact resumption, weights that change, losses per source."""
+"""Runs on several sources: proportions, exact resumption, weights that change, losses per
+source.
+"""
 
 from __future__ import annotations
 

@@ -230,7 +230,9 @@ def _wandb_id(dump_dir: Path, *, resume: bool) -> str:
 
 
 def _directory(name: str, section: MonitorSection, dump_dir: Path) -> Path:
-    """Create the directory of a monitor now, so that a wrong path is found before the first step."""
+    """Create the directory of a monitor now, so that a wrong path is found before the first
+    step.
+    """
     default = dump_dir / name.removesuffix("_monitor")
     directory = Path(section.output_path) / section.job_name if section.output_path else default
     try:

@@ -1,4 +1,6 @@
-"""Half precision under DeepSpeed: bf16 at stage 0 too, and fp16, whose loss scale all groups share."""
+"""Half precision under DeepSpeed: bf16 at stage 0 too, and fp16, whose loss scale all groups
+share.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A step under DeepSpeed: skips, overlap, dropped gradients, and one group that is plain DeepSpeed."""
+"""A step under DeepSpeed: skips, overlap, dropped gradients, and one group that is plain
+DeepSpeed.
+"""
 
 from __future__ import annotations
 
