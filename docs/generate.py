@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from sdp.engine.config import deepspeed_keys
 from sdp.engine.config.elastic import ElasticSection
+from sdp.engine.config.masking import MaskingPhase
 from sdp.engine.config.schema import Config
 from sdp.engine.config.section import Section
 from sdp.engine.config.sync import SyncSection
@@ -71,6 +72,7 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield name, field.annotation
         if name == "sdp":
+            yield "sdp.masking", MaskingPhase
             yield "sdp.sync", SyncSection
             yield "sdp.elastic", ElasticSection
         if name == "training":
@@ -116,6 +118,7 @@ def configuration_page() -> str:
 
 _INTRODUCTIONS = {
     "sdp": "Which group of ranks holds which part of the model.\n\n",
+    "sdp.masking": "One phase of a masking schedule. [Concepts](concepts.md#a-masking-schedule) has an example.\n\n",
     "sdp.sync": "Local steps. [Slow links](slow_links.md) says when to use them.\n\n",
     "sdp.elastic": "The run goes on when it loses a group. [Elastic groups](elastic.md) says what works.\n\n",
     "zero_optimization": "How a group shards its state among its own ranks.\n\n",

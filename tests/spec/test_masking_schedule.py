@@ -6,15 +6,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import sdp
 import torch
-import torch.distributed as dist
 from sdp.engine.accounting.memory_probe import peak_tensor_bytes
 from sdp.tests.support import models
-from sdp.tests.support.case_tables import FACTORS, TENSOR_FACTORS, pairwise_cover
+from sdp.tests.support.case_tables import (
+    FACTORS,
+    OF_SCHEDULES,
+    SCHEDULED_STEPS,
+    TENSOR_FACTORS,
+    THERE_AND_BACK,
+    TO_BACKWARD,
+    TO_FORWARD,
+    pairwise_cover,
+)
 from sdp.tests.support.cases import (
     Case,
     Result,
@@ -26,19 +32,9 @@ from sdp.tests.support.cases import (
     reference,
     train,
 )
+from sdp.tests.support.checkpoints import assert_equal_runs, losses_of, resumed
 from sdp.tests.support.ranks import RankPool
-from torch import nn
 
-STEPS = 4
-TO_BACKWARD = '[{"until": 2, "masking": "forward"}, {"masking": "backward"}]'
-TO_FORWARD = '[{"until": 2, "masking": "backward"}, {"masking": "forward"}]'
-THERE_AND_BACK = '[{"until": 1, "masking": "forward"}, {"until": 3, "masking": "backward"}, {"masking": "forward"}]'
-OF_SCHEDULES: dict[str, Any] = {
-    "masking": [TO_BACKWARD, TO_FORWARD],
-    "placement": ["mixed", "profile"],
-    "meta": [True],
-    "steps": [STEPS],
-}
 COVER = pairwise_cover(FACTORS | OF_SCHEDULES | {"layout": [(2, 1), (2, 2), (4, 1)], "kind": ["mlp", "llama-tied"]})
 TENSOR_COVER = pairwise_cover(
     TENSOR_FACTORS
@@ -46,11 +42,11 @@ TENSOR_COVER = pairwise_cover(
     | {"layout": [(2, 1, 2)], "kind": ["wide-llama-tied"], "placement": ["mixed"], "clip": [True]}
 )
 MORE = [
-    Case(2, 2, 2, optimizer="adamw", model="resnet-meta", masking=TO_BACKWARD, steps=STEPS, clip=True),
-    Case(2, 1, 1, model="even-llama", masking=THERE_AND_BACK, steps=STEPS, branch_scale="train", neurons=2),
-    Case(2, 2, 3, model="llama-tied", masking=THERE_AND_BACK, steps=STEPS, branch_scale="train"),
-    Case(2, 1, 0, model="even-llama", masking=TO_BACKWARD, steps=STEPS, lr_scale="0.5", optimizer="adamw"),
-    Case(2, 2, 3, 3, model="llama-meta", masking=TO_BACKWARD, steps=STEPS, checkpointing="full"),
+    Case(2, 2, 2, optimizer="adamw", model="resnet-meta", masking=TO_BACKWARD, steps=SCHEDULED_STEPS, clip=True),
+    Case(2, 1, 1, model="even-llama", masking=THERE_AND_BACK, steps=SCHEDULED_STEPS, branch_scale="train", neurons=2),
+    Case(2, 2, 3, model="llama-tied", masking=THERE_AND_BACK, steps=SCHEDULED_STEPS, branch_scale="train"),
+    Case(2, 1, 0, model="even-llama", masking=TO_BACKWARD, steps=SCHEDULED_STEPS, lr_scale="0.5", optimizer="adamw"),
+    Case(2, 2, 3, 3, model="llama-meta", masking=TO_BACKWARD, steps=SCHEDULED_STEPS, checkpointing="full"),
 ]
 
 
@@ -90,7 +86,7 @@ def test_every_step_is_that_of_its_masking(neurons: int, model: str) -> None:
     """In the reference: until the switch the schedule is forward masking, and after it backward
     masking from the same weights and optimizer state.
     """
-    case = Case(2, 1, model=model, optimizer="adamw", neurons=neurons, steps=STEPS)
+    case = Case(2, 1, model=model, optimizer="adamw", neurons=neurons, steps=SCHEDULED_STEPS)
     scheduled = reference(replace(case, masking=TO_BACKWARD))
     forward, backward = reference(case), reference(replace(case, masking="backward"))
     assert scheduled.losses[:2] == forward.losses[:2]
@@ -131,7 +127,7 @@ def _peaks(case: Case) -> list[int]:
         engine.step()
 
     step(0)
-    for index in range(1, STEPS):
+    for index in range(1, SCHEDULED_STEPS):
         kept = engine.frozen_here.values()
         peaks.append(
             peak_tensor_bytes(
@@ -174,81 +170,6 @@ def _size_of_copies(case: Case, rank: int) -> int:
 # -- resume ----------------------------------------------------------------------------------------
 
 
-class Dropped(nn.Module):
-    """A block with dropout, and statistics of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop, self.linear = nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.linear(self.norm(x)))
-
-
-class DroppedModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Dropped() for _ in range(5))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return (x[:, :3] - y).square().mean()
-
-
-def _engine(case: Case, name: str) -> Any:
-    if case.model != "dropped":
-        return engine_of(case, name)
-    torch.manual_seed(0)
-    placement = {f"layers.{index}": holders for index, holders in enumerate([[0], [0, 1], [1], [0, 1], [1]])}
-    config = replace(case, model="mlp").config(name)
-    return sdp.initialize(model=DroppedModel(), config=config | {"sdp": config["sdp"] | {"placement": placement}})[0]
-
-
-def _steps(engine: Any, case: Case, steps: range) -> list[float]:
-    """Losses of some steps, and of an evaluation after each. Steps are numbered from 0."""
-    losses, data = [], replace(case, model="mlp") if case.model == "dropped" else case
-    for step in steps:
-        rank = data_rank_of(case) if dist.is_initialized() else None
-        losses.append(one_step(engine, data, step, data_rank=rank))
-        engine.step()
-        held_out = (
-            models.micro_batch(data.model, 90, 0, rank)
-            if rank is not None
-            else models.rows_of_all(data.model, 90, 0, case.data_ranks)
-        )
-        losses.append(engine.evaluate([held_out]))
-    return losses
-
-
-def resumed(case: Case, folder: str, name: str = "fsdp2") -> tuple[list[Any], list[Any]]:
-    """What an undisturbed run gives, and what engines give that start from its checkpoints."""
-    engine, expected, found = _engine(case, name), [], []
-    losses: list[float] = []
-    for step in range(STEPS):
-        engine.save_checkpoint(folder, tag=f"before-{step + 1}")
-        losses += _steps(engine, case, range(step, step + 1))
-    end = engine.full_state_dict()
-    for start in range(STEPS):  # in both phases, and at the switch
-        other = _engine(case, name)
-        if start % 2:  # it was in the last phase before
-            _steps(other, case, range(STEPS - 1))
-        other.load_checkpoint(folder, tag=f"before-{start + 1}")
-        expected.append((losses[2 * start :], end))
-        found.append((_steps(other, case, range(start, STEPS)), other.full_state_dict()))
-    return expected, found
-
-
-def assert_equal_runs(answers: list[tuple[list[Any], list[Any]]]) -> None:
-    """Compare losses and weights bit by bit."""
-    for expected, found in answers:
-        for (losses, weights), (others, other_weights) in zip(expected, found, strict=True):
-            assert others == losses
-            assert (weights is None) == (other_weights is None)
-            for name, weight in (weights or {}).items():
-                assert torch.equal(other_weights[name], weight), name
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -274,12 +195,12 @@ def _exchanged(case: Case, folder: str) -> tuple[list[float], list[float], list[
     """
     scheduled, forward = engine_of(case), engine_of(replace(case, masking="forward"))
     for engine, tag in ((scheduled, "scheduled"), (forward, "forward")):
-        _steps(engine, case, range(2))
+        losses_of(engine, case, range(2))
         engine.save_checkpoint(folder, tag=tag)
     from_forward, backward = engine_of(case), engine_of(replace(case, masking="backward"))
     from_forward.load_checkpoint(folder, tag="forward")
     backward.load_checkpoint(folder, tag="scheduled")
-    return tuple(_steps(engine, case, range(2, STEPS)) for engine in (scheduled, from_forward, backward))  # type: ignore[return-value]
+    return tuple(losses_of(engine, case, range(2, SCHEDULED_STEPS)) for engine in (scheduled, from_forward, backward))  # type: ignore[return-value]
 
 
 def test_checkpoints_of_schedules_and_of_constant_maskings_are_the_same(ranks: RankPool, tmp_path: Path) -> None:
@@ -297,7 +218,7 @@ def _evaluated(case: Case) -> tuple[list[float], list[float]]:
     engine, losses, copies = engine_of(case), [], []
     rank = data_rank_of(case)
     held_out = models.micro_batch(case.model, 90, 0, 0)
-    for step in range(STEPS):
+    for step in range(SCHEDULED_STEPS):
         one_step(engine, case, step, data_rank=rank)
         engine.step()
         losses.append(engine.evaluate([held_out]))
@@ -319,6 +240,6 @@ def test_scales_of_branches_apply_in_forward_phases_only(ranks: RankPool, model:
 
 def test_training_ends_equally_with_all_engines() -> None:
     """The reference is deterministic under a schedule."""
-    case = Case(2, 1, model="llama-tied-meta", masking=THERE_AND_BACK, steps=STEPS)
+    case = Case(2, 1, model="llama-tied-meta", masking=THERE_AND_BACK, steps=SCHEDULED_STEPS)
     first, second = train(case, "reference"), train(case, "reference")
     assert first.losses == second.losses

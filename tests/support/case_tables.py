@@ -31,6 +31,19 @@ TENSOR_FACTORS = FACTORS | {
 TAKE_TURNS = ("granularity", "kind", "meta")  # in the full table, whose rows use their values one after the other
 
 
+# Schedules of maskings, whose phases meet in the middle of the run.
+SCHEDULED_STEPS = 4
+TO_BACKWARD = '[{"until": 2, "masking": "forward"}, {"masking": "backward"}]'
+TO_FORWARD = '[{"until": 2, "masking": "backward"}, {"masking": "forward"}]'
+THERE_AND_BACK = '[{"until": 1, "masking": "forward"}, {"until": 3, "masking": "backward"}, {"masking": "forward"}]'
+OF_SCHEDULES: dict[str, Any] = {
+    "masking": [TO_BACKWARD, TO_FORWARD],
+    "placement": ["mixed", "profile"],
+    "meta": [True],
+    "steps": [SCHEDULED_STEPS],
+}
+
+
 def case_of(row: dict[str, Any]) -> Case | None:
     """Return the case of a row, or None if its values exclude each other.
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sdp
 import torch
+import torch.distributed as dist
 from sdp.engine.checkpoint.files import encode_state, hash_files
 from sdp.engine.errors import CheckpointError
+from sdp.tests.support import models
+from sdp.tests.support.case_tables import SCHEDULED_STEPS
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, whole
+from torch import nn
 
 SOURCE = Case(2, 2, stage=3, optimizer="adamw", placement="mixed")
 TENSOR_SOURCES = [
@@ -83,3 +89,81 @@ def reseal(path: Path, **changes: Any) -> None:
     state = {**state, "files": {**state["files"], **files}, **changes}
     state.pop("sha256")
     (path / "state.json").write_text(encode_state(state))
+
+
+class Dropped(nn.Module):
+    """A block with dropout, and statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.linear = nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.linear(self.norm(x)))
+
+
+class DroppedModel(nn.Module):
+    """Five such blocks, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Dropped() for _ in range(5))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x[:, :3] - y).square().mean()
+
+
+def make_engine(case: Case, name: str) -> Any:
+    """Make the engine of a case. The model "dropped" has dropout and running statistics."""
+    if case.model != "dropped":
+        return engine_of(case, name)
+    torch.manual_seed(0)
+    placement = {f"layers.{index}": holders for index, holders in enumerate([[0], [0, 1], [1], [0, 1], [1]])}
+    config = replace(case, model="mlp").config(name)
+    return sdp.initialize(model=DroppedModel(), config=config | {"sdp": config["sdp"] | {"placement": placement}})[0]
+
+
+def losses_of(engine: Any, case: Case, steps: range) -> list[float]:
+    """Losses of some steps, and of an evaluation after each. Steps are numbered from 0."""
+    losses, data = [], replace(case, model="mlp") if case.model == "dropped" else case
+    for step in steps:
+        rank = data_rank_of(case) if dist.is_initialized() else None
+        losses.append(one_step(engine, data, step, data_rank=rank))
+        engine.step()
+        held_out = (
+            models.micro_batch(data.model, 90, 0, rank)
+            if rank is not None
+            else models.rows_of_all(data.model, 90, 0, case.data_ranks)
+        )
+        losses.append(engine.evaluate([held_out]))
+    return losses
+
+
+def resumed(case: Case, folder: str, name: str = "fsdp2") -> tuple[list[Any], list[Any]]:
+    """What an undisturbed run gives, and what engines give that start from its checkpoints."""
+    engine, expected, found = make_engine(case, name), [], []
+    losses: list[float] = []
+    for step in range(SCHEDULED_STEPS):
+        engine.save_checkpoint(folder, tag=f"before-{step + 1}")
+        losses += losses_of(engine, case, range(step, step + 1))
+    end = engine.full_state_dict()
+    for start in range(SCHEDULED_STEPS):  # in both phases, and at the switch
+        other = make_engine(case, name)
+        if start % 2:  # it was in the last phase before
+            losses_of(other, case, range(SCHEDULED_STEPS - 1))
+        other.load_checkpoint(folder, tag=f"before-{start + 1}")
+        expected.append((losses[2 * start :], end))
+        found.append((losses_of(other, case, range(start, SCHEDULED_STEPS)), other.full_state_dict()))
+    return expected, found
+
+
+def assert_equal_runs(answers: list[tuple[list[Any], list[Any]]]) -> None:
+    """Compare losses and weights bit by bit."""
+    for expected, found in answers:
+        for (losses, weights), (others, other_weights) in zip(expected, found, strict=True):
+            assert others == losses
+            assert (weights is None) == (other_weights is None)
+            for name, weight in (weights or {}).items():
+                assert torch.equal(other_weights[name], weight), name

@@ -1,0 +1,63 @@
+"""A schedule of maskings under DeepSpeed equals the reference, and a resume equals the undisturbed run."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sdp.tests.support.case_tables import (
+    FACTORS,
+    OF_SCHEDULES,
+    SCHEDULED_STEPS,
+    THERE_AND_BACK,
+    TO_BACKWARD,
+    TO_FORWARD,
+    pairwise_cover,
+)
+from sdp.tests.support.cases import Case, Result, assert_same_run, reference, train
+from sdp.tests.support.checkpoints import assert_equal_runs, resumed
+from sdp.tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+COVER = pairwise_cover(
+    FACTORS | OF_SCHEDULES | {"layout": [(2, 1), (2, 2)], "kind": ["llama-tied"], "placement": ["mixed"]}
+)
+MORE = [
+    Case(2, stage=1, sizes=(2, 1), masking=TO_BACKWARD, steps=SCHEDULED_STEPS),
+    Case(2, stage=3, sizes=(2, 1), masking=TO_BACKWARD, steps=SCHEDULED_STEPS, optimizer="adamw"),
+    Case(2, 2, 3, masking=THERE_AND_BACK, steps=SCHEDULED_STEPS, model="even-llama", neurons=2),
+    Case(2, 2, 0, masking=THERE_AND_BACK, steps=SCHEDULED_STEPS, optimizer="adamw"),
+    Case(2, 1, 2, masking=TO_BACKWARD, steps=SCHEDULED_STEPS, model="llama", checkpointing="full"),
+]
+
+
+def test_the_cover_has_every_stage_with_blocks_and_neurons() -> None:
+    assert {(case.stage, case.neurons > 0) for case in COVER} == {
+        (stage, cut) for stage in range(4) for cut in (False, True)
+    }
+    assert len(COVER) < 15
+
+
+@pytest.mark.parametrize("case", COVER + MORE, ids=lambda case: f"{case}-{case.masking[11:24]}")
+def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
+    ours: list[Result] = ranks.run(train, case, "deepspeed", world=case.world)
+    assert_same_run(ours, reference(replace(case, checkpointing="none")), case)
+    for rank, result in enumerate(ours):
+        assert result.measured == result.predicted, f"rank {rank}"
+        assert result.traffic == result.planned_steps, f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, 3, optimizer="adamw", model="llama-tied-meta", masking=TO_BACKWARD),
+        Case(2, 2, 1, optimizer="adamw", model="even-llama", neurons=2, masking=TO_FORWARD),
+        Case(2, 1, 0, optimizer="momentum", model="dropped", masking=TO_BACKWARD),
+    ],
+    ids=str,
+)
+def test_a_resume_equals_the_undisturbed_run(ranks: RankPool, case: Case, tmp_path: Path) -> None:
+    assert_equal_runs(ranks.run(resumed, case, str(tmp_path), "deepspeed", world=case.world))

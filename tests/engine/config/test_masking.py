@@ -1,0 +1,101 @@
+"""``sdp.masking``: schedules, and one clear line for what cannot be one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sdp.engine.config.load import load_config
+from sdp.engine.errors import ConfigError
+
+FORWARD = {"until": 0.75, "masking": "forward"}
+BACKWARD = {"masking": "backward"}
+
+
+def _load(masking: Any, steps: int | None = 100, **section: Any) -> Any:
+    training = {} if steps is None else {"steps": steps}
+    return load_config({"sdp": {"groups": 2, "masking": masking, **section}, "training": training})
+
+
+@pytest.mark.parametrize(
+    ("masking", "steps", "of_steps"),
+    [
+        ("backward", None, "bbbb"),
+        ([{"masking": "backward"}], None, "bbbb"),
+        ([{"until": 2, "masking": "forward"}, BACKWARD], None, "ffbb"),
+        ([{"until": 2.0, "masking": "forward"}, BACKWARD], 4, "ffbb"),
+        ([FORWARD, BACKWARD], 4, "fffb"),
+        ([{"until": 0.3, "masking": "backward"}, {"until": 3, "masking": "forward"}, BACKWARD], 4, "bffb"),
+    ],
+)
+def test_every_step_has_a_masking(masking: Any, steps: int | None, of_steps: str) -> None:
+    config = _load(masking, steps)
+    schedule = config.masking_schedule
+    assert "".join(schedule.at(step)[0] for step in range(1, 5)) == of_steps
+    changes = [step for step in range(1, 4) if of_steps[step - 1] != of_steps[step]]
+    assert [step for step in range(1, 5) if schedule.switches_after(step)] == changes
+    assert {masking[0] for masking in config.sdp.maskings} == set(of_steps)
+    assert load_config(config.resolved()).masking_schedule == schedule
+
+
+def test_a_single_phase_is_the_plain_value() -> None:
+    assert _load([{"masking": "backward"}]) == _load("backward")
+
+
+@pytest.mark.parametrize(
+    ("masking", "steps", "message"),
+    [
+        ("sideways", 100, "sdp.masking: input should be 'forward' or 'backward' or input should be a valid list"),
+        ([], 100, "sdp.masking: input should be 'forward' or 'backward' or list should have at least 1 item"),
+        ([FORWARD, {"masking": "sideways"}], 100, "sdp.masking.1.masking: input should be 'forward' or 'backward'"),
+        ([FORWARD, {"masking": "forward"}], 100, 'sdp.masking.1: masking "forward" is that of the phase before it'),
+        ([FORWARD, {"until": 0.9, "masking": "backward"}], 100, "sdp.masking.1.until: 0.9 ends the last phase"),
+        ([{"until": 5, "masking": "forward"}], 100, "sdp.masking.0.until: 5 ends the last phase"),
+        ([{"masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: this key is required, because another phase"),
+        ([FORWARD, BACKWARD], None, "sdp.masking.0.until: 0.75 is a fraction of training.steps, which is not set"),
+        (
+            [FORWARD, {"until": 0.5, "masking": "backward"}, {"masking": "forward"}],
+            100,
+            "sdp.masking.1.until: step 50 does not come after step 75",
+        ),
+        (
+            [FORWARD, {"until": 75, "masking": "backward"}, {"masking": "forward"}],
+            100,
+            "sdp.masking.1.until: step 75 does not come after step 75",
+        ),
+        ([{"until": 100, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: step 100 is not before the last"),
+        (
+            [{"until": 0.001, "masking": "forward"}, BACKWARD],
+            100,
+            "sdp.masking.0.until: 0.001 of training.steps 100 is",
+        ),
+        ([{"until": 1.5, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: input should be a valid integer"),
+        ([{"until": 0, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.until: input should be greater than 0"),
+        ([{"util": 5, "masking": "forward"}, BACKWARD], 100, "sdp.masking.0.util: unknown key, did you mean until?"),
+        (["forward", "backward"], 100, "sdp.masking.0: input should be a valid dictionary"),
+    ],
+)
+def test_what_cannot_be_a_schedule_is_one_line(masking: Any, steps: int | None, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        _load(masking, steps)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"sync": {"every": 4}}, "sdp.masking: a schedule is not available in this version together with sdp.sync"),
+        ({"engine": "vectorized"}, 'sdp.masking: a schedule is not available with sdp.engine "vectorized"'),
+    ],
+)
+def test_what_a_schedule_cannot_be_combined_with(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        _load([FORWARD, BACKWARD], **section)
+    assert str(error.value).startswith(message)
+
+
+def test_scales_of_branches_need_a_forward_phase() -> None:
+    assert _load([FORWARD, BACKWARD], branch_scale="train").sdp.branch_scale == "train"
+    with pytest.raises(ConfigError, match=r'sdp\.branch_scale: "train" has no meaning with sdp\.masking "backward"'):
+        _load([BACKWARD], branch_scale="train")
