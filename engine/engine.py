@@ -44,8 +44,8 @@ class SDPEngine(DeepSpeedNames):
     ):
         super().__init__(backend, config, batch, optimizer)
         backend.attach(optimizer, config)
-        interval, samples = config.training.noise_scale_interval, batch.micro * batch.accumulation
-        self.noise = NoiseScale(backend, interval, samples, lambda: self.global_steps)
+        interval = config.training.noise_scale_interval
+        self.noise = NoiseScale(backend, interval, batch.micro, batch.accumulation, lambda: self.global_steps)
         self.local_training.follow(0)
         self.lr_scheduler = scheduler
         self.before_update: Callable[[], None] = lambda: None  # raises if the step is not to be counted
@@ -59,7 +59,7 @@ class SDPEngine(DeepSpeedNames):
         self._saved = backend.state_to_save()
         self._saver = Saver(alone=self.world_size == 1, device=self.device)
 
-    # -- training ------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result. A single mapping or tuple is spread over ``forward``'s arguments."""
@@ -73,8 +73,8 @@ class SDPEngine(DeepSpeedNames):
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of ``loss``, this rank's mean, and return the divided loss.
 
-        At the accumulation boundary, gradients are averaged within the group and among holders while
-        this pass still runs.
+        At the accumulation boundary, gradients are averaged inside the group and among holders
+        while this pass still runs.
 
         Args:
             loss: A scalar, or a model output that holds one.
@@ -86,7 +86,7 @@ class SDPEngine(DeepSpeedNames):
         """
         if retain_graph:
             raise ConfigError(
-                "backward: retain_graph cannot be honoured, gradients are reduced as the graph is freed; add the losses up"
+                "backward: retain_graph is impossible: gradients are reduced as the graph is freed; add the losses up"
             )
         scalar = loss_of(loss)
         boundary = self.is_gradient_accumulation_boundary() and self._syncing
@@ -101,13 +101,13 @@ class SDPEngine(DeepSpeedNames):
     def step(self) -> None:
         """At the accumulation boundary, clip, update the weights and advance the schedule.
 
-        Elsewhere only the micro-batch is counted. If any group's gradient norm is NaN or infinite, every group
-        skips the step: weights, optimizer state and schedule are unchanged, and ``skipped_steps`` counts it.
+        Elsewhere only the micro-batch is counted. If any group's gradient norm is NaN or infinite,
+        all skip the step and count it: weights, optimizer state and schedule are unchanged.
 
         Raises:
             SpikeError: The step is a spike, and ``training.on_spike`` is "rollback" or "stop".
-            NonFiniteError: More than ``training.max_skips`` steps in a row were skipped. Steps at a dynamic loss
-                scale above its minimum do not count.
+            NonFiniteError: More than ``training.max_skips`` steps in a row were skipped. Those at a
+                dynamic loss scale above its minimum do not count.
         """
         if not self._syncing:
             raise RuntimeError("step() inside no_sync(): gradients are not averaged there; leave the block first")
@@ -126,7 +126,7 @@ class SDPEngine(DeepSpeedNames):
         backend = self._backend
         gradients = backend.gradients()
         self._gradient_bytes = sum(local_tensor(gradient).nbytes for gradient in gradients)
-        # The host waits for the device only here. It must know the norm, to skip the step or to clip.
+        # The host waits for the device only here. It needs the norm, to skip the step or to clip.
         loss = torch.stack(self._losses).double().mean()
         if backend.local is not None:
             self.local_training.add(self.global_steps + 1, backend.local.step(loss, self.lr_scheduler))
@@ -182,14 +182,14 @@ class SDPEngine(DeepSpeedNames):
     def finish_round(self) -> bool:
         """With local steps: average what groups learned since the last average. Collective.
 
-        Call it after the last step of a run. The full model then contains all steps. ``sdp train`` does.
+        Call it after a run's last step. The full model then has all steps. ``sdp train`` does it.
 
         Returns:
             Whether anything was averaged.
         """
         return self.local_training.finish(self.global_steps)
 
-    # -- checkpoints ---------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,
@@ -202,10 +202,10 @@ class SDPEngine(DeepSpeedNames):
         keep: int | None = None,
         background: bool = False,
     ) -> bool:
-        """Write weights, optimizer, schedule and the data's position to ``save_dir/tag``. Collective.
+        """Write weights, optimizer, schedule and data position to ``save_dir/tag``. Collective.
 
-        Holders are compared first, because a unit is written once. An earlier checkpoint of the same tag is
-        replaced only when the new one is complete.
+        Holders are compared first, because a unit is written once. An earlier checkpoint of the
+        same tag is replaced only when the new one is complete.
 
         Args:
             save_dir: The directory of all checkpoints.
@@ -253,7 +253,7 @@ class SDPEngine(DeepSpeedNames):
         return True
 
     def wait_for_checkpoint(self, *, block: bool = True) -> None:
-        """End a save in the background, and raise its error. Without ``block``, only if it is done."""
+        """End a background save and raise its error. Without ``block``, only if it is done."""
         self._saver.wait(block=block)
 
     def load_checkpoint(
@@ -270,17 +270,17 @@ class SDPEngine(DeepSpeedNames):
     ) -> tuple[str | None, dict[str, Any]]:
         """Continue from ``load_dir/tag`` (default: the newest) of any layout. Collective.
 
-        The learning rates are the checkpoint's, as in DeepSpeed. ``load_module_only`` loads weights and buffers alone.
-        Without ``load_optimizer_states``, the optimizer starts again. Unless ``warn_of_changes`` is False, rank 0 warns
-        if they, or other settings of the optimizer and schedule, differ from the configured ones.
+        Learning rates are the checkpoint's, as in DeepSpeed. ``load_module_only`` loads weights and
+        buffers alone. Without ``load_optimizer_states``, the optimizer starts again. With
+        ``warn_of_changes``, rank 0 warns of settings that differ from the configured ones.
 
         Returns:
-            The checkpoint's path and the client state. ``(None, {})``, with a warning, if there is no checkpoint
-            and no tag was given.
+            The checkpoint's path and the client state. Without a checkpoint and without a tag:
+            ``(None, {})``, with a warning.
 
         Raises:
-            CheckpointError: The checkpoint is damaged, or belongs to another model, optimizer or data set, or
-                ``load_dir`` is itself a checkpoint.
+            CheckpointError: The checkpoint is damaged, or of another model, optimizer or data set,
+                or ``load_dir`` is itself a checkpoint.
         """
         if not load_module_strict or custom_load_fn is not None:
             raise ConfigError("load_checkpoint: loads all weights; leave load_module_strict and custom_load_fn out")

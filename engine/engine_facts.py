@@ -123,7 +123,7 @@ class EngineFacts:
         return 1 if self._is_reference else world.size()
 
     def gather_facts(self, facts: Any) -> list[Any]:
-        """All ranks' ``facts`` (a small JSON value), in rank order. Tuples become lists. Collective."""
+        """All ranks' ``facts`` (small JSON), in rank order. Tuples become lists. Collective."""
         return gather_json(facts) if self.world_size > 1 else [facts]
 
     def start_gather(self, facts: Any) -> Callable[[], list[Any]]:
@@ -139,7 +139,7 @@ class EngineFacts:
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's full averaged gradient before clipping. None before a step.
-        With local steps: the mean over the groups. Like :meth:`get_loss`, it then waits for them."""
+        With local steps: the mean over the groups, for which this waits, as :meth:`get_loss`."""
         return self._last.norm
 
     def get_loss(self) -> float | None:
@@ -148,7 +148,7 @@ class EngineFacts:
 
     @property
     def skipped_steps(self) -> int:
-        """The steps that were skipped for a NaN or infinite gradient. With local steps: of any group."""
+        """Steps skipped for a NaN or infinite gradient; with local steps, of any group."""
         return self._last.skipped_until()
 
     def skipped_until(self, step: int) -> int:
@@ -207,30 +207,29 @@ class EngineFacts:
         """The bytes that this rank sends between groups in a step, as a formula with numbers."""
         return self._backend.traffic_formula()
 
-    # -- the full model ------------------------------------------------------------------------------
+    # -- the full model ----------------------------------------------------------------------------
 
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The token-weighted mean loss of the full model over the batches of all ranks. Collective.
 
-        Units that this group does not hold are streamed from their holders, one unit at a time for a chunk of
-        batches. Under backward masking nothing is streamed. Running statistics are those of
-        :meth:`full_state_dict`. Ranks may bring different numbers of batches, but each needs at least one.
+        Holders send the units that this group lacks, one at a time for a chunk of batches. Under
+        backward masking nothing is sent. Running statistics are those of :meth:`full_state_dict`.
+        Each rank needs at least one batch. Their numbers may differ.
         """
         with self.local_training.anchored():
             return self._evaluate(self._backend.evaluate, batches)
 
     def evaluate_subnetworks(self, batches: Iterable[Any]) -> list[float]:
-        """Mean loss per token of each group's subnetwork, over its own ranks' batches. Collective."""
+        """Mean loss per token of each group's subnetwork, over its ranks' batches. Collective."""
         return self._evaluate(self._backend.evaluate_subnetworks, batches)
 
     @contextmanager
     def recalibrated(self, batches: Iterable[Any]) -> Iterator[None]:
         """A context in which batch norms have the full model's running statistics. Collective.
 
-        Use it to evaluate, save or export the full model. A pass of the full model over ``batches`` of training
-        data measures the statistics; every rank must bring the same number of batches. Under forward masking, a
-        rank otherwise tracks the statistics of its own subnetwork, and has them back afterwards. Without batch
-        norm nothing happens.
+        Use it to evaluate, save or export the full model. A pass of the full model over ``batches``
+        of training data, as many on each rank, measures the statistics. Afterwards each rank has
+        its subnetwork's own ones again. Without batch norm nothing happens.
         """
         if not tracks_statistics(self.layout.buffers):
             yield
@@ -249,8 +248,8 @@ class EngineFacts:
     def full_model(self, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
         """A context with a copy of the full model in evaluation mode, on every rank. Collective.
 
-        The copy is an ordinary module with the weights of this moment. Ranks may call it independently of each
-        other, for example to generate text. Its memory is freed at the end of the context.
+        The copy is an ordinary module with the weights of this moment. Each rank may call it when
+        it likes, for example to generate text. The end of the context frees its memory.
 
         Args:
             dtype: The type of the parameters; by default, that of the computation.
@@ -273,10 +272,10 @@ class EngineFacts:
             yield model
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """The whole model's weights and persistent buffers, by canonical name, on rank 0's CPU. Collective.
+        """Whole weights and persistent buffers by canonical name, on rank 0's CPU. Collective.
 
-        Other ranks get None. Tied parameters appear under each of their names. Parameters cross the network one
-        at a time.
+        Other ranks get None. Tied parameters appear under each of their names. Parameters cross
+        the network one at a time.
         """
         with self.local_training.anchored():
             streamed = ((name, tensor) for name, tensor in self._backend.stream_state() if tensor is not None)
@@ -293,7 +292,7 @@ class EngineFacts:
         self._write_whole(Path(save_directory), "model.safetensors", None)
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
-        """Write the model's weights as safetensors in the precision of the computation. Collective."""
+        """Write the model as safetensors in the precision of the computation. Collective."""
         self._write_whole(Path(save_dir), save_filename, getattr(torch, self.config.precision))
         return True
 

@@ -279,7 +279,7 @@ class ReferenceLocalSteps:
         return CommonPart(self._anchors, self.optimizer, buffers, means)
 
     def nbytes(self) -> int:
-        """Anchors are the module's parameters. They and the groups' own weights do not count here."""
+        """Anchors are the module's parameters. They and groups' own weights do not count here."""
         state = [value for of in self.optimizer.state.values() for value in of.values()]
         return sum(value.nbytes for value in state if isinstance(value, torch.Tensor) and value.dim())
 
