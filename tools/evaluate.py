@@ -1,4 +1,5 @@
-"""``sdp evaluate DIR``: the held-out loss of a checkpoint's full model, and the accuracy of a classifier.
+"""``sdp evaluate DIR``: the held-out loss of a checkpoint's full model, and the accuracy of a
+classifier.
 
 It runs in one process and does not read optimizer state.
 """
@@ -120,7 +121,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batches", metavar="N", type=int, help="held-out batches per data rank (default: those of the run)"
     )
     parser.add_argument(
-        "--tasks", metavar="NAME,…", help="also run these tasks of lm-evaluation-harness (pip install 'sdp-engine[eval]')"
+        "--tasks",
+        metavar="NAME,…",
+        help="also run these tasks of lm-evaluation-harness (pip install 'sdp-engine[eval]')",
     )
     parser.add_argument("--limit", metavar="N", type=int, help="the first N documents of each task (default: all)")
     parser.add_argument(

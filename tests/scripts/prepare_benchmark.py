@@ -208,14 +208,16 @@ def print_table(folder: Path, size: int, rounds: int) -> None:
                 costs.setdefault((contestant, workers), []).append(cost)
     base = statistics.median(cost.cpu for cost in costs["encode_batch", 1])
     print(
-        "contestant         workers  CPU s (least)  of encode_batch  wall s (least)  MB/s  faster than 1  bytes of tokens"
+        "contestant         workers  CPU s (least)  of encode_batch  wall s (least)  MB/s  faster than 1  bytes of "
+        "tokens"
     )
     for (contestant, workers), found in costs.items():
         cpu, wall = (statistics.median(values) for values in zip(*found, strict=True))
         least = Cost(*map(min, zip(*found, strict=True)))
         alone = statistics.median(cost.wall for cost in costs[contestant, 1])
         print(
-            f"{contestant:<18} {workers:>7}  {cpu:>5.2f} ({least.cpu:.2f})  {cpu / base:>15.2f}  {wall:>6.2f} ({least.wall:.2f})"
+            f"{contestant:<18} {workers:>7}  {cpu:>5.2f} ({least.cpu:.2f})  {cpu / base:>15.2f}  {wall:>6.2f} "
+            f"({least.wall:.2f})"
             f"  {size / 1e6 / wall:>4.1f}  {alone / wall:>13.2f}  {written[contestant]:>15,}"
         )
 

@@ -84,7 +84,8 @@ def test_what_is_saved_is_loaded(small: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [object(), lambda: 0, [np.array([object()])], {"a": np.zeros(2, dtype=[("x", "i4")])}, torch.empty(1, device="meta")],
+    [object(), lambda: 0, [np.array([object()])], {"a": np.zeros(2, dtype=[("x", "i4")])},
+        torch.empty(1, device="meta")],
     ids=["object", "function", "objects", "fields", "meta"],
 )  # fmt: skip
 def test_what_needs_pickle_is_refused_by_name(value: Any) -> None:

@@ -249,5 +249,8 @@ def _import(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        message = f"{package}: the package {package} is not installed; pip install {package}, or set {package}.enabled to false"
+        message = (
+            f"{package}: the package {package} is not installed; pip install {package}, or set {package}.enabled to "
+            "false"
+        )
         raise ConfigError(message) from None
