@@ -51,7 +51,8 @@ _NAMES = {
 _COPIES = "fp16_groups fp32_groups overflow_checker loss_scale_config _update_scale"
 _FLAT = """
     averaged_gradients all_grad_tensors micro_step_id reset_cpu_buffers single_partition_of_fp32_groups
-    bit16_groups partition_size cpu_offload update_lp_params check_grad_overflow check_overflow _wait_for_offload_copies loss_scaler _update_scale
+    bit16_groups partition_size cpu_offload update_lp_params check_grad_overflow check_overflow
+    _wait_for_offload_copies loss_scaler _update_scale
 """
 _PARTITIONED = """
     averaged_gradients fp32_partitioned_groups_flat fp16_groups sub_group_to_group_id offload_optimizer
