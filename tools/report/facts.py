@@ -156,9 +156,9 @@ def facts_of(run: Run) -> Facts:
         data_parallel_sent=summary.get("ddp_comm_bytes_per_step"),
         spikes_skipped=last.get("spikes_skipped"),
         rollbacks=last.get("rollbacks"),
-        noise_scale=next((line["noise_scale"] for line in reversed(run.metrics) if line.get("noise_scale")), None),
         masking=describe_phases(phases_of(run.metrics)),
         phase_seconds=_phase_seconds(settled),
+        noise_scale=next((line["noise_scale"] for line in reversed(run.metrics) if line.get("noise_scale")), None),
         tasks=_tasks(run),
     )
 
@@ -230,7 +230,9 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 def _phase_seconds(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Find the median seconds of a step with each masking of a schedule."""
     maskings = sorted({line["masking"] for line in lines if "masking" in line})
-    found = {each: _median([line for line in lines if line.get("masking") == each], "step_seconds") for each in maskings}
+    found = {
+        each: _median([line for line in lines if line.get("masking") == each], "step_seconds") for each in maskings
+    }
     return {masking: seconds for masking, seconds in found.items() if seconds is not None}
 
 
