@@ -86,7 +86,10 @@ def test_what_cannot_be_a_schedule_is_one_line(masking: Any, steps: int | None, 
     ("section", "message"),
     [
         ({"sync": {"every": 4}}, "sdp.masking: a schedule is not available in this version together with sdp.sync"),
-        ({"engine": "vectorized"}, 'sdp.masking: a schedule is not available with sdp.engine "vectorized"'),
+        (
+            {"engine": "vectorized", "granularity": "neuron"},
+            'sdp.masking: "backward" is not available with sdp.engine "vectorized" and granularity "neuron"',
+        ),
     ],
 )
 def test_what_a_schedule_cannot_be_combined_with(section: dict[str, Any], message: str) -> None:
