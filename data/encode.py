@@ -52,7 +52,9 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """What every process needs. ``spec`` is the JSON of the tokenizer's description."""
+    """The settings that every process needs. ``spec`` is the JSON of the tokenizer's
+    description.
+    """
 
     spec: str
     end_of_text: int

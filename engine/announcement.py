@@ -63,7 +63,7 @@ def _announce_placement(config: Config, layout: Layout) -> None:
 
 
 def _announce_sharing(engine: SDPEngine) -> None:
-    """What groups exchange in addition to gradients, or instead of them."""
+    """The messages that groups exchange in addition to gradients, or instead of them."""
     config, layout = engine.config, engine.layout
     if config.masking_schedule.ends:
         log.info("masking: %s", config.masking_schedule)

@@ -107,7 +107,7 @@ class Backend(Protocol):
         ...
 
     def forward(self, call: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        """What the model returns for this process's micro-batch."""
+        """The model's result for this process's micro-batch."""
         ...
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:

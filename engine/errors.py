@@ -106,8 +106,8 @@ def escape(text: str) -> str:
 def shorten(text: object, most: int = MOST_QUOTED) -> str:
     """Return ``text`` as one printable piece of a message.
 
-    Control characters are escaped. Of a longer text, the first ``most`` characters stay, and the
-    number of characters left out follows.
+    Control characters are escaped. A longer text is cut after ``most`` characters, and the number
+    of characters left out follows.
     """
     text = str(text)
     left_out = len(text) - most

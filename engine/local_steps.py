@@ -164,7 +164,7 @@ class LocalSteps(Protocol):
         ...
 
     def common_part(self) -> CommonPart:
-        """What all holders have in common. Waits for averages that are under way."""
+        """The state that all holders have in common. Waits for averages that are under way."""
         ...
 
     def nbytes(self) -> int:

@@ -1,5 +1,4 @@
-"""What a started rank does for its launcher: it ends with its parent, and reports a fatal error
-once.
+"""A started rank ends with its parent, and reports a fatal error to its launcher once.
 
 A job of many ranks fails with one message. Under the local launcher a rank writes its error to a
 file, and the launcher prints the one that came first. Under another launcher ranks above 0 wait
@@ -75,7 +74,7 @@ class FatalError:
 
     @classmethod
     def read(cls, path: Path) -> FatalError | None:
-        """What a rank wrote to ``path``, or None."""
+        """Return the text that a rank wrote to ``path``, or None."""
         try:
             return cls(**read_json_file(path, most_bytes=_MOST_BYTES))
         except (OSError, ValueError, TypeError):

@@ -73,7 +73,7 @@ class Whereabouts:
 
     @classmethod
     def read(cls, path: Path) -> Whereabouts | None:
-        """What a rank last wrote to ``path``, or None."""
+        """Return what a rank last wrote to ``path``, or None."""
         try:
             return cls(**read_json_file(path, most_bytes=1 << 16))
         except (OSError, ValueError, TypeError):

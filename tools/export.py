@@ -108,7 +108,7 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype, max_shard_bytes: int)
     """Write the model and the tokenizer of ``saved`` to ``out``, and return the files of the
     weights.
 
-    What ``out`` held before is replaced once everything is written. Raises ConfigError and
+    The earlier content of ``out`` is replaced once everything is written. Raises ConfigError and
     CheckpointError.
     """
     out = out.resolve()

@@ -49,8 +49,8 @@ def load_means(path: Path, targets: Mapping[str, Any], files: Mapping[str, str],
 
     Args:
         path: The checkpoint.
-        targets: By key ``optimizer/NAME/KEY``, a :class:`Part` of the full tensor, or a scalar. Of
-            scalars, such as step counts, the largest is taken.
+        targets: By key ``optimizer/NAME/KEY``, a :class:`Part` of the full tensor, or a scalar. A
+            scalar, such as a step count, becomes the largest value of all groups.
         files: The hash of each of the checkpoint's files by name.
         alone: Whether this process loads by itself.
     """

@@ -134,8 +134,8 @@ def _are_means(value: Any) -> bool:
     )
 
 
-# What the fields must be. Those of the second table are absent from checkpoints of earlier
-# versions.
+# The types that the fields must have. Those of the second table are absent from checkpoints of
+# earlier versions.
 _REQUIRED = {
     "global_steps": (_is_count, "a count"),
     "global_samples": (_is_count, "a count"),

@@ -36,7 +36,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "scheduler.params.total_num_steps": ("max_steps",),
 }
 
-# What "auto" means if no argument says it. DeepSpeed's default applies to all other keys.
+# The meaning of "auto" without an argument for it. DeepSpeed's default applies to all other keys.
 _WITHOUT_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "train_batch_size": (None, "from the other two"),
     "train_micro_batch_size_per_gpu": (None, "from the other two, else 1"),

@@ -76,7 +76,9 @@ class OffloadSection(Section):
 
 
 class ZeroSection(Section):
-    """What an SDP group shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also parameters."""
+    """The state that an SDP group shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also
+    parameters.
+    """
 
     stage: Literal[0, 1, 2, 3] = 0
     offload_optimizer: OffloadSection | None = None

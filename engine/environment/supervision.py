@@ -13,7 +13,7 @@ from .launchers import ERROR_FILE, LISTENING_SOCKET, PARENT_PID, WHEREABOUTS_FIL
 
 @dataclass(frozen=True)
 class Supervision:
-    """What an SDP launcher tells a process that it starts.
+    """The facts that an SDP launcher gives to a process that it starts.
 
     ``parent_pid`` is the launcher's process id. The process reports its own fatal error in
     ``error_file``.

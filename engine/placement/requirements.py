@@ -1,4 +1,4 @@
-"""What a layout asks of a model: units that it can cut evenly, and random numbers that agree."""
+"""The requirements of a layout: units that it can cut evenly, and random numbers that agree."""
 
 from __future__ import annotations
 

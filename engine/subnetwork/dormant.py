@@ -2,7 +2,7 @@
 kinds.
 
 A model is built with its frozen copies. :class:`DormantCopies` puts them aside: pass-throughs
-replace whole blocks, and slices of neurons leave their layers. What sleeps is not part of the
+replace whole blocks, and slices of neurons leave their layers. A sleeping block is not in the
 module tree, computes nothing, receives nothing and takes no memory.
 """
 

@@ -4,8 +4,8 @@
 - "bf16": bfloat16, summed by an all-reduce.
 - "int8": integers with one float32 scale per row. An all-reduce cannot add integers of different
   scales, so every holder gathers the integers of all holders and adds them in one order. So all
-  holders get the same bits. What a holder could not send is its error. It adds the error to its
-  next change (error feedback, arXiv 1901.09847).
+  holders get the same bits. The difference between a change and what was sent of it is the holder's
+  error. It adds the error to its next change (error feedback, arXiv 1901.09847).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from .gradients import AllReduce, start_all_reduce
 
 
 class OuterFacts(NamedTuple):
-    """What an outer step did.
+    """The result of an outer step.
 
     Attributes:
         fragment: the fragment that was averaged.

@@ -48,7 +48,7 @@ MICRO_BATCHES = 2  # the most that are traced; all later ones are like the secon
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What one rank's step needs, computes and sends.
+    """The memory, operations and messages of one rank's step.
 
     Bytes are those that tensors ask for, as ``memory_probe.py`` counts them. Libraries' workspaces,
     the communication library's buffers and the allocator's rounding are not included.

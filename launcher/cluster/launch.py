@@ -39,7 +39,7 @@ from .watch import run_watched, tell_by, tell_by_mpirun
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What ``sdp launch`` is asked for.
+    """The options of ``sdp launch``.
 
     Attributes:
         launcher: what starts the processes.

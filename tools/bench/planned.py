@@ -1,6 +1,4 @@
-"""What ``sdp plan`` says about the methods of ``sdp bench CONFIG``, to print next to the
-measurements.
-"""
+"""Plans for the methods of ``sdp bench CONFIG``, to print next to the measurements."""
 
 from __future__ import annotations
 

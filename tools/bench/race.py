@@ -18,7 +18,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Contestant:
-    """What is timed.
+    """A function to time.
 
     Attributes:
         name: Its name in the report.

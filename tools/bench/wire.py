@@ -1,6 +1,4 @@
-"""What a step sends: counts of bytes and collectives, and steps without communication or
-overlap.
-"""
+"""The communication of a step: bytes, collectives, and steps without communication or overlap."""
 
 from __future__ import annotations
 

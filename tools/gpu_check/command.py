@@ -41,7 +41,9 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What is measured, where, and for how long. The fields have the names of the options."""
+    """The measurements to make, where, and for how long. The fields have the names of the
+    options.
+    """
 
     json: Path | None
     device: Device

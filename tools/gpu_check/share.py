@@ -45,7 +45,7 @@ class WrongKernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Share:
-    """What was measured of one rank's share.
+    """The measurements of one rank's share.
 
     Attributes:
         peak_memory_bytes: ``torch.cuda.max_memory_allocated`` of the steps after compilation.

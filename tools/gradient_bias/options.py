@@ -15,7 +15,9 @@ BATCHES = 16
 
 @dataclass(frozen=True)
 class BiasOptions:
-    """What is measured, and where the results go. The fields have the names of the options."""
+    """The measurements to make, and where the results go. The fields have the names of the
+    options.
+    """
 
     config: Path
     settings: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What a run will need, compute and send, before it starts.
+"""Predicts the memory, operations and messages of a run before it starts.
 
 The layout is made on the meta device, and the steps of its ranks are traced on fake tensors.
 """

@@ -19,7 +19,7 @@ MOST_RANKS = 2**20
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the user asked for. Quantities stay text, so that suggested commands repeat them.
+    """The options of ``sdp plan``. Quantities stay text, so that suggested commands repeat them.
 
     ``None`` means that an option was not given.
     """

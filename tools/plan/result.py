@@ -20,7 +20,7 @@ from .machine import LINKS, Link, Machine, StepTime
 
 @dataclass(frozen=True)
 class RankForecast:
-    """What one rank sends in a step, activations included, and how long the step takes.
+    """The messages of one rank in a step, activations included, and the time of the step.
 
     ``communicators`` is the number of process groups that the rank is in. With local steps,
     ``averages`` are the collectives between groups of a round of ``every`` steps.
@@ -121,7 +121,7 @@ class Forecast:
 
     @property
     def slowest(self) -> RankForecast:
-        """The rank that all others wait for. Of equally slow ranks, the first."""
+        """The rank that all others wait for. Among equally slow ranks, it is the first."""
         return max(self.ranks, key=lambda one: (one.time.step, -one.rank))
 
     @property

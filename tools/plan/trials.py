@@ -1,4 +1,4 @@
-"""What ``--fit`` tried, and the reasons for its choice in sentences."""
+"""The trials of ``--fit``, and the reasons for its choice in sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the files of a run must hold, as far as the commands that read runs depend on it.
+"""The fields of a run's files that commands depend on, and their types.
 
 A run may come from somebody else, or from another version. So only the keys that are read are
 checked, and unknown keys are allowed.

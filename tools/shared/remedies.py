@@ -1,4 +1,4 @@
-"""What a user can change when memory does not suffice."""
+"""Settings that a user can change when memory does not suffice."""
 
 from __future__ import annotations
 

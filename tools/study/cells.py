@@ -1,4 +1,4 @@
-"""What a sweep of profiles trains: tasks, the cells of its tables, and how long each is trained."""
+"""The runs of a sweep of profiles: tasks, the cells of its tables, and the steps of each."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class DeepSpeedBackend(DeepSpeedSteps):
 
     @property
     def _reducer(self) -> GradientSync | None:
-        """What averages whole gradients in the present step (stage 0)."""
+        """The object that averages whole gradients in the present step (stage 0)."""
         return self._hooked if self.local is None else self._inner
 
     def _abandon(self) -> None:

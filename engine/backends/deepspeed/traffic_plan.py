@@ -23,7 +23,7 @@ FLOAT32, CHECK_BYTES = 4, 16  # two float64 checks of the parameters that ZeRO h
 
 
 class TrafficPlan:
-    """What one rank sends in a step.
+    """The messages of one rank in a step.
 
     Args:
         layout: the layout of the full model.
@@ -111,7 +111,7 @@ class TrafficPlan:
 
 
 class LocalTrafficPlan(LocalTraffic):
-    """What one rank sends in each step of a run with local steps.
+    """The messages of one rank in each step of a run with local steps.
 
     ``boxes`` are those that it averages.
     """

@@ -88,7 +88,7 @@ def weights_of_zero_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
     """Read float32 weights and buffers of a dense model, by name, with DeepSpeed's
     ``zero_to_fp32``.
 
-    What DeepSpeed prints is dropped. Raises CheckpointError if the checkpoint is damaged, or if it
+    DeepSpeed's output is dropped. Raises CheckpointError if the checkpoint is damaged, or if it
     holds anything but tensors and DeepSpeed's own records.
     """
     for file in (directory / (_latest(directory) or "")).glob("*"):

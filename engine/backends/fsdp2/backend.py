@@ -196,7 +196,7 @@ class FSDP2Backend(ShardedBackend):
 
     @property
     def _reducer(self) -> GradientSync:
-        """What averages the gradients of the present step."""
+        """The object that averages the gradients of the present step."""
         if self.local is None:
             return self._sync
         assert self._inner_sync is not None

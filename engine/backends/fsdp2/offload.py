@@ -32,7 +32,8 @@ class ShardHome:
         self.device = torch.device("cpu") if self.offloads else device
         self.messages = DeviceMessages(device)
         self._own = device
-        # FSDP2 copies to pinned memory while backward goes on. What is averaged must be there.
+        # FSDP2 copies to pinned memory while backward goes on. Tensors must be on the device to be
+        # averaged.
         self._pins = device.type == "cuda" and not sends and zero.pins_memory
 
     def policy(self) -> OffloadPolicy:
