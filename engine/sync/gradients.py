@@ -169,6 +169,8 @@ class GradientSync:
                 if parameter.grad is not None:
                     parameter.grad.div_(self._tensor_ranks.size)
         self._summed = False
+        if self._measures is not None:
+            self._measures.note_micro_batch()
 
     def note_dropped_gradients(self) -> None:
         """Note that all gradients were dropped."""

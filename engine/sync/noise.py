@@ -13,11 +13,14 @@ Then E Σ F_w‖g_w‖² = R‖G‖² + k·T and E‖ḡ‖² = ‖G‖² + T / 
 
 For groups of equal size F, T / F = k (mean‖g_w‖² − ‖ḡ‖²) / (k − 1), which is the paper's formula
 for the noise of a group's gradient.
+
+A unit with one holder has no others to compare with. If a step accumulates M ≥ 2 micro-batches,
+these take the place of holders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -56,8 +59,6 @@ class UnitNoise(NamedTuple):
 class NoiseMeter:
     """Adds up a rank's part of Σ F_w‖g_w‖² and ‖ḡ‖² by unit, in the steps that are measured.
 
-    Units with one holder are left out, because nothing can be compared there.
-
     Args:
         layout: the layout of the full model.
         device: where the sums are needed.
@@ -65,13 +66,14 @@ class NoiseMeter:
     Attributes:
         is_due: returns whether the present step is measured.
         passes: the backward passes at the boundary since the last :meth:`take`.
+        micro_batches: the number M of micro-batches that a step accumulates.
     """
 
     def __init__(self, layout: Layout, device: torch.device):
         mesh = layout.mesh
         self._device = device
         self.is_due: Callable[[], bool] = lambda: False
-        self.passes = 0
+        self.passes, self.micro_batches = 0, 1
         self.holders = {
             unit.name: holders for unit, holders in zip(layout.units, layout.placement.holders, strict=True)
         }
@@ -84,6 +86,11 @@ class NoiseMeter:
     def measures(self, unit: str) -> bool:
         """Return whether ``unit`` has several holders."""
         return len(self.holders[unit]) > 1
+
+    @property
+    def compares_micro_batches(self) -> bool:
+        """Whether units with one holder are measured by their micro-batches."""
+        return self.micro_batches > 1
 
     def add(self, row: int, unit: str, gradient: torch.Tensor, factor: float, moments: Moments | None) -> None:
         """Add ``factor`` times the squared norm of a local gradient to a row of the sums.
@@ -120,12 +127,17 @@ class NoiseMeter:
         self.drop()
         return sums
 
+    def forget(self, units: Collection[str]) -> None:
+        """Forget the sums of some units."""
+        indices = {self._index[unit] for unit in units}
+        self._values = [value for value in self._values if value[1] not in indices]
+
     def drop(self) -> None:
         """Forget the sums of a step that is not measured to its end."""
         self._values, self.passes = [], 0
 
     def estimate(self, sums: torch.Tensor, samples: float) -> dict[str, tuple[UnitNoise, UnitNoise | None]]:
-        """Return the noise of every unit with several holders, plain and preconditioned.
+        """Return the noise of every unit that was measured, plain and preconditioned.
 
         Args:
             sums: the sums over all ranks, as :meth:`take` returns them.
@@ -133,10 +145,13 @@ class NoiseMeter:
         """
         found: dict[str, tuple[UnitNoise, UnitNoise | None]] = {}
         for unit, (own, mean, scaled_own, scaled_mean) in zip(self.units, sums.T.tolist(), strict=True):
-            k, ranks = len(self.holders[unit]), self.ranks[unit]
-            if k > 1 and own == own:
-                plain = estimate(own, mean, k, ranks, samples)
-                scaled = estimate(scaled_own, scaled_mean, k, ranks, samples) if scaled_own == scaled_own else None
+            # Holders, or the micro-batches of one holder: their number, and the ranks of all together.
+            many = 1 if self.measures(unit) else self.micro_batches
+            count, ranks = max(len(self.holders[unit]), many), self.ranks[unit] * many
+            if own > 0 and count > 1:  # it is NaN if it could not be measured
+                plain = estimate(own, mean, count, ranks, samples / many)
+                is_known = scaled_own == scaled_own
+                scaled = estimate(scaled_own, scaled_mean, count, ranks, samples / many) if is_known else None
                 found[unit] = plain, scaled
         return found
 
@@ -151,11 +166,11 @@ def estimate(own: float, mean: float, holders: int, ranks: int, samples: float) 
     """Return the noise of a unit.
 
     Args:
-        own: Σ F_w‖g_w‖² over the holders.
+        own: Σ F_w‖g_w‖² over the holders, or over micro-batches.
         mean: ‖ḡ‖².
-        holders: the number k of holders, at least 2.
+        holders: the number k of these, at least 2.
         ranks: the number R of their data ranks.
-        samples: the samples of one rank in a step.
+        samples: the samples of one rank in each of them.
     """
     of_rank = (own - ranks * mean) / (holders - 1)
     return UnitNoise(of_rank * samples, mean - of_rank / ranks)

@@ -37,18 +37,20 @@ class NoiseScale:
     Args:
         backend: adds up squared norms. Without a meter, nothing is measured.
         interval: the number of steps from one measurement to the next.
-        samples: the samples of one rank in a step.
+        samples: the samples of one rank in a micro-batch.
+        micro_batches: the micro-batches of a step.
         steps: returns the steps that are finished.
     """
 
-    def __init__(self, backend: Measured, interval: int, samples: int, steps: Callable[[], int]):
-        self._backend, self._samples = backend, samples
+    def __init__(self, backend: Measured, interval: int, samples: int, micro_batches: int, steps: Callable[[], int]):
+        self._backend, self._samples = backend, samples * micro_batches
         self._last: tuple[int, dict[str, tuple[UnitNoise, UnitNoise | None]]] = (-1, {})
         self._steps = steps
         # By unit: decayed sums of trace and squared norm, and of weights.
         self._means: dict[str, tuple[float, float, float]] = {}
         if backend.noise is not None:
             backend.noise.is_due = lambda: (steps() + 1) % interval == 0
+            backend.noise.micro_batches = micro_batches
 
     def drop(self) -> None:
         """Forget what the present step has measured so far, because its gradients are dropped."""

@@ -56,9 +56,15 @@ class OwnGradients(NoiseMeter):
         self._inside, self._tensor_ranks = inside, tensor_ranks
         self._counts_group = sharded or at.fsdp == 0  # other ranks have copies
         self._counted = [
-            name for name, info in layout.parameters.items()
-            if info.trainable and layout.counts_norm(info, at, sharded=sharded) and self.measures(info.unit)
-        ]  # fmt: skip
+            name
+            for name, info in layout.parameters.items()
+            if info.trainable and layout.counts_norm(info, at, sharded=sharded)
+        ]
+        # Without these two, the gradient of a unit with one holder is the group's after every micro-batch.
+        complete = inside is None and tensor_ranks is None
+        self._alone = [name for name in self._counted if complete and not self.measures(self._infos[name].unit)]
+        self._before: dict[str, torch.Tensor] = {}  # their gradients up to the micro-batch before
+        self._noted = 0  # micro-batches
         self._shares: list[tuple[str, torch.Tensor]] = []  # gradients of which this rank has a share
 
     def note(self, parameters: Sequence[nn.Parameter], divided: torch.Tensor) -> None:
@@ -89,8 +95,23 @@ class OwnGradients(NoiseMeter):
         factor = self.ranks[unit] ** 2 / self._mesh.size(self._at.sdp)
         self.add(OWN, unit, part, factor, self._moments(name))
 
+    def note_micro_batch(self) -> None:
+        """Take what the last micro-batch, if there was one, has added to gradients with one holder."""
+        if not self.compares_micro_batches or all(self._parameters[name].grad is None for name in self._alone):
+            return
+        self._noted += 1
+        factor = float(self.micro_batches**2 * self._mesh.size(self._at.sdp))
+        for name in self._alone:
+            gradient = self._parameters[name].grad
+            if gradient is not None:
+                now = local_tensor(gradient).detach()
+                added = now - self._before[name] if name in self._before else now
+                self.add(OWN, self._infos[name].unit, added, factor, self._moments(name))
+                self._before[name] = now.clone()
+
     def finish(self) -> None:
-        """Sum the shares of tensor-parallel ranks after the last bucket."""
+        """Take the last micro-batch, and sum the shares of tensor-parallel ranks. After the last bucket."""
+        self.note_micro_batch()
         if self._tensor_ranks is None or not self._shares:
             return
         shares, self._shares = self._shares, []
@@ -106,11 +127,13 @@ class OwnGradients(NoiseMeter):
             gradient = self._parameters[name].grad
             if gradient is not None:
                 self.add(MEAN, self._infos[name].unit, gradient, 1.0, self._moments(name))
+        if self._noted != self.micro_batches:  # FSDP2 has not reduced every micro-batch
+            self.forget({self._infos[name].unit for name in self._alone})
         return super().take()
 
     def drop(self) -> None:
         super().drop()
-        self._shares = []
+        self._shares, self._before, self._noted = [], {}, 0
 
     def planned_traffic(self, world_size: int) -> Traffic:
         traffic = super().planned_traffic(world_size)

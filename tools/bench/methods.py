@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from ...engine.batch.size import BatchSize
+from ...engine.config.noise import NoiseProfile
 from ...engine.config.schema import Config
 from ...engine.config.section import parse_section
 from ...engine.config.sync import SyncSection
@@ -44,7 +45,11 @@ def default_methods(config: Config) -> list[str]:
     only as configured.
     """
     section = config.sdp
-    if isinstance(section.capacity, list) or isinstance(section.profile, list) or isinstance(section.placement, dict):
+    if (
+        isinstance(section.capacity, list)
+        or isinstance(section.profile, list | NoiseProfile)
+        or isinstance(section.placement, dict)
+    ):
         return [*DENSE, "sdp"]
     # All digits of the capacity, so that a name says exactly what runs.
     return [

@@ -33,13 +33,11 @@ def rows(case: Case, step: int, micro: int, rank: int) -> dict[str, torch.Tensor
     return {"input_ids": tokens, "labels": tokens}
 
 
-def gradient(model: Any, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The dense gradient of the mean loss over ``batches``."""
+def gradient(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The dense gradient of the loss of ``batch``."""
     model.zero_grad()
-    for batch in batches:
-        out = model(**batch)
-        loss = out if isinstance(out, torch.Tensor) else out["loss"]
-        (loss / len(batches)).backward()
+    out = model(**batch)
+    (out if isinstance(out, torch.Tensor) else out["loss"]).backward()
     return {name: p.grad.double().clone() for name, p in model.named_parameters()}
 
 
@@ -60,8 +58,8 @@ def of_unit(engine: Any, unit: str, gradients: dict[str, torch.Tensor]) -> torch
     return torch.cat([value.reshape(-1) for name, value in gradients.items() if name not in inside])
 
 
-def step_of(engine: Any, case: Case, step: int) -> list[dict[str, torch.Tensor]]:
-    """Take a step, and return the full gradient of each rank at the weights before it."""
+def step_of(engine: Any, case: Case, step: int) -> list[list[dict[str, torch.Tensor]]]:
+    """Take a step, and return the full gradients of each rank's micro-batches at the weights before it."""
     model = models.build(case.model)
     model.load_state_dict({name: p.detach() for name, p in engine.module.state_dict().items()})
     ranks = range(case.data_ranks)
@@ -69,7 +67,7 @@ def step_of(engine: Any, case: Case, step: int) -> list[dict[str, torch.Tensor]]
         parts = [rows(case, step, micro, rank) for rank in ranks]
         engine.backward(engine({key: torch.cat([part[key] for part in parts]) for key in parts[0]}))
         engine.step()
-    return [gradient(model, [rows(case, step, micro, rank) for micro in range(case.accumulation)]) for rank in ranks]
+    return [[gradient(model, rows(case, step, micro, rank)) for micro in range(case.accumulation)] for rank in ranks]
 
 
 @pytest.mark.parametrize("case", [BLOCKS, NEURONS, RANKS_INSIDE], ids=str)
@@ -82,22 +80,23 @@ def test_it_equals_the_formula_on_the_gradients_of_holders(case: Case) -> None:
         found = engine.noise.metrics()["noise"]
         placement = dict(zip(engine.layout.placement.units, engine.layout.placement.holders, strict=True))
         placement["shared"] = engine.layout.everyone
-        assert {unit for unit, holders in placement.items() if len(holders) > 1} == set(found)
-        for unit, holders in placement.items():
-            k = len(holders)
-            if k < 2:
-                continue
-            counts.add(k)
-            own = [of_unit(engine, unit, gradients) for gradients in of_ranks]
-            own = [torch.stack(own[w * case.fsdp : (w + 1) * case.fsdp]).mean(0) for w in holders]
-            squares = torch.stack([g.square().sum() for g in own]).mean().item()
-            mean = torch.stack(own).mean(0).square().sum().item()
-            samples = 2 * case.accumulation * case.fsdp  # of a group
+        assert {unit for unit, of in placement.items() if len(of) > 1 or case.accumulation > 1} == set(found)
+        for unit in found:
+            holders = placement[unit]
+            # (ranks, micro-batches, elements), and then (groups, micro-batches, elements)
+            own = torch.stack([torch.stack([of_unit(engine, unit, g) for g in of_rank]) for of_rank in of_ranks])
+            own = own.unflatten(0, (case.groups, case.fsdp)).mean(1)[list(holders)]
+            # What is compared: holders, or the micro-batches of the only one.
+            own, samples = (own.mean(1), 2 * case.accumulation * case.fsdp) if len(holders) > 1 else (own[0], 2)
+            k = len(own)
+            counts.add(len(holders))
+            squares = own.square().sum(1).mean().item()
+            mean = own.mean(0).square().sum().item()
             assert found[unit]["trace"] == pytest.approx(samples * k * (squares - mean) / (k - 1), rel=1e-4), unit
             room = 1e-5 * squares
             assert found[unit]["squared_norm"] == pytest.approx((k * mean - squares) / (k - 1), rel=1e-4, abs=room)
-            assert found[unit]["holders"] == k
-    assert counts == ({2, 3, 4} if case.groups == 4 else {2})
+            assert found[unit]["holders"] == len(holders)
+    assert counts == {BLOCKS: {1, 2, 3, 4}, NEURONS: {2, 3, 4}, RANKS_INSIDE: {2}}[case]
 
 
 def test_gradients_are_divided_by_the_root_of_adams_moments() -> None:
@@ -112,7 +111,7 @@ def test_gradients_are_divided_by_the_root_of_adams_moments() -> None:
     for unit, k in (("layers.1", 2), ("layers.2", 3), ("shared", 4)):
         holders = dict(zip(engine.layout.placement.units, engine.layout.placement.holders, strict=True)).get(unit)
         scale = of_unit(engine, unit, moments).sqrt() + 1e-2  # the case's epsilon
-        own = [of_unit(engine, unit, of_ranks[w]) / scale for w in holders or range(4)]
+        own = [of_unit(engine, unit, of_ranks[w][0]) / scale for w in holders or range(4)]
         squares = torch.stack([g.square().sum() for g in own]).mean().item()
         mean = torch.stack(own).mean(0).square().sum().item()
         found = engine.noise.metrics()["noise"][unit]
@@ -131,17 +130,17 @@ def test_its_mean_is_that_of_many_batches(case: Case, steps: int) -> None:
         of_ranks = step_of(engine, case, step)
         for unit, noise in engine.noise.metrics()["noise"].items():
             sums.setdefault(unit, []).append([noise["trace"], noise["squared_norm"]])
-            draws.setdefault(unit, []).extend(of_unit(engine, unit, gradients) for gradients in of_ranks)
+            draws.setdefault(unit, []).extend(of_unit(engine, unit, g) for of_rank in of_ranks for g in of_rank)
     assert {engine.noise.metrics()["noise"][unit]["holders"] for unit in sums} >= (
         {2, 3, 4} if case.groups > 2 else {2}
     )
     for unit, values in sums.items():
         trace, squared_norm = torch.tensor(values, dtype=torch.float64).mean(0).tolist()
         gradients = torch.stack(draws[unit])
-        samples = 2 * case.accumulation
+        samples = 2  # of a micro-batch
         direct = gradients.var(dim=0).sum().item() * samples
         signal = gradients.mean(0).square().sum().item() - direct / samples / len(gradients)
-        assert trace == pytest.approx(direct, rel=0.1), unit
+        assert trace == pytest.approx(direct, rel=0.12), unit
         assert squared_norm == pytest.approx(signal, abs=0.1 * (signal + direct / samples / 4)), unit
 
 
