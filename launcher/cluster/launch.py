@@ -87,6 +87,8 @@ def _shortened(*options: str) -> str:
     return rf"--({'|'.join(dict.fromkeys(name[:end] for name in options for end in range(3, len(name) + 1)))})"
 
 
+_MOST_WORDS = 2**16  # characters of --launcher-args
+
 # These options of the launchers change how many ranks there are, or on which hosts. They would
 # bypass the checks. sbatch and DeepSpeed accept short options with the value attached, and long
 # options that are shortened.
@@ -220,6 +222,8 @@ def _warn_of_split_groups(hosts: Sequence[str], degrees: Degrees) -> None:
 def _extra(options: LaunchOptions) -> list[str]:
     """Return the words of ``--launcher-args``."""
     text = options.launcher_args
+    if len(text) > _MOST_WORDS:  # shlex takes quadratic time
+        raise ConfigError(f"--launcher-args: has {len(text):,} characters; give at most {_MOST_WORDS:,}")
     try:
         words = shlex.split(text)
     except ValueError as error:

@@ -30,7 +30,7 @@ HOSTILE = "a\x1b]0;title\x07\x9b2J\x00\r\u202eb"
         (["launch", "--launcher", "slurm", "--gpus-per-node", "1", "--time", HOSTILE, "run.json"], "--time 'a\\x1b]0;"),
         (
             ["launch", "--launcher", "slurm", "--gpus-per-node", "1", "--launcher-args", LONG, "run.json"],
-            "--launcher-a",
+            "--launcher-args: has 500,000 characters",
         ),
         (["launch", "--launcher", "mpirun", "--hostfile", "hosts", "run.json"], "hosts:1: 'xxx"),
         (["launch", "--launcher", "mpirun", "--hostfile", "good", "--include", LONG, "run.json"], "--include xxx"),
