@@ -4,6 +4,8 @@ are lost.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 import signal
 import socket
@@ -12,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ..engine.elastic.coordinator import Coordinator
@@ -19,9 +22,10 @@ from ..engine.environment.child import allocator_settings, child_environment, lo
 from ..engine.environment.detect import LOOPBACK, local_environment
 from ..engine.environment.elastic import COORDINATOR, LIFE, SLOT, TOKEN
 from ..engine.environment.launchers import LISTENING_SOCKET
-from ..engine.errors import escape
+from ..engine.errors import LaunchError, escape
 from .fatal_errors import described_end
 from .own_command import own_command, search_path
+from .own_files import open_own_file
 from .rank_process import RankProcess
 from .signals import GRACE_SECONDS, caught_signals
 
@@ -93,11 +97,12 @@ def start_elastic(
         LaunchError: a process cannot be started, or its log cannot be written.
     """
     token = secrets.token_hex(32)
+    say = partial(_say_and_note, log_dir / "groups.log")
     coordinator = Coordinator(
         run.groups,
         run.ranks,
         token.encode(),
-        _say,
+        say,
         heartbeat_seconds=run.heartbeat_seconds,
         wait_seconds=run.wait_seconds,
     )
@@ -259,6 +264,13 @@ class _Started:
 def _wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(_POLL_SECONDS)
+
+
+def _say_and_note(log: Path, text: str) -> None:
+    """Say something of the groups, and append it to the run's log of them."""
+    _say(text)
+    with contextlib.suppress(OSError, LaunchError), os.fdopen(open_own_file(log), "a", encoding="utf-8") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {escape(text)}\n")
 
 
 def _say(text: str) -> None:

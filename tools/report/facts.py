@@ -11,6 +11,7 @@ from ...engine.placement.placement import Placement
 from ..runs.phases import describe_phases, phases_of
 from ..runs.run_files import Run
 from ..shared.table import Spread
+from .groups import describe_groups
 
 STATE_PARTS = (
     "parameters",
@@ -66,6 +67,7 @@ class Facts:
     data_parallel_sent: float | None = None
     spikes_skipped: int | None = None  # None if the run did not look for spikes
     rollbacks: int | None = None
+    groups_alive: str | None = None  # of an elastic run
     noise_scale: float | None = None  # in samples, at the last measured step
     masking: str | None = None  # the steps of each phase, with a schedule of maskings
     phase_seconds: dict[str, float] = field(default_factory=dict)  # of a step with each masking of a schedule
@@ -156,6 +158,7 @@ def facts_of(run: Run) -> Facts:
         data_parallel_sent=summary.get("ddp_comm_bytes_per_step"),
         spikes_skipped=last.get("spikes_skipped"),
         rollbacks=last.get("rollbacks"),
+        groups_alive=describe_groups(run.metrics),
         masking=describe_phases(phases_of(run.metrics)),
         phase_seconds=_phase_seconds(settled),
         noise_scale=next((line["noise_scale"] for line in reversed(run.metrics) if line.get("noise_scale")), None),

@@ -65,6 +65,7 @@ def _identity(runs: Sequence[Facts]) -> list[Row]:
         text_row("steps", [_steps(run) for run in runs]),
         text_row("masking of the steps", [run.masking for run in runs]),
         text_row(_counted(runs), [f"{run.tokens:,}" for run in runs]),
+        text_row("groups alive", [run.groups_alive for run in runs]),
         plain_row("steps skipped for a spike", [run.spikes_skipped for run in runs], ",d"),
         plain_row("rollbacks after a spike", [run.rollbacks for run in runs], ",d"),
         plain_row("gradient noise scale, samples", [run.noise_scale for run in runs], ",.3g"),

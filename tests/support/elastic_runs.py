@@ -1,0 +1,123 @@
+"""Runs of ``sdp train`` with elastic groups, whose groups a test kills or stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .processes import until
+
+SECONDS = 240.0  # of a run, on a machine that others use too
+MANY = 100_000  # steps that no run reaches
+
+
+class ElasticRun:
+    """``sdp train`` as a process of its own, with its groups.
+
+    Args:
+        config: the configuration's file.
+        dump_dir: the directory of the run.
+        more: further words of the command line.
+    """
+
+    def __init__(self, config: Path, dump_dir: Path, *more: str):
+        self.dump_dir = dump_dir
+        self._said = dump_dir.with_suffix(".stderr")
+        command = [sys.executable, "-P", "-m", "sdp", "train", str(config), "--dump-dir", str(dump_dir), *more]
+        with self._said.open("w") as said:
+            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+
+    @property
+    def said(self) -> str:
+        """What the launcher and rank 0 wrote to standard error."""
+        return self._said.read_text()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The whole lines of metrics.jsonl."""
+        path = self.dump_dir / "metrics.jsonl"
+        found = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in found]
+
+    def ranks(self) -> dict[int, list[int]]:
+        """The process ids of the ranks that run now, by group."""
+        found: dict[int, list[int]] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) == self.process.pid:
+                    environment = (folder / "environ").read_bytes().split(b"\0")
+                    group = next(re.fullmatch(rb"SDP_ELASTIC_GROUP=(\d+)", each) for each in sorted(environment)
+                                 if each.startswith(b"SDP_ELASTIC_GROUP="))  # fmt: skip
+                    assert group is not None
+                    found.setdefault(int(group[1]), []).append(int(folder.name))
+        return found
+
+    def wait_for(self, steps: int, groups: int) -> list[dict[str, Any]]:
+        """Wait for ``steps`` more lines, the last one with so many groups; return all lines."""
+        goal = len(self.lines()) + steps
+
+        def reached() -> list[dict[str, Any]] | None:
+            assert self.process.poll() is None, self.said
+            lines = self.lines()
+            return lines if len(lines) >= goal and lines[-1]["groups"] == groups else None
+
+        return until(reached, seconds=SECONDS, pause=0.05)
+
+    def hit(self, group: int, number: int) -> None:
+        """Send a signal to the first process of a group."""
+        os.kill(until(lambda: self.ranks().get(group))[0], number)
+
+    def lose(self, *groups: int, of: int) -> None:
+        """Kill groups ``of`` so many, and wait until they are back."""
+        for group in groups:
+            self.hit(group, signal.SIGKILL)
+        self.wait_for(3, groups=of - len(groups))
+        self.wait_for(5, groups=of)
+
+    def end(self) -> int:
+        """Wait for the end of the run, and return its exit code."""
+        try:
+            return self.process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+    def stop(self) -> int:
+        """Let the run end after its present step, and return its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.end()
+
+    def kill(self) -> None:
+        """Leave nothing behind: the ranks end with the launcher."""
+        self.process.kill()
+        self.process.wait()
+
+
+def elastic_config(corpus: Path, *, steps: int = MANY, groups: int = 4, **elastic: float) -> dict[str, Any]:
+    """Return the configuration of a tiny LLaMA whose units have two to four holders.
+
+    Holders are compared after each step.
+    """
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
+        "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 2, "total_num_steps": steps, "decay_num_steps": 5}},
+        "sdp": {
+            "groups": groups, "capacity": 0.6, "survive": 1, "check_interval": 1,
+            "elastic": {"enabled": True, "wait_seconds": 60, **elastic},
+        },
+        "model": {
+            "name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+        },
+        "data": {"path": str(corpus), "sequence_length": 32},
+        "training": {"steps": steps, "evaluate_every": 40, "evaluate_batches": 2, "save_every": 40, "keep": 2},
+    }  # fmt: skip

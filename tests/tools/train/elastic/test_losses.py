@@ -1,0 +1,146 @@
+"""Groups of a run are killed, stopped and come back. No step and no sample is lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.tests.support.elastic_runs import MANY, ElasticRun, elastic_config
+
+Start = Callable[..., ElasticRun]
+MICRO = 2  # samples of one rank in a step
+
+
+@pytest.fixture
+def start(corpus: Path, tmp_path: Path) -> Iterator[Start]:
+    runs: list[ElasticRun] = []
+
+    def begin(
+        *more: str,
+        steps: int = MANY,
+        groups: int = 4,
+        ranks: int = 1,
+        settings: dict[str, Any] | None = None,
+        **elastic: float,
+    ) -> ElasticRun:
+        config = elastic_config(corpus, steps=steps, groups=groups, **elastic)
+        config["sdp"] |= settings or {}
+        if "placement" in config["sdp"] or "profile" in config["sdp"]:
+            del config["sdp"]["capacity"]
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        runs.append(ElasticRun(path, tmp_path / f"run-{len(runs)}", "--nproc", str(groups * ranks), *more))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.kill()
+
+
+def check_lines(lines: list[dict[str, Any]], ranks: int = 1) -> None:
+    """Each step is written once, and its samples are those of the groups that were alive."""
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    samples = 0
+    for line in lines:
+        samples += line["groups"] * ranks * MICRO
+        assert line["samples"] == samples
+    assert [line["generation"] for line in lines] == sorted(line["generation"] for line in lines)
+    assert all(line["loss"] < 7 for line in lines)
+
+
+def check_end(run: ElasticRun, ranks: int = 1) -> None:
+    """The run ends at a signal, with all of its lines and a checkpoint of the last step."""
+    assert run.stop() == 128 + signal.SIGTERM, run.said
+    lines = run.lines()
+    check_lines(lines, ranks)
+    saved = json.loads((run.dump_dir / "checkpoints" / f"step-{len(lines)}" / "state.json").read_text())
+    # What was read for a step that was not committed is read again, so each sample counts once.
+    assert saved["loader"]["consumed"] == saved["global_samples"] == lines[-1]["samples"]
+
+
+def evaluations(run: ElasticRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.dump_dir / "evaluations.jsonl").read_text().splitlines()]
+
+
+def test_three_groups_are_killed_and_come_back(start: Start) -> None:
+    """Holders are compared after each step, so a returning group is equal in its first step."""
+    draws = random.Random(4)
+    run = start(restarts=10)
+    run.wait_for(10, groups=4)
+    for _ in range(3):
+        run.lose(draws.randrange(4), of=4)
+    check_end(run)
+    said = run.said
+    assert (
+        len(re.findall(r"group \d on \S+ was lost after step \d+ \(.*\); groups .* went on after [\d.]+ s", said)) == 3
+    )
+    assert len(re.findall(r"group \d on \S+ joined after step \d+", said)) == 3
+    steps = [line["step"] for line in evaluations(run)]
+    assert steps == list(range(0, steps[-1] + 1, 40))
+
+
+def test_a_group_that_hangs_is_cut_off_and_rejoins_when_it_wakes_up(start: Start) -> None:
+    run = start(restarts=3, heartbeat_seconds=2)
+    run.wait_for(10, groups=4)
+    run.hit(1, signal.SIGSTOP)
+    run.wait_for(5, groups=3)
+    assert "no heartbeat for 2 s" in run.said
+    run.hit(1, signal.SIGCONT)
+    run.wait_for(5, groups=4)
+    check_end(run)
+
+
+def test_two_groups_are_killed_at_once(start: Start) -> None:
+    """Groups 1 and 3 hold the whole model."""
+    placement = {"layers.0": [0, 1, 3], "layers.1": [1, 2, 3], "layers.2": [0, 1, 3], "layers.3": [1, 2, 3]}
+    run = start(settings={"placement": placement}, restarts=5)
+    run.wait_for(10, groups=4)
+    run.lose(0, 2, of=4)
+    check_end(run)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_inside_a_sharded_group_is_killed(start: Start, stage: int) -> None:
+    """Its group ends with it. The others keep their FSDP2 state."""
+    run = start("--set", f"zero_optimization.stage={stage}", groups=3, ranks=2, settings={"capacity": 0.7}, restarts=3)
+    run.wait_for(5, groups=3)
+    run.lose(2, of=3)
+    check_end(run, ranks=2)
+
+
+def test_without_losses_an_elastic_run_is_the_run_without_elastic_groups(start: Start) -> None:
+    steps = 20
+    elastic, plain = start(steps=steps), start("--set", "sdp.elastic.enabled=false", steps=steps)
+    assert (elastic.end(), plain.end()) == (0, 0), elastic.said + plain.said
+    losses = [[line["loss"] for line in run.lines()] for run in (elastic, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert [line["groups"] for line in elastic.lines()] == [4] * steps
+    assert "groups" not in plain.lines()[0]
+
+
+def test_a_run_that_a_signal_ended_resumes_bit_for_bit(start: Start, tmp_path: Path) -> None:
+    steps = 60
+    whole, run = start(steps=steps), start(steps=steps)
+    assert whole.end() == 0, whole.said
+    run.wait_for(10, groups=4)
+    assert run.stop() == 128 + signal.SIGTERM, run.said
+    assert len(run.lines()) < steps
+    again = ElasticRun(tmp_path / "config.json", run.dump_dir, "--nproc", "4", "--resume")
+    assert again.end() == 0, again.said
+    check_lines(again.lines())
+    assert [line["loss"] for line in again.lines()] == [line["loss"] for line in whole.lines()]
+
+
+def test_the_run_ends_if_a_unit_has_no_living_holder(start: Start) -> None:
+    run = start(settings={"survive": 0, "profile": [4, 3, 2, 1]}, restarts=0)
+    run.wait_for(5, groups=4)
+    holder = json.loads((run.dump_dir / "placement.json").read_text())["holders"][3][0]
+    run.hit(holder, signal.SIGKILL)
+    assert run.end() == 1, run.said
+    assert "no living group holds 'model.layers.3' (1 of 4 units); the run cannot go on" in run.said
