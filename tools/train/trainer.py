@@ -245,6 +245,8 @@ class Trainer:
         )
         kind = "tokens" if config.data.name is None else "images"
         log.info("training: steps %d to %d, %s %s a step", start + 1, self.steps, f"{self._tokens_per_step:,}", kind)
+        if any(end >= self.steps for end in config.masking_schedule.ends):
+            log.warning("sdp.masking: %s, but the run ends with step %d", config.masking_schedule, self.steps)
         if engine.world_size > 1:
             log.info("bytes sent between groups by this rank in a step: %s", engine.traffic_formula())
             span = "step" if config.sdp.sync is None else f"round of {config.sdp.sync.every} steps"
