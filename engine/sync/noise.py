@@ -145,7 +145,7 @@ class NoiseMeter:
         """
         found: dict[str, tuple[UnitNoise, UnitNoise | None]] = {}
         for unit, (own, mean, scaled_own, scaled_mean) in zip(self.units, sums.T.tolist(), strict=True):
-            # Holders, or the micro-batches of one holder: their number, and the ranks of all together.
+            # The number of holders, or of the only holder's micro-batches, and the ranks of all.
             many = 1 if self.measures(unit) else self.micro_batches
             count, ranks = max(len(self.holders[unit]), many), self.ranks[unit] * many
             if own > 0 and count > 1:  # it is NaN if it could not be measured

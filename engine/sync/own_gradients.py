@@ -60,7 +60,7 @@ class OwnGradients(NoiseMeter):
             for name, info in layout.parameters.items()
             if info.trainable and layout.counts_norm(info, at, sharded=sharded)
         ]
-        # Without these two, the gradient of a unit with one holder is the group's after every micro-batch.
+        # Without these two, a gradient with one holder is that of the whole group.
         complete = inside is None and tensor_ranks is None
         self._alone = [name for name in self._counted if complete and not self.measures(self._infos[name].unit)]
         self._before: dict[str, torch.Tensor] = {}  # their gradients up to the micro-batch before
@@ -96,7 +96,7 @@ class OwnGradients(NoiseMeter):
         self.add(OWN, unit, part, factor, self._moments(name))
 
     def note_micro_batch(self) -> None:
-        """Take what the last micro-batch, if there was one, has added to gradients with one holder."""
+        """Take what the last micro-batch, if any, has added to gradients with one holder."""
         if not self.compares_micro_batches or all(self._parameters[name].grad is None for name in self._alone):
             return
         self._noted += 1
@@ -110,7 +110,7 @@ class OwnGradients(NoiseMeter):
                 self._before[name] = now.clone()
 
     def finish(self) -> None:
-        """Take the last micro-batch, and sum the shares of tensor-parallel ranks. After the last bucket."""
+        """After the last bucket, take the last micro-batch, and sum shares of gradients."""
         self.note_micro_batch()
         if self._tensor_ranks is None or not self._shares:
             return

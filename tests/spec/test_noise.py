@@ -41,6 +41,7 @@ NATIVE = [
     Case(4, 1, optimizer="adamw", clip=True),
     Case(4, 1, accumulation=3, optimizer="adamw"),
     Case(2, 2, 3, accumulation=2, masking="backward"),
+    Case(2, 2, 2, masking='[{"until": 2, "masking": "forward"}, {"masking": "backward"}]'),
     Case(2, 2, 0, accumulation=2),
     Case(2, 2, 1, model="llama-tied-meta", optimizer="adamw", accumulation=2),
     Case(2, 2, 2, masking="backward", optimizer="momentum"),
@@ -53,7 +54,7 @@ NATIVE = [
 
 @pytest.mark.parametrize("case", NATIVE, ids=str)
 def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
-    # FSDP2 reduces every micro-batch at stages 2 and 3 alone, and tensor-parallel ranks have shares.
+    # FSDP2 reduces every micro-batch at stages 2 and 3 only, and tensor-parallel ranks have shares.
     alone = case.tp == 1 and (case.fsdp == 1 or case.stage >= 2)
     assert_equal(ranks.run(measure, case, world=case.world), reference(case_of_reference(case)), alone=alone)
 

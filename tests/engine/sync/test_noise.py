@@ -59,7 +59,7 @@ def of_unit(engine: Any, unit: str, gradients: dict[str, torch.Tensor]) -> torch
 
 
 def step_of(engine: Any, case: Case, step: int) -> list[list[dict[str, torch.Tensor]]]:
-    """Take a step, and return the full gradients of each rank's micro-batches at the weights before it."""
+    """Take a step. Return the full gradients of each rank's micro-batches before the update."""
     model = models.build(case.model)
     model.load_state_dict({name: p.detach() for name, p in engine.module.state_dict().items()})
     ranks = range(case.data_ranks)
@@ -142,6 +142,16 @@ def test_its_mean_is_that_of_many_batches(case: Case, steps: int) -> None:
         signal = gradients.mean(0).square().sum().item() - direct / samples / len(gradients)
         assert trace == pytest.approx(direct, rel=0.12), unit
         assert squared_norm == pytest.approx(signal, abs=0.1 * (signal + direct / samples / 4)), unit
+
+
+def test_the_loss_scale_does_not_change_it() -> None:
+    case = Case(4, 1)
+    usual, scaled = reference(case), reference(case, fp16={"enabled": True, "loss_scale": 512})
+    for engine in (usual, scaled):
+        one_step(engine, case, 0, data_rank=None)
+        engine.step()
+    for unit, noise in usual.noise.metrics()["noise"].items():
+        assert scaled.noise.metrics()["noise"][unit]["trace"] == pytest.approx(noise["trace"], rel=0.02), unit
 
 
 def test_a_step_is_measured_at_the_interval_only() -> None:
