@@ -21,6 +21,7 @@ from ...engine.environment.elastic import ElasticEnvironment, elastic_environmen
 from ...engine.errors import LaunchError
 from ..runs.run_config import with_initial_model
 from . import preflight
+from .changed_settings import keep_holders
 from .elastic import ElasticTrainer
 from .options import TrainOptions
 from .rank import build, explained, join_ranks, log_start, set_up_logging, start_heartbeat, with_absolute_paths
@@ -47,7 +48,9 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         )
     ranks, dump_dir = found.world_size, options.dump_dir
     rank, size = told.slot * ranks + found.rank, config.sdp.groups * ranks
-    preflight.check(config, mesh_of(config, size), dump_dir, resume=options.resume)
+    # The run's own config.json has the holders of a profile by noise, also for a group that returns.
+    config = keep_holders(config, dump_dir)
+    config = preflight.check(config, mesh_of(config, size), dump_dir, resume=options.resume)
     set_up_logging(rank, dump_dir)
     log_start(config, size, dump_dir)
     beat = start_heartbeat(config, options, rank, size, on_stall)
