@@ -42,7 +42,8 @@ from .subnetwork.materialise import make_float32
 from .sync.consistency import check_placement
 
 log = logging.getLogger("sdp")
-_initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that an engine has cut
+# Models that an engine has cut, with the number of SDP groups.
+_initialized: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 def initialize(
@@ -116,6 +117,7 @@ def initialize(
     if converted and (reference or world.rank() == 0):
         computes = f"the model computes in {settings.precision}"
         log.warning("%s; %s, which bf16.enabled chooses", converted, computes)
+    _refuse_to_scale(model, settings)
     layout = Layout.of(model, settings, mesh)
     if draws_of(model):
         torch.manual_seed(seed_of(settings.training.seed, "draws", 0 if reference else world.rank()))
@@ -124,7 +126,7 @@ def initialize(
         check_equal({"the model's parameters": _parameters(layout)}, device)
     plan = values_to_give(model, settings, layout)
     uncut = None if reference else UncutModel(model, layout, plan)
-    _initialized.add(model)
+    _initialized[model] = mesh.sdp
     if settings.sdp.engine == "deepspeed":
         from .backends.deepspeed.initialize import initialize_deepspeed  # deepspeed is optional
 
@@ -178,6 +180,25 @@ def _checked(model: Any) -> nn.Module:
                 "trained; keep real and imaginary parts as two parameters"
             )
     return model
+
+
+def differs_between_groups(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` belongs to an engine of several groups, which may lack each other's."""
+    return any(
+        groups > 1 and any(parameter is own for own in model.parameters()) for model, groups in _initialized.items()
+    )
+
+
+def _refuse_to_scale(model: nn.Module, config: Config) -> None:
+    """Raise ConfigError if ``sdp.branch_scale`` would scale the wrong side of a weight."""
+    if config.sdp.branch_scale == "none" or config.sdp.granularity != "neuron":
+        return
+    for name, module in model.named_modules():
+        if getattr(module, "has_inputs_first", False):
+            raise ConfigError(
+                f'sdp.branch_scale: "{config.sdp.branch_scale}" is not available with {name}, whose weight has inputs '
+                'as rows; use "none", or sdp.granularity "block"'
+            )
 
 
 def _check_scheduler(scheduler: Any, optimizer: Any) -> None:

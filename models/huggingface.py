@@ -97,8 +97,8 @@ def declare_neuron_branches(model: nn.Module) -> nn.Module:
     """Give a model of transformers the hook ``neuron_branches``, in place, and return the model.
 
     Call it before :func:`sdp.initialize`. Attention is cut by key/value heads, and the feed-forward
-    by hidden units. With GPT-2, leave ``sdp.branch_scale`` at "none": its layers store their
-    weights the other way around.
+    by hidden units. With GPT-2, ``sdp.branch_scale`` other than "none" is refused: its layers store
+    their weights the other way around.
 
     Raises:
         ModelError: The branches of this kind of model are not known here.
@@ -107,7 +107,7 @@ def declare_neuron_branches(model: nn.Module) -> nn.Module:
     kind = str(getattr(model.config, "model_type", ""))
     for module in list(model.modules()):
         if kind == "gpt2" and type(module).__name__ == "Conv1D":
-            module.__class__ = _subclass(type(module), {"forward": _apply_conv1d})
+            module.__class__ = _subclass(type(module), {"forward": _apply_conv1d, "has_inputs_first": True})
         elif type(module).__name__ == "GPT2Attention":
             width = property(lambda self: self.c_attn.weight.shape[1] // 3)
             module.__dict__.pop("split_size", None)

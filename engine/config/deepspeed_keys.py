@@ -143,7 +143,7 @@ WHY_NOT_DEEPSPEED: dict[str, str] = {
     "zero_optimization.offload_optimizer.device": "a group's shards must be in memory to be averaged; offload to "
     '"cpu"',
     "zero_optimization.offload_param.device": "parameters on a host or disk are not followed between groups; offload "
-    "the optimizer",
+    'the optimizer, or use sdp.engine "fsdp2"',
     "communication_data_type": _ROUNDED,
     "data_types.grad_accum_dtype": "the shards that are averaged would lie elsewhere",
     "elasticity.enabled": "the number of groups is fixed for a run",
@@ -153,11 +153,11 @@ WHY_NOT_DEEPSPEED: dict[str, str] = {
     "progressive_layer_drop.enabled": _NOT_BUILT,
     "eigenvalue.enabled": _NOT_BUILT,
     "hybrid_engine": _NOT_BUILT,
-    "fp16.auto_cast": "inputs would be cast in training alone; cast them in the model",
+    "fp16.auto_cast": 'inputs would be cast in training alone; cast them in the model, or use sdp.engine "fsdp2"',
     "fp16.fp16_master_weights_and_grads": _ROUNDED,
     "bf16.bf16_master_weights_and_grads": _ROUNDED,
     "bf16.bf16_optimizer_states": _ROUNDED,
-    "torch_autocast.enabled": _ROUNDED,
+    "torch_autocast.enabled": f'{_ROUNDED}; use sdp.engine "fsdp2", or bf16',
     "amp.enabled": "DeepSpeed has removed it; use bf16, or fp16",
 }
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
+from ..initialize import differs_between_groups
 from .namespace import refusing
 
 __path__: list[str] = []
@@ -60,7 +61,8 @@ class GatheredParameters:
             enabled: False makes this context a no-op.
 
         Raises:
-            ConfigError: A parameter is sharded by an engine already.
+            ConfigError: A parameter is sharded by an engine already, or ``modifier_rank`` is given
+                for one that other groups may lack.
         """
         found: Sequence[Any]
         if isinstance(params, nn.Module):
@@ -74,6 +76,11 @@ class GatheredParameters:
             raise ConfigError(
                 "sdp.zero.GatheredParameters: a parameter is sharded by sdp.initialize; change weights before it, "
                 "and read them with engine.full_state_dict() or engine.full_model()"
+            )
+        if modifier_rank is not None and any(differs_between_groups(parameter) for parameter in self._parameters):
+            raise ConfigError(
+                "sdp.zero.GatheredParameters: modifier_rank is given after sdp.initialize, but groups hold different "
+                "parameters; change weights before it, and read them with engine.full_state_dict()"
             )
         if any(hasattr(parameter, "ds_id") for parameter in self._parameters):
             from deepspeed import zero as of_deepspeed  # its engine shards them

@@ -145,6 +145,8 @@ def _choose(of_deepspeed: Any, deepspeed_engine: type) -> Any:
         config = kwargs.get("config") or kwargs.get("config_params")
         if not isinstance(config, dict) or "sdp" not in config:
             return of_deepspeed(*args, **kwargs)
+        if (config["sdp"] or {}).get("engine") == "deepspeed":
+            raise ConfigError('sdp.engine: "deepspeed" does not run under Accelerate and the Trainer; use "fsdp2"')
         engine, optimizer, loader, scheduler = initialize(*args, **kwargs)
         return AcceleratedEngine(engine, config, deepspeed_engine), optimizer, loader, scheduler
 

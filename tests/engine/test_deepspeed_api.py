@@ -106,6 +106,26 @@ def _gather() -> None:
         sdp.zero.GatheredParameters(engine.module)
 
 
+def _gather_after_initialize() -> str:
+    config = {"train_batch_size": 2, "sdp": {"groups": 2, "capacity": 0.5}}
+    engine = sdp.initialize(model=mlp(), config=config)[0]
+    with sdp.zero.GatheredParameters(engine.module):  # only reads
+        pass
+    with pytest.raises(sdp.ConfigError) as caught:
+        sdp.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0)
+    alone = sdp.initialize(model=mlp(), config={**config, "sdp": {"groups": 1}})[0]
+    with sdp.zero.GatheredParameters(alone.module, modifier_rank=0), torch.no_grad():
+        next(alone.module.parameters()).fill_(dist.get_rank() + 1.0)
+    assert torch.all(next(alone.module.parameters()) == 1)
+    return str(caught.value)
+
+
+def test_parameters_that_groups_lack_are_not_broadcast(ranks: RankPool) -> None:
+    for message in ranks.run(_gather_after_initialize, world=2):
+        assert "groups hold different parameters" in message
+        assert "\n" not in message
+
+
 def test_parameters_of_one_rank_go_to_all_and_comm_communicates(ranks: RankPool) -> None:
     ranks.run(_gather, world=2)
 

@@ -120,6 +120,16 @@ def test_the_declaration_does_not_change_the_model() -> None:
             torch.testing.assert_close(declared(**batch).logits, plain(**batch).logits, msg=family)
 
 
+def test_branch_scale_is_refused_for_weights_with_inputs_as_rows() -> None:
+    config = _config("gpt2", "reference")
+    config["sdp"]["branch_scale"] = "train"
+    with pytest.raises(
+        sdp.ConfigError, match=r"branch_scale: \"train\" is not available with transformer.h.0"
+    ) as caught:
+        sdp.initialize(model=_build("gpt2"), config=config)
+    assert "\n" not in str(caught.value)
+
+
 def test_another_model_is_refused_with_the_known_ones() -> None:
     model = transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)

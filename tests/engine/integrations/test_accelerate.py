@@ -115,6 +115,16 @@ def _accelerate(folder: str) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def test_the_engine_deepspeed_is_refused_under_accelerate() -> None:
+    import deepspeed
+    import sdp.integrations
+
+    sdp.integrations.install()
+    config = _config() | {"sdp": {"groups": 2, "engine": "deepspeed"}}
+    with pytest.raises(sdp.ConfigError, match='"deepspeed" does not run under Accelerate'):
+        deepspeed.initialize(model=_llama(), config=config)
+
+
 def test_accelerate_trains_saves_and_loads(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_accelerate, str(tmp_path), world=2, timeout=90)
 
