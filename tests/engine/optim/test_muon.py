@@ -121,6 +121,28 @@ def test_every_layout_equals_one_process(case: Case, ranks: Any) -> None:
     )
 
 
+def gathers_between_tensor_ranks(case: Case) -> tuple[int, int, int]:
+    """Return the bytes that a step gathers between tensor-parallel ranks, those of all cut matrices, and their number."""
+    engine = engine_of(case, optimizer=SECTION)
+    rank = torch.distributed.get_rank()
+    engine.backward(engine(models.micro_batch(case.model, 0, 0, engine.layout.mesh.data_rank(rank))))
+    engine.traffic.reset()
+    engine.step()
+    gathered = engine.traffic.buffers("tensor parallel")["all_gather", case.tp]
+    layout = engine.layout
+    held = layout.held(layout.mesh.coordinates(rank).sdp)
+    cut = [info for info in held if is_matrix(info, layout) and info.tp_dim is not None]
+    return gathered, sum(info.part.numel() * case.tp * 4 for info in cut), len(cut)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_tensor_parallel_ranks_gather_each_matrix_once_a_step(stage: int, ranks: Any) -> None:
+    case = Case(1, 1 if stage == 0 else 2, stage=stage, tp=2, model="even-llama", placement="full")
+    for gathered, expected, count in ranks.run(gathers_between_tensor_ranks, case, world=case.world):
+        assert count == 4 * 7
+        assert gathered == expected
+
+
 def rows_without_ignored_labels(kind: str, step: int, micro: int, data_ranks: int) -> dict[str, torch.Tensor]:
     batch = models.rows_of_all(kind, step, micro, data_ranks)
     return {**batch, "labels": batch["input_ids"].clone()}

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
+from sdp.tests.support.small_runs import STEPS, read_losses, write_config
+from sdp.tools.cli import main
 from sdp.tools.train.observers.monitors import evaluation_scalars, open_monitors, train_scalars
 
 LOSS = "Train/Samples/train_loss"
@@ -135,6 +137,23 @@ def test_wandb_continues_the_run_on_a_resume_only(tmp_path: Path, monkeypatch: p
     assert ids[0] == ids[1] == ids[2] != ids[3]
 
 
+def test_a_resumed_run_continues_its_curves(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wandb = FakeWandb(refuses=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config["sdp"]["engine"] = "reference"
+    config |= {"wandb": {"enabled": True}, "tensorboard": {"enabled": True}}
+    run = ["train", str(write_config(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]
+    assert main([*run, "--set", f"training.steps={STEPS // 2}"]) == 0
+    first, points = wandb.settings["id"], wandb.points
+    assert main([*run, "--resume"]) == 0
+    assert wandb.settings["id"] == first
+    assert wandb.settings["resume"] == "allow"
+    steps = [point["step"] for point in (*points, *wandb.points) if LOSS in point]
+    assert steps == list(range(1, STEPS + 1))
+    losses = dict(enumerate(read_losses(tmp_path / "run"), start=1))
+    assert read_tensorboard(tmp_path / "run/tensorboard") == pytest.approx(losses)
+
+
 def test_wandb_that_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(refuses=True))
     with pytest.raises(
@@ -150,4 +169,6 @@ def test_the_curves_of_a_line():
         "Eval/loss": 3.0,
         "Eval/subnetwork_loss_mean": 4.0,
     }
+    tasks = {"hellaswag": {"acc": 0.5, "perplexity": None, "samples": 100}}
+    assert evaluation_scalars({"loss": 3.0, "tasks": tasks}) == {"Eval/loss": 3.0, "Eval/tasks/hellaswag/acc": 0.5}
     assert evaluation_scalars({"loss": 3.0}) == {"Eval/loss": 3.0}
