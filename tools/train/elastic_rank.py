@@ -48,8 +48,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
         )
     ranks, dump_dir = found.world_size, options.dump_dir
     rank, size = told.slot * ranks + found.rank, config.sdp.groups * ranks
-    # The run's own config.json has the holders of a profile by noise, also for a group that returns.
-    config = keep_holders(config, dump_dir)
+    config = keep_holders(config, dump_dir)  # also for a group that returns
     config = preflight.check(config, mesh_of(config, size), dump_dir, resume=options.resume)
     set_up_logging(rank, dump_dir)
     log_start(config, size, dump_dir)

@@ -19,7 +19,8 @@ from sdp.engine.placement.noise.measured import measured_traces
 from sdp.engine.placement.policies import resolve_profile
 from sdp.tests.support.placements import placed, units
 
-TRACES = st.floats(0, 1e6).filter(lambda value: value == 0 or value > 1e-6)
+# Traces that are near each other decide by small differences.
+TRACES = st.floats(0, 1e6).filter(lambda value: value == 0 or value > 1e-6) | st.integers(0, 20).map(float)
 
 
 @st.composite
@@ -64,6 +65,11 @@ def test_a_noisier_unit_of_equal_cost_has_no_fewer_holders(traces: list[float], 
     assert by_noise == sorted(by_noise)
     assert min(counts) >= least
     assert sum(counts) == budget
+
+
+def test_what_counts_is_the_gain_of_the_next_holder() -> None:
+    """A third holder removes 12/2 − 12/3 = 2 of the noise, a second one 3.5/1 − 3.5/2 = 1.75."""
+    assert allocate([3.5, 12.0], [1, 1], 4, 4) == [1, 3]
 
 
 def test_it_is_neymans_where_nothing_is_clamped_or_rounded() -> None:
