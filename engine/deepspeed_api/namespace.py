@@ -27,6 +27,7 @@ MODULES = {
     "comm.comm": "deepspeed_api.comm",
     "integrations": "integrations",
     "integrations.accelerate": "integrations.accelerate",
+    "integrations.lightning": "integrations.lightning",
     "ops": "deepspeed_api.ops",
     "ops.adam": "deepspeed_api.ops",
     "ops.adagrad": "deepspeed_api.ops",
