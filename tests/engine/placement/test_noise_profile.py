@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sdp.engine.config.load import load_config
+from sdp.engine.config.noise import NoiseProfile
 from sdp.engine.errors import ConfigError
 from sdp.engine.placement.noise.allocation import allocate, cost_of, noise_of
 from sdp.engine.placement.noise.measured import measured_traces
@@ -126,6 +127,17 @@ def test_a_placement_by_noise(metrics: Path, policy: str, preconditioned: bool, 
     assert sum(map(len, placement.holders)) == 6
     assert [len(holders) for holders in placement.holders] == counts
     assert all(placement.held_fraction(group) == pytest.approx(2 / 3) for group in range(3))
+
+
+@pytest.mark.parametrize("policy", ["balanced", "random"])
+def test_equal_units_have_the_holders_that_groups_have_room_for(metrics: Path, policy: str) -> None:
+    """Half of three units is one whole unit in each group."""
+    values: dict[str, Any] = {"groups": 3, "capacity": 0.5, "placement": policy, "profile": {"noise": str(metrics)}}
+    section = load_config({"sdp": values}).sdp
+    resolved = resolve_profile(section, units([10, 10, 10])).profile
+    assert isinstance(resolved, NoiseProfile)
+    found = [len(holders) for holders in placed(units([10, 10, 10]), **values).holders]
+    assert found == resolved.holders == [1, 1, 1]
 
 
 def test_protected_units_take_no_part(metrics: Path) -> None:
