@@ -66,6 +66,18 @@ def test_moments_in_bfloat16_stay_close_and_take_half_the_memory() -> None:
     assert second.state_bytes(10, is_matrix=False) == 60
 
 
+def test_the_second_moment_decays_also_with_moments_in_bfloat16() -> None:
+    """In bfloat16 it would not: 0.999 of a number rounds to the number itself."""
+    assert torch.tensor(1.0, dtype=torch.bfloat16) * 0.999 == 1.0
+    bias = nn.Parameter(torch.zeros(3))
+    optimizer = build_optimizer("Muon", {"state_dtype": "bfloat16", "betas": [0.9, 0.999]}, [bias], CPU)[0]
+    for gradient in (100.0, *[1.0] * 500):
+        bias.grad = torch.full((3,), gradient)
+        optimizer.step()
+    expected = 0.999**500 * 0.001 * 100.0**2 + 1 - 0.999**500
+    torch.testing.assert_close(optimizer.state[bias]["exp_avg_sq"], torch.full((3,), expected), rtol=1e-4, atol=0)
+
+
 def test_a_state_that_is_made_early_changes_nothing() -> None:
     model = network()
     optimizer, line = build_optimizer("muon", SETTINGS, model.parameters(), CPU)

@@ -62,7 +62,7 @@ def test_skip_resumes_with_the_same_window(run, tmp_path: Path):
     assert whole == halves
 
 
-def test_rollback_returns_to_the_checkpoint_and_reads_other_data(run, tmp_path: Path):
+def test_rollback_returns_to_the_checkpoint_and_reads_other_data(run, tmp_path: Path, capsys):
     assert run("plain", "none", {}) == 0
     assert run("back", "rollback", {SPIKE: 1000.0}) == 0
     lines = read_metrics(tmp_path / "back")
@@ -75,6 +75,9 @@ def test_rollback_returns_to_the_checkpoint_and_reads_other_data(run, tmp_path: 
     assert position(tmp_path / "back", STEPS) == (STEPS + 2) * BATCH
     summary = json.loads((tmp_path / "back/summary.json").read_text())
     assert summary["samples"] == STEPS * BATCH
+    assert main(["report", str(tmp_path / "back"), str(tmp_path / "plain")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "rollbacks after" in line]
+    assert rows[-1][4] == "1"
     rows = (tmp_path / "back/csv/Train_Samples_train_loss.csv").read_text().splitlines()[1:]
     assert [int(row.split(",")[0]) for row in rows] == list(range(1, STEPS + 1))
 
