@@ -96,8 +96,8 @@ class Degrees:
             )
 
     def processes(self, nproc: int | None, devices: int) -> int:
-        """How many processes to start on this host: ``nproc``, else one per device, else as few as
-        the degrees allow.
+        """The number of processes to start on this host: ``nproc``, else one per device, else the
+        fewest possible.
 
         ``devices`` is the number of visible accelerators, 0 on a CPU. Raises the errors of
         :meth:`check`, and :class:`LaunchError` if there are fewer devices than processes.

@@ -60,8 +60,8 @@ class FatalError:
 
     @property
     def is_known(self) -> bool:
-        """Whether the program itself says in one line what is wrong, other than that another rank
-        is gone.
+        """Whether the rank itself said in one line what is wrong, and it is more than the loss of
+        another rank.
         """
         return self.text.startswith(PREFIX) and not self.follows
 

@@ -81,7 +81,7 @@ class Whereabouts:
 
 
 class Heartbeat:
-    """Is told by the training loop what it does next, and how many seconds that may take.
+    """Watches the training loop, which says what it does next and how many seconds that may take.
 
     If a phase takes longer, the stacks of all threads are appended to ``log``, ``on_stall`` is
     called with a message, and the process ends. This works even if the file system hangs.

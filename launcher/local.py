@@ -157,7 +157,7 @@ class _StoppedRanks:
         self._looked = self._runs = time.monotonic()
 
     def for_too_long(self) -> bool:
-        """Whether some rank was stopped each time in the last seconds. Then says which."""
+        """Whether a rank was stopped at each look in the last seconds. If so, says which."""
         now = time.monotonic()
         if now - self._looked < _LOOK_SECONDS:
             return False

@@ -12,8 +12,8 @@ from ..engine.errors import LaunchError
 
 
 def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEND) -> int:
-    """Open ``path`` and return the file descriptor. By default it is made if it is missing, and
-    appended to.
+    """Open ``path`` and return the file descriptor. By default, a missing file is created and
+    writes append.
 
     Raises:
         LaunchError: ``path`` is a symbolic link, which somebody may have put there to have another

@@ -79,7 +79,7 @@ class CollectivePlan:
     parallelism sends depend on the batch, not on the placement. ``engine/tracing/`` counts them.
 
     With ``local`` the step is a local step (``sdp.sync``). Gradients are averaged inside the group
-    only, copies are not refreshed, each group sums its squared norm, and all ranks sum the loss,
+    only, and copies are not refreshed. Each group sums its squared norm. All ranks sum the loss,
     the norm and the number of groups that took the step.
 
     ``optimizer_gathers`` gives the bytes per element that the optimizer gathers of a parameter

@@ -68,7 +68,7 @@ class ClientState:
                 ) from None
 
     def files(self) -> dict[str, bytes]:
-        """Return the content of the file of tensors by its name; nothing if there are none."""
+        """Return the file of tensors: its name and content. Empty if there are no tensors."""
         return {CLIENT_TENSORS: save(self.tensors)} if self.tensors else {}
 
     def _encode(self, value: Any, where: str) -> Any:

@@ -145,7 +145,7 @@ def _load_between_averages(
     random: dict[str, torch.Tensor],
     ranks: Ranks,
 ) -> None:
-    """Load where the checkpoint, or this run, is in the middle of a round of local steps."""
+    """Load a checkpoint if it, or this run, is in the middle of a round of local steps."""
     local, layout = backend.local, backend.layout
     if not isinstance(own, SavedState):
         raise CheckpointError(

@@ -57,7 +57,7 @@ def _backend() -> str | None:
 def rank_lists(
     mesh: Mesh, holder_sets: Iterable[Holders], *, replicate_inside: bool
 ) -> Iterator[tuple[Holders, list[int]]]:
-    """Yield the lists of ranks that average something, with the groups that they belong to.
+    """Yield each list of ranks that average something together, with their SDP groups.
 
     They come in world order. All groups are always a holder set. A rank alone has no list.
 

@@ -24,7 +24,7 @@ _PREFIX = "default_pg"  # torch's own prefix: other ranks come to this store thr
 
 
 def serve_store(found: Environment, timeout: timedelta) -> dist.Store | None:
-    """The store of this rank, or None if torch's ``env://`` is to make it.
+    """The store of this rank, or None if torch makes it by ``env://``.
 
     Args:
         found: what the launcher told this process.

@@ -8,9 +8,9 @@ averaged only when they are read or saved: in evaluation, the full state and che
 equals that of averaging after every step, because no step reads them and an update, (1 - m) · old +
 m · batch, is linear in them.
 
-Two kinds of entries do not count in the mean but receive it: those of ranks that run a unit as a
-frozen copy, and those of neurons that a group lacks. Buffers that are not floating-point (counts of
-batches) are taken from the first rank of the first holder.
+Two kinds of entries receive the mean and do not count in it. Some belong to ranks that run a unit
+as a frozen copy, the others to neurons that a group lacks. Buffers that are not floating-point
+(counts of batches) are taken from the first rank of the first holder.
 """
 
 from __future__ import annotations

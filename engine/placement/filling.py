@@ -249,7 +249,8 @@ def _capacity_that_fits(packing: Packing, needed: np.ndarray, room_for: Sequence
 
 
 def _best_connected(packing: Packing, held: np.ndarray, copies: Sequence[int]) -> np.ndarray:
-    """Choose among the filling and its shuffles, none of which has a slower slowest group.
+    """Choose the filling or one of its shuffles. The slowest group of the result is not slower than
+    the filling's.
 
     Connected candidates come first, then those with the fastest slowest group, then those with the
     largest spectral gap. The gap is compared to six digits, so that rounding on another machine

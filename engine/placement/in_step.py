@@ -61,7 +61,9 @@ def in_step(packing: Packing, held: np.ndarray, bundles: Sequence[Sequence[int]]
 
 
 def _waiting(held: np.ndarray, backwards: Sequence[int], of_bundle: Mapping[int, int], work: Sequence[int]) -> int:
-    """Return the total work for which holders with a unit's gradient wait for its last holder."""
+    """Return the total work for which holders that have a unit's gradient wait for its last
+    holder.
+    """
     behind, waiting = np.zeros(len(held), dtype=np.int64), 0
     for unit in backwards:
         members = held[:, of_bundle[unit]]

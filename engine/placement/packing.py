@@ -128,7 +128,9 @@ def level(packing: Packing, held: np.ndarray) -> np.ndarray:
 
 
 def _differences(held: np.ndarray, one: int, other: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the units that only ``one`` has; and those that only ``other`` has, then −1."""
+    """Return two arrays: the units that only ``one`` has, and the units that only ``other`` has,
+    ended by −1.
+    """
     return np.flatnonzero(held[one] & ~held[other]), np.append(np.flatnonzero(held[other] & ~held[one]), -1)
 
 
@@ -185,7 +187,9 @@ def _components(held: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
 def _joining_exchange(
     packing: Packing, held: np.ndarray, part_of: np.ndarray, spare: np.ndarray
 ) -> tuple[int, int, int, int] | None:
-    """Find the exchange between two parts that fits and leaves the slower of its groups fastest."""
+    """Find the exchange between two parts that fits, and after which the slower of the two groups
+    is fastest.
+    """
     load, left = packing.loads(held), packing.left(held)
     spare = spare[:_LOOKED_AT]
     # The units of a group, and −1 if it takes a unit without giving one. Each part contributes some

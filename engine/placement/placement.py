@@ -143,7 +143,9 @@ class Placement:
 
     @property
     def can_be_connected(self) -> bool:
-        """Whether Σk ≥ groups + units − 1, the number of edges of a connected graph's tree."""
+        """Whether there are enough holders to connect all groups: Σk ≥ groups + units − 1, the
+        edges of a tree.
+        """
         return sum(map(len, self.holders)) >= self.groups + len(self.units) - 1
 
     @cached_property

@@ -152,7 +152,7 @@ def explicit_profile(
 
 
 def _depth_profile(groups: int, mean: float, costs: Sequence[int], least: int = 1) -> list[float]:
-    """Return holders that fall geometrically with depth from N to ``least``, which is m.
+    """Return numbers of holders that fall geometrically with depth, from N to m = ``least``.
 
     The formula is k(t) = m · (N / m)^((1 − t)^p) for t = 0 … 1. p is chosen so that the mean is
     ``mean``. The ends are fixed, so with few units there may be no such p. Then all values are

@@ -236,8 +236,8 @@ def carve(model: nn.Module, units: Sequence[Unit], placement: Placement, group: 
 
 
 def refuse_together(model: nn.Module, stand_ins: Collection[PassThrough]) -> None:
-    """Make the first forward pass of ``model`` name all blocks that cannot be skipped, not only
-    one.
+    """Let the first forward pass of ``model`` collect all blocks that cannot be skipped before it
+    raises.
 
     The error is raised at the end of the pass. ``stand_ins`` are those of one group.
     """

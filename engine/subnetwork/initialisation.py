@@ -123,9 +123,9 @@ def _rule_fillers(shapes: dict[str, torch.Size], rules: dict[str, Init], seed: i
 def _resets(skeleton: nn.Module, path: str, name: str) -> list[Callable[[], Any]]:
     """The functions that initialise the tensors of the module at ``path``, in order.
 
-    These are the model's rules for the module and for the enclosing modules, from the inside out
-    (GPT-2's attention scales its projection), or torchtitan's rule for the whole model, or else the
-    module's ``reset_parameters``.
+    Hugging Face models have rules for the module and for the modules around it, which come later:
+    GPT-2's attention scales its projection. Models of torchtitan have one rule for the whole model.
+    Other modules have ``reset_parameters``.
     """
     parts = path.split(".") if path else []
     chain = [skeleton.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]

@@ -203,8 +203,8 @@ def _property_of_slices(key: str) -> property:
 
 
 def _slice_in_place(module: Any, slices: Mapping[str, Slices], dtype: torch.dtype) -> None:
-    """Slice the parameters of another kind of module, which reads them, joined, under their
-    names.
+    """Slice the parameters of another kind of module. It reads the joined slices under the
+    parameters' names.
     """
     module.slices, module.whole_shapes = dict(slices), {key: module.get_parameter(key).shape for key in slices}
     for key, part in slices.items():

@@ -238,8 +238,8 @@ class OuterSteps:
 
     @property
     def travelling(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The mean changes that have arrived and are not applied, and the weights at their start,
-        by name.
+        """By name: the mean changes that arrived and are not yet applied, and the weights when they
+        were sent.
         """
         self.settle()
         means: dict[str, torch.Tensor] = {}
@@ -251,8 +251,8 @@ class OuterSteps:
 
     @torch.no_grad()
     def restart(self, travelling: int | None) -> None:
-        """Prepare to load a state in which the average of the fragment ``travelling`` is under way,
-        or None is.
+        """Prepare to load a state. The average of the fragment ``travelling`` is under way in it
+        (None: of none).
 
         The tensors of :attr:`travelling` are then filled in place.
         """
@@ -276,9 +276,7 @@ class OuterSteps:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """A context in which the weights have the values of the anchors, and the anchors those of
-        the weights.
-        """
+        """A context in which weights and anchors have exchanged their values."""
         if self.is_swapped:
             yield
             return

@@ -2,8 +2,8 @@
 partitioned.
 
 The outer steps work on boxes. At stage 0 a box is a whole parameter, or its float32 copy. At stages
-1 to 3 it is a view of a flat partition: the elements of one parameter that one rank of every holder
-has, cut so that they form a box in the parameter's shape.
+1 to 3 it is a view of a flat partition. It has elements of one parameter that one rank of every
+holder has, and they form a box in the parameter's shape.
 """
 
 from __future__ import annotations
