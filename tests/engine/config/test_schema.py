@@ -50,7 +50,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "activation_checkpointing.mode: input should be 'none', 'full' or 'selective'",
     ),
     # What this version cannot do.
-    ({"sdp": {"masking": "both"}}, "sdp.masking: input should be 'forward' or 'backward' (found \"both\")"),
+    (
+        {"sdp": {"masking": "both"}},
+        "sdp.masking: input should be 'forward' or 'backward' or input should be a valid list (found \"both\")",
+    ),
     (
         {"training": {"compile": True}, "tensor_parallel": {"autotp_size": 2}},
         "training.compile: true is not available in this version together with tensor_parallel.autotp_size above 1; "

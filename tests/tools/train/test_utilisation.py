@@ -26,19 +26,20 @@ def test_neurons_count_by_their_share_of_the_layer() -> None:
     assert mean_flops_per_token(FLOPS, neurons, keeps_frozen=False) == 5 + 10 * (1 + 1 / 4) / 2 + 20
 
 
-def engine(monkeypatch: pytest.MonkeyPatch, name: str, device: str = "cuda", precision: str = "bfloat16"):
+def engine(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: str = "cuda", precision: str = "bfloat16", groups: int = 1
+):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     model = Llama(
         LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
     )
     names = ("model.layers.0", "model.layers.1")
-    layout = SimpleNamespace(
-        placement=Placement(1, names, ((0,), (0,)), (1, 1)), mesh=SimpleNamespace(sizes=()), keeps_frozen=False
-    )
+    holders = ((0,), (0,)) if groups == 1 else ((0,), (1,))
+    layout = SimpleNamespace(placement=Placement(groups, names, holders, (1, 1)), mesh=SimpleNamespace(sizes=()))
     return SimpleNamespace(
         module=model,
         device=torch.device(device),
-        config=SimpleNamespace(precision=precision),
+        config=SimpleNamespace(precision=precision, sdp=SimpleNamespace(maskings=("forward", "backward"))),
         layout=layout,
         world_size=2,
     )
@@ -47,7 +48,17 @@ def engine(monkeypatch: pytest.MonkeyPatch, name: str, device: str = "cuda", pre
 def test_the_utilisation_of_a_dense_model(monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine(monkeypatch, "NVIDIA H200")
     total = sum(one.module.flops_per_token(32).values())
-    assert Utilisation(one, 32).of(1e9) == pytest.approx(total * 1e9 / (2 * 989.4e12))  # type: ignore[arg-type]
+    assert Utilisation(one, 32).of(1e9, "forward") == pytest.approx(total * 1e9 / (2 * 989.4e12))  # type: ignore[arg-type]
+
+
+def test_every_phase_of_a_schedule_has_its_own_utilisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine(monkeypatch, "NVIDIA H200", groups=2)
+    flops = one.module.flops_per_token(32)
+    blocks = sum(cost for name, cost in flops.items() if name != "shared")
+    found = Utilisation(one, 32)  # type: ignore[arg-type]
+    for masking, share in (("forward", 1 / 2), ("backward", (2 + 1 / 2) / 3)):
+        expected = (flops["shared"] + share * blocks) * 1e9 / (2 * 989.4e12)
+        assert found.of(1e9, masking) == pytest.approx(expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -55,4 +66,4 @@ def test_the_utilisation_of_a_dense_model(monkeypatch: pytest.MonkeyPatch) -> No
     [("NVIDIA H200", "cpu", "bfloat16"), ("Unknown", "cuda", "bfloat16"), ("NVIDIA H200", "cuda", "float32")],
 )
 def test_an_unknown_peak_gives_no_utilisation(monkeypatch: pytest.MonkeyPatch, name: str, device: str, precision: str):
-    assert Utilisation(engine(monkeypatch, name, device, precision), 32).of(1e9) is None  # type: ignore[arg-type]
+    assert Utilisation(engine(monkeypatch, name, device, precision), 32).of(1e9, "forward") is None  # type: ignore[arg-type]
