@@ -139,9 +139,15 @@ def write(
         is_newest: Whether a load without a tag finds this checkpoint.
 
     Raises:
-        CheckpointError: On every rank, if ``state`` is not JSON or the checkpoint cannot be
-            written. A half-written checkpoint is removed.
+        CheckpointError: On every rank, if ``state`` is not JSON, if ranks have different tags or
+            the checkpoint cannot be written. A half-written checkpoint is removed.
     """
+    tags = ranks.gather(tag)
+    if len(set(tags)) > 1:
+        other = next(rank for rank, each in enumerate(tags) if each != tags[0])
+        raise CheckpointError(
+            f"save_checkpoint: rank 0 has the tag {tags[0]!r}, rank {other} has {tags[other]!r}; give all ranks one tag"
+        )
     aside = directory / f".{tag}{PARTIAL}"
 
     def finish(digests: dict[str, str]) -> None:
