@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from sdp.tests.support.small_runs import read_losses, read_metrics, run_sdp, write_config
+from sdp.tools.cli import main
 
 
-def test_local_steps_from_the_start_to_a_resume(config: dict, tmp_path: Path) -> None:
+def test_local_steps_from_the_start_to_a_resume(config: dict, tmp_path: Path, capsys) -> None:
     config["sdp"]["sync"] = {"every": 3}
     config["training"] |= {"steps": 8, "save_every": 4, "evaluate_every": 4, "keep": 3}
     config["scheduler"]["params"]["total_num_steps"] = 9
@@ -42,9 +43,8 @@ def test_local_steps_from_the_start_to_a_resume(config: dict, tmp_path: Path) ->
     ours, theirs = (json.loads((run / "summary.json").read_text())["held_out"] for run in (resumed, whole))
     assert ours["after"] == theirs["after"]
 
-    evaluated = run_sdp("evaluate", whole)
-    assert evaluated.returncode == 0, evaluated.stderr
-    assert f"{theirs['after']:.4f}" in evaluated.stdout + evaluated.stderr
+    assert main(["evaluate", str(whole)]) == 0
+    assert f"{theirs['after']:.4f}" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,6 @@ def test_local_steps_from_the_start_to_a_resume(config: dict, tmp_path: Path) ->
     ],
 )
 def test_mistakes_are_one_line(config: dict, tmp_path: Path, sync: dict, message: str, capsys) -> None:
-    from sdp.tools.cli import main
-
     config["sdp"]["sync"] = sync
     assert main(["config", str(write_config(config, tmp_path))]) == 2
     error = capsys.readouterr().err

@@ -23,6 +23,7 @@ import pytest
 from sdp.data.prepare import prepare
 from sdp.launcher.heartbeat import Whereabouts
 from sdp.tests.support.processes import alive, until
+from sdp.tools.cli import main
 
 STEPS, SAVE_EVERY, RANKS = 8, 2, 2
 HOST = socket.gethostname()
@@ -237,12 +238,16 @@ def test_a_dump_directory_that_is_removed_ends_the_run_with_one_line(config: Pat
     assert len(errors) == 1 and "was removed while the run was writing to it" in errors[0], err
 
 
-def test_a_changed_learning_rate_applies_from_the_first_step_of_a_resume(config: Path, tmp_path: Path) -> None:
+def test_a_changed_learning_rate_applies_from_the_first_step_of_a_resume(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = ["train", str(config), "--dump-dir", str(tmp_path / "run")]
     alone = ("--set", "sdp.engine=reference")
-    assert Job(config, tmp_path / "run", *alone, "training.steps=2").end()[0] == 0
+    assert main([*train, *alone, "training.steps=2"]) == 0
+    capsys.readouterr()
     changed = ("optimizer.params.lr=0.001", "optimizer.params.weight_decay=0.1", "gradient_clipping=0.5")
-    code, err = Job(config, tmp_path / "run", "--resume", *alone, "training.steps=3", *changed).end()
-    assert code == 0, err
+    assert main([*train, "--resume", *alone, "training.steps=3", *changed]) == 0
+    err = capsys.readouterr().err
     assert [json.loads(line)["lr"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [
         *(0.003, 0.003, 0.001)
     ]
@@ -255,8 +260,8 @@ def test_a_changed_learning_rate_applies_from_the_first_step_of_a_resume(config:
         "scheduler.params.decay_num_steps=4",
         'scheduler.params.decay_type="linear"',
     )
-    code, err = Job(config, tmp_path / "run", "--resume", *alone, "training.steps=4", *changed, *schedule).end()
-    assert code == 0, err
+    assert main([*train, "--resume", *alone, "training.steps=4", *changed, *schedule]) == 0
+    err = capsys.readouterr().err
     assert 'scheduler.type: unset → "WSD", from step 4 on' in err
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["lr"] == 0.001
 
