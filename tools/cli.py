@@ -179,6 +179,7 @@ _COMMANDS = {
     "gradient-bias": _tool_command(
         "gradient_bias.command", "bias of SDP's gradient against the dense model's, told from sampling noise"
     ),
+    "coordinate": _tool_command("coordinate", "keep the membership of an elastic run whose groups start one by one"),
     "study": _tool_command("study.command", "experiments over many configurations: memory, profiles"),
     "evaluate": _tool_command("evaluate", "held-out loss of the full model of a checkpoint"),
     "export": _tool_command("export", "write a checkpoint's model and tokenizer for transformers"),

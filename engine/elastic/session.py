@@ -196,18 +196,23 @@ class Session:
         }
 
 
-def serve_meeting_store() -> tuple[Any, str]:
-    """Serve a store on this host alone in which groups may meet.
+def serve_meeting_store(coordinator: str) -> tuple[Any, str]:
+    """Serve a store in which groups may meet, on the interface that reaches the coordinator alone.
+
+    Args:
+        coordinator: the coordinator's host.
 
     Returns:
         The store, which lives as long as the caller keeps it, and its HOST:PORT.
     """
-    listening = socket.create_server(("127.0.0.1", 0))
+    family, _, _, _, address = socket.getaddrinfo(coordinator, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as towards:
+        towards.connect(address)  # sends nothing
+        host = towards.getsockname()[0]
+    listening = socket.create_server((host, 0), family=family)
     port = listening.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
-    return store, f"127.0.0.1:{port}"
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return store, f"{host}:{port}"
 
 
 def share_inside(text: str) -> str:

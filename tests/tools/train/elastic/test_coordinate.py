@@ -1,0 +1,98 @@
+"""``sdp coordinate``: every group is a launch of its own, here through torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from sdp.engine.environment.detect import free_port
+from sdp.tests.support.elastic_runs import SECONDS, elastic_config
+from sdp.tests.support.processes import until
+from sdp.tests.support.small_runs import run_sdp
+
+
+@contextmanager
+def started(log: Path, *words: object, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-P", "-m", *map(str, words)]
+    with log.open("a") as said:
+        process = subprocess.Popen(command, env=os.environ | environment, stdout=said, stderr=said)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_groups_that_torchrun_starts_one_by_one(corpus: Path, tmp_path: Path) -> None:
+    """One of them is killed, and another launch takes its place."""
+    config, port, run = tmp_path / "config.json", free_port(), tmp_path / "run"
+    settings = elastic_config(corpus, groups=2)
+    config.write_text(json.dumps(settings | {"sdp": settings["sdp"] | {"capacity": 1.0}}))
+    token, log = tmp_path / "token", tmp_path / "coordinator.log"
+    token.write_text("a secret that the groups share")
+
+    def group(slot: int) -> subprocess.Popen[bytes]:
+        return processes.enter_context(
+            started(
+                tmp_path / f"group-{slot}.log", "torch.distributed.run",
+                "--nproc-per-node", "1", "--master-port", free_port(), "-m", "sdp",
+                "train", config, "--dump-dir", run,
+                SDP_ELASTIC_GROUP=str(slot), SDP_ELASTIC_COORDINATOR=f"127.0.0.1:{port}",
+                SDP_ELASTIC_TOKEN_FILE=str(token),
+            )
+        )  # fmt: skip
+
+    def groups_of_lines() -> list[int]:
+        path = run / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line)["groups"] for line in lines]
+
+    with ExitStack() as processes:
+        coordinator = processes.enter_context(
+            started(log, "sdp", "coordinate", config, "--bind", f"127.0.0.1:{port}", SDP_ELASTIC_TOKEN_FILE=str(token))
+        )
+        first, second = group(0), group(1)
+        until(lambda: groups_of_lines()[-3:] == [2, 2, 2], seconds=SECONDS, pause=0.1)
+        os.kill(child_of(second.pid), signal.SIGKILL)  # torchrun then ends the launch
+        until(lambda: groups_of_lines()[-1:] == [1], seconds=SECONDS, pause=0.1)
+        group(1)
+        until(lambda: groups_of_lines()[-3:] == [2, 2, 2], seconds=SECONDS, pause=0.1)
+        first.terminate()  # torchrun passes the signal on, and both groups stop after the same step
+        assert coordinator.wait(SECONDS) == 0, log.read_text()
+    done = len(groups_of_lines())
+    assert (run / "checkpoints" / f"step-{done}" / "state.json").is_file()
+
+
+def child_of(pid: int) -> int:
+    """The process that torchrun has started as its rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            status = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(status[1]) == pid and b"RANK=0" in (folder / "environ").read_bytes().split(b"\0"):
+                return int(folder.name)
+    raise AssertionError("torchrun has no rank")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "needs a shared token of 16 characters or more"),
+        (("--set", "sdp.elastic.enabled=false"), "sdp.elastic.enabled: is false"),
+        (("--bind", "nowhere"), "--bind nowhere: expected HOST:PORT"),
+    ],
+)
+def test_mistakes_are_one_line(corpus: Path, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(elastic_config(corpus)))
+    ended = run_sdp("coordinate", config, *words)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1

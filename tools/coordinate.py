@@ -1,0 +1,67 @@
+"""``sdp coordinate``: keep the membership of an elastic run whose groups are started one by one."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+
+from ..engine.config.load import load_config
+from ..engine.elastic.coordinator import Coordinator
+from ..engine.environment.elastic import read_token
+from ..engine.errors import ConfigError, PeerLostError, escape
+from ..launcher.signals import caught_signals
+from .shared.arguments import add_config_arguments, positive_int
+
+_LOOK_SECONDS = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_config_arguments(parser, "the run's JSON file, for sdp.groups and sdp.elastic")
+    parser.add_argument(
+        "--bind", metavar="HOST:PORT", default="127.0.0.1:29400", help="where to listen (default: 127.0.0.1:29400)"
+    )
+    parser.add_argument("--ranks", metavar="R", type=positive_int, default=1, help="ranks of each group (default: 1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until the run is over or a signal comes, and return the exit code.
+
+    Raises:
+        ConfigError: the address is not HOST:PORT, or the run is not elastic.
+        LaunchError: there is no token, or the address cannot be listened on.
+        PeerLostError: the run cannot go on.
+    """
+    config = load_config(args.config, args.set)
+    if not config.sdp.elastic.enabled:
+        raise ConfigError("sdp.elastic.enabled: is false, and only an elastic run needs a coordinator; set it true")
+    host, _, port = args.bind.rpartition(":")
+    if not host or not port.isdigit() or int(port) >= 1 << 16:
+        raise ConfigError(f"--bind {args.bind}: expected HOST:PORT")
+    coordinator = Coordinator(
+        config.sdp.groups,
+        args.ranks,
+        read_token(),
+        _say,
+        host=host.strip("[]"),
+        port=int(port),
+        heartbeat_seconds=config.sdp.elastic.heartbeat_seconds,
+        wait_seconds=config.sdp.elastic.wait_seconds,
+    )
+    coordinator.start()
+    _say(f"coordinating {config.sdp.groups} groups on {coordinator.address}")
+    membership = coordinator.membership
+    with caught_signals() as received:
+        while not received and not membership.is_finished and membership.failure is None:
+            time.sleep(_LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS)  # the last messages are on their way
+        coordinator.stop()
+    if membership.failure is not None:
+        raise PeerLostError(f"the run cannot go on: {membership.failure}")
+    return 128 + signal.Signals(received[0]) if received else 0
+
+
+def _say(text: str) -> None:
+    print(f"sdp: {escape(text)}", file=sys.stderr, flush=True)
