@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from sdp.engine.environment.detect import free_port
-from sdp.tests.support.elastic_runs import SECONDS, elastic_config
+from sdp.tests.support.clusters.elastic_runs import SECONDS, elastic_config
 from sdp.tests.support.processes import until
 from sdp.tests.support.small_runs import run_sdp
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.tests.support.elastic_runs import MANY, ElasticRun, elastic_config
+from sdp.tests.support.clusters.elastic_runs import MANY, ElasticRun, elastic_config
 
 Start = Callable[..., ElasticRun]
 MICRO = 2  # samples of one rank in a step

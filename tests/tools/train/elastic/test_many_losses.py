@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sdp.tests.support.elastic_runs import ElasticRun, elastic_config
+from sdp.tests.support.clusters.elastic_runs import ElasticRun, elastic_config
 
 KILLS, PAUSE_SECONDS = 100, 5.0
 

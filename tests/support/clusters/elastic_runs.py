@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .processes import until
+from ..processes import until
 
 SECONDS = 240.0  # of a run, on a machine that others use too
 MANY = 100_000  # steps that no run reaches
