@@ -107,7 +107,7 @@ def _read_hjson(path: Path) -> dict[str, Any] | None:
 
 
 def _refuse_gpt_neox(raw: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a file of GPT-NeoX, which mixes DeepSpeed's keys with keys of its own."""
+    """Raise ConfigError for a file of GPT-NeoX, which mixes DeepSpeed's keys with its own."""
     theirs = next((key for key in raw if key.replace("_", "-") in _GPT_NEOX), None)
     if theirs is not None:
         raise ConfigError(

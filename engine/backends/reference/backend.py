@@ -195,7 +195,7 @@ class ReferenceBackend(TorchOptimizerBackend):
         return merge_outputs(outputs)
 
     def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
-        # ``loss`` is the mean over workers. A unit's gradient is the mean over its holders' workers.
+        # ``loss`` is the workers' mean. A unit's gradient is the mean over its holders' workers.
         scaled = self.scaled(loss) * self.layout.mesh.data_ranks
         if self.local is not None:
             self._backward_locally(scaled, boundary=boundary)

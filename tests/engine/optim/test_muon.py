@@ -1,4 +1,4 @@
-"""Muon: torch's steps, equal under every layout, with the planned bytes and one gather per matrix."""
+"""Muon: torch's steps, equal under every layout, the planned bytes, and one gather per matrix."""
 
 from __future__ import annotations
 
@@ -134,7 +134,9 @@ def test_every_layout_equals_one_process(case: Case, ranks: Any) -> None:
 
 
 def gathers_between_tensor_ranks(case: Case) -> tuple[int, int, int]:
-    """Return the bytes that a step gathers between tensor-parallel ranks, those of all cut matrices, and their number."""
+    """Return the bytes that a step gathers between tensor-parallel ranks, those of all cut matrices,
+    and their number.
+    """
     engine = engine_of(case, optimizer=SECTION)
     rank = torch.distributed.get_rank()
     engine.backward(engine(models.micro_batch(case.model, 0, 0, engine.layout.mesh.data_rank(rank))))
