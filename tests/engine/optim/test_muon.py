@@ -134,8 +134,8 @@ def test_every_layout_equals_one_process(case: Case, ranks: Any) -> None:
 
 
 def gathers_between_tensor_ranks(case: Case) -> tuple[int, int, int]:
-    """Return the bytes that a step gathers between tensor-parallel ranks, those of all cut matrices,
-    and their number.
+    """Return the bytes that a step gathers between tensor-parallel ranks, those of all cut
+    matrices, and their number.
     """
     engine = engine_of(case, optimizer=SECTION)
     rank = torch.distributed.get_rank()
