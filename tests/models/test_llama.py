@@ -221,6 +221,8 @@ def test_a_document_mask_gives_the_logits_and_gradients_of_separate_documents(sh
             (alone * weight[row, part]).sum().backward()
             start += length
     for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
+        assert parameter.grad is not None
+        largest = parameter.grad.abs().max().item()  # the gradients are sums of thousands of terms
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-5 * largest)
     assert not torch.allclose(together, ours(ids), atol=1e-2)
     close(ours(ids, documents=torch.zeros_like(documents)), ours(ids))
