@@ -1,4 +1,6 @@
-"""A schedule of maskings under DeepSpeed equals the reference, and a resume equals the undisturbed run."""
+"""A schedule of maskings under DeepSpeed equals the reference, and a resume equals the undisturbed
+run.
+"""
 
 from __future__ import annotations
 
