@@ -15,7 +15,7 @@ from typing import Any
 import sdp
 import torch
 from sdp.models.huggingface import declare_neuron_branches
-from sdp.tests.support import foreign_models
+from sdp.tests.support.foreign import foreign_models
 from sdp.tests.support.models import even_llama
 from torch import nn
 
@@ -53,7 +53,7 @@ LANGUAGE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "RoBERTa": ("RobertaConfig", "RobertaForMaskedLM", _SIZES | _QUIET),
     "ALBERT": ("AlbertConfig", "AlbertForMaskedLM", _SIZES | {"embedding_size": 16, "classifier_dropout_prob": 0.0}),
 }  # fmt: skip
-# Names in the table, and those of tests/support/foreign_models.py.
+# Names in the table, and those of tests/support/foreign/foreign_models.py.
 OTHERS = {
     "T5": "t5", "Whisper": "whisper", "ViT": "vit", "Swin (transformers)": "swin", "ResNet (transformers)": "resnet",
     "ResNet-18 (as torchvision's)": "torchvision-resnet",

@@ -1,0 +1,23 @@
+"""The counts of DeepSpeed's unit tests in docs/deepspeed.md are those of the committed list."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from sdp.tests.deepspeed_compat.unit_tests import FILES, VERDICTS
+
+
+def test_the_page_has_the_counts_of_the_list() -> None:
+    verdicts: dict[str, str] = json.loads(VERDICTS.read_text(encoding="utf-8"))
+    assert {name.partition("::")[0] for name in verdicts} == set(FILES)
+    counts: Counter[str] = Counter()
+    for text in verdicts.values():
+        kind, _, rest = text.partition(": ")
+        counts[rest.partition(": ")[0] if kind == "failed" else kind] += 1
+    page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text(encoding="utf-8")
+    rows = page.partition("| DeepSpeed's unit tests |")[2].partition("\n\n")[0]
+    for verdict, count in counts.items():
+        assert f"| {verdict} | {count} |" in rows
+    assert f"{len(verdicts)} tests" in page
