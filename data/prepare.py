@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
+from ..engine.accounting.quantities import format_bytes
 from ..engine.errors import DataError
-from ..engine.quantities import format_bytes
 from .corpus import standard_library
 from .encode import EncodedBatch, encode_documents, split_of
 from .index import SPLITS, Corpus, Index, Split

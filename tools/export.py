@@ -23,11 +23,11 @@ from safetensors.torch import save_file
 
 from ..data.huggingface import write_tokenizer
 from ..data.tokenizers import load_tokenizer
+from ..engine.accounting.quantities import format_bytes
 from ..engine.checkpoint.files import damaged_file
 from ..engine.checkpoint.load import load
 from ..engine.checkpoint.state import weights_of
 from ..engine.errors import CheckpointError, ConfigError
-from ..engine.quantities import format_bytes
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
 from .runs.saved_run import CheckpointChoice, SavedRun

@@ -11,8 +11,8 @@ from ..data.index import load_index
 from ..data.prepare import prepare
 from ..data.sources import MAX_DOCUMENT_BYTES
 from ..data.tokenizers import DEFAULT_VOCAB_SIZE, load_tokenizer
+from ..engine.accounting.quantities import format_bytes
 from ..engine.errors import DataError
-from ..engine.quantities import format_bytes
 
 
 @dataclass(frozen=True)

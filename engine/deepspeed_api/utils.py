@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..quantities import format_bytes
+from ..accounting.quantities import format_bytes
 
 __path__: list[str] = []
 

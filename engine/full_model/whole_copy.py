@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ..accounting.quantities import format_bytes
 from ..errors import ModelError, OutOfMemoryError, shorten
 from ..placement.layout import Layout
 from ..placement.units import goes_into_sum
-from ..quantities import format_bytes
 from ..subnetwork.branch_scale import BranchScale
 from ..subnetwork.initialisation import ModuleInit
 

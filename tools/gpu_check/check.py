@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...engine.accounting.quantities import format_bytes
 from ...engine.errors import ConfigError
-from ...engine.quantities import format_bytes
 from ..shared.files import write_whole
 from .goals import Result, goals_of, name_of, speed_over_bound
 from .rows import Job, Planned, Row

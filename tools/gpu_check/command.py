@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
+from ...engine.accounting.quantities import format_bytes
 from ...engine.environment.detect import detect
 from ...engine.errors import ConfigError, LaunchError
-from ...engine.quantities import format_bytes
 from ...engine.tracing.operators import Device
 from ..shared.arguments import positive_int
 from ..shared.device_peaks import NOMINAL_TFLOPS

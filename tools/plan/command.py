@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...engine.accounting.quantities import format_bytes
 from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
-from ...engine.quantities import format_bytes
 from ...launcher.cluster.hosts import read_hostfile
 from ..runs.run_config import with_initial_model
 from .alternatives import alternatives

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from ...engine.accounting.memory import predict_state_bytes
+from ...engine.accounting.quantities import format_bytes
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import mesh_of
 from ...engine.errors import ConfigError, SDPError
 from ...engine.optim.optimizers import make_optimizer
 from ...engine.placement.layout import Layout
-from ...engine.quantities import format_bytes
 from ..runs.model_inputs import model_and_batch
 from ..shared.remedies import remedies
 from .forecast import forecast, require_planned

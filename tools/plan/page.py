@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ...engine.accounting.quantities import format_bytes
 from ...engine.errors import ConfigError
-from ...engine.quantities import format_bytes
 from ...engine.tracing.ledger import KINDS
 from ..shared.files import write_whole
 from .fit import Fit

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...engine.accounting.quantities import format_bytes
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import mesh_of
 from ...engine.errors import ConfigError
-from ...engine.quantities import format_bytes
 from .result import Forecast
 
 

@@ -26,10 +26,10 @@ from ...data.prepare import prepare
 from ...data.shards import MixedTokens, TokenDataset
 from ...data.shared.files import INDEX_FILE
 from ...data.tokenizers import request_of
+from ...engine.accounting.quantities import format_bytes
 from ...engine.config.schema import Config
 from ...engine.distributed.agreement import Ranks
 from ...engine.errors import ConfigError
-from ...engine.quantities import format_bytes
 from ..shared.files import refuse_link
 
 log = logging.getLogger("sdp")

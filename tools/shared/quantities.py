@@ -6,8 +6,8 @@ import math
 import re
 from typing import Literal
 
+from ...engine.accounting.quantities import PREFIXES
 from ...engine.errors import ConfigError, quote
-from ...engine.quantities import PREFIXES
 
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*"
 _EXAMPLES = {"B": "80GB", "B/s": "50GB/s or 400Gbit", "FLOP/s": "989TFLOP/s"}

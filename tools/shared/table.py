@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...engine.quantities import unit_for
+from ...engine.accounting.quantities import unit_for
 
 
 @dataclass(frozen=True)

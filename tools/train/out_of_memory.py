@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from ...engine.accounting.quantities import format_bytes
 from ...engine.config.schema import Config
 from ...engine.engine import SDPEngine
 from ...engine.errors import OutOfMemoryError
-from ...engine.quantities import format_bytes
 from ..shared.remedies import remedies
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"

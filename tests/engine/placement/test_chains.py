@@ -9,7 +9,8 @@ import torch
 from sdp.engine.errors import ModelError
 from sdp.engine.placement.chains import CHANGES_SHAPE, MAKES_A_TABLE, find_unskippable
 from sdp.engine.placement.units import find_units
-from sdp.tests.support import foreign_models, models
+from sdp.tests.support import models
+from sdp.tests.support.foreign import foreign_models
 from torch import nn
 
 

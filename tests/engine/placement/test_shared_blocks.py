@@ -17,7 +17,8 @@ from sdp.engine.errors import ModelError
 from sdp.engine.placement.chains import find_unskippable
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.units import find_units
-from sdp.tests.support import foreign_models, models
+from sdp.tests.support import models
+from sdp.tests.support.foreign import foreign_models
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 

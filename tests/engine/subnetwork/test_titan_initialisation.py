@@ -9,12 +9,12 @@ import sdp
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from sdp.tests.support.foreign.titan_model import TitanLlama
 from sdp.tests.support.ranks import RankPool
-from sdp.tests.support.titan_model import TitanLlama
 from torch import Tensor, nn
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}  # fmt: skip
-HOLDERS = {f"layers.{index}": holders for index, holders in enumerate([[0], [0, 1], [1], [0, 1]])}
+HOLDERS = {f"model.layers.{index}": holders for index, holders in enumerate([[0], [0, 1], [1], [0, 1]])}
 
 
 class WithLoss(nn.Module):
@@ -80,7 +80,7 @@ def test_a_model_that_saves_its_parameters_under_other_names_has_its_own_names_h
 
 
 def _train(engine_name: str, stage: int) -> dict[str, Any]:
-    config: dict[str, Any] = CONFIG | {"sdp": {"groups": 2, "placement": {f"model.{k}": v for k, v in HOLDERS.items()}, "engine": engine_name}}  # fmt: skip
+    config: dict[str, Any] = CONFIG | {"sdp": {"groups": 2, "placement": HOLDERS, "engine": engine_name}}
     if engine_name == "fsdp2":
         config["zero_optimization"] = {"stage": stage}
     engine = sdp.initialize(model=on_meta(WithLoss), config=config)[0]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from sdp.engine.accounting.quantities import format_bytes
 from sdp.engine.errors import ConfigError
-from sdp.engine.quantities import format_bytes
 from sdp.tools.cli import main
 from sdp.tools.plan.machine import Machine, fill_nodes, split_evenly
 from sdp.tools.shared.quantities import quantity

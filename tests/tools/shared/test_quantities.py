@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import pytest
-from sdp.engine.quantities import format_bytes, unit_for
+from sdp.engine.accounting.quantities import format_bytes, unit_for
 from sdp.tools.shared.arguments import size_in_bytes
 from sdp.tools.shared.quantities import parse_bit_rate, parse_size
 
