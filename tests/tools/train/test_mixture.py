@@ -61,6 +61,21 @@ def test_a_mixture_on_two_ranks_is_that_of_one_process_and_resumes_exactly(mixed
     assert last["source_losses"]["digits"] != last["source_losses"]["shards"]
 
 
+def first_evaluation(dump_dir: Path) -> dict[str, Any]:
+    return json.loads((dump_dir / "evaluations.jsonl").read_text().splitlines()[0])
+
+
+def test_the_loss_of_a_source_is_that_of_its_own_held_out_samples(mixed, two, tmp_path):
+    mixed["sdp"]["engine"] = "reference"
+    mixed["training"] |= {"steps": 1, "evaluate_every": 0, "save_every": 0}
+    assert main(["train", str(write_config(mixed, tmp_path)), "--dump-dir", str(tmp_path / "mixed")]) == 0
+    losses = first_evaluation(tmp_path / "mixed")["source_losses"]
+    for path in two:
+        mixed["data"] = {"path": str(path), "sequence_length": 32}
+        assert main(["train", str(write_config(mixed, tmp_path)), "--dump-dir", str(tmp_path / path.name)]) == 0
+        assert losses[path.name] == pytest.approx(first_evaluation(tmp_path / path.name)["loss"], rel=1e-6)
+
+
 def test_weights_may_change_on_a_resume(mixed, two, tmp_path, capsys):
     mixed["sdp"]["engine"] = "reference"
     run = ["train", str(write_config(mixed, tmp_path)), "--dump-dir", str(tmp_path / "run"), "--set"]
