@@ -75,17 +75,19 @@ class ElasticTrainer(Trainer):
         self._committed: Any = None  # the loader's state after the last committed step
         self._kept: deque[dict[str, Any]] = deque(maxlen=_KEPT_LINES)
         self._everyones: list[Any] = []  # what the ranks told with their votes in the last step
-        self._is_resumed = False
+        self._resumes = self._is_resumed = False
+        self._is_start = False  # whether the run begins, and its files are not open yet
         engine.before_update = self._vote
 
     def train(self, *, resume: bool) -> int:
         """Run to the last step, and make again what a lost group spoils. Returns the exit code."""
-        self._is_resumed = resume and self.checkpoints.resume()
-        self._phase = EVALUATE if self.engine.global_steps == 0 else STEP
+        self._resumes = resume
         started = time.perf_counter()
         with self.signals.caught(), contextlib.suppress(RunFinishedError):
             try:
                 self._meet()
+                if resume and self._is_start:
+                    self._resume()
                 self._repeat(self._go_on_to_the_end)
                 status = self._end(time.perf_counter() - started)
             except UnitsLostError as error:
@@ -167,6 +169,16 @@ class ElasticTrainer(Trainer):
 
         super()._record(kept())
 
+    def _resume(self) -> None:
+        """Load the newest checkpoint together. All groups have met, and none has state."""
+        try:
+            self._is_resumed = self.checkpoints.resume()
+        except StepAbortedError:
+            raise PeerLostError("a group was lost while the checkpoint was loaded; start the run again") from None
+        self._committed = self.engine.loader.state_dict()
+        self._phase = STEP if self.engine.global_steps else EVALUATE
+        self._meet()  # the coordinator learns the step
+
     # -- meetings ----------------------------------------------------------------------------------
 
     def _meet(self) -> None:
@@ -183,7 +195,11 @@ class ElasticTrainer(Trainer):
             self.engine, self.dump_dir, self.corpus.identity, self.evaluator.recalibrated, self.beat
         )
         self.steps = self.steps or self._last_step(self.engine.global_steps)
-        self._choose_writer(assembly.number == 1)
+        begins = all(member.fresh for member in assembly.members)
+        self._is_start = self._is_start or begins
+        if not (begins and self._resumes):  # a checkpoint comes before the files
+            self._choose_writer(self._is_start)
+            self._is_start = False
 
     def _drop_the_step(self) -> None:
         """Forget a step that was not committed. Its samples will be read again."""
@@ -199,11 +215,11 @@ class ElasticTrainer(Trainer):
             self._close_files()
             return
         # The writer of the run's beginning must find no other run.
-        self.files = self._open_files(resume=self._is_resumed or not is_first)
+        self.files = self._open_files(resume=self._resumes or not is_first)
         log.setLevel(logging.INFO)
         step = self.engine.global_steps
         if is_first:
-            self._write_start(truncate_after=step if self._is_resumed else None)
+            self._write_start(truncate_after=step if self._is_resumed else -1 if self._resumes else None)
             self._announce(step)
         else:
             self.files.truncate_after(step)
