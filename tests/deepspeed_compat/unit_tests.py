@@ -148,13 +148,14 @@ def __getattr__(name):
 
 # The pool of processes hangs if it cannot pickle an error.
 PLAIN_ERRORS = """
-_run = DistributedExec._dist_run
-def _dist_run(self, *arguments):
+NAME = "_dist_run"
+run_on_a_rank = getattr(DistributedExec, NAME)
+def run_with_plain_errors(self, *arguments):
     try:
-        return _run(self, *arguments)
+        return run_on_a_rank(self, *arguments)
     except Exception as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
-DistributedExec._dist_run = _dist_run
+setattr(DistributedExec, NAME, run_with_plain_errors)
 """
 
 LISTING = """
