@@ -1,4 +1,6 @@
-"""Models with torchtitan's initialisation start from its values, and train on ranks as in the reference."""
+"""Models with torchtitan's initialisation start from its values, and ranks train them as the
+reference does.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from sdp.tests.support.foreign.titan_model import TitanLlama
 from sdp.tests.support.ranks import RankPool
 from torch import Tensor, nn
 
-CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}  # fmt: skip
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+}
 HOLDERS = {f"model.layers.{index}": holders for index, holders in enumerate([[0], [0, 1], [1], [0, 1]])}
 
 
@@ -67,7 +73,7 @@ def test_the_later_name_of_the_method_gives_the_same_values() -> None:
 
 
 class SavedUnderOtherNames(TitanLlama):
-    """Splits a parameter when it is saved, as torchtitan 0.3 does with fused queries, keys and values."""
+    """Splits a parameter when it is saved, as torchtitan 0.3 does with fused queries and keys."""
 
     def __init__(self) -> None:
         super().__init__()
