@@ -170,12 +170,10 @@ class DeepSpeedBackend(DeepSpeedSteps):
         return lambda *_: self._refresh.wait(block)
 
     def refresh(self, *, after_step: bool) -> None:
-        if not self.layout.keeps_frozen:
-            return
         names = {name for name, info in self.layout.parameters.items() if info.trainable or not after_step}
-        if self.local is not None:
+        if self.local is not None:  # it also writes the weights to the model, as a load needs under any masking
             self.local.send_all_anchors(names)
-        else:
+        elif self.layout.keeps_frozen:
             self.send_copies(names, at_once=not after_step)
 
     def send_copies(self, names: Collection[str], *, at_once: bool) -> None:

@@ -24,13 +24,13 @@ from sdp.tools.runs.run_files import RunFiles
 from sdp.tools.shared.files import WriteError
 from sdp.tools.train import summary
 from sdp.tools.train.checkpointer import Checkpointer
-from sdp.tools.train.process.log_file import LogFile
 from sdp.tools.train.observers.monitors import open_monitors
 from sdp.tools.train.observers.profiler import StepProfiler
+from sdp.tools.train.process.log_file import LogFile
 
 
 def make_checkpointer(run: Path) -> tuple[Checkpointer, list[Path]]:
-    """Return a Checkpointer for ``run``, and the directories to which its engine was asked to save."""
+    """Return a Checkpointer for ``run``, and where its engine was asked to save."""
     saved: list[Path] = []
     engine: Any = SimpleNamespace(
         global_steps=1,
