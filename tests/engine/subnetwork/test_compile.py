@@ -105,7 +105,7 @@ def _scheduled(case: Case, compiled: bool) -> tuple[list[float], dict[str, int],
     return losses, dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("neurons", [0, 2])
+@pytest.mark.parametrize("neurons", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_schedule_of_maskings_compiles_again(ranks: RankPool, neurons: int) -> None:
     masking = '[{"until": 2, "masking": "forward"}, {"masking": "backward"}]'
     case = Case(2, 1, model="even-llama", neurons=neurons, masking=masking)
