@@ -11,7 +11,7 @@ from ..placement.tensor_info import TensorInfo
 
 
 def living_layout(layout: Layout, groups: Sequence[int]) -> Layout:
-    """Return the layout of a run that has only some of the ``groups``, which are numbered anew.
+    """Return the layout of a run that has only ``groups``. They get new numbers, from 0 on.
 
     It is that of a run in which the other groups never were: a unit's holders are its living
     holders, and the mesh has the living ranks.

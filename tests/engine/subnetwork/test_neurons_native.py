@@ -1,6 +1,4 @@
-"""Neuron units on ranks: what only they have beside the table of equality. Checkpoints, streamed
-evaluation, and the work that is done.
-"""
+"""Neuron units on ranks: checkpoints, streamed evaluation, and the work that is done."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Models that draw random numbers in training are controls: dense, whole, and alike under the same
-seed.
-"""
+"""Models with dropout or stochastic depth must be dense, and the same seed draws the same numbers."""
 
 from __future__ import annotations
 

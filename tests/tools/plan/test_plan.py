@@ -1,6 +1,4 @@
-"""``sdp plan``: its figures as JSON and as a table, beside the dense model's, and whether they
-fit.
-"""
+"""``sdp plan``: figures as JSON and as a table, the dense model next to it, and whether a run fits."""
 
 from __future__ import annotations
 
