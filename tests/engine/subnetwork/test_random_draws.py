@@ -1,4 +1,4 @@
-"""Models with dropout or stochastic depth must be dense, and the same seed draws the same numbers."""
+"""Models with dropout or stochastic depth must be dense. The same seed draws the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sdp plan``: figures as JSON and as a table, the dense model next to it, and whether a run fits."""
+"""``sdp plan``: figures as JSON and as a table, next to those of the dense model."""
 
 from __future__ import annotations
 
