@@ -1,4 +1,4 @@
-"""Named image sets as memory-mapped arrays: scikit-learn's digits, CIFAR-10 and CIFAR-100.
+"""Named image sets as arrays in files: scikit-learn's digits, CIFAR-10 and CIFAR-100.
 
 A prepared directory has two files per split: ``SPLIT-images.npy``, uint8 of shape (samples,
 channels, side, side), and ``SPLIT-labels.npy``, int64. Its index ``images.json`` is written last,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,7 +27,8 @@ import numpy as np
 from ..engine.errors import ConfigError, DataError
 from ..engine.json_files import read_json_file
 from .output import writing
-from .shared.files import is_cut_off, require_regular
+from .shared.array_file import ArrayFile
+from .shared.files import require_regular
 
 INDEX_FILE = "images.json"
 FORMAT = "sdp-images"
@@ -134,7 +136,9 @@ def load_image_index(directory: Path) -> ImageIndex:
         content = read_json_file(path)
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
-        return ImageIndex(**content)
+        index = ImageIndex(**content)
+        _check_index(index)
+        return index
     except FileNotFoundError:
         raise DataError(
             f"{directory}: no prepared images here (no {INDEX_FILE}); train on them to have them made"
@@ -143,28 +147,26 @@ def load_image_index(directory: Path) -> ImageIndex:
         raise DataError(f"{path}: not an index of images ({error}); {_AGAIN}") from None
 
 
-def load_arrays(directory: Path, split: str, index: ImageIndex) -> Arrays:
-    """Memory-map both arrays of a split. Raises DataError if they do not match the index."""
-    arrays = []
-    for path in _paths(directory, split):
-        require_regular(path, f"remove {directory} to have it made again")
-        try:
-            arrays.append(np.load(path, mmap_mode="r", allow_pickle=False))
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"{path}: cannot be read ({error}); remove {directory} to have it made again") from None
-        if len(arrays[-1]) != index.counts[split]:
-            raise DataError(
-                f"{path}: {len(arrays[-1])} samples instead of {index.counts[split]}; remove {directory} to have it "
-                "made again"
-            )
-    return arrays[0], arrays[1]
+def _check_index(index: ImageIndex) -> None:
+    """Raise ValueError for values that no index has."""
+    counts = [index.counts.get(split) for split in SPLITS]
+    numbers, moments = [index.num_classes, index.image_size, *counts], [*index.mean, *index.std]
+    texts = [index.name, index.sha256]
+    if not all(type(number) is int and 0 < number < 2**40 for number in numbers):
+        raise ValueError("its numbers are not positive integers")
+    if not all(type(moment) in (int, float) and math.isfinite(moment) for moment in moments) or 0 in index.std:
+        raise ValueError("mean and std are not finite numbers")
+    if len(index.mean) != len(index.std) or len(index.mean) not in (1, 3):
+        raise ValueError("mean and std do not have a value for each channel")
+    if not all(isinstance(text, str) for text in texts) or type(index.mirrors) is not bool:
+        raise ValueError("name, sha256 or mirrors has another type")
 
 
-def require_whole(directory: Path, split: str, arrays: Arrays) -> None:
-    """Raise DataError if a file was cut short after :func:`load_arrays` had mapped it."""
-    for path, array in zip(_paths(directory, split), arrays, strict=True):
-        if is_cut_off(path, getattr(array, "offset", 0) + array.nbytes):
-            raise DataError(f"{path}: cut off while it was in use; remove {directory} to have it made again")
+def open_arrays(directory: Path, split: str, index: ImageIndex) -> tuple[ArrayFile, ArrayFile]:
+    """Open images and labels of a split. Raises DataError if they do not match the index."""
+    images, labels = _paths(directory, split)
+    samples = index.counts[split]
+    return ArrayFile(images, samples, "uint8"), ArrayFile(labels, samples, "<i8")
 
 
 def _paths(directory: Path, split: str) -> list[Path]:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..engine.errors import ConfigError, DataError, quote
-from .image_sets import load_arrays, load_image_index, require_whole
+from .image_sets import load_image_index, open_arrays
 from .shared.files import require_regular
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -50,17 +50,17 @@ class Images:
 
 
 class ImageArrays(Dataset[Sample]):
-    """A split of a prepared set, memory-mapped.
+    """A split of a prepared set.
 
     Positions beyond the length start again at sample 0. Raises DataError if a file does not match
-    the index, or if a file is shorter at a later read than it was at first.
+    the index, or is cut off, also at a later read.
     """
 
     reads_positions = True
 
     def __init__(self, directory: Path, split: str) -> None:
         index = load_image_index(directory)
-        self.images, self.labels = load_arrays(directory, split, index)
+        self.images, self.labels = open_arrays(directory, split, index)
         self._directory, self._split, self.index = directory, split, index
         self.about = Images(
             index.name, directory, index.num_classes, index.image_size, index.mean, index.std, index.sha256,
@@ -69,20 +69,19 @@ class ImageArrays(Dataset[Sample]):
         )  # fmt: skip
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return self.index.counts[self._split]
 
     def __getitem__(self, position: int) -> Sample:
         item = position % len(self)
-        require_whole(self._directory, self._split, (self.images, self.labels))
-        return torch.from_numpy(self.images[item].copy()), int(self.labels[item]), position
+        return torch.from_numpy(self.images[item]), int(self.labels[item]), position
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled memory map would carry its whole content. Each worker process maps the files.
+        # Each worker process opens the files itself.
         return {**self.__dict__, "images": None, "labels": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.images, self.labels = load_arrays(self._directory, self._split, self.index)
+        self.images, self.labels = open_arrays(self._directory, self._split, self.index)
 
 
 class ImageFolder(Dataset[Sample]):

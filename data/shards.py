@@ -1,6 +1,4 @@
-"""Token shards as a map-style data set: memory-mapped samples of a fixed length, from one or
-several directories.
-"""
+"""Token shards as a map-style data set: samples of a fixed length, from one or more directories."""
 
 from __future__ import annotations
 
@@ -18,7 +16,9 @@ from torch.utils.data import Dataset
 from ..engine.batch.mixture import Source
 from ..engine.errors import DataError
 from .index import Index, load_index
-from .shared.files import is_cut_off
+from .shared.files import PositionedFile
+
+MOST_OPEN = 256  # shards; a process often may have no more than 1,024 open files
 
 
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
@@ -29,9 +29,9 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     the documents in the sample; an end-of-text token belongs to the document that it ends. A sample
     may span documents and shards. Tokens after the last whole sample are not read.
 
-    The constructor checks that every shard exists and has the right size. A shard is checked again
-    whenever it is read. Raises DataError if a shard is missing or damaged, if the split is too
-    small, or if a token id is outside the vocabulary.
+    The constructor checks that every shard exists and has the right size. A shard that is cut off
+    later is found when it is read. Raises DataError if a shard is missing or damaged, if the split
+    is too small, or if a token id is outside the vocabulary.
     """
 
     def __init__(self, directory: str | Path, split: str, sequence_length: int, *, document_mask: bool = False) -> None:
@@ -54,7 +54,8 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             )
         shards = self.index.splits[split].shards
         self._ends = list(itertools.accumulate(shard.tokens for shard in shards))
-        self._maps: dict[int, np.ndarray] = {}
+        self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
+        self._open: dict[int, PositionedFile] = {}  # the one that was opened first comes first
 
     def __len__(self) -> int:
         return self.tokens // self.sequence_length
@@ -81,7 +82,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         while filled < count:
             shard = bisect.bisect_right(self._ends, start + filled)
             offset = start + filled - (self._ends[shard - 1] if shard else 0)
-            part = self._map(shard)[offset : offset + count - filled]
+            part = self._read_shard(shard, offset, count - filled)
             if (largest := int(part.max())) >= self.vocab_size:
                 raise DataError(
                     f"{self._path(shard)}: damaged: token id {largest} near position {offset:,} is outside the"
@@ -94,20 +95,34 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     def _path(self, shard: int) -> Path:
         return self.directory / self.index.splits[self.split].shards[shard].file
 
-    def _map(self, shard: int) -> np.ndarray:
-        # A shard is mapped on first use, so that a worker does not open thousands of files.
-        if shard not in self._maps:
-            # A map of a shorter file would end early, or crash with SIGBUS when it is read.
+    def _read_shard(self, shard: int, offset: int, count: int) -> np.ndarray:
+        """At most ``count`` tokens from position ``offset`` of a shard, at least one."""
+        about = self.index.splits[self.split].shards[shard]
+        count, width = min(count, about.tokens - offset), self._dtype.itemsize
+        file = self._file(shard)
+        read = file.read(offset * width, count * width)
+        if len(read) < count * width:
+            self.index.check_size(self.directory, about)
+            raise DataError(f"{file.path}: was cut off while it was in use, and is whole again; start the run again")
+        return np.frombuffer(read, dtype=self._dtype)
+
+    def _file(self, shard: int) -> PositionedFile:
+        # A shard is opened on first use, so that a worker does not open thousands of files.
+        file = self._open.get(shard)
+        if file is None:
             self.index.check_size(self.directory, self.index.splits[self.split].shards[shard])
-            dtype = np.dtype(self.index.dtype).newbyteorder("<")
-            self._maps[shard] = np.memmap(self._path(shard), dtype=dtype, mode="r")
-        elif is_cut_off(self._path(shard), self._maps[shard].nbytes):  # a SIGBUS would name no file
-            self.index.check_size(self.directory, self.index.splits[self.split].shards[shard])
-        return self._maps[shard]
+            if len(self._open) >= MOST_OPEN:
+                del self._open[next(iter(self._open))]
+            path = self._path(shard)
+            try:
+                file = self._open[shard] = PositionedFile(path)
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        return file
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled memory map would carry its whole content. Each worker process maps the files.
-        return {**self.__dict__, "_maps": {}}
+        # Each worker process opens the files itself.
+        return {**self.__dict__, "_open": {}}
 
 
 class MixedTokens(Dataset[dict[str, torch.Tensor]]):

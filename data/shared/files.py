@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import weakref
 from pathlib import Path
 
 from ...engine.errors import DataError
@@ -39,15 +40,33 @@ def require_regular(path: Path, remedy: str) -> None:
         raise DataError(f"{path}: is not a regular file but {kind}; {remedy}")
 
 
-def is_cut_off(path: Path, nbytes: int) -> bool:
-    """Whether a mapped file has fewer than ``nbytes`` now. To read the map would then be a SIGBUS.
+class PositionedFile:
+    """A file that is read at any position, also by worker processes that inherit it.
 
-    The map of a removed file stays whole. One call takes about a microsecond.
+    A memory map of a file that is cut off during the run would end the process by SIGBUS, which
+    names no file. Here the read is short, on every launcher. A removed file can still be read.
+
+    Raises OSError if the file cannot be opened.
     """
-    try:
-        return os.stat(path).st_size < nbytes  # noqa: PTH116  # Path.stat is slower
-    except OSError:
-        return False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # The flag matters only if somebody puts a FIFO in place of the file.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    def read(self, position: int, count: int) -> bytes:
+        """Return ``count`` bytes, or fewer if the file ends before. Raises DataError."""
+        parts: list[bytes] = []
+        try:
+            # The kernel returns at most 2 GiB at a time.
+            while count and (part := os.pread(self._descriptor, count, position)):
+                parts.append(part)
+                position, count = position + len(part), count - len(part)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror}") from None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def sha256_of(path: Path) -> str:

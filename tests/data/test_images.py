@@ -5,6 +5,7 @@ alone.
 import dataclasses
 import io
 import itertools
+import json
 import os
 import shutil
 import tarfile
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sdp.data.image_sets import load_arrays, prepare_images
+from sdp.data.image_sets import prepare_images
 from sdp.data.images import Batches, ImageArrays, ImageFolder
 from sdp.engine.batch.loader import ResumableLoader, evaluation_batches
 from sdp.engine.errors import DataError
@@ -31,17 +32,21 @@ def digits(tmp_path_factory) -> Path:
     return folder
 
 
+def arrays_in(directory: Path, split: str) -> list[np.ndarray]:
+    return [np.load(directory / f"{split}-{part}.npy") for part in ("images", "labels")]
+
+
 @pytest.mark.parametrize("part", ["images", "labels"])
 def test_arrays_that_are_cut_off_are_named(digits, tmp_path, part):
-    """At opening, and between two reads, where the map would end the process with SIGBUS."""
+    """At opening, and in a read. A memory map would end the process by SIGBUS."""
     path = shutil.copytree(digits, tmp_path / "set") / f"train-{part}.npy"
     samples = ImageArrays(path.parent, "train")
     assert samples[0][0].shape == (1, 8, 8)
+    os.truncate(path, 1000)
+    for opened in (lambda: samples[len(samples) - 1], lambda: ImageArrays(path.parent, "train")):
+        with pytest.raises(DataError, match=rf"train-{part}\.npy: is cut off; remove .*set to have it made again"):
+            opened()
     os.truncate(path, 100)
-    with pytest.raises(
-        DataError, match=rf"train-{part}\.npy: cut off while it was in use; remove .*set to have it made"
-    ):
-        samples[len(samples) - 1]
     with pytest.raises(DataError, match=rf"train-{part}\.npy: cannot be read .*; remove .*set to have it made again"):
         ImageArrays(path.parent, "train")
 
@@ -66,7 +71,7 @@ def test_digits_are_scikit_learns(digits, tmp_path):
 
     index = prepare_images("digits", None, digits)
     assert (index.num_classes, index.image_size, index.counts) == (10, 8, {"train": 1437, "held_out": 360})
-    parts = [load_arrays(digits, split, index) for split in ("train", "held_out")]
+    parts = [arrays_in(digits, split) for split in ("train", "held_out")]
     images, labels = (np.concatenate(both) for both in zip(*parts, strict=True))
     theirs: Any = load_digits()
     assert images.shape == (1797, 1, 8, 8)
@@ -88,7 +93,7 @@ def test_cifar_from_its_binary_archive(tmp_path, name, label_bytes, classes, unp
         shutil.unpack_archive(path, tmp_path / "unpacked", filter="data")
         path = tmp_path / "unpacked"
     index = prepare_images(name, path, tmp_path / "arrays")
-    images, labels = load_arrays(tmp_path / "arrays", "train", index)
+    images, labels = arrays_in(tmp_path / "arrays", "train")
     expected = np.concatenate([rows[file] for file in names])
     assert (labels == expected[:, label_bytes - 1]).all()
     assert (images.reshape(len(expected), -1) == expected[:, label_bytes:]).all()
@@ -135,6 +140,31 @@ def test_a_broken_archive_is_named(tmp_path, kind):
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "arrays" / "images.json").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"counts": 3}, {"counts": {}}, {"counts": {"train": 10**30, "held_out": 1}}, {"num_classes": "10"},
+        {"image_size": 0}, {"mean": ["x"]}, {"mean": 1.0}, {"std": [0.0]}, {"std": []}, {"sha256": 1}, {"mirrors": 1},
+        {"name": None}, {"more": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_index_of_images_with_other_values_is_refused(digits, tmp_path, change):
+    content = json.loads((digits / "images.json").read_text())
+    (tmp_path / "images.json").write_text(json.dumps(content | change))
+    with pytest.raises(DataError, match=r"images\.json: not an index of images .*; remove the directory"):
+        ImageArrays(tmp_path, "train")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "O"])
+def test_an_array_of_another_type_is_refused(digits, tmp_path, dtype):
+    """An array of objects would be a pickle."""
+    path = shutil.copytree(digits, tmp_path / "set") / "train-labels.npy"
+    np.save(path, np.load(path).astype(dtype), allow_pickle=True)
+    with pytest.raises(DataError, match=r"train-labels\.npy: not an array of <i8"):
+        ImageArrays(path.parent, "train")
 
 
 @pytest.mark.parametrize("name", ["images.json", "train-images.npy", "held_out-labels.npy"])
@@ -209,7 +239,7 @@ def test_a_folder_without_classes_is_refused(folder):
 def test_held_out_batches_are_normalised_alone(digits):
     dataset = ImageArrays(digits, "held_out")
     batch = next(iter(evaluation_batches(dataset, 360, collate_fn=Batches(dataset.about, len(dataset)))))
-    images, labels = load_arrays(digits, "held_out", dataset.index)
+    images, labels = arrays_in(digits, "held_out")
     expected = (torch.tensor(images / 255) - dataset.about.mean[0]) / dataset.about.std[0]
     torch.testing.assert_close(batch["images"], expected.float().expand(-1, 3, -1, -1))
     assert batch["labels"].tolist() == labels.tolist()

@@ -3,10 +3,12 @@
 import json
 import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from sdp.data import shards
 from sdp.data.index import Corpus, Index, load_index
 from sdp.data.shards import TokenDataset
 from sdp.data.tokenizers import load_tokenizer
@@ -44,11 +46,11 @@ def tokens() -> np.ndarray:
 
 def test_shards_are_bounded_raw_little_endian_files(tmp_path, tokens):
     index = write(tmp_path, tokens)
-    shards = index.splits["train"].shards
-    assert [shard.tokens for shard in shards] == [10, 10, 10, 7]
-    assert [shard.documents for shard in shards] == [2, 0, 0, 1]
-    assert [shard.file for shard in shards] == [f"train-0000{i}.bin" for i in range(4)]
-    raw = b"".join((tmp_path / shard.file).read_bytes() for shard in shards)
+    made = index.splits["train"].shards
+    assert [shard.tokens for shard in made] == [10, 10, 10, 7]
+    assert [shard.documents for shard in made] == [2, 0, 0, 1]
+    assert [shard.file for shard in made] == [f"train-0000{i}.bin" for i in range(4)]
+    raw = b"".join((tmp_path / shard.file).read_bytes() for shard in made)
     assert raw == tokens.astype("<u2").tobytes()
     assert not list(tmp_path.glob("*.tmp"))
     assert load_index(tmp_path) == index
@@ -136,6 +138,22 @@ def test_a_shard_that_is_removed_between_two_reads_is_still_read(tmp_path, token
     assert dataset[0]["input_ids"].tolist() == tokens[:4].tolist()
     (tmp_path / "train-00000.bin").unlink()
     assert dataset[1]["input_ids"].tolist() == tokens[4:8].tolist()
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_more_shards_than_a_process_may_have_open(tmp_path, tokens, monkeypatch):
+    monkeypatch.setattr(shards, "MOST_OPEN", 2)
+    write(tmp_path, tokens)
+    dataset = TokenDataset(tmp_path, "train", 4)
+    before = open_files()
+    for item in (*range(9), 0):
+        assert dataset[item]["input_ids"].tolist() == tokens[4 * item : 4 * item + 4].tolist()
+    assert open_files() == before + 2
+    del dataset
+    assert open_files() == before
 
 
 @pytest.mark.parametrize("name", ["index.json", "train-00000.bin"])

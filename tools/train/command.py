@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...engine.environment.detect import Environment, detect, export
 from ...engine.environment.elastic import is_elastic_rank
-from ...engine.errors import ConfigError, DataError, format_error
+from ...engine.errors import ConfigError
 from ...launcher.fatal_errors import report_fatal
 from .options import TrainOptions
 from .options import add_arguments as add_arguments
@@ -54,32 +52,13 @@ def run(args: argparse.Namespace) -> int:
         from ...launcher.local import start_local
 
         _check_files(config, options)
-        code = start_local(
+        return start_local(
             options.argv, processes, options.dump_dir / "logs", on_cpu=devices == 0, stop_seconds=STOP_SECONDS
         )
-        if code == 1:
-            name_cut_shards(config)
-        return code
     from ...launcher.local import become_single
 
     become_single(on_cpu=devices == 0)
     return _run_rank(options)
-
-
-def name_cut_shards(config: Config) -> None:
-    """Print a line for every directory of token shards that has one of another size than before.
-
-    A rank that reads such a shard may have been killed by SIGBUS, which names no file.
-    """
-    from ...data.index import load_index
-
-    data = config.data
-    paths = [source.path for source in data.sources] if data.sources else [data.path] if data.path else []
-    for path in paths if data.name is None else []:
-        try:
-            load_index(path).check_sizes(Path(path))
-        except DataError as error:
-            print(f"sdp: error: {format_error(error)}", file=sys.stderr, flush=True)
 
 
 def _run_elastic(config: Config, options: TrainOptions, degrees: Degrees, environment: Environment | None) -> int:

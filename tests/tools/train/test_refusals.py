@@ -2,16 +2,11 @@
 
 import fcntl
 import json
-import os
-import shutil
-from pathlib import Path
 
 import pytest
 from sdp.data.prepare import prepare
-from sdp.engine.config.load import load_config
 from sdp.tests.support.small_runs import read_metrics, run_sdp, write_config
 from sdp.tools.cli import main
-from sdp.tools.train.command import name_cut_shards
 
 
 def test_a_run_that_diverges_names_its_last_checkpoint_and_keeps_it(config, tmp_path, capsys):
@@ -198,17 +193,3 @@ def test_two_runs_cannot_write_to_one_directory(config, tmp_path, capsys):
         assert main(["train", str(path), "--dump-dir", str(tmp_path / "run")]) == 2
     assert "another run is writing here at this moment" in capsys.readouterr().err
     assert main(["train", str(path), "--dump-dir", str(tmp_path / "run"), "--set", "training.steps=1"]) == 0
-
-
-def test_a_shard_that_was_cut_is_named_after_a_run_has_failed(config: dict, tmp_path: Path, capsys) -> None:
-    shutil.copytree(config["data"]["path"], tmp_path / "shards")
-    config["data"]["path"] = str(tmp_path / "shards")
-    loaded = load_config(config)
-    name_cut_shards(loaded)
-    assert capsys.readouterr().err == ""
-    shard = sorted((tmp_path / "shards").glob("*.bin"))[0]
-    os.truncate(shard, shard.stat().st_size - 2)
-    name_cut_shards(loaded)
-    error = capsys.readouterr().err
-    assert error.startswith("sdp: error: ") and str(shard) in error and "damaged or cut off" in error
-    assert error.count("\n") == 1
