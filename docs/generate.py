@@ -19,13 +19,11 @@ from typing import Any, cast
 from sdp.engine.config import deepspeed_keys
 from sdp.engine.config.elastic import ElasticSection
 from sdp.engine.config.masking import MaskingPhase
+from sdp.engine.config.named_params import SCHEDULES, AdamParams, LambParams, LionParams, MuonParams, SGDParams
 from sdp.engine.config.schema import Config
 from sdp.engine.config.section import Section
 from sdp.engine.config.sync import SyncSection
 from sdp.engine.config.training_section import TasksSection
-from sdp.engine.optim.muon.setup import MuonParams
-from sdp.engine.optim.optimizers import AdamParams, LambParams, LionParams, SGDParams
-from sdp.engine.optim.schedules import SCHEDULES
 from sdp.models.registry import MODELS
 from sdp.tools import cli
 
@@ -82,7 +80,7 @@ def config_sections() -> Iterator[tuple[str, type[Section]]]:
     yield "optimizer (Lamb)", LambParams
     yield "optimizer (SGD)", SGDParams
     yield "optimizer (Muon)", MuonParams
-    for name, (schema, _) in SCHEDULES.items():
+    for name, schema in SCHEDULES.items():
         yield f"scheduler ({name})", schema
     for name, entry in MODELS.items():
         yield f"model ({name})", entry.config

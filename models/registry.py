@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from ..engine.config.section import Section, parse_section
-from ..engine.errors import ConfigError, suggestion
+from ..engine.errors import ConfigError
 from ..engine.json_files import read_json_file
 from . import llama_hf
-from .llama import Llama, LlamaConfig
-from .resnet import ResNet, ResNetConfig
-from .swin import Swin, SwinConfig
+from .llama import Llama
+from .resnet import ResNet
+from .sections import SECTIONS, require_known
+from .swin import Swin
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Entry:
 
 
 MODELS: Mapping[str, Entry] = {
-    "llama": Entry(LlamaConfig, Llama, "tokens", llama_hf.to_huggingface, llama_hf.from_huggingface),
-    "resnet18": Entry(ResNetConfig, ResNet, "images"),
-    "swin_t": Entry(SwinConfig, Swin, "images"),
+    "llama": Entry(SECTIONS["llama"], Llama, "tokens", llama_hf.to_huggingface, llama_hf.from_huggingface),
+    "resnet18": Entry(SECTIONS["resnet18"], ResNet, "images"),
+    "swin_t": Entry(SECTIONS["swin_t"], Swin, "images"),
 }
 
 
@@ -157,13 +158,7 @@ def _parse(section: Mapping[str, Any], data: Mapping[str, int | None]) -> tuple[
 
 
 def _entry(name: object) -> Entry:
-    known = ", ".join(MODELS)
-    if name is None:
-        raise ConfigError(f"model.name: this key is required; known: {known}")
-    if not isinstance(name, str) or name not in MODELS:
-        hint = suggestion(str(name), list(MODELS)) or f"; known: {known}"
-        raise ConfigError(f'model.name: unknown model "{name}"{hint}')
-    return MODELS[name]
+    return MODELS[require_known(name)]
 
 
 _KIND = {"vocab_size": "tokens", "num_classes": "images", "image_size": "images"}

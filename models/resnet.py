@@ -9,34 +9,19 @@ Letters of shapes: B images, C channels, H × W pixels, N classes.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine.config.section import Pixels, Section, Width
 from ..engine.errors import ConfigError, ModelError
 from ..engine.model_interface import Branch, Constant, Init, Normal, Uniform
 from .classification import Measure, measure_logits
+from .image_configs import ResNetConfig
 
 # Stages of two blocks. The first block of each later stage halves the image and doubles the
 # channels.
 STAGES = (1, 2, 3, 4)
 _BATCH_NORM = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}
-
-
-class ResNetConfig(Section):
-    """Shape of a ResNet-18. The data can give ``num_classes`` and ``image_size``.
-
-    ``stem``: "imagenet" divides the image's side by 4 before the first block; "cifar", a single 3 ×
-    3 convolution, keeps it. ``width`` is the number of channels of the first stage. ``image_size``
-    is the number of pixels per side; it is only used to compare the costs of units.
-    """
-
-    num_classes: Width | None = None
-    stem: Literal["cifar", "imagenet"] = "imagenet"
-    width: Width = 64
-    image_size: Pixels | None = None
 
 
 class BatchNorm2d(nn.BatchNorm2d):

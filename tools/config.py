@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..engine.errors import ConfigError
 from .shared.arguments import add_config_arguments
+from .shared.config_checks import check_names
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ def run(args: argparse.Namespace) -> int:
     from ..engine.config.load import json_schema, load_config
 
     options = ConfigOptions.from_args(args)
-    shown = json_schema() if options.config is None else load_config(options.config, options.overrides).resolved()
+    if options.config is None:
+        shown = json_schema()
+    else:
+        config = load_config(options.config, options.overrides)
+        check_names(config)
+        shown = config.resolved()
     print(json.dumps(shown, indent=2, ensure_ascii=False))
     return 0

@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
     from ..launcher.cluster.launch import launch
     from ..launcher.cluster.slurm import status
     from ..launcher.degrees import Degrees
+    from .shared.config_checks import check_names
 
     arguments = LaunchArguments.from_args(args)
     if arguments.status is not None:
@@ -130,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
     if train.nproc is not None:
         raise ConfigError("--nproc: sdp launch counts the processes itself; give --gpus-per-node before CONFIG")
     config = load_config(train.config, train.overrides)
+    check_names(config)
     # Under these launchers rank 0 has this host's dump directory, and a job would find the mistake
     # after its time in the queue.
     if options.launcher in ("local", "slurm"):

@@ -4,51 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
 from torch.optim import Optimizer
 
-from ..config.section import NonNegative, NonNegativeInt, PositiveInt, Section
-from .schedule import Rates, Schedule
+from ..config.named_params import LRRangeTestParams, OneCycleParams
+from .schedule import Schedule
 
 log = logging.getLogger(__name__)
 
 _BETA2 = 0.99  # DeepSpeed sets it together with the momentum
-
-
-class LRRangeTestParams(Section):
-    """``scheduler.params`` of LRRangeTest."""
-
-    lr_range_test_min_lr: Rates = 1e-3
-    lr_range_test_step_size: PositiveInt = 2000
-    lr_range_test_step_rate: NonNegative = 1.0
-    lr_range_test_staircase: bool = False
-    last_batch_iteration: Literal[-1] = -1  # the checkpoint says where a run continues
-
-
-class OneCycleParams(Section):
-    """``scheduler.params`` of OneCycle: a rise, a fall, and then a decay."""
-
-    cycle_min_lr: Rates
-    cycle_max_lr: Rates
-    decay_lr_rate: NonNegative = 0.0
-    cycle_first_step_size: PositiveInt = 2000
-    cycle_second_step_size: NonNegativeInt | None = None
-    cycle_first_stair_count: NonNegativeInt = 0
-    cycle_second_stair_count: NonNegativeInt | None = None
-    decay_step_size: NonNegativeInt = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: Annotated[float, Field(ge=0, lt=1)] = 0.8
-    cycle_max_mom: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    decay_mom_rate: NonNegative = 0.0
-    last_batch_iteration: Literal[-1] = -1
-
-    @model_validator(mode="after")
-    def _stairs_have_steps(self) -> Self:
-        if self.cycle_second_step_size == 0 and self.cycle_second_stair_count:
-            raise ValueError("cycle_second_stair_count needs a cycle_second_step_size above 0")
-        return self
 
 
 class LRRangeTest(Schedule):

@@ -5,90 +5,21 @@ A line in the log always says which implementation is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
+from ..config.named_params import AdamParams, LambParams, LionParams, SGDParams, check_optimizer_params
 from ..config.schema import Config, NamedParams
-from ..config.section import Beta, NonNegative, Section, parse_section
-from ..errors import ConfigError, suggestion
+from ..config.section import parse_section
+from ..errors import ConfigError
 from .apex import ApexFusedAdam, apex_kernel
 from .muon.setup import build_muon
 from .own_optimizers import Lamb, Lion, UncorrectedAdam
 from .param_groups import Parameters
-
-Betas = Annotated[Sequence[Beta], Field(min_length=2, max_length=2)]
-
-_NO_COMPRESSION = "it compresses what ranks send inside its own step, and DeepSpeed has removed it"
-_OUT_OF_SCOPE = "it is not available here; make it yourself and pass it as optimizer="
-# Optimizers of DeepSpeed that are refused, by the name in lower case.
-_REFUSED = {
-    "onebitadam": f'{_NO_COMPRESSION}; use "Adam"',
-    "zerooneadam": f'{_NO_COMPRESSION}; use "Adam"',
-    "onebitlamb": f'{_NO_COMPRESSION}; use "Lamb"',
-    "muadam": _OUT_OF_SCOPE,
-    "muadamw": _OUT_OF_SCOPE,
-    "musgd": _OUT_OF_SCOPE,
-    "adagrad": _OUT_OF_SCOPE,
-}
-
-
-class AdamParams(Section):
-    """``optimizer.params`` of AdamW, Adam and FusedAdam, with DeepSpeed's names and defaults.
-
-    ``weight_decay`` is 0 by default, as in DeepSpeed's own kernels. (torch's AdamW would use 0.01.)
-    ``adam_w_mode`` means decoupled weight decay. It is the default, also for "Adam".
-    ``torch_adam`` is accepted but has no effect, because torch's Adam is used anyway.
-    """
-
-    lr: NonNegative = 1e-3
-    betas: Betas = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    weight_decay: NonNegative = 0.0
-    adam_w_mode: bool = True
-    torch_adam: bool = False
-    bias_correction: bool = True
-    amsgrad: Literal[False] = False
-
-
-class LionParams(Section):
-    """``optimizer.params`` of Lion, with DeepSpeed's names and defaults."""
-
-    lr: NonNegative = 1e-3
-    betas: Betas = (0.9, 0.999)
-    weight_decay: NonNegative = 0.0
-
-
-class LambParams(Section):
-    """``optimizer.params`` of Lamb, with DeepSpeed's names and defaults.
-
-    The ratio of the norms of a parameter and of its step is kept between ``min_coeff`` and
-    ``max_coeff``. ``eps_inside_sqrt``: add ``eps`` to the second moment before its root is taken.
-    """
-
-    lr: NonNegative = 1e-3
-    betas: Betas = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    eps_inside_sqrt: bool = False
-    weight_decay: NonNegative = 0.0
-    max_coeff: NonNegative = 10.0
-    min_coeff: NonNegative = 0.01
-    bias_correction: bool = True
-    amsgrad: Literal[False] = False
-
-
-class SGDParams(Section):
-    """``optimizer.params`` of SGD (torch's names)."""
-
-    lr: NonNegative = 1e-3
-    momentum: NonNegative = 0.0
-    dampening: NonNegative = 0.0
-    weight_decay: NonNegative = 0.0
-    nesterov: bool = False
 
 
 def build_optimizer(
@@ -118,16 +49,7 @@ def build_optimizer(
         "Lamb": _build_lamb,
         "Muon": build_muon,
     }
-    if type.lower() in _REFUSED:
-        raise ConfigError(f'optimizer.type: "{type}" cannot be honoured: {_REFUSED[type.lower()]}')
-    name = next((known for known in builders if known.lower() == type.lower()), None)
-    if name is None:
-        hint = suggestion(type, list(builders)) or f"; known: {', '.join(builders)}"
-        raise ConfigError(f'optimizer.type: unknown optimizer "{type}"{hint}')
-    if "max_grad_norm" in params:
-        raise ConfigError(
-            "optimizer.params.max_grad_norm: not an optimizer's setting; use gradient_clipping at top level"
-        )
+    name = check_optimizer_params(type, params)
     return builders[name](name, params, list(parameters), device)
 
 

@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..config.section import NonNegative
 from ..errors import CheckpointError, ConfigError, quote
-
-Rates = NonNegative | list[NonNegative]  # one rate for all parameter groups, or one for each
 
 
 class Schedule(ABC):

@@ -11,69 +11,24 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
-from pydantic import Field, model_validator
 from torch.optim import Optimizer
 
+from ..config.named_params import (
+    WarmupCosineLRParams,
+    WarmupDecayLRParams,
+    WarmupLRParams,
+    WarmupParams,
+    WSDParams,
+    read_scheduler_params,
+)
 from ..config.schema import Config
-from ..config.section import NonNegativeInt, PositiveInt, Section, parse_section
-from ..errors import ConfigError, suggestion
-from .cycles import LRRangeTest, LRRangeTestParams, OneCycle, OneCycleParams
-from .schedule import Rates, Schedule
+from ..errors import ConfigError
+from .cycles import LRRangeTest, OneCycle
+from .schedule import Schedule
 
 log = logging.getLogger(__name__)
-
-Ratio = Annotated[float, Field(ge=0, le=1)]
-
-
-class WarmupParams(Section):
-    """Settings that DeepSpeed's three schedules share."""
-
-    warmup_num_steps: PositiveInt = 1000
-    warmup_type: Literal["log", "linear"] = "log"
-    last_batch_iteration: Literal[-1] = -1  # the checkpoint says where a run continues
-
-
-class WarmupLRParams(WarmupParams):
-    """``scheduler.params`` of WarmupLR. A maximum of null means the optimizer's own rate."""
-
-    warmup_min_lr: Rates = 0.0
-    warmup_max_lr: Rates | None = None
-
-
-class WarmupDecayLRParams(WarmupLRParams):
-    """``scheduler.params`` of WarmupDecayLR."""
-
-    total_num_steps: PositiveInt
-    warmup_max_lr: Rates | None = 0.001
-
-
-class WarmupCosineLRParams(WarmupParams):
-    """``scheduler.params`` of WarmupCosineLR. Ratios are relative to the optimizer's own rate."""
-
-    total_num_steps: PositiveInt
-    warmup_min_ratio: Ratio = 0.0
-    cos_min_ratio: Ratio = 0.0001
-
-
-class WSDParams(Section):
-    """``scheduler.params`` of WSD. ``min_lr_ratio`` is relative to the optimizer's own rate."""
-
-    total_num_steps: PositiveInt
-    decay_num_steps: PositiveInt
-    warmup_num_steps: NonNegativeInt = 0
-    decay_type: Literal["linear", "cosine", "1-sqrt"] = "1-sqrt"
-    min_lr_ratio: Ratio = 0.0
-
-    @model_validator(mode="after")
-    def _phases_fit(self) -> Self:
-        if self.warmup_num_steps + self.decay_num_steps > self.total_num_steps:
-            raise ValueError(
-                f"warmup_num_steps {self.warmup_num_steps} + decay_num_steps {self.decay_num_steps} "
-                f"exceed total_num_steps {self.total_num_steps}"
-            )
-        return self
 
 
 class _Warmup(Schedule):
@@ -186,27 +141,14 @@ class WSD(Schedule):
         return params.min_lr_ratio + (1.0 - params.min_lr_ratio) * shapes[params.decay_type]
 
 
-SCHEDULES: Mapping[str, tuple[type[Section], type[Schedule]]] = {
-    "WarmupLR": (WarmupLRParams, WarmupLR),
-    "WarmupDecayLR": (WarmupDecayLRParams, WarmupDecayLR),
-    "WarmupCosineLR": (WarmupCosineLRParams, WarmupCosineLR),
-    "OneCycle": (OneCycleParams, OneCycle),
-    "LRRangeTest": (LRRangeTestParams, LRRangeTest),
-    "WSD": (WSDParams, WSD),
+_SCHEDULES: Mapping[str, type[Schedule]] = {
+    "WarmupLR": WarmupLR,
+    "WarmupDecayLR": WarmupDecayLR,
+    "WarmupCosineLR": WarmupCosineLR,
+    "OneCycle": OneCycle,
+    "LRRangeTest": LRRangeTest,
+    "WSD": WSD,
 }
-
-
-def read_schedule(name: str, params: Mapping[str, Any]) -> tuple[type[Schedule], Section]:
-    """Check the ``scheduler`` section, and return the schedule's class and parameters.
-
-    Raises:
-        ConfigError: The type or a key is unknown, or a value has the wrong type.
-    """
-    if name not in SCHEDULES:
-        hint = suggestion(name, list(SCHEDULES)) or f"; known: {', '.join(SCHEDULES)}"
-        raise ConfigError(f'scheduler.type: unknown schedule "{name}"{hint}')
-    schema, schedule = SCHEDULES[name]
-    return schedule, parse_section(schema, params, "scheduler.params")
 
 
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedule:
@@ -221,8 +163,8 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
             f'scheduler.params.{unresolved}: "auto" needs a number of steps; set it, or training.steps, or give '
             "sdp.initialize the script's arguments as args, with max_steps"
         )
-    schedule, settings = read_schedule(type, params)
-    return schedule(optimizer, settings)  # type: ignore[call-arg]
+    settings = read_scheduler_params(type, params)
+    return _SCHEDULES[type](optimizer, settings)  # type: ignore[call-arg]
 
 
 def keep_shared_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from ...engine.accounting.local_traffic import LocalTraffic
 from ...engine.accounting.traffic_plan import Collective, CollectivePlan
 from ...engine.batch.size import BatchSize
 from ...engine.config.masking import Masking
+from ...engine.config.named_params import check_named_params
 from ...engine.config.schema import Config
 from ...engine.config.sync import SyncSection
 from ...engine.distributed.mesh import Coordinates, Mesh, mesh_of
 from ...engine.errors import ConfigError
 from ...engine.module_paths import parents
 from ...engine.optim.muon.setup import gathered_bytes
-from ...engine.optim.schedules import read_schedule
 from ...engine.placement.layout import Layout
 from ...engine.tracing.repetition import sequence
 from ...engine.tracing.step import StepTrace, trace_step
@@ -68,8 +68,7 @@ def forecast(
         SDPError: The run would end with this error.
     """
     require_planned(config)
-    if config.scheduler is not None and "auto" not in config.scheduler.params.values():
-        read_schedule(config.scheduler.type, config.scheduler.params)
+    check_named_params(config.optimizer, config.scheduler)
     mesh = mesh_of(config, world)
     size = BatchSize.resolve(config, mesh)
     _require_possible_batch(config, size)

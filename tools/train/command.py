@@ -112,12 +112,15 @@ def _run_rank(options: TrainOptions) -> int:
 
 
 def _check_files(config: Config, options: TrainOptions) -> None:
-    """Check once that the dump directory has no other run, and that no data is missing.
+    """Check once that names are known, that the dump directory has no other run, and that no data
+    is missing.
 
     Without this check every rank would find these mistakes, but only after it has imported torch.
     """
     from ..runs.run_files import require_no_other_run
+    from ..shared.config_checks import check_names
 
+    check_names(config)
     require_no_other_run(options.dump_dir, resume=options.resume)
     sources = [source.path for source in config.data.sources or ()]
     paths = sources if config.data.path is None else [config.data.path]

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
+from ...config.named_params import MuonParams
 from ...config.schema import NamedParams
-from ...config.section import Beta, NonNegative, Section, parse_section
+from ...config.section import parse_section
 from ...distributed.tensor_collectives import TensorRanks
 from ...distributed.traffic import Traffic
 from ...errors import ConfigError
 from ...placement.layout import Layout
 from ...placement.tensor_info import TensorInfo
 from .algorithm import Matrix, Muon, Range
-
-
-class MuonParams(Section):
-    """``optimizer.params`` of Muon: torch's names for matrices, and DeepSpeed's for AdamW.
-
-    ``adam_lr``: the rate of the parameters that are not matrices. None means ``lr``.
-    ``state_dtype``: the dtype of the momentum and of AdamW's first moment. ``ns_dtype``: the
-    precision in which a matrix is gathered and made orthogonal.
-    """
-
-    lr: NonNegative = 1e-3
-    momentum: Beta = 0.95
-    nesterov: bool = True
-    ns_steps: Annotated[int, Field(gt=0, lt=100)] = 5
-    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    weight_decay: NonNegative = 0.0
-    adam_lr: NonNegative | None = None
-    betas: Annotated[Sequence[Beta], Field(min_length=2, max_length=2)] = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 def build_muon(

@@ -1,0 +1,255 @@
+"""The ``params`` of the ``optimizer`` and ``scheduler`` sections, by the name of their type.
+
+This file does not need torch, so that a misspelt key is found before a process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ..errors import ConfigError, shorten, suggestion
+from .auto_values import AUTO, NEVER
+from .schema import NamedParams
+from .section import Beta, NonNegative, NonNegativeInt, PositiveInt, Section, parse_section
+
+Betas = Annotated[Sequence[Beta], Field(min_length=2, max_length=2)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Rates = NonNegative | list[NonNegative]  # one rate for all parameter groups, or one for each
+
+_NO_COMPRESSION = "it compresses what ranks send inside its own step, and DeepSpeed has removed it"
+_OUT_OF_SCOPE = "it is not available here; make it yourself and pass it as optimizer="
+# Optimizers of DeepSpeed that are refused, by the name in lower case.
+_REFUSED = {
+    "onebitadam": f'{_NO_COMPRESSION}; use "Adam"',
+    "zerooneadam": f'{_NO_COMPRESSION}; use "Adam"',
+    "onebitlamb": f'{_NO_COMPRESSION}; use "Lamb"',
+    "muadam": _OUT_OF_SCOPE,
+    "muadamw": _OUT_OF_SCOPE,
+    "musgd": _OUT_OF_SCOPE,
+    "adagrad": _OUT_OF_SCOPE,
+}
+
+
+class AdamParams(Section):
+    """``optimizer.params`` of AdamW, Adam and FusedAdam, with DeepSpeed's names and defaults.
+
+    ``weight_decay`` is 0 by default, as in DeepSpeed's own kernels. (torch's AdamW would use 0.01.)
+    ``adam_w_mode`` means decoupled weight decay. It is the default, also for "Adam".
+    ``torch_adam`` is accepted but has no effect, because torch's Adam is used anyway.
+    """
+
+    lr: NonNegative = 1e-3
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    adam_w_mode: bool = True
+    torch_adam: bool = False
+    bias_correction: bool = True
+    amsgrad: Literal[False] = False
+
+
+class LionParams(Section):
+    """``optimizer.params`` of Lion, with DeepSpeed's names and defaults."""
+
+    lr: NonNegative = 1e-3
+    betas: Betas = (0.9, 0.999)
+    weight_decay: NonNegative = 0.0
+
+
+class LambParams(Section):
+    """``optimizer.params`` of Lamb, with DeepSpeed's names and defaults.
+
+    The ratio of the norms of a parameter and of its step is kept between ``min_coeff`` and
+    ``max_coeff``. ``eps_inside_sqrt``: add ``eps`` to the second moment before its root is taken.
+    """
+
+    lr: NonNegative = 1e-3
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    eps_inside_sqrt: bool = False
+    weight_decay: NonNegative = 0.0
+    max_coeff: NonNegative = 10.0
+    min_coeff: NonNegative = 0.01
+    bias_correction: bool = True
+    amsgrad: Literal[False] = False
+
+
+class SGDParams(Section):
+    """``optimizer.params`` of SGD (torch's names)."""
+
+    lr: NonNegative = 1e-3
+    momentum: NonNegative = 0.0
+    dampening: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0
+    nesterov: bool = False
+
+
+class MuonParams(Section):
+    """``optimizer.params`` of Muon: torch's names for matrices, and DeepSpeed's for AdamW.
+
+    ``adam_lr``: the rate of the parameters that are not matrices. None means ``lr``.
+    ``state_dtype``: the dtype of the momentum and of AdamW's first moment. ``ns_dtype``: the
+    precision in which a matrix is gathered and made orthogonal.
+    """
+
+    lr: NonNegative = 1e-3
+    momentum: Beta = 0.95
+    nesterov: bool = True
+    ns_steps: Annotated[int, Field(gt=0, lt=100)] = 5
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    weight_decay: NonNegative = 0.0
+    adam_lr: NonNegative | None = None
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class WarmupParams(Section):
+    """Settings that DeepSpeed's three schedules share."""
+
+    warmup_num_steps: PositiveInt = 1000
+    warmup_type: Literal["log", "linear"] = "log"
+    last_batch_iteration: Literal[-1] = -1  # the checkpoint says where a run continues
+
+
+class WarmupLRParams(WarmupParams):
+    """``scheduler.params`` of WarmupLR. A maximum of null means the optimizer's own rate."""
+
+    warmup_min_lr: Rates = 0.0
+    warmup_max_lr: Rates | None = None
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """``scheduler.params`` of WarmupDecayLR."""
+
+    total_num_steps: PositiveInt
+    warmup_max_lr: Rates | None = 0.001
+
+
+class WarmupCosineLRParams(WarmupParams):
+    """``scheduler.params`` of WarmupCosineLR. Ratios are relative to the optimizer's own rate."""
+
+    total_num_steps: PositiveInt
+    warmup_min_ratio: Ratio = 0.0
+    cos_min_ratio: Ratio = 0.0001
+
+
+class WSDParams(Section):
+    """``scheduler.params`` of WSD. ``min_lr_ratio`` is relative to the optimizer's own rate."""
+
+    total_num_steps: PositiveInt
+    decay_num_steps: PositiveInt
+    warmup_num_steps: NonNegativeInt = 0
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = "1-sqrt"
+    min_lr_ratio: Ratio = 0.0
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> Self:
+        if self.warmup_num_steps + self.decay_num_steps > self.total_num_steps:
+            raise ValueError(
+                f"warmup_num_steps {self.warmup_num_steps} + decay_num_steps {self.decay_num_steps} "
+                f"exceed total_num_steps {self.total_num_steps}"
+            )
+        return self
+
+
+class LRRangeTestParams(Section):
+    """``scheduler.params`` of LRRangeTest."""
+
+    lr_range_test_min_lr: Rates = 1e-3
+    lr_range_test_step_size: PositiveInt = 2000
+    lr_range_test_step_rate: NonNegative = 1.0
+    lr_range_test_staircase: bool = False
+    last_batch_iteration: Literal[-1] = -1  # the checkpoint says where a run continues
+
+
+class OneCycleParams(Section):
+    """``scheduler.params`` of OneCycle: a rise, a fall, and then a decay."""
+
+    cycle_min_lr: Rates
+    cycle_max_lr: Rates
+    decay_lr_rate: NonNegative = 0.0
+    cycle_first_step_size: PositiveInt = 2000
+    cycle_second_step_size: NonNegativeInt | None = None
+    cycle_first_stair_count: NonNegativeInt = 0
+    cycle_second_stair_count: NonNegativeInt | None = None
+    decay_step_size: NonNegativeInt = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: Annotated[float, Field(ge=0, lt=1)] = 0.8
+    cycle_max_mom: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    decay_mom_rate: NonNegative = 0.0
+    last_batch_iteration: Literal[-1] = -1
+
+    @model_validator(mode="after")
+    def _stairs_have_steps(self) -> Self:
+        if self.cycle_second_step_size == 0 and self.cycle_second_stair_count:
+            raise ValueError("cycle_second_stair_count needs a cycle_second_step_size above 0")
+        return self
+
+
+OPTIMIZERS: Mapping[str, type[Section]] = {
+    "AdamW": AdamParams,
+    "Adam": AdamParams,
+    "FusedAdam": AdamParams,
+    "SGD": SGDParams,
+    "Lion": LionParams,
+    "Lamb": LambParams,
+    "Muon": MuonParams,
+}
+SCHEDULES: Mapping[str, type[Section]] = {
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": LRRangeTestParams,
+    "WSD": WSDParams,
+}
+
+
+def check_optimizer_params(type: str, params: Mapping[str, Any]) -> str:
+    """Check the ``optimizer`` section, and return the name of its type as we write it.
+
+    Raises:
+        ConfigError: The type or a key is unknown, or a value has the wrong type.
+    """
+    if type.lower() in _REFUSED:
+        raise ConfigError(f"optimizer.type: {_name(type)} cannot be honoured: {_REFUSED[type.lower()]}")
+    name = next((known for known in OPTIMIZERS if known.lower() == type.lower()), None)
+    if name is None:
+        hint = suggestion(type, OPTIMIZERS) or f"; known: {', '.join(OPTIMIZERS)}"
+        raise ConfigError(f"optimizer.type: unknown optimizer {_name(type)}{hint}")
+    if "max_grad_norm" in params:
+        raise ConfigError(
+            "optimizer.params.max_grad_norm: not an optimizer's setting; use gradient_clipping at top level"
+        )
+    parse_section(OPTIMIZERS[name], params, "optimizer.params")
+    return name
+
+
+def read_scheduler_params(type: str, params: Mapping[str, Any]) -> Section:
+    """Check the ``scheduler`` section, and return its parameters.
+
+    Raises:
+        ConfigError: The type or a key is unknown, or a value has the wrong type.
+    """
+    if type not in SCHEDULES:
+        hint = suggestion(type, SCHEDULES) or f"; known: {', '.join(SCHEDULES)}"
+        raise ConfigError(f"scheduler.type: unknown schedule {_name(type)}{hint}")
+    return parse_section(SCHEDULES[type], params, "scheduler.params")
+
+
+def check_named_params(optimizer: NamedParams | None, scheduler: NamedParams | None) -> None:
+    """Check both sections. A number of steps that is still "auto" fits. Raises ConfigError."""
+    if optimizer is not None:
+        check_optimizer_params(optimizer.type, optimizer.params)
+    if scheduler is not None:
+        params = {key: NEVER if value == AUTO else value for key, value in scheduler.params.items()}
+        read_scheduler_params(scheduler.type, params)
+
+
+def _name(type: str) -> str:
+    return f'"{shorten(type)}"'
