@@ -17,25 +17,31 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from ...engine.config.load import load_config
-from ...engine.config.section import PositiveInt, Section, parse_section
+from ...engine.config.section import Section, parse_section
 from ...engine.environment.child import usable_cores
-from ...engine.errors import ConfigError, shorten
+from ...engine.errors import ConfigError, escape, shorten
 from ...engine.json_files import JsonError, read_json_file
 from ..shared.arguments import positive_int
+from ..shared.config_checks import check_names
+from ..shared.files import make_folder, write_own
 from .plot import plot_grid
 from .runs import figures_of, prepared_data, result_of, run_all, text_of
 
 Settings = dict[str, Any]  # values by dotted keys
+
+MOST_RUNS = 10_000
+MOST_NAME = 200  # characters; a file name may have 255, and a suffix follows
 
 
 class Grid(Section):
@@ -55,8 +61,8 @@ class Grid(Section):
     rows: dict[str, Settings] = Field(min_length=1)
     columns: dict[str, Settings] = Field(min_length=1)
     skip: list[list[str]] = Field(default=[])
-    tune: dict[str, list[Any]] = Field(default={})
-    seeds: PositiveInt = 3
+    tune: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default={})
+    seeds: Annotated[int, Field(gt=0, le=1000)] = 3
 
     def cells(self) -> list[tuple[str, str]]:
         """The cells that are trained, as pairs of row and column."""
@@ -81,13 +87,35 @@ def read_grid(path: Path) -> Grid:
             raise ConfigError(
                 f"{path}: skip: {shorten(json.dumps(cell))} is not a pair of a row and a column of this grid"
             )
-    for cell in grid.cells():
-        for choice in grid.choices():
-            try:
-                load_config(GridRun(grid, *cell, choice, 0).config(None))
-            except ConfigError as error:
-                raise ConfigError(f"{path}: {cell[0]}, {cell[1]}: {error}") from None
+    _check_count(grid, path)
+    by_name: dict[str, GridRun] = {}
+    for run in first_runs(grid):
+        where = f"{path}: {shorten(run.row)}, {shorten(run.column)}"
+        try:
+            check_names(load_config(run.config(None)))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        if len(run.name) > MOST_NAME:
+            raise ConfigError(
+                f"{where}: its directory's name would have {len(run.name)} characters, and {MOST_NAME} fit; use "
+                "shorter names"
+            )
+        if (other := by_name.setdefault(run.name, run)) is not run:
+            raise ConfigError(
+                f"{where}: its directory would be {run.name}, as that of {shorten(other.row)}, "
+                f"{shorten(other.column)}; use names that differ in letters, digits, dots or hyphens"
+            )
     return grid
+
+
+def _check_count(grid: Grid, path: Path) -> None:
+    """Raise ConfigError if the grid has no runs, or too many to list."""
+    cells = len(grid.rows) * len(grid.columns)
+    runs = cells * (math.prod(map(len, grid.tune.values())) + grid.seeds - 1)
+    if runs > MOST_RUNS:
+        raise ConfigError(f"{path}: {runs:,} runs, and a grid may have {MOST_RUNS:,}; use fewer rows or values")
+    if not grid.cells():
+        raise ConfigError(f"{path}: skip: leaves no cell; remove a pair")
 
 
 @dataclass(frozen=True)
@@ -118,6 +146,8 @@ class GridRun:
                     raise ConfigError(f"{key}: {section} is not a section")
             inner[last] = deepcopy(value)
         training = config.setdefault("training", {})
+        if not isinstance(training, dict):
+            return config  # which is refused
         training |= {"seed": self.seed, "evaluate_every": training.get("steps", 0), "save_every": 0}
         config.setdefault("steps_per_print", 10**6)
         if data is not None:
@@ -167,8 +197,9 @@ def report(grid: Grid, out: Path) -> str:
     text = (
         f"{grid.title}: held-out loss of the full model, mean ± deviation of {grid.seeds} seeds\n\n{table(grid, found)}"
     )
-    (out / "grid.json").write_text(json.dumps({"title": grid.title, "cells": found}, indent=1) + "\n", encoding="utf-8")
-    (out / "grid.md").write_text(text + "\n", encoding="utf-8")
+    text = escape(text)
+    write_own(out / "grid.json", json.dumps({"title": grid.title, "cells": found}, indent=1) + "\n")
+    write_own(out / "grid.md", text + "\n")
     if found:
         plot_grid(found, list(grid.columns), out / "grid.png")
     return text
@@ -220,7 +251,7 @@ def run(args: argparse.Namespace) -> int:
     """Run what is missing of the grid, and print its table. Exit code 1: a run failed."""
     options = GridOptions.from_args(args)
     grid, out = options.grid, options.out
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     first = first_runs(grid)
     data = prepared_data(first[0].config(None), out)
     failed = list(run_all(first, out, data, options.jobs))

@@ -43,7 +43,7 @@ from ...engine.placement.layout import Layout
 from ...engine.tracing.ledger import ACTIVATIONS
 from ...engine.tracing.step import trace_step, watched_step
 from ...models.registry import build_model
-from ..shared.files import write_whole
+from ..shared.files import make_folder, write_own
 from ..shared.variants import Variant, variants
 
 GROUPS = 4
@@ -235,9 +235,22 @@ def _saved(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: not the JSON of an earlier table ({error}); remove it or name another directory"
         ) from None
-    if not isinstance(rows, dict):
+    if not isinstance(rows, dict) or not all(_is_table(found) for found in rows.values()):
         raise ConfigError(f"{path}: not the JSON of an earlier table; remove it or name another directory")
     return rows
+
+
+def _is_table(found: Any) -> bool:
+    """Whether a value of an earlier file has rows that :func:`measure` makes."""
+    if not isinstance(found, dict) or not all(isinstance(row, dict) for row in found.values()):
+        return False
+    rows = [row for row in found.values() if "error" not in row]
+    sizes = [row.get(kind) for row in rows for kind in ("planned", "measured")]
+    return (
+        all(isinstance(size, dict) and all(type(size.get(column)) is int for column in COLUMNS) for size in sizes)
+        and all(isinstance(row.get("placement"), str) for row in rows)
+        and all(isinstance(row["error"], str) for row in found.values() if "error" in row)
+    )
 
 
 @dataclass(frozen=True)
@@ -274,19 +287,19 @@ def run(args: argparse.Namespace) -> int:
             "rows are measured on a CPU, but the engine uses the GPU if there is one; hide it with "
             "CUDA_VISIBLE_DEVICES="
         )
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out)
     path = options.out / "memory.json"
     rows = _saved(path)
     for model, variant in itertools.product(options.models, options.variants):
         found = rows.setdefault(model, {})
         if variant.name not in found or "unfinished" in found[variant.name]:
             found[variant.name] = _isolated(TASKS[model], variant)
-            write_whole(path, json.dumps(rows, indent=1) + "\n")
+            write_own(path, json.dumps(rows, indent=1) + "\n")
         row = found[variant.name]
         print(f"{model} {variant.name}: {row.get('error') or row['placement']}", file=sys.stderr, flush=True)
     text, within = report(
         {model: {variant.name: rows[model][variant.name] for variant in options.variants} for model in options.models}
     )
-    write_whole(options.out / "memory.md", text + "\n")
+    write_own(options.out / "memory.md", text + "\n")
     print(text)
     return 0 if within else 1

@@ -21,6 +21,7 @@ from typing import Any
 
 from ...engine.environment.child import usable_cores
 from ..shared.arguments import positive_int
+from ..shared.files import make_folder, write_own
 from .cells import CAPACITIES, DENSE, MATCHED, PROFILES, SMALLER, TASKS, Cell, Sweep
 from .plot import plot_sweep
 from .runs import figures_of, prepared_data, run_all, text_of
@@ -71,8 +72,8 @@ def report(sweep: Sweep, out: Path) -> str:
             "seeds"
         )
         text.append(f"{title}\n\n{markdown}")
-    (out / f"{sweep.task}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    (out / f"{sweep.task}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    write_own(out / f"{sweep.task}.json", json.dumps(figures, indent=1) + "\n")
+    write_own(out / f"{sweep.task}.md", "\n\n".join(text) + "\n")
     plot_sweep(figures, "loss", out / f"{sweep.task}.png")
     return "\n\n".join(text)
 
@@ -119,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run what is missing of the sweep, and print its tables. Exit code 1: a run failed."""
     options = ProfileOptions.from_args(args)
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out)
     first = Cell(options.sweep.task, "", 1.0, DENSE, 0).config(None)
     cells = options.sweep.cells()
     data = prepared_data(first, options.out)

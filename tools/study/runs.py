@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import shutil
 import statistics
 import subprocess
@@ -17,8 +19,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...engine.environment.child import child_environment
-from ...engine.errors import ConfigError, SDPError
+from ...engine.errors import ConfigError, SDPError, escape
 from ..runs.run_files import read_run
+from ..shared.files import refuse_link, write_own
 
 
 class Run(Protocol):
@@ -37,11 +40,13 @@ class Run(Protocol):
 
 
 def result_of(run: Run, out: Path) -> dict[str, float] | None:
-    """Return the last evaluation of a finished run, or None."""
+    """Return the last evaluation of a finished run, or None. Its loss is infinite if it was NaN."""
     with contextlib.suppress(SDPError):
         found = read_run(out / run.name)
         if found.summary is not None and found.evaluations:
-            return {key: value for key, value in found.evaluations[-1].items() if isinstance(value, int | float)}
+            last = found.evaluations[-1]
+            numbers = {key: value for key, value in last.items() if isinstance(value, int | float)}
+            return {"loss": math.inf, **numbers}
     return None
 
 
@@ -66,13 +71,37 @@ def run_one(run: Run, out: Path, data: Path | None, train: Train = start_trainin
     """
     path, folder = out / f"{run.name}.json", out / run.name
     config = json.dumps(run.config(data), indent=1) + "\n"
-    made = path.read_text(encoding="utf-8") if path.exists() else None
+    made = read_own(path)
     if made == config and result_of(run, out) is not None:
         return None
-    shutil.rmtree(folder, ignore_errors=True)
-    path.write_text(config, encoding="utf-8")
+    remove_run(folder, made)
+    write_own(path, config)
     ended = train(path, folder)
     return None if ended.returncode == 0 else f"{run.name}: {_last_words(ended)}"
+
+
+def read_own(path: Path) -> str | None:
+    """Return the configuration that a study wrote, or None if there is none.
+
+    Raises WriteError for a symbolic link, and ConfigError for what cannot be read.
+    """
+    refuse_link(path)
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); remove it") from None
+
+
+def remove_run(folder: Path, config: str | None) -> None:
+    """Remove the directory of a run that was cut off. ``config``: what the study wrote for it.
+
+    Raises ConfigError for a directory that no run of a study made.
+    """
+    if not os.path.lexists(folder):
+        return
+    if config is None or folder.is_symlink() or not folder.is_dir():
+        raise ConfigError(f"{folder}: exists, and this study did not make it; move it, or name another folder")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _last_words(ended: subprocess.CompletedProcess[str]) -> str:
@@ -84,7 +113,7 @@ def run_all(wanted: Sequence[Run], out: Path, data: Path | None, jobs: int) -> I
     with ThreadPoolExecutor(jobs) as pool:
         ended = pool.map(lambda run: run_one(run, out, data), wanted)
         for number, (run, error) in enumerate(zip(wanted, ended, strict=True), 1):
-            print(f"{number}/{len(wanted)} {error or run.name}", file=sys.stderr, flush=True)
+            print(escape(f"{number}/{len(wanted)} {error or run.name}"), file=sys.stderr, flush=True)
             if error is not None:
                 yield error
 
@@ -99,15 +128,16 @@ def prepared_data(config: Mapping[str, Any], out: Path) -> Path | None:
     Returns:
         None if each run makes its data set in a second.
     """
-    if "tokenizer" not in config["data"] or "path" in config["data"]:
+    section = config.get("data", {})
+    if "tokenizer" not in section or "path" in section or "sources" in section:
         return None
     data = out / "corpus"
     if not data.exists():
         path, folder = out / "first.json", out / "first"
         first = deepcopy(dict(config))
         first["training"] = first.get("training", {}) | {"steps": 1, "evaluate_every": 0}
-        shutil.rmtree(folder, ignore_errors=True)
-        path.write_text(json.dumps(first), encoding="utf-8")
+        remove_run(folder, read_own(path))
+        write_own(path, json.dumps(first))
         ended = start_training(path, folder)
         if ended.returncode != 0:
             raise ConfigError(f"{path}: the run that prepares the corpus failed: {_last_words(ended)}")
@@ -123,7 +153,8 @@ def figures_of(runs: Sequence[Run], out: Path) -> dict[str, Any] | None:
     if not results:
         return None
     values = [result["loss"] for result in results]
-    spread = statistics.stdev(values) if len(values) > 1 else None
+    is_finite = all(map(math.isfinite, values))
+    spread = statistics.stdev(values) if len(values) > 1 and is_finite else None
     return {"mean": statistics.mean(values), "spread": spread, "seeds": len(values), "steps": results[0]["step"]}
 
 
