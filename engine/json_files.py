@@ -65,6 +65,11 @@ def read_json_file(path: Path, *, unique_keys: bool = False, most_bytes: int = M
         JsonError: as :func:`parse_json`, or the file is too large or not UTF-8.
         OSError: the file cannot be read, or is not a regular file. A FIFO would wait forever.
     """
+    return parse_json(read_text_file(path, most_bytes=most_bytes), unique_keys=unique_keys)
+
+
+def read_text_file(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
+    """The text of the regular file ``path``, with the errors of :func:`read_json_file`."""
     if not stat.S_ISREG(path.stat().st_mode):
         kind = errno.EISDIR if path.is_dir() else errno.EINVAL
         raise OSError(kind, os.strerror(kind) if kind == errno.EISDIR else "it is not a regular file", str(path))
@@ -72,12 +77,11 @@ def read_json_file(path: Path, *, unique_keys: bool = False, most_bytes: int = M
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise JsonError(f"the file is larger than {most_bytes >> 20} MiB")
+        raise JsonError(f"the file is larger than {most_bytes >> 10:,} KiB")
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise JsonError(f"cannot be read, it is not text in UTF-8 (byte {error.start})") from None
-    return parse_json(text, unique_keys=unique_keys)
 
 
 def _whole_number(text: str) -> int:

@@ -9,8 +9,8 @@ import time
 
 from ..engine.config.load import load_config
 from ..engine.elastic.coordinator import Coordinator
-from ..engine.environment.elastic import read_token
-from ..engine.errors import ConfigError, PeerLostError, escape
+from ..engine.environment.elastic import read_token, split_address
+from ..engine.errors import ConfigError, PeerLostError, escape, shorten
 from ..launcher.signals import caught_signals
 from .shared.arguments import add_config_arguments, positive_int
 
@@ -37,16 +37,16 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.set)
     if not config.sdp.elastic.enabled:
         raise ConfigError("sdp.elastic.enabled: is false, and only an elastic run needs a coordinator; set it true")
-    host, _, port = args.bind.rpartition(":")
-    if not host or not port.isdigit() or int(port) >= 1 << 16:
-        raise ConfigError(f"--bind {args.bind}: expected HOST:PORT")
+    address = split_address(args.bind)
+    if address is None:
+        raise ConfigError(f"--bind {shorten(args.bind)}: expected HOST:PORT")
     coordinator = Coordinator(
         config.sdp.groups,
         args.ranks,
         read_token(),
         _say,
-        host=host.strip("[]"),
-        port=int(port),
+        host=address[0],
+        port=address[1],
         heartbeat_seconds=config.sdp.elastic.heartbeat_seconds,
         wait_seconds=config.sdp.elastic.wait_seconds,
     )

@@ -68,9 +68,10 @@ class Coordinator:
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listening = socket.create_server((host, port), family=family, backlog=256)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a name that no host can have raises UnicodeError
+            reason = getattr(error, "strerror", None) or error
             raise LaunchError(
-                f"the coordinator cannot listen on {host}:{port} ({error.strerror or error}); name another address"
+                f"the coordinator cannot listen on {host}:{port} ({reason}); name another address"
             ) from None
         self._listening.setblocking(False)
         self.host, self.port = self._listening.getsockname()[:2]

@@ -8,12 +8,13 @@ A group that dies before costs this step, which the others repeat in the next ge
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from .messages import Message, ProtocolError
+from .messages import MOST_ANSWER_BYTES, Message, ProtocolError
 from .records import Generation, Loss, Rank
 
 STEP = 99  # the phase before a step, the only one in which a group may join
@@ -49,6 +50,7 @@ class Membership:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._groups, self._ranks = groups, ranks
+        self._most_facts = MOST_ANSWER_BYTES // 2 // (groups * ranks)  # the answer has those of all ranks
         self._send, self._close, self._say, self._clock = send, close, say, clock
         self._heartbeat, self._wait = heartbeat_seconds, wait_seconds
         self._peers: dict[Peer, Rank] = {}
@@ -117,6 +119,9 @@ class Membership:
             return  # it does not know yet that its generation is over
         if now.is_over or message.get("attempt") != now.attempt:
             return
+        size = len(json.dumps(message.get("facts")))
+        if size > self._most_facts:
+            raise ProtocolError(f"facts of {size:,} bytes, and {self._most_facts:,} are possible")
         now.votes[rank.slot, rank.inside] = message
         if not message.get("ok"):
             self._abort(f"group {rank.slot} could not finish its reductions")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..environment.elastic import split_address
 from .messages import Message, ProtocolError
 
 _MOST_TEXT = 256
@@ -30,13 +31,17 @@ class Rank:
             ProtocolError: a value is missing, or is not one of this run, which has so many
                 ``groups`` of so many ``ranks``.
         """
-        slot, inside, step = (message.get(key) for key in ("slot", "inside", "step"))
+        slot, inside = message.get("slot"), message.get("inside")
         texts = [message.get(key) for key in ("life", "host", "store")]
-        numbers = [slot, inside, step, message.get("phase")]
+        numbers = [slot, inside, *(message.get(key) for key in ("step", "phase")), message.get("generation", 0)]
         if not all(type(number) is int and 0 <= number < 2**53 for number in numbers):
             raise ProtocolError("a join with wrong numbers")
         if not all(isinstance(text, str) and len(text) <= _MOST_TEXT for text in texts):
             raise ProtocolError("a join with wrong texts")
+        if not all(type(message.get(key, False)) is bool for key in ("fresh", "pending")):
+            raise ProtocolError("a join with wrong switches")
+        if texts[2] and split_address(str(texts[2])) is None:
+            raise ProtocolError("a join with a store that is not HOST:PORT")
         assert isinstance(slot, int) and isinstance(inside, int)
         if slot >= groups or inside >= ranks or message.get("ranks") != ranks:
             raise ProtocolError(f"rank {inside} of group {slot}, which this run does not have")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import LaunchError, quote
+from ..errors import LaunchError, quote, shorten
+from ..json_files import read_text_file
 
 SLOT, LIFE, COORDINATOR = "SDP_ELASTIC_GROUP", "SDP_ELASTIC_LIFE", "SDP_ELASTIC_COORDINATOR"
 TOKEN, TOKEN_FILE = "SDP_ELASTIC_TOKEN", "SDP_ELASTIC_TOKEN_FILE"
-_LEAST_TOKEN = 16  # characters
+_LEAST_TOKEN, _MOST_TOKEN = 16, 1 << 16  # characters
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,20 @@ def elastic_environment() -> ElasticEnvironment | None:
     slot, address = os.environ.get(SLOT), os.environ.get(COORDINATOR)
     if slot is None or address is None:
         return None
-    host, _, port = address.rpartition(":")
-    if not slot.isdigit() or not host or not port.isdigit():
+    parts = split_address(address)
+    if re.fullmatch("[0-9]{1,7}", slot) is None or parts is None:
         raise LaunchError(
             f"{SLOT}={quote(slot)} and {COORDINATOR}={quote(address)}: a number and HOST:PORT are expected"
         )
-    return ElasticEnvironment(int(slot), os.environ.get(LIFE, ""), host, int(port), read_token())
+    return ElasticEnvironment(int(slot), os.environ.get(LIFE, ""), *parts, read_token())
+
+
+def split_address(address: str) -> tuple[str, int] | None:
+    """Return host and port of HOST:PORT, where IPv6 may have brackets. None if it is not that."""
+    found = re.fullmatch(r"([!-~]+):([0-9]{1,5})", address)
+    if found is None or int(found[2]) >= 1 << 16:
+        return None
+    return found[1].strip("[]"), int(found[2])
 
 
 def read_token() -> bytes:
@@ -60,9 +70,9 @@ def read_token() -> bytes:
     path, token = os.environ.get(TOKEN_FILE), os.environ.pop(TOKEN, "")
     if path:
         try:
-            token = Path(path).read_text(encoding="utf-8").strip()
+            token = read_text_file(Path(path), most_bytes=_MOST_TOKEN).strip()
         except (OSError, ValueError) as error:
-            raise LaunchError(f"{TOKEN_FILE}={path}: cannot be read ({error})") from None
+            raise LaunchError(f"{TOKEN_FILE}={shorten(path)}: cannot be read ({error})") from None
     if len(token) < _LEAST_TOKEN:
         raise LaunchError(
             f"the coordinator needs a shared token of {_LEAST_TOKEN} characters or more; put it into a file and name "

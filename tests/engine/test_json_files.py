@@ -59,5 +59,5 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_large_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "large.json").write_text(" " * (1 << 20) + "1")
-    with pytest.raises(JsonError, match="larger than 1 MiB"):
+    with pytest.raises(JsonError, match="larger than 1,024 KiB"):
         read_json_file(tmp_path / "large.json", most_bytes=1 << 20)

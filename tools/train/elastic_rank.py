@@ -49,6 +49,10 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
             "a rank of an elastic run needs RANK and WORLD_SIZE of its group; start the run with sdp train"
         )
     ranks, dump_dir = found.world_size, options.dump_dir
+    if told.slot >= config.sdp.groups:
+        raise LaunchError(
+            f"SDP_ELASTIC_GROUP={told.slot}: the run has {config.sdp.groups} groups, numbered from 0 (sdp.groups)"
+        )
     rank, size = told.slot * ranks + found.rank, config.sdp.groups * ranks
     config = keep_holders(config, dump_dir)  # also for a group that returns
     config = preflight.check(config, mesh_of(config, size), dump_dir, resume=options.resume)
