@@ -17,7 +17,7 @@ from .errors import shorten
 
 MOST_BYTES = 64 << 20
 MOST_DEPTH = 200
-MOST_DIGITS = 400  # the longest float of 64 bits has 309 digits before its point
+MOST_DIGITS = 308  # every whole number can then become a float of 64 bits
 
 
 class JsonError(ValueError):

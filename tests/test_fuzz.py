@@ -20,32 +20,62 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sdp.engine.errors import CheckpointError
+from sdp.engine.errors import CheckpointError, ConfigError
+from sdp.engine.placement.noise.allocation import allocate
+from sdp.engine.placement.noise.measured import measured_traces
 from sdp.tests.support.checkpoints import load_by_reference, reseal, save_one_step
 from sdp.tests.support.fabricated_runs import make_run
 from sdp.tools.cli import main
+from sdp.tools.study.grid import read_grid
 
 SECONDS = 20  # for one input
-CONFIG = json.dumps(
+BASE: dict[str, Any] = {
+    "train_batch_size": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95]}},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}},
+    "zero_optimization": {"stage": 1},
+    "env": {"NCCL_DEBUG": "WARN"},
+    "sdp": {"groups": 2, "capacity": 0.5, "units": "auto", "placement": "cyclic"},
+    "model": {
+        "name": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "vocab_size": 260,
+    },
+    "data": {"path": "nowhere", "sequence_length": 32},
+    "training": {"steps": 4, "save_every": 2},
+}
+CONFIG = json.dumps(BASE)
+# The sections that exclude each other: each is mutated in a file of its own.
+SYNC = {"every": 4, "outer_optimizer": {"type": "SGD", "params": {"lr": 0.7, "momentum": 0.9, "nesterov": True}}}
+MASKING = [{"until": 0.5, "masking": "forward"}, {"masking": "backward"}]
+SOURCES = {"sources": [{"path": "a", "weight": 0.5}, {"path": "b", "weight": 2}], "sequence_length": 32}
+OTHERS = [
+    json.dumps(BASE | {section: BASE.get(section, {}) | settings for section, settings in changes.items()})
+    for changes in (
+        {"sdp": {"sync": SYNC}},
+        {"sdp": {"elastic": {"enabled": True, "heartbeat_seconds": 5.0, "restarts": 3}, "survive": 0, "capacity": 1.0}},
+        {"sdp": {"masking": MASKING, "group_sizes": [1, 1]}},
+        {"sdp": {"lr_scale": 0.5, "profile": [2, 2, 1, 1]}, "training": {"noise_scale_interval": 2}},
+        {"data": SOURCES, "training": {"evaluate_tasks": {"tasks": ["x"], "limit": 3}, "on_spike": "skip"}},
+    )
+]
+GRID = json.dumps(
     {
-        "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95]}},
-        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}},
-        "zero_optimization": {"stage": 1},
-        "env": {"NCCL_DEBUG": "WARN"},
-        "sdp": {"groups": 2, "capacity": 0.5, "units": "auto", "placement": "cyclic"},
-        "model": {
-            "name": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "vocab_size": 260,
-        },
-        "data": {"path": "nowhere", "sequence_length": 32},
-        "training": {"steps": 4, "save_every": 2},
+        "title": "Rates",
+        "seeds": 2,
+        "base": BASE,
+        "rows": {"dense": {"sdp.groups": 1}, "half": {"sdp.capacity": 0.5}},
+        "columns": {"every step": {}, "H = 4": {"sdp.sync": SYNC}},
+        "skip": [["dense", "H = 4"]],
+        "tune": {"optimizer.params.lr": [0.1, 0.2]},
     }
 )
+UNITS = [f"model.layers.{unit}" for unit in range(4)]
+TRACES = {unit: {"trace": 1.0 + number} for number, unit in enumerate(UNITS)}
+NOISE = "".join(json.dumps({"step": step, "noise": TRACES}) + "\n" for step in (1, 2))
 METRICS = "".join(
     json.dumps({"step": step, "tokens": 8 * step, "loss": 3.0, "tokens_per_second": 9.5, "comm_bytes": 7}) + "\n"
     for step in (1, 2, 3)
@@ -63,9 +93,10 @@ edits = st.lists(
 )
 VALUES = [
     None, True, False, -1, 0, 1, 7, 1.5, 1e308, 10**30, 2**63, float("nan"), float("inf"), "x", "", "\x1b[31m", "../x",
-    "9" * 40, [], {}, [[]], [None], {"a": 1}, [1, 2, 3], ["x"], {"": {}},
+    "9" * 40, 10**307, [], {}, [[]], [None], {"a": 1}, [1, 2, 3], ["x"], {"": {}},
 ]  # fmt: skip
 replacements = st.lists(st.tuples(st.floats(0, 1), st.sampled_from(VALUES)), min_size=1, max_size=2)
+ONE_HOST = ["--launcher", "slurm", "--gpus-per-node", "2", "--dry-run"]
 tried: dict[str, int] = {}
 
 
@@ -173,6 +204,38 @@ def fuzz_structure(folder: Path, changes: Any) -> None:
         check("plan", str(folder / "run.json"), "--world", "2", "--alone")
 
 
+def fuzz_other_sections(folder: Path, changes: Any) -> None:
+    text = OTHERS[int(changes[0][0] * 1000) % len(OTHERS)]
+    (folder / "run.json").write_text(json.dumps(with_other_values(json.loads(text), changes)))
+    check("config", str(folder / "run.json"))
+    check("launch", *ONE_HOST, str(folder / "run.json"))
+    if int(changes[0][0] * 1000) % 8 == 0:
+        check("plan", str(folder / "run.json"), "--world", "2", "--alone")
+
+
+def fuzz_grid(folder: Path, changes: Any) -> None:
+    """A grid that may run ends here."""
+    (folder / "grid.json").write_text(json.dumps(with_other_values(json.loads(GRID), changes)))
+    (folder / "out").write_text("a file")
+    check("study", "grid", str(folder / "grid.json"), str(folder / "out"))
+
+
+def fuzz_noise(folder: Path, changes: Any) -> None:
+    """The metrics of an earlier run, from which the numbers of holders follow."""
+    lines = [json.loads(line) for line in NOISE.splitlines()]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, with_other_values(lines, changes))))
+    tried["noise"] = tried.get("noise", 0) + 1
+    with time_limit(), contextlib.suppress(ConfigError):
+        traces = measured_traces(str(folder), UNITS, preconditioned=False)
+        assert sum(allocate(traces, [1, 2, 3, 4], 2, 15)) >= 4
+
+
+def fuzz_coordinate(folder: Path, changes: Any) -> None:
+    """Everything is wrong but the file, so that nothing listens."""
+    (folder / "run.json").write_bytes(mutate(OTHERS[1], changes))
+    check("coordinate", str(folder / "run.json"), "--bind", "nowhere")
+
+
 def fuzz_run_files(folder: Path, changes: Any) -> None:
     if not (folder / "good").exists():
         make_run(folder / "good", steps=10)
@@ -207,10 +270,13 @@ def fuzz_checkpoint(folder: Path, changes: Any) -> None:
 
 COMMANDS = {
     fuzz_config: 500, fuzz_launch: 150, fuzz_hostfile: 100, fuzz_report: 120, fuzz_prepare: 70, fuzz_plan: 60,
-    fuzz_structure: 200, fuzz_run_files: 200, fuzz_checkpoint: 100,
+    fuzz_structure: 200, fuzz_run_files: 200, fuzz_checkpoint: 100, fuzz_other_sections: 200, fuzz_grid: 100,
+    fuzz_noise: 60, fuzz_coordinate: 40,
 }  # fmt: skip
 # What each changes: bytes of a text, or values of JSON.
-STRATEGIES = dict.fromkeys((fuzz_structure, fuzz_run_files, fuzz_checkpoint), replacements)
+STRATEGIES = dict.fromkeys(
+    (fuzz_structure, fuzz_run_files, fuzz_checkpoint, fuzz_other_sections, fuzz_grid, fuzz_noise), replacements
+)
 names = [fuzz.__name__ for fuzz in COMMANDS]
 
 
@@ -222,6 +288,14 @@ def test_what_is_mutated_is_good(tmp_path: Path) -> None:
         ["plan", str(tmp_path / "run.json"), "--world", "2", "--alone"],
     ):
         assert main(words) == 0
+    for number, text in enumerate(OTHERS):
+        (tmp_path / f"{number}.json").write_text(text)
+        assert main(["config", str(tmp_path / f"{number}.json")]) == 0
+        assert main(["launch", *ONE_HOST, str(tmp_path / f"{number}.json")]) == 0
+    (tmp_path / "grid.json").write_text(GRID)
+    assert read_grid(tmp_path / "grid.json").cells()
+    (tmp_path / "metrics.jsonl").write_text(NOISE)
+    assert measured_traces(str(tmp_path), UNITS, preconditioned=False) == [1.0, 2.0, 3.0, 4.0]
 
 
 def run_fuzz(fuzz: Any, folder: Path, count: int) -> None:

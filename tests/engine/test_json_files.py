@@ -17,6 +17,7 @@ from sdp.engine.json_files import MOST_DEPTH, JsonError, parse_json, read_json_f
         ("[" * 100_000, "nested more than"),
         ("[" * 300 + "]" * 300, "nested more than"),
         ('{"a": ' + "9" * 5000 + "}", "5000 digits"),
+        ('{"a": ' + "9" * 309 + "}", "309 digits"),  # it would overflow a float
         ('{"a": "\\ud800"}', "surrogate"),
         ('{"\\udfff": 1}', "surrogate"),
         ('{"a": }', "1:7: not valid JSON"),

@@ -13,6 +13,7 @@ from ...json_files import JsonError, parse_json
 
 METRICS = "metrics.jsonl"  # in the directory of a run
 LONGEST_LINE = 64 << 20  # bytes
+MOST_TRACE = 1e150  # a larger one, or NaN, is damaged; sums and quotients of smaller ones do not overflow
 
 
 def measured_traces(source: str, names: Sequence[str], *, preconditioned: bool) -> list[float]:
@@ -34,7 +35,7 @@ def measured_traces(source: str, names: Sequence[str], *, preconditioned: bool) 
     for units in _measured_steps(path):
         for name, noise in units.items():
             value = noise.get(key) if isinstance(noise, dict) else None
-            if isinstance(value, int | float) and math.isfinite(value):
+            if type(value) in (int, float) and abs(value) < MOST_TRACE:
                 traces[name].append(max(0.0, float(value)))  # below 0 by rounding alone
     missing = [name for name in names if name not in traces]
     if missing:

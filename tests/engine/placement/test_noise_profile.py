@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,24 @@ def test_the_resolved_profile_needs_no_file_and_makes_the_same_placement(metrics
         second = placed(units(costs), **{**section.model_dump(exclude_unset=True), "profile": moved})
         assert first.holders == second.holders
         assert resolve_profile(resolved, units(costs)) is resolved
+
+
+@pytest.mark.parametrize("value", [10**300, 1e308, math.inf, math.nan, "1", None, [], True])
+def test_noise_that_is_no_usable_number_is_missing(tmp_path: Path, value: Any) -> None:
+    """Sums of numbers near the largest one would overflow."""
+    step = {"layers.0": (value, None), "layers.1": (1.0, None)}
+    with pytest.raises(ConfigError, match=r"has no trace of 'layers\.0' \(1 of 2 units\)"):
+        measured_traces(str(write(tmp_path / "a.jsonl", step, step)), ["layers.0", "layers.1"], preconditioned=False)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000 + b"\n{}", b"\n\n", b"\xff\n{}", b"[1]\n3\n", b'{"noise": []}', b""]
+)
+def test_lines_that_no_run_writes_are_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"sdp\.profile\.noise: .*metrics\.jsonl") as caught:
+        measured_traces(str(tmp_path), ["layers.0"], preconditioned=False)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
 def test_what_cannot_be_read_is_one_clear_line(tmp_path: Path, metrics: Path) -> None:
