@@ -51,7 +51,7 @@ CONFIG = json.dumps(BASE)
 # The sections that exclude each other: each is mutated in a file of its own.
 SYNC = {"every": 4, "outer_optimizer": {"type": "SGD", "params": {"lr": 0.7, "momentum": 0.9, "nesterov": True}}}
 MASKING = [{"until": 0.5, "masking": "forward"}, {"masking": "backward"}]
-SOURCES = {"sources": [{"path": "a", "weight": 0.5}, {"path": "b", "weight": 2}], "sequence_length": 32}
+SOURCES = {"path": None, "sources": [{"path": "a", "weight": 0.5}, {"path": "b", "weight": 2}], "sequence_length": 32}
 OTHERS = [
     json.dumps(BASE | {section: BASE.get(section, {}) | settings for section, settings in changes.items()})
     for changes in (

@@ -34,7 +34,7 @@ def check_tag(tag: Any) -> str:
     Raises:
         CheckpointError: ``tag`` is not a name that a checkpoint's directory may have.
     """
-    if isinstance(tag, Real) and not isinstance(tag, bool) and abs(tag) < 2**63:  # numpy's numbers, too
+    if isinstance(tag, Real) and not isinstance(tag, bool) and -(2**63) < tag < 2**63:  # numpy's numbers, too
         tag = str(tag)
     if not isinstance(tag, str):
         problem: str | None = "is not text"
