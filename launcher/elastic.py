@@ -28,6 +28,7 @@ from .own_command import own_command, search_path
 from .own_files import open_own_file
 from .rank_process import RankProcess
 from .signals import GRACE_SECONDS, caught_signals
+from .stopped import StoppedRanks, describe
 
 _POLL_SECONDS = 0.02
 _BACK_OFF_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # before the first, second, … restart in a window
@@ -132,6 +133,7 @@ class _Started:
     def watch(self, received: list[int], stop_seconds: float) -> None:
         """Start groups, and start lost ones again, until none is left that runs or will."""
         known, end = 0, float("inf")
+        stopped: StoppedRanks | None = None
         while any(group.ranks or group.due is not None for group in self._groups):
             if len(received) > known:
                 if known:
@@ -141,6 +143,10 @@ class _Started:
                     f"{signal.Signals(received[0]).name} received, ending {self._run.groups} groups (again: kill them)"
                 )
                 self._signal_all(received[0])
+                stopped = StoppedRanks([rank for group in self._groups for rank in group.ranks])
+            if stopped is not None and (rank := stopped.for_too_long()) is not None:
+                _say(f"{describe(rank)}: it is killed")
+                rank.kill()
             if time.monotonic() > end:
                 return
             for group in self._groups:

@@ -21,13 +21,9 @@ from .own_command import own_command, search_path
 from .own_files import open_own_file
 from .rank_process import RankProcess
 from .signals import CAUGHT, GRACE_SECONDS, caught_signals
-
-# A rank that is stopped (SIGSTOP) writes no checkpoint, and the others wait for it. All are killed
-# this long after a signal.
-STOPPED_SECONDS = 15.0
+from .stopped import StoppedRanks, describe
 
 _POLL_SECONDS = 0.05
-_LOOK_SECONDS = 1.0
 # A rank that fails breaks the collectives of the others, which fail too. This long after the first
 # failure, those that have ended are compared, so that the cause is reported and not its
 # consequences.
@@ -141,34 +137,19 @@ def _end(ranks: Sequence[RankProcess], received: list[int], grace_seconds: float
     for rank in ranks:
         if not rank.has_ended():
             rank.process.send_signal(received[0] if received else signal.SIGTERM)
-    known, stopped = len(received), _StoppedRanks(ranks)
-    _wait(ranks, lambda: len(received) > known or stopped.for_too_long(), grace_seconds)
+    known, stopped = len(received), StoppedRanks(ranks)
+
+    def must_kill() -> bool:
+        rank = stopped.for_too_long()
+        if rank is not None:
+            _say(f"{describe(rank)}: all processes are killed")
+        return rank is not None or len(received) > known
+
+    _wait(ranks, must_kill, grace_seconds)
     for rank in ranks:
         if not rank.has_ended():
             rank.kill()
     _wait(ranks, lambda: False)
-
-
-class _StoppedRanks:
-    """Finds out whether a rank is stopped (SIGSTOP) while the others wait for it."""
-
-    def __init__(self, ranks: Sequence[RankProcess]):
-        self._ranks = ranks
-        self._looked = self._runs = time.monotonic()
-
-    def for_too_long(self) -> bool:
-        """Whether a rank was stopped at each look in the last seconds. If so, says which."""
-        now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
-            return False
-        self._looked = now
-        stopped = next((rank for rank in self._ranks if rank.is_stopped()), None)
-        if stopped is None:
-            self._runs = now
-        elif now - self._runs >= STOPPED_SECONDS:
-            _say(f"{stopped.whereabouts or f'rank {stopped.rank}'}, is stopped: all processes are killed")
-            return True
-        return False
 
 
 def _signal_to_a_rank(failures: Sequence[tuple[RankProcess, FatalError]]) -> int:

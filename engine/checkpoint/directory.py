@@ -12,7 +12,7 @@ import os
 import shutil
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..errors import CheckpointError, quote
 from .files import INCOMPLETE, PARTIAL, STATE, encode_state, is_ours, is_plain, is_whole, read_json, write_durably
@@ -34,7 +34,9 @@ def check_tag(tag: Any) -> str:
     Raises:
         CheckpointError: ``tag`` is not a name that a checkpoint's directory may have.
     """
-    if isinstance(tag, Real) and not isinstance(tag, bool) and -(2**63) < tag < 2**63:  # numpy's numbers, too
+    if (
+        isinstance(tag, Real) and not isinstance(tag, bool) and -(2**63) < cast(float, tag) < 2**63
+    ):  # numpy's numbers, too
         tag = str(tag)
     if not isinstance(tag, str):
         problem: str | None = "is not text"
