@@ -34,9 +34,8 @@ def check_tag(tag: Any) -> str:
     Raises:
         CheckpointError: ``tag`` is not a name that a checkpoint's directory may have.
     """
-    if (
-        isinstance(tag, Real) and not isinstance(tag, bool) and -(2**63) < cast(float, tag) < 2**63
-    ):  # numpy's numbers, too
+    is_number = isinstance(tag, Real) and not isinstance(tag, bool)  # numpy's numbers, too
+    if is_number and -(2**63) < cast(float, tag) < 2**63:
         tag = str(tag)
     if not isinstance(tag, str):
         problem: str | None = "is not text"

@@ -36,7 +36,7 @@ def seconds_until_killed(look: float, runs_at: float = -1.0) -> float:
             return now[0]
 
 
-@pytest.mark.parametrize("look", [0.02, 0.05, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("look", [0.02, 0.05, 0.3, 1.0])
 def test_the_looks_add_up_to_less_than_what_is_promised(look: float) -> None:
     assert STOPPED_SECONDS - 1 < seconds_until_killed(look) <= STOPPED_SECONDS
 
@@ -51,7 +51,9 @@ def test_a_stopped_rank_does_not_hold_up_an_elastic_run(
     """The launcher would wait 300 seconds for a checkpoint."""
     monkeypatch.setattr(stopped, "STOPPED_SECONDS", 2.0)
     note = tmp_path / "pid"
-    script = f"import os; open({str(note)!r}, 'w').write(str(os.getpid())); os.kill(os.getpid(), signal.SIGSTOP)"
+    stop = f"os.kill(os.getpid(), {int(signal.SIGSTOP)})"
+    script = f"import os; open({str(note)!r}, 'w').write(str(os.getpid())); {stop}"
+    command = [sys.executable, "-Sc", script]
 
     def end_when_stopped() -> None:
         until(lambda: note.exists() and note.read_text() and " T " in status(int(note.read_text())))
@@ -59,9 +61,7 @@ def test_a_stopped_rank_does_not_hold_up_an_elastic_run(
 
     thread = threading.Thread(target=end_when_stopped)
     thread.start()
-    code = start_elastic(
-        [], ElasticRun(1, 1), tmp_path / "logs", stop_seconds=300, command=[sys.executable, "-Sc", script]
-    )
+    code = start_elastic([], ElasticRun(1, 1), tmp_path / "logs", stop_seconds=300, command=command)
     thread.join()
     assert code == 143
     assert "rank 0, is stopped: it is killed" in capsys.readouterr().err
