@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 from ..engine.errors import LaunchError
@@ -17,11 +18,16 @@ def open_own_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT | os.O_APPEN
 
     Raises:
         LaunchError: ``path`` is a symbolic link, which somebody may have put there to have another
-            file overwritten.
+            file overwritten, or is not a regular file.
         OSError: ``path`` cannot be opened.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        # A FIFO without a reader would block.
+        opened = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            os.close(opened)
+            raise LaunchError(f"{path}: is not a regular file, and a run writes a file of its own there; remove it")
+        return opened
     except OSError as error:
         if error.errno == errno.ELOOP:
             refuse_link(path)

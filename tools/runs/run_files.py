@@ -21,7 +21,7 @@ from ...engine.config.schema import Config
 from ...engine.errors import ConfigError, DataError, shorten
 from ...engine.json_files import parse_json, read_json_file
 from ...engine.placement.placement import Placement
-from ..shared.files import WriteError, refuse_link, write_whole
+from ..shared.files import WriteError, refuse_link, require_own_file, write_whole
 from .run_shapes import Line, RunConfig, SavedPlacement, Summary, find_wrong_field
 
 log = logging.getLogger("sdp")
@@ -47,7 +47,9 @@ class RunFiles:
     def __init__(self, dump_dir: Path, resume: bool):
         self.dump_dir = dump_dir
         self._open: dict[str, TextIO] = {}
-        for name in (LOCK, CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS, *DIRECTORIES):
+        for name in (LOCK, CONFIG, PLACEMENT, SUMMARY, METRICS, EVALUATIONS):
+            require_own_file(dump_dir / name)
+        for name in DIRECTORIES:
             refuse_link(dump_dir / name)
         require_no_other_run(dump_dir, resume=resume)
         try:
@@ -89,7 +91,7 @@ class RunFiles:
         """
         self._close_lines()
         for name in (METRICS, EVALUATIONS):
-            refuse_link(self.dump_dir / name)
+            require_own_file(self.dump_dir / name)
             if (self.dump_dir / name).exists():
                 kept = [line for line in _read_lines(self.dump_dir / name) if line["step"] <= step]
                 write_whole(self.dump_dir / name, "".join(f"{json.dumps(line)}\n" for line in kept))
@@ -109,7 +111,7 @@ class RunFiles:
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         path = self.dump_dir / name
         if name not in self._open:
-            refuse_link(path)
+            require_own_file(path)
         try:
             # Line-buffered. Opened at the first line, so that a run that fails before it leaves no
             # empty file.
@@ -124,7 +126,7 @@ class RunFiles:
 
     def _replace(self, name: str, data: Mapping[str, Any]) -> None:
         text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
-        refuse_link(self.dump_dir / name)
+        require_own_file(self.dump_dir / name)
         try:
             write_whole(self.dump_dir / name, text)
         except OSError as error:

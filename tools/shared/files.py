@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 from ...engine.errors import SDPError
@@ -31,6 +32,18 @@ def refuse_link(path: Path) -> None:
         raise WriteError(f"{path}: is a symbolic link, which a run does not follow; remove the link")
 
 
+def require_own_file(path: Path) -> None:
+    """Raise WriteError if ``path`` exists and is a link, a directory or a FIFO, which would hang."""
+    refuse_link(path)
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return  # opening it gives the reason
+    # Only the administrator can make a device.
+    if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+        raise WriteError(f"{path}: is not a regular file, and a run writes a file of its own there; remove it")
+
+
 def make_folder(path: Path) -> None:
     """Make the folder ``path`` unless it exists. Raises WriteError."""
     try:
@@ -41,7 +54,7 @@ def make_folder(path: Path) -> None:
 
 def write_own(path: Path, text: str) -> None:
     """Write ``text`` to a file of our own. Raises WriteError, also for a symbolic link."""
-    refuse_link(path)
+    require_own_file(path)
     try:
         write_whole(path, text)
     except OSError as error:
@@ -53,14 +66,14 @@ def write_whole(path: Path, text: str) -> None:
     disk fills up.
 
     A path that is not a regular file, such as a pipe, is written directly. Raises OSError, and
-    WriteError if the draft of the file is a symbolic link.
+    WriteError if the draft of the file is not a regular file.
     """
     path = Path(os.path.realpath(path))  # writes to the target of a link, and keeps the link
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
     new = path.with_name(path.name + ".partial")
-    refuse_link(new)
+    require_own_file(new)
     try:
         new.write_text(text, encoding="utf-8")
         new.replace(path)

@@ -5,6 +5,7 @@ left.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -188,6 +189,24 @@ def test_a_link_in_the_dump_directory_is_refused(tmp_path: Path, name: str):
         RunFiles(run, resume=False)
     assert target.read_text() == "kept"
     assert (run / name).is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory"])
+@pytest.mark.parametrize("name", [*NAMES[:6], "config.json.partial", "metrics.jsonl.partial"])
+def test_what_is_not_a_regular_file_is_refused_without_a_hang(tmp_path: Path, name: str, kind: str):
+    run = tmp_path / "run"
+    if name.endswith(".partial"):
+        files = RunFiles(run, resume=False)
+        files.step(line(1))
+    run.mkdir(exist_ok=True)
+    os.mkfifo(run / name) if kind == "fifo" else (run / name).mkdir()
+    with pytest.raises(WriteError, match=rf"{name}: is not a regular file, and a run writes .* there; remove it"):
+        if name == "config.json.partial":
+            files.write_config({})
+        elif name == "metrics.jsonl.partial":
+            files.truncate_after(0)
+        else:
+            RunFiles(run, resume=True)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "config.json.partial"])

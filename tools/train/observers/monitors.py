@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ....engine.config.schema import Config, MonitorSection
 from ....engine.errors import ConfigError, shorten
-from ...shared.files import refuse_link, write_whole
+from ...shared.files import refuse_link, require_own_file, write_whole
 from .observer import Line, Observer
 
 WANDB_ID = "wandb-id.txt"  # in the dump directory
@@ -168,7 +168,7 @@ class _CSV:
 
     def _start(self, tag: str, step: int) -> tuple[Any, Any]:
         path = self._directory / (tag.replace("/", "_").replace(" ", "_") + ".csv")
-        refuse_link(path)
+        require_own_file(path)
         earlier: list[list[str]] = []
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
@@ -220,7 +220,7 @@ class _WeightsAndBiases:
 def _wandb_id(dump_dir: Path, *, resume: bool) -> str:
     """Return the id of the run of Weights & Biases. A run that is not resumed gets a new one."""
     path = dump_dir / WANDB_ID
-    refuse_link(path)
+    require_own_file(path)
     if resume and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     dump_dir.mkdir(parents=True, exist_ok=True)

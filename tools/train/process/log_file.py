@@ -7,17 +7,17 @@ import logging
 import sys
 from pathlib import Path
 
-from ...shared.files import refuse_link
+from ...shared.files import require_own_file
 
 
 class LogFile(logging.FileHandler):
     """Appends to ``path``. If that fails, it reports it once on stderr, and the run goes on.
 
-    Raises WriteError if ``path`` is a symbolic link.
+    Raises WriteError if ``path`` is not a regular file.
     """
 
     def __init__(self, path: Path):
-        refuse_link(path)
+        require_own_file(path)
         super().__init__(path, encoding="utf-8")
         self._failed = False
 

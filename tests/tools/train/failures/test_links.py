@@ -5,6 +5,7 @@ not made again.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from sdp.launcher.cluster import slurm
 from sdp.launcher.fatal_errors import FatalError
 from sdp.launcher.heartbeat import Heartbeat
 from sdp.launcher.local import start_local
+from sdp.launcher.own_files import open_own_file
 from sdp.tools.runs.dataset import open_corpus
 from sdp.tools.runs.run_files import RunFiles
 from sdp.tools.shared.files import WriteError
@@ -63,6 +65,23 @@ def test_a_link_in_place_of_a_log_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match=r"rank-0\.log: is a symbolic link"):
         LogFile(tmp_path / "rank-0.log")
     assert not (tmp_path / "precious").exists()
+
+
+def test_a_fifo_in_place_of_a_log_is_refused_without_a_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank-0.log")
+    with pytest.raises(WriteError, match=r"rank-0\.log: is not a regular file"):
+        LogFile(tmp_path / "rank-0.log")
+
+
+@pytest.mark.parametrize("reader", [False, True])
+def test_a_fifo_in_place_of_a_launchers_file_is_refused_without_a_hang(tmp_path: Path, reader: bool) -> None:
+    path = tmp_path / "rank-1.log"
+    os.mkfifo(path)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if reader else None
+    with pytest.raises((LaunchError, OSError), match=r"not a regular file|No such device"):
+        open_own_file(path)
+    if reading is not None:
+        os.close(reading)
 
 
 def test_a_link_in_place_of_a_curve_is_refused(tmp_path: Path) -> None:
