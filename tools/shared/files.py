@@ -33,7 +33,7 @@ def refuse_link(path: Path) -> None:
 
 
 def require_own_file(path: Path) -> None:
-    """Raise WriteError if ``path`` exists and is a link, a directory or a FIFO, which would hang."""
+    """Raise WriteError for a link, a directory or a FIFO at ``path``. Opening a FIFO would hang."""
     refuse_link(path)
     try:
         mode = os.lstat(path).st_mode
