@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .section import NonNegative, NonNegativeInt, Pixels, Section, Tokens, Width
+from .section import NonNegative, NonNegativeInt, PathText, Pixels, Section, Tokens, Width
 
 
 class SourceSection(Section):
@@ -15,7 +15,7 @@ class SourceSection(Section):
     weights.
     """
 
-    path: str
+    path: PathText
     weight: NonNegative
 
 
@@ -35,7 +35,7 @@ class DataSection(Section):
     """
 
     name: Literal["digits", "cifar10", "cifar100", "folder"] | None = None
-    path: str | None = None
+    path: PathText | None = None
     sources: Annotated[list[SourceSection], Field(min_length=1, max_length=1000)] | None = None
     sequence_length: Tokens = 512
     document_mask: bool = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import ConfigError
-from .section import PositiveInt, Section
+from .section import PathText, PositiveInt, Section
 
 
 class NoiseProfile(Section):
@@ -18,7 +18,7 @@ class NoiseProfile(Section):
     moments. ``holders``: the result, which config.json of a run has. Then no file is read.
     """
 
-    noise: str
+    noise: PathText
     preconditioned: bool = False
     holders: list[PositiveInt] | None = None
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..errors import ConfigError, shorten, suggestion
 
@@ -41,6 +41,15 @@ NonNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # the range that torch's generators accept
+
+
+def _refuse_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("a path cannot have the character NUL; remove it")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_refuse_nul)]
 
 
 KeyPath = tuple[str, ...]

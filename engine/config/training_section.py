@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .section import NonNegativeInt, PositiveInt, Section, Seed
+from .section import NonNegativeInt, PathText, PositiveInt, Section, Seed
 
 
 class TasksSection(Section):
@@ -25,7 +25,7 @@ class TasksSection(Section):
     every: NonNegativeInt = 0
     limit: PositiveInt | None = None
     num_fewshot: NonNegativeInt | None = None
-    include_path: str | None = None
+    include_path: PathText | None = None
 
 
 class TrainingSection(Section):
@@ -63,7 +63,7 @@ class TrainingSection(Section):
     spike_sigma: Annotated[float, Field(gt=0)] = 6.0
     spike_window: Annotated[int, Field(ge=2, le=2**16)] = 128
     noise_scale_interval: NonNegativeInt = 0
-    init_from: str | None = None
+    init_from: PathText | None = None
     async_save: bool = False
     start_timeout: Annotated[float, Field(gt=0)] = 1800.0
     save_timeout: Annotated[float, Field(gt=0)] = 1800.0

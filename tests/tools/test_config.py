@@ -66,3 +66,23 @@ def test_sections_that_something_else_completes_are_taken(
 ) -> None:
     assert main(["config", str(write_config(GOOD | change, tmp_path))]) == 0
     assert json.loads(capsys.readouterr().out)["train_batch_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("section", "value"),
+    [
+        ("data", {"path": "a\0b"}),
+        ("data", {"path": None, "sources": [{"path": "a\0b", "weight": 1}]}),
+        ("training", {"init_from": "a\0b"}),
+        ("training", {"evaluate_tasks": {"tasks": ["x"], "include_path": "a\0b"}}),
+        ("sdp", {"profile": {"noise": "a\0b"}}),
+    ],
+)
+def test_a_path_with_nul_is_one_line(
+    section: str, value: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system takes no such name, and Python says so in a traceback."""
+    path = write_config(GOOD | {section: GOOD.get(section, {}) | value}, tmp_path)
+    assert main(["config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "a path cannot have the character NUL; remove it" in error and error.count("\n") == 1
