@@ -169,7 +169,7 @@ def _tool_command(name: str, help_text: str) -> _Command:
 _COMMANDS = {
     "train": _tool_command("train.command", "train a model from one JSON file"),
     "launch": _tool_command("launch", "start sdp train on this host or a cluster: local, deepspeed, mpirun, slurm"),
-    "prepare": _tool_command("prepare", "turn text into memory-mapped token shards"),
+    "prepare": _tool_command("prepare", "turn text into token shards"),
     "config": _tool_command("config", "print a configuration with all defaults, or the schema"),
     "plan": _tool_command("plan.command", "what a run will need, compute and send, before anything is started"),
     "bench": _tool_command(
