@@ -9,7 +9,7 @@ import sentencepiece
 from sdp.data.huggingface import write_tokenizer
 from sdp.data.tokenizers import END_OF_TEXT, SentencePieceTokenizer, train_sentencepiece
 
-vocabularies = pytest.importorskip("gguf.vocab", reason="gguf is not installed; make dev installs it")
+vocabularies = pytest.importorskip("gguf.vocab", reason="gguf is not installed; the extra 'dev' has it")
 
 TEXTS = ["the cat sat on the mat, and the dog sat on the log " * 20, "naïve café: 12 + 34 = 46\n" * 20]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sdp.tests.deepspeed_compat.models import CASES, LANGUAGE, OTHERS, find_reason
 
-pytest.importorskip("transformers", reason="transformers is not installed; make dev installs it")
+pytest.importorskip("transformers", reason="transformers is not installed; the extra 'dev' has it")
 
 
 def _rows() -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from sdp.models.huggingface import declare_neuron_branches, neuron_branches
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed; make dev installs it")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed; the extra 'dev' has it")
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 _TEXT = {"vocab_size": 32, "attn_implementation": "eager", "use_cache": False}

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 pytestmark = pytest.mark.slow  # it trains with two libraries, 20 seconds and more
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed; make dev installs it")
-pytest.importorskip("accelerate", reason="accelerate is not installed; make dev installs it")
-pytest.importorskip("deepspeed", reason="deepspeed is not installed; make dev installs it")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed; the extra 'dev' has it")
+pytest.importorskip("accelerate", reason="accelerate is not installed; the extra 'dev' has it")
+pytest.importorskip("deepspeed", reason="deepspeed is not installed; the extra 'dev' has it")
 
 HOLDERS = {"model.layers.0": [0], "model.layers.1": [0, 1], "model.layers.2": [1], "model.layers.3": [1]}
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 pytestmark = pytest.mark.slow  # it trains with another library, 20 seconds and more
 
-lightning = pytest.importorskip("lightning", reason="lightning is not installed; make dev installs it")
+lightning = pytest.importorskip("lightning", reason="lightning is not installed; the extra 'dev' has it")
 
 HOLDERS = {"net.layers.0": [0], "net.layers.1": [0, 1], "net.layers.2": [1], "net.layers.3": [1]}
 ROWS = 28  # 7 micro-batches per epoch, so that the last step of an epoch has one
