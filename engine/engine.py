@@ -45,7 +45,7 @@ class SDPEngine(DeepSpeedNames):
         super().__init__(backend, config, batch, optimizer)
         backend.attach(optimizer, config)
         interval = config.training.noise_scale_interval
-        self.noise = NoiseScale(backend, interval, batch.micro, batch.accumulation, lambda: self.global_steps)
+        self.noise = NoiseScale(backend.noise, interval, batch.micro, batch.accumulation, lambda: self.global_steps)
         self.local_training.follow(0)
         self.lr_scheduler = scheduler
         self.before_update: Callable[[], None] = lambda: None  # raises if the step is not to be counted
@@ -139,7 +139,7 @@ class SDPEngine(DeepSpeedNames):
         # Norm and loss cover all groups, so all ranks decide the same.
         is_spike = self.spikes.check(self.global_steps + 1, mean_loss, norm, before_error=self.forget_micro_batches)
         if math.isfinite(norm) and not is_spike:
-            self.noise.collect()
+            self.noise.collect(backend.all_reduce_control, backend.loss_scale)
             update = backend.update(gradients, norm, self.lr_scheduler)
         else:
             scale = backend.loss_scale_state()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,33 +20,6 @@ from ..sync.outer import OuterFacts, OuterSteps
 from ..sync.rounds import fragments_of
 
 
-class LocalBackend(SubnetworkBackend, Protocol):
-    """What local steps need of a backend: its weights, and an optimizer that steps on them."""
-
-    clock: Callable[[], float]
-    optimizer: Optimizer
-
-    def gradients(self) -> list[torch.Tensor]: ...
-
-    def clip(self, gradients: list[torch.Tensor], norm: float) -> None: ...
-
-    def zero_grad(self) -> None: ...
-
-    def shard_parameters(self) -> None: ...
-
-    def agree_on_buffers(self) -> None: ...
-
-    def start_control(self, values: torch.Tensor) -> Callable[[], object]: ...
-
-    def local_weight(self, name: str) -> torch.Tensor:
-        """This rank's part of a parameter. Its memory may change between calls."""
-        ...
-
-    def refresh_from(self, anchors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
-        """Send the ``anchors`` of ``names`` to the frozen copies of other groups. Collective."""
-        ...
-
-
 class ShardedLocalSteps:
     """The local steps of one rank.
 
@@ -54,7 +27,7 @@ class ShardedLocalSteps:
     step.
     """
 
-    def __init__(self, backend: LocalBackend, sync: SyncSection):
+    def __init__(self, backend: SubnetworkBackend, sync: SyncSection):
         self.sync = sync
         self._backend, self._layout, self._at = backend, backend.layout, backend.at
         self._fragments = fragments_of(backend.layout, sync.fragments)

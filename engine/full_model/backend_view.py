@@ -1,13 +1,14 @@
-"""What this package needs of a backend that holds one group's subnetwork."""
+"""What the parts of a backend need of it, if each process holds one group's subnetwork."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from ..distributed.mesh import Coordinates
 from ..distributed.process_groups import Communicators
@@ -17,7 +18,7 @@ from ..placement.layout import Layout
 
 
 class SubnetworkBackend(Protocol):
-    """One rank's part of a group's subnetwork, and the means to communicate about it."""
+    """One rank's part of a group's subnetwork, its optimizer, and its means to communicate."""
 
     layout: Layout
     module: nn.Module
@@ -28,6 +29,8 @@ class SubnetworkBackend(Protocol):
     communicators: Communicators
     tensor_ranks: TensorRanks | None
     compute_dtype: torch.dtype
+    optimizer: Optimizer
+    clock: Callable[[], float]  # in seconds
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -50,4 +53,52 @@ class SubnetworkBackend(Protocol):
 
     def all_reduce_control(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = ...) -> None:
         """All-reduce a few numbers over all ranks in place. Collective."""
+        ...
+
+    def start_control(self, values: torch.Tensor) -> Callable[[], object]:
+        """Start to sum a few numbers over all ranks in place. Collective.
+
+        Returns:
+            A function that waits for the result.
+        """
+        ...
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    @property
+    def basic_optimizer(self) -> Optimizer:
+        """The user's or the configuration's optimizer, without what a library wraps around it."""
+        ...
+
+    @property
+    def stepped(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that the optimizer steps on, by canonical name."""
+        ...
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that the next update uses."""
+        ...
+
+    def clip(self, gradients: list[torch.Tensor], norm: float) -> None:
+        """Scale gradients of this ``norm`` in place, as the configuration says."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        ...
+
+    def shard_parameters(self) -> None:
+        """Bring every parameter into its sharded form, with the values of the last update."""
+        ...
+
+    def agree_on_buffers(self) -> None:
+        """Make persistent buffers the means over the ranks of their holders. Collective."""
+        ...
+
+    def local_weight(self, name: str) -> torch.Tensor:
+        """This rank's part of a parameter. Its memory may change between calls."""
+        ...
+
+    def refresh_from(self, anchors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+        """Send the ``anchors`` of ``names`` to the frozen copies of other groups. Collective."""
         ...

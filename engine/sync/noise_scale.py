@@ -6,25 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from .noise import NoiseMeter, UnitNoise
 
 KEPT = 0.95  # of the running means at each measured step, which makes them means over about 20 of these
-
-
-class Measured(Protocol):
-    """What the measurement needs of a backend."""
-
-    @property
-    def noise(self) -> NoiseMeter | None: ...
-
-    @property
-    def loss_scale(self) -> float | None: ...
-
-    def all_reduce_control(self, values: torch.Tensor) -> None: ...
 
 
 class NoiseScale:
@@ -35,35 +23,42 @@ class NoiseScale:
     estimate of ‖G‖² in a single step may be negative.
 
     Args:
-        backend: adds up squared norms. Without a meter, nothing is measured.
+        meter: adds up squared norms. Without one, nothing is measured.
         interval: the number of steps from one measurement to the next.
         samples: the samples of one rank in a micro-batch.
         micro_batches: the micro-batches of a step.
         steps: returns the steps that are finished.
     """
 
-    def __init__(self, backend: Measured, interval: int, samples: int, micro_batches: int, steps: Callable[[], int]):
-        self._backend, self._samples = backend, samples * micro_batches
+    def __init__(
+        self, meter: NoiseMeter | None, interval: int, samples: int, micro_batches: int, steps: Callable[[], int]
+    ):
+        self._meter, self._samples = meter, samples * micro_batches
         self._last: tuple[int, dict[str, tuple[UnitNoise, UnitNoise | None]]] = (-1, {})
         self._steps = steps
         # By unit: decayed sums of trace and squared norm, and of weights.
         self._means: dict[str, tuple[float, float, float]] = {}
-        if backend.noise is not None:
-            backend.noise.is_due = lambda: (steps() + 1) % interval == 0
-            backend.noise.micro_batches = micro_batches
+        if meter is not None:
+            meter.is_due = lambda: (steps() + 1) % interval == 0
+            meter.micro_batches = micro_batches
 
     def drop(self) -> None:
         """Forget what the present step has measured so far, because its gradients are dropped."""
-        if self._backend.noise is not None:
-            self._backend.noise.drop()
+        if self._meter is not None:
+            self._meter.drop()
 
-    def collect(self) -> None:
-        """Measure the present step, if it is due, from its averaged gradients. Collective."""
-        meter = self._backend.noise
+    def collect(self, sum_over_ranks: Callable[[torch.Tensor], None], loss_scale: float | None) -> None:
+        """Measure the present step, if it is due, from its averaged gradients. Collective.
+
+        Args:
+            sum_over_ranks: adds up numbers over all ranks, in place.
+            loss_scale: the factor of the step's losses, or None.
+        """
+        meter = self._meter
         if meter is None or not meter.is_due():
             return
-        sums = meter.take() / (self._backend.loss_scale or 1.0) ** 2
-        self._backend.all_reduce_control(sums)
+        sums = meter.take() / (loss_scale or 1.0) ** 2
+        sum_over_ranks(sums)
         found = meter.estimate(sums.cpu(), self._samples)
         self._last = self._steps() + 1, found
         for unit, (plain, _) in found.items():
@@ -95,9 +90,9 @@ class NoiseScale:
         running means.
         """
         step, found = self._last
-        if step != self._steps() or self._backend.noise is None:
+        if step != self._steps() or self._meter is None:
             return {}
-        holders = self._backend.noise.holders
+        holders = self._meter.holders
         units: dict[str, dict[str, Any]] = {}
         for unit, (plain, scaled) in found.items():
             units[unit] = {"holders": len(holders[unit]), **plain._asdict(), "noise_scale": self.scale_of(unit)}
@@ -111,7 +106,7 @@ class NoiseScale:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the running means of ``state``. Units of another model are left out."""
-        known = self._backend.noise.units if self._backend.noise is not None else []
+        known = self._meter.units if self._meter is not None else []
         self._last = (-1, {})
         self._means = {
             unit: (float(means[0]), float(means[1]), float(means[2])) for unit, means in state.items() if unit in known

@@ -28,10 +28,17 @@ from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough
 from ...subnetwork.dormant import DormantCopies
 from ...sync.gradients import GradientSync
+from ...sync.own_gradients import OwnGradients
 from ...sync.weights import WeightRefresh
 from ..local_steps import ShardedLocalSteps
 from ..sharded import ShardedBackend
-from .collectives import HiddenParameters, drop_unreduced_gradients, gather_stream, zero_missing_gradients
+from .collectives import (
+    HiddenParameters,
+    drop_unreduced_gradients,
+    gather_stream,
+    root_stays_gathered,
+    zero_missing_gradients,
+)
 from .noise import make_noise
 from .offload import ShardHome
 from .sharding import refuse_scalars, shard
@@ -173,7 +180,8 @@ class FSDP2Backend(ShardedBackend):
         if self._hidden is not None and not asleep:
             self._hidden.show()
 
-    make_noise = make_noise  # type: ignore[assignment]
+    def make_noise(self) -> OwnGradients:
+        return make_noise(self, self._sync)
 
     # -- local steps -------------------------------------------------------------------------------
 
@@ -218,7 +226,6 @@ class FSDP2Backend(ShardedBackend):
         return local_tensor(self.parameters[name].detach())
 
     def refresh_from(self, anchors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
-        """Send the ``anchors`` of ``names`` to the frozen copies of other groups. Collective."""
         self._refresh.start(names, anchors)
 
     def _wait_for_weights(self, block: str) -> Callable[..., None]:
@@ -295,16 +302,9 @@ class FSDP2Backend(ShardedBackend):
 
         They must stay, because batches take turns inside the root's forward.
         """
-        root = self.module if isinstance(self.module, FSDPModule) else None
-        with torch.no_grad():
-            if root is not None:
-                root.set_reshard_after_forward(False, recurse=False)
-            try:
-                yield
-            finally:
-                if root is not None:
-                    root.set_reshard_after_forward(self._reshards, recurse=False)
-                    self.shard_parameters()
+        gathered = root_stays_gathered(self.module, reshards=self._reshards, at_end=self.shard_parameters)
+        with torch.no_grad(), gathered:
+            yield
 
     def shard_parameters(self) -> None:
         """Bring every parameter into its sharded form and free gathered copies.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,6 +93,23 @@ def zero_missing_gradients(root: nn.Module) -> None:
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is not None and whole.requires_grad and whole.dtype != parameter.reduce_dtype:
                 parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
+
+
+@contextmanager
+def root_stays_gathered(root: nn.Module, *, reshards: bool, at_end: Callable[[], None]) -> Iterator[None]:
+    """A context in which the root's own parameters stay gathered after a forward pass.
+
+    ``reshards`` is whether they are sharded after a forward pass elsewhere. ``at_end`` shards them.
+    """
+    if not isinstance(root, FSDPModule):
+        yield
+        return
+    root.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        root.set_reshard_after_forward(reshards, recurse=False)
+        at_end()
 
 
 def unreduced_gradients(module: FSDPModule) -> list[torch.Tensor]:

@@ -30,8 +30,8 @@ from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import replace_modules
 from ..base import TorchOptimizerBackend
 from .element_rates import scale_rates
-from .local_steps import ReferenceLocalSteps, range_of
-from .noise import make_noise, views_of
+from .local_steps import ReferenceLocalSteps, ones_along, range_of
+from .noise import ReferenceNoise, views_of
 from .other_values import Backward, Valued, cast_parameters
 from .stand_ins import cast_inputs, make_stand_ins
 from .worker_buffers import WorkerBuffers, buffers_replaced
@@ -69,7 +69,7 @@ class ReferenceBackend(TorchOptimizerBackend):
         self._scale.install(model)
         self._enter_phase()
         self._workers = self._count_workers()
-        self.held_entries = [held_entries(layout, group, device) for group in range(layout.mesh.sdp)]
+        self._held_entries = [held_entries(layout, group, device) for group in range(layout.mesh.sdp)]
         self._local: ReferenceLocalSteps | None = None
         if compute_dtype != torch.float32:  # as FSDP2 does: also of modules that are sharded on their own
             names = [*layout.blocks, *get_sharding_groups(model)]
@@ -112,7 +112,7 @@ class ReferenceBackend(TorchOptimizerBackend):
                 factor = self._scale.factor(unit) if goes_into_sum(part.parameter, part.dim) else 1.0
                 factor = factor if group is None or group in holders else 0.0
                 if factor != 1.0:
-                    held.setdefault(part.parameter, self.ones_along(part.parameter, part.dim))
+                    held.setdefault(part.parameter, ones_along(self.parameters[part.parameter], part.dim))
                     range_of(held[part.parameter], part).fill_(factor)
         return held
 
@@ -126,13 +126,9 @@ class ReferenceBackend(TorchOptimizerBackend):
         workers: dict[str, Any] = {name: ranks_of(info.holders) for name, info in self.layout.parameters.items()}
         for part, holders in self.layout.slices():
             if isinstance(workers[part.parameter], int):
-                workers[part.parameter] = workers[part.parameter] * self.ones_along(part.parameter, part.dim)
+                workers[part.parameter] *= ones_along(self.parameters[part.parameter], part.dim)
             range_of(workers[part.parameter], part).fill_(ranks_of(holders))
         return workers
-
-    def ones_along(self, name: str, dim: int | None) -> torch.Tensor:
-        shape = self.parameters[name].shape
-        return torch.ones([size if axis == dim else 1 for axis, size in enumerate(shape)], device=self.device)
 
     @property
     def stand_ins(self) -> dict[str, nn.Module]:
@@ -182,7 +178,7 @@ class ReferenceBackend(TorchOptimizerBackend):
         """Run all workers in turn."""
         local = self.local
         of_groups = [group.buffers for group in local.groups] if local is not None else None
-        buffers = WorkerBuffers(self.module, self.layout, self.held_entries, self.device, of_groups)
+        buffers = WorkerBuffers(self.module, self.layout, self._held_entries, self.device, of_groups)
         outputs = []
         for worker, rows in enumerate(split_rows(batch, self.layout.mesh.data_ranks)):
             group = self.layout.mesh.coordinates(worker).sdp
@@ -228,14 +224,15 @@ class ReferenceBackend(TorchOptimizerBackend):
     def local(self) -> ReferenceLocalSteps | None:
         return self._local
 
-    make_noise = make_noise  # type: ignore[assignment]
+    def make_noise(self) -> ReferenceNoise:
+        return ReferenceNoise(self)
 
     def scale_rates(self, scale: HolderScale) -> None:
-        scale_rates(self.optimizer, self.parameters, self.layout, scale, self.ones_along)
+        scale_rates(self.optimizer, self.parameters, self.layout, scale)
 
     def begin_local_steps(self) -> None:
         assert self._config.sdp.sync is not None
-        self._local = ReferenceLocalSteps(self, self._config.sdp.sync)
+        self._local = ReferenceLocalSteps(self, self._config.sdp.sync, self.clipping)
 
     def end_local_steps(self) -> None:
         self._local = None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...optim.rate_scale import HolderScale, ScaledRates
 from ...placement.layout import Layout
-from .local_steps import range_of
+from .local_steps import ones_along, range_of
 
 
 def scale_rates(
@@ -17,7 +17,6 @@ def scale_rates(
     parameters: Mapping[str, nn.Parameter],
     layout: Layout,
     scale: HolderScale,
-    ones_along: Callable[[str, int | None], Tensor],
 ) -> None:
     """Give each unit a learning rate by its number of holders.
 
@@ -26,7 +25,6 @@ def scale_rates(
         parameters: The parameters of the full model, by name.
         layout: The units and their holders.
         scale: The factor of a unit.
-        ones_along: Returns ones that broadcast to a parameter along a dimension.
     """
     elementwise: dict[Tensor, Tensor] = {}
     for unit, holders in zip(layout.units, layout.placement.holders, strict=True):
@@ -34,7 +32,7 @@ def scale_rates(
             if part.dim is not None:
                 parameter = parameters[part.parameter]
                 if parameter not in elementwise:
-                    elementwise[parameter] = ones_along(part.parameter, part.dim)
+                    elementwise[parameter] = ones_along(parameter, part.dim)
                 range_of(elementwise[parameter], part).fill_(scale.of(unit.name, holders))
     infos = layout.parameters
     whole = {id(p): scale.of(infos[name].unit, infos[name].holders) for name, p in parameters.items()}

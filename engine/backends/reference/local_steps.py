@@ -10,41 +10,21 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from ...backend import CommonPart, GroupPart, LocalUpdate, PendingUpdate
+from ...backend import Backend, CommonPart, GroupPart, LocalUpdate, PendingUpdate
 from ...config.sync import SyncSection
-from ...full_model.buffers import BufferMean, persistent_buffers
+from ...full_model.buffers import BufferMean, held_entries, persistent_buffers
 from ...optim.clip import clip_, squared_norm
-from ...placement.layout import Layout
 from ...placement.units import Slice
 from ...sync.compression import rounded
 from ...sync.outer import OuterFacts, make_outer_optimizer
 from ...sync.rounds import fragments_of
 
 Tensors = dict[str, torch.Tensor]
-
-
-class FullModelBackend(Protocol):
-    """What local steps need of the reference: the full model, and the common optimizer."""
-
-    layout: Layout
-    module: nn.Module
-    device: torch.device
-    parameters: dict[str, nn.Parameter]
-    optimizer: Optimizer
-    held_entries: list[dict[str, torch.Tensor]]
-
-    @property
-    def clipping(self) -> float: ...
-
-    def ones_along(self, name: str, dim: int | None) -> torch.Tensor: ...
-
-    def zero_grad(self) -> None: ...
 
 
 class GroupState:
@@ -64,8 +44,9 @@ class GroupState:
 class ReferenceLocalSteps:
     """The local steps of all groups of the reference."""
 
-    def __init__(self, backend: FullModelBackend, sync: SyncSection):
-        self._backend, self.sync, self._layout = backend, sync, backend.layout
+    def __init__(self, backend: Backend, sync: SyncSection, clipping: float):
+        """``clipping`` is the largest norm of a group's gradient, or 0 for no clipping."""
+        self._backend, self.sync, self._layout, self._clipping = backend, sync, backend.layout, clipping
         layout = backend.layout
         trained = {name: p for name, p in backend.parameters.items() if layout.parameters[name].trainable}
         self._anchors = trained
@@ -101,7 +82,7 @@ class ReferenceLocalSteps:
             if part.parameter in shares:
                 share = workers / layout.mesh.data_ranks_of(holders) if group in holders else 0.0
                 if not isinstance(shares[part.parameter], torch.Tensor):
-                    ones = self._backend.ones_along(part.parameter, part.dim)
+                    ones = ones_along(self._anchors[part.parameter], part.dim)
                     shares[part.parameter] = ones * shares[part.parameter]
                 range_of(shares[part.parameter], part).fill_(share)
         return shares
@@ -113,7 +94,7 @@ class ReferenceLocalSteps:
         for part, holders in layout.slices():
             if part.parameter in once:
                 if not isinstance(once[part.parameter], torch.Tensor):
-                    ones = self._backend.ones_along(part.parameter, part.dim)
+                    ones = ones_along(self._anchors[part.parameter], part.dim)
                     once[part.parameter] = ones.bool() & once[part.parameter]
                 range_of(once[part.parameter], part).fill_(len(holders) == 1)
         return once
@@ -138,7 +119,7 @@ class ReferenceLocalSteps:
                 weight.grad = None
 
     def step(self, loss: torch.Tensor, scheduler: Any) -> PendingUpdate:
-        limit, norms = self._backend.clipping, []
+        limit, norms = self._clipping, []
         for group in self.groups:
             gradients = group.gradients()
             norm = math.sqrt(squared_norm(gradients, self._backend.device).item())
@@ -242,10 +223,12 @@ class ReferenceLocalSteps:
         if not infos:
             return
         here = {n: b for n, b in persistent_buffers(self._backend.module, self._layout).items() if n in infos}
-        mean = BufferMean(infos, self._backend.device)
+        device = self._backend.device
+        mean = BufferMean(infos, device)
         for index, group in enumerate(self.groups):
+            held = held_entries(self._layout, index, device)
             for _ in range(self._layout.mesh.size(index)):
-                mean.add({name: group.buffers[name] for name in infos}, self._backend.held_entries[index])
+                mean.add({name: group.buffers[name] for name in infos}, held)
         mean.give(here)
         for name, info in infos.items():
             if not info.dtype.is_floating_point:
@@ -311,6 +294,12 @@ class ReferenceLocalSteps:
     def anchored(self) -> nullcontext[None]:
         """A no-op: the module has the anchors."""
         return nullcontext()
+
+
+def ones_along(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """Return ones that broadcast to ``tensor``, of its size along ``dim``."""
+    shape = [size if axis == dim else 1 for axis, size in enumerate(tensor.shape)]
+    return torch.ones(shape, device=tensor.device)
 
 
 def range_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
-from ...placement.layout import Layout
+from ...backend import Backend
 from ...sync.noise import MEAN, OWN, Moments, NoiseMeter, SecondMoments
 from .local_steps import range_of
-
-
-class FullModel(Protocol):
-    """What the measurement needs of the reference."""
-
-    layout: Layout
-    device: torch.device
-    parameters: dict[str, nn.Parameter]
-
-    @property
-    def basic_optimizer(self) -> Optimizer: ...
 
 
 class ReferenceNoise(NoiseMeter):
@@ -32,7 +18,7 @@ class ReferenceNoise(NoiseMeter):
     gradients of the views are the group's own, and autograd adds them up in the parameters.
     """
 
-    def __init__(self, backend: FullModel):
+    def __init__(self, backend: Backend):
         super().__init__(backend.layout, backend.device)
         self._backend, self._layout = backend, backend.layout
         self._forget_own()
@@ -114,11 +100,6 @@ class ReferenceNoise(NoiseMeter):
     def drop(self) -> None:
         super().drop()
         self._forget_own()
-
-
-def make_noise(self: FullModel) -> ReferenceNoise:
-    """Make what measures the noise."""
-    return ReferenceNoise(self)
 
 
 def views_of(noise: NoiseMeter | None, group: int) -> Mapping[str, torch.Tensor]:
