@@ -35,7 +35,7 @@ def measured_traces(source: str, names: Sequence[str], *, preconditioned: bool) 
     for units in _measured_steps(path):
         for name, noise in units.items():
             value = noise.get(key) if isinstance(noise, dict) else None
-            if type(value) in (int, float) and abs(value) < MOST_TRACE:
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MOST_TRACE:
                 traces[name].append(max(0.0, float(value)))  # below 0 by rounding alone
     missing = [name for name in names if name not in traces]
     if missing:
