@@ -25,6 +25,7 @@ from sdp.engine.placement.noise.allocation import allocate
 from sdp.engine.placement.noise.measured import measured_traces
 from sdp.tests.support.checkpoints import load_by_reference, reseal, save_one_step
 from sdp.tests.support.fabricated_runs import make_run
+from sdp.tests.support.small_runs import SMALL_LLAMA
 from sdp.tools.cli import main
 from sdp.tools.study.grid import read_grid
 
@@ -36,14 +37,7 @@ BASE: dict[str, Any] = {
     "zero_optimization": {"stage": 1},
     "env": {"NCCL_DEBUG": "WARN"},
     "sdp": {"groups": 2, "capacity": 0.5, "units": "auto", "placement": "cyclic"},
-    "model": {
-        "name": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "vocab_size": 260,
-    },
+    "model": {**SMALL_LLAMA, "vocab_size": 260},
     "data": {"path": "nowhere", "sequence_length": 32},
     "training": {"steps": 4, "save_every": 2},
 }

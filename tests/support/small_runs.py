@@ -6,6 +6,13 @@ import sys
 from pathlib import Path
 
 STEPS = 6
+SMALL_LLAMA = {
+    "name": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+}
 
 
 def tiny_config(corpus: Path, *, groups: int, steps: int) -> dict:

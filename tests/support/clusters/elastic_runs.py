@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..processes import until
+from ..small_runs import SMALL_LLAMA
 
 SECONDS = 240.0  # of a run, on a machine that others use too
 MANY = 100_000  # steps that no run reaches
@@ -115,10 +116,7 @@ def elastic_config(corpus: Path, *, steps: int = MANY, groups: int = 4, **elasti
             "groups": groups, "capacity": 0.6, "survive": 1, "check_interval": 1,
             "elastic": {"enabled": True, "wait_seconds": 60, "heartbeat_seconds": 30, **elastic},
         },
-        "model": {
-            "name": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-        },
+        "model": dict(SMALL_LLAMA),
         "data": {"path": str(corpus), "sequence_length": 32},
         "training": {"steps": steps, "evaluate_every": 40, "evaluate_batches": 2, "save_every": 40, "keep": 2},
     }  # fmt: skip

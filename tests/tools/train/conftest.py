@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from sdp.data.prepare import prepare
-from sdp.tests.support.small_runs import STEPS
+from sdp.tests.support.small_runs import SMALL_LLAMA, STEPS
 
 
 @pytest.fixture(scope="session")
@@ -30,13 +30,7 @@ def config(corpus) -> dict:
         "scheduler": {"type": "WSD", "params": {"warmup_num_steps": 2, "total_num_steps": STEPS, "decay_num_steps": 2}},
         "csv_monitor": {"enabled": True},
         "sdp": {"groups": 2, "capacity": 0.75, "check_interval": 2},
-        "model": {
-            "name": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-        },
+        "model": dict(SMALL_LLAMA),
         "data": {"path": str(corpus), "sequence_length": 32},
         "training": {"steps": STEPS, "evaluate_every": 3, "evaluate_batches": 2, "save_every": 3},
     }

@@ -23,6 +23,7 @@ import pytest
 from sdp.data.prepare import prepare
 from sdp.launcher.heartbeat import Whereabouts
 from sdp.tests.support.processes import alive, until
+from sdp.tests.support.small_runs import SMALL_LLAMA
 from sdp.tools.cli import main
 
 STEPS, SAVE_EVERY, RANKS = 8, 2, 2
@@ -42,13 +43,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
         "sdp": {"groups": RANKS, "capacity": 0.75},
-        "model": {
-            "name": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-        },
+        "model": dict(SMALL_LLAMA),
         "data": {"path": str(folder / "shards"), "sequence_length": 32},
         "training": {"steps": STEPS, "evaluate_every": 4, "evaluate_batches": 2, "save_every": SAVE_EVERY, "keep": 3},
     }
@@ -92,10 +87,25 @@ class Job:
         return Whereabouts.read(self.dump_dir / "logs" / f"rank-{rank}.{self.process.pid}.whereabouts")
 
     def signal_rank_when(self, rank: int, number: int, reached: Callable[[Whereabouts], bool]) -> list[int]:
-        """Signal the rank once its place is ``reached``; returns all ranks' process ids."""
+        """Signal the rank while its place is ``reached``; returns all ranks' process ids."""
         pids = [self.rank_pid(rank) for rank in range(RANKS)]
-        until(lambda: (place := self.place(rank)) is not None and reached(place), seconds=60)
+
+        def is_there() -> bool:
+            return (place := self.place(rank)) is not None and reached(place)
+
+        def is_held_there() -> bool:
+            if not is_there():
+                return False
+            os.kill(pids[rank], signal.SIGSTOP)  # a phase may last milliseconds
+            if is_there():
+                return True
+            os.kill(pids[rank], signal.SIGCONT)
+            return False
+
+        until(is_held_there, seconds=60, pause=0.001)
         os.kill(pids[rank], number)
+        if number != signal.SIGSTOP:
+            os.kill(pids[rank], signal.SIGCONT)
         return pids
 
     def end(self, seconds: float = 180) -> tuple[int, str]:
@@ -135,7 +145,7 @@ def check_death(job: Job, rank: int, pids: list[int]) -> str:
 
 MOMENTS = {
     "start": (1, lambda place: True),
-    "backward": (1, lambda place: place.step == 5 and place.phase == "backward"),
+    "backward": (1, lambda place: place.step >= 5 and place.phase == "backward"),
     "evaluation": (0, lambda place: place.step == 4 and place.phase == "evaluation"),
     "checkpoint": (1, lambda place: place.step == 6 and place.phase == "checkpoint"),
 }
