@@ -1,5 +1,6 @@
 # make quickstart   trains a small LLaMA on four local processes and prints what it cost
 # make test         the test suite          make test-all   … with the slow tests and the full equality table
+# make test-optional  the tests of packages that only some users install
 # make test-cluster launchers and SLURM over hosts (root, Linux)    make test-cluster-all   … with the slow ones
 # make lint types   ruff and basedpyright   make bench      the engine against a plain loop
 # make docs         the documentation site, in site/
@@ -25,7 +26,7 @@ GPU_PACKAGES ?= pydantic einops
 # Tests start hundreds of processes, none of which should compile the package's sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all test-cluster test-cluster-all lint types docs format bench gpu-packages clean
+.PHONY: quickstart test test-optional test-all test-cluster test-cluster-all lint types docs format bench gpu-packages clean
 
 quickstart: $(VENV)/.installed
 	@mkdir -p runs
@@ -38,6 +39,11 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow and not full_table and not cluster"
+
+# Accelerate, Trainer, Lightning, llama.cpp's reader and lm-evaluation-harness. `make test` skips what it lacks.
+test-optional: $(VENV)/.installed-dev
+	$(PYTEST) -m "not full_table and not cluster" tests/engine/integrations tests/engine/test_deepspeed_api.py \
+	    tests/data/test_llama_cpp.py tests/tools/tasks tests/tools/test_lm_eval.py
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST) -m "not cluster"
