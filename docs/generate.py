@@ -173,8 +173,15 @@ def _deepspeed_keys() -> str:
     hints = ", ".join(f"`{key}`" for key in sorted(deepspeed_keys.HINTS))
     kept = ", ".join(f"`{key}`" for key in sorted(deepspeed_keys.HINTS & deepspeed_keys.KEPT_FROM_DEEPSPEED))
     sections = "".join(f"| `{key}` | {why} |\n" for key, why in deepspeed_keys.HINT_SECTIONS.items())
+    moved = deepspeed_keys.HINTS | {"zero_optimization.offload_optimizer", "zero_optimization.offload_param"}
+    ignored = "".join(
+        f"| `{key}` | {why} |\n"
+        for key, why in deepspeed_keys.IGNORED_BY_DEEPSPEED.items()
+        if f"zero_optimization.{key}" not in moved
+    )
     refused = "".join(
-        f"| `{key}` | {_any_of(values)} | {_any_of(deepspeed_keys.HONOURED_BY_DEEPSPEED.get(key, values))} |\n"
+        f"| `{key}` | {_any_of(values)} | {_any_of(deepspeed_keys.HONOURED_BY_DEEPSPEED.get(key, values))} | "
+        f"{_cell(deepspeed_keys.WHY_NOT[key])} |\n"
         for key, values in deepspeed_keys.NEUTRAL.items()
     )
     return (
@@ -185,9 +192,12 @@ def _deepspeed_keys() -> str:
         f"{hints}\n\nThese sections are accepted in the same way:\n\n| section | why it has no effect |\n|---|---|\n"
         + sections
         + "\n"
+        "DeepSpeed ignores these keys, and so do we. A warning at the start says so. The same holds for "
+        "`offload_optimizer`, `offload_param` and the hints of `zero_optimization` at the top level of the file.\n\n"
+        "| key | why it has no effect |\n|---|---|\n" + ignored + "\n"
         "These keys would change what is computed. Each is accepted only with the values listed here, and is an error "
         "with any other value.\n\n"
-        '| key | `"fsdp2"` accepts | `"deepspeed"` accepts |\n|---|---|---|\n' + refused
+        '| key | `"fsdp2"` accepts | `"deepspeed"` accepts | why not others |\n|---|---|---|---|\n' + refused
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from .config.deepspeed_keys import HINT_SECTIONS, IGNORED_BY_DEEPSPEED
 from .config.schema import Config, FP16Section, SDPSection
 from .engine import SDPEngine
 from .placement.layout import Layout
@@ -30,8 +31,19 @@ def announce(engine: SDPEngine, optimizer_note: str) -> None:
     _warn_of_hysteresis(config)
     for line in config.autos:
         log.info('"auto": %s', line)
-    if config.hints:
-        log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(config.hints))
+    announce_hints(config)
+
+
+def announce_hints(config: Config) -> None:
+    """Print DeepSpeed's keys in the file that have no effect, some with the reason."""
+    plain = [path for path in config.hints if path not in HINT_SECTIONS and path not in IGNORED_BY_DEEPSPEED]
+    if plain:
+        log.info("accepted without effect (performance hints for DeepSpeed): %s", ", ".join(plain))
+    for path in config.hints:
+        if path in HINT_SECTIONS:
+            log.info("%s has no effect: %s", path, HINT_SECTIONS[path])
+        elif path in IGNORED_BY_DEEPSPEED:
+            log.warning("%s has no effect: %s", path, IGNORED_BY_DEEPSPEED[path])
 
 
 def _announce_layout(engine: SDPEngine) -> None:

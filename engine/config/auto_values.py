@@ -12,7 +12,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .deepspeed_keys import ALIASES, DEEPSPEED_CLIPS_AT, HINT_SECTIONS, HINTS, NEUTRAL, OFFLOAD_HINTS, SCHEDULES
+from .deepspeed_keys import (
+    ALIASES,
+    DEEPSPEED_CLIPS_AT,
+    HINT_SECTIONS,
+    HINTS,
+    IGNORED_BY_DEEPSPEED,
+    NEUTRAL,
+    OFFLOAD_HINTS,
+    SCHEDULES,
+)
 
 AUTO = "auto"
 NEVER = 2**40  # a number of steps that no run reaches
@@ -120,7 +129,9 @@ def resolve_auto(
         kept: dict[str, Any] = {}
         for key, value in section.items():
             path = f"{prefix}{key}"
-            if isinstance(value, dict) and path not in _OWN_SECTIONS and path not in HINT_SECTIONS:
+            if path in HINT_SECTIONS or path in IGNORED_BY_DEEPSPEED:
+                kept[key] = value
+            elif isinstance(value, dict) and path not in _OWN_SECTIONS:
                 kept[key] = resolve(value, f"{path}.")
             elif value != AUTO or not _may_be_auto(path, is_known):
                 kept[key] = value

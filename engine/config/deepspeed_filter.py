@@ -11,9 +11,11 @@ from pydantic import BaseModel
 
 from ..errors import ConfigError, shorten, suggestion
 from .deepspeed_keys import (
+    CURRICULUM,
     HINT_SECTIONS,
     HINTS,
     HONOURED_BY_DEEPSPEED,
+    IGNORED_BY_DEEPSPEED,
     KEPT_FROM_DEEPSPEED,
     NEUTRAL,
     OFFLOAD_HINTS,
@@ -88,11 +90,15 @@ def _filter(section: dict[str, Any], prefix: str, hints: list[str], deepspeed: b
                 raise ConfigError(_refusal(path, value, False))
             if path not in SILENT_IF_OFF or not _is_off(path, value):
                 hints.append(path)
+        elif path in IGNORED_BY_DEEPSPEED:
+            hints.append(path)
         elif path in HINT_SECTIONS:
             if not value or is_switched_off(value):
                 continue
             if deepspeed and path in WHY_NOT_DEEPSPEED:
                 raise ConfigError(_refusal(path, value, {"enabled": False}))
+            if CURRICULUM.startswith(f"{path}."):
+                _require_no_curriculum(value, deepspeed)
             hints.append(path)
         elif path in _OFFLOADS and isinstance(value, dict):
             kept[key] = _filter_offload(path, value, hints, deepspeed)
@@ -129,6 +135,16 @@ def is_switched_off(value: Any) -> bool:
     return isinstance(value, dict) and value.get("enabled") is False
 
 
+def _require_no_curriculum(data_efficiency: Any, deepspeed: bool) -> None:
+    """Raise ConfigError for a curriculum that is switched on, in a section that is switched on."""
+    section = data_efficiency
+    for key in CURRICULUM.split(".")[1:]:
+        if not isinstance(section, dict) or is_switched_off(section):
+            return
+        section = section.get(key, False)
+    _require_neutral(CURRICULUM, section, deepspeed)
+
+
 def _filter_offload(path: str, section: dict[str, Any], hints: list[str], deepspeed: bool) -> dict[str, Any]:
     """Return the keys of an offload section that we act on."""
     _require_neutral(f"{path}.device", section.get("device"), deepspeed)
@@ -137,7 +153,8 @@ def _filter_offload(path: str, section: dict[str, Any], hints: list[str], deepsp
 
 
 def _refusal(path: str, value: Any, neutral: Any) -> str:
-    why = f": {WHY_NOT_DEEPSPEED[path]}" if path in WHY_NOT_DEEPSPEED else ""
+    reason = WHY_NOT_DEEPSPEED.get(path, WHY_NOT.get(path))
+    why = f": {reason}" if reason else ""
     return (
         f'{path}: {shorten(json.dumps(value))} cannot be honoured by sdp.engine "deepspeed"{why};'
         f" remove it or set it to {json.dumps(neutral)}"

@@ -19,7 +19,8 @@ _OF_NO_ENGINE = frozenset(
     fp32_allreduce allgather_size
     zero_optimization.find_unused_parameters zero_optimization.gather_fp16_weights_on_model_save
     zero_optimization.max_elements_per_comm zero_optimization.legacy_stage1 zero_optimization.cpu_offload_use_pin_memory
-    fp16.opt_level bf16.opt_level bf16.auto_cast bf16.loss_scale bf16.loss_scale_window bf16.initial_scale_power
+    fp16.opt_level fp16.fp16_opt_level fp16.fp16_scale_tolerance
+    bf16.opt_level bf16.auto_cast bf16.loss_scale bf16.loss_scale_window bf16.initial_scale_power
     bf16.hysteresis bf16.consecutive_hysteresis bf16.min_loss_scale
     """.split()
 )
@@ -67,7 +68,7 @@ SILENT_IF_OFF = _OF_NO_ENGINE | frozenset(
     """.split()
 )
 
-# Sections that have no effect here, whatever is in them: by section, the reason.
+# Sections that have no effect here, whatever is in them: by section, the reason, which is logged.
 HINT_SECTIONS: dict[str, str] = {
     "aio": "it tunes reads and writes of NVMe disks",
     "compile": "it acts when the script calls engine.compile()",
@@ -77,7 +78,25 @@ HINT_SECTIONS: dict[str, str] = {
     "pipeline": "it acts on a PipelineModule, which does not exist here",
     "flops_profiler": 'it measures; sdp.engine "deepspeed" has it',
     "comms_logger": 'it measures; sdp.engine "deepspeed" has it',
+    "data_efficiency": "random-ltd acts when the script calls DeepSpeed's convert_to_random_ltd, which does not exist "
+    "here",
 }
+
+# Keys of public files that DeepSpeed ignores, because they are not its own or are in the wrong
+# section. They have no effect here either; the log says so. By path, what to write instead.
+_BELOW_ZERO = "DeepSpeed reads it in zero_optimization only, and ignores it here; move it there"
+IGNORED_BY_DEEPSPEED: dict[str, str] = {
+    "offload_optimizer": f"{_BELOW_ZERO}. So far nothing is offloaded",
+    "offload_param": f"{_BELOW_ZERO}. So far nothing is offloaded",
+    **{path.partition(".")[2]: _BELOW_ZERO for path in sorted(HINTS) if path.startswith("zero_optimization.")},
+    "max_grad_norm": "DeepSpeed ignores it; gradient_clipping clips gradients",
+    "min_lr": "DeepSpeed ignores it; the schedule has its rates in scheduler.params",
+    "log": "DeepSpeed ignores it; steps_per_print is a key of the top level",
+    "comms_config": "DeepSpeed ignores it; comms_logger counts messages",
+    "monitor_config": "DeepSpeed ignores it; tensorboard, csv_monitor and wandb are keys of the top level",
+}
+
+CURRICULUM = "data_efficiency.data_sampling.curriculum_learning.enabled"
 
 # Settings that change the results and that we cannot honour. Any value but DeepSpeed's neutral
 # one is an error.
@@ -86,12 +105,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "autotuning.enabled": (False,),
     "elasticity.enabled": (False,),
     "curriculum_learning.enabled": (False,),
-    "data_efficiency.enabled": (False,),
+    CURRICULUM: (False,),
     "progressive_layer_drop.enabled": (False,),
     "eigenvalue.enabled": (False,),
     "nebula.enabled": (False,),
     "comet.enabled": (False,),
     "expert_parallel.enabled": (False,),
+    "bf16.enable": (False,),
+    "fp16.enable": (False,),
     "quantize_training": ({}, None),
     "communication_data_type": (None, "fp32"),
     "data_types.grad_accum_dtype": (None, "fp32"),
@@ -148,27 +169,66 @@ WHY_NOT_DEEPSPEED: dict[str, str] = {
     "data_types.grad_accum_dtype": "the shards that are averaged would lie elsewhere",
     "elasticity.enabled": "the number of groups is fixed for a run",
     "autotuning.enabled": "it would start runs of its own with other layouts",
-    "curriculum_learning.enabled": _NOT_BUILT,
-    "data_efficiency.enabled": _NOT_BUILT,
-    "progressive_layer_drop.enabled": _NOT_BUILT,
-    "eigenvalue.enabled": _NOT_BUILT,
     "hybrid_engine": _NOT_BUILT,
     "fp16.auto_cast": 'inputs would be cast in training alone; cast them in the model, or use sdp.engine "fsdp2"',
     "fp16.fp16_master_weights_and_grads": _ROUNDED,
     "bf16.bf16_master_weights_and_grads": _ROUNDED,
     "bf16.bf16_optimizer_states": _ROUNDED,
     "torch_autocast.enabled": f'{_ROUNDED}; use sdp.engine "fsdp2", or bf16',
-    "amp.enabled": "DeepSpeed has removed it; use bf16, or fp16",
 }
 
-# The same for the other engines, where it helps.
+# The same for the other engines. The DeepSpeed engine, too, gives these reasons where it has none
+# of its own.
+_FLOAT32 = "gradients are averaged in float32, and master weights are float32"
+_ONE_GROUP = "it arranges the ranks of one data-parallel job; sdp.groups and zero_optimization.stage do so here"
+_QUANTISED = "what ranks send is not quantised here"
+_CURRICULUM = "it changes the order or the length of the samples; order the data set itself"
+_COMPRESSION = "compression is out of scope, and DeepSpeed has removed it"
+_MISSPELT = "the key is called enabled; DeepSpeed refuses this one, and its earlier versions ignored it"
+_HOST_ONLY = "the host's memory is supported, disks are not"
+_OWN_FORMAT = "checkpoints have this project's format, which any layout can read"
 WHY_NOT: dict[str, str] = {
+    "amp.enabled": "DeepSpeed has removed it; use bf16, fp16 or torch_autocast",
     "autotuning.enabled": "a run trains with the file's own settings; choose them, sdp plan shows their memory",
-    "quantize_training": "compression is out of scope, and DeepSpeed has removed it",
-    "eigenvalue.enabled": "compression is out of scope, and DeepSpeed has removed it",
+    "elasticity.enabled": "it chooses batch sizes for changing numbers of ranks, and DeepSpeed has removed it; give "
+    "train_batch_size",
+    "curriculum_learning.enabled": _CURRICULUM,
+    CURRICULUM: _CURRICULUM,
+    "progressive_layer_drop.enabled": "it skips layers at random in each step, and DeepSpeed has removed it; "
+    "sdp.groups and sdp.capacity leave blocks out",
+    "eigenvalue.enabled": _COMPRESSION,
+    "nebula.enabled": f"{_OWN_FORMAT}, and DeepSpeed has removed it",
+    "comet.enabled": 'tensorboard, csv_monitor and wandb are supported; sdp.engine "deepspeed" has comet',
+    "expert_parallel.enabled": "DeepSpeed's MoE layers are not supported; experts of the model itself train as other "
+    "blocks do",
+    "bf16.enable": _MISSPELT,
+    "fp16.enable": _MISSPELT,
+    "quantize_training": _COMPRESSION,
+    "communication_data_type": _FLOAT32,
+    "data_types.grad_accum_dtype": _FLOAT32,
+    "data_types.param_dtype": _FLOAT32,
+    "data_types.buffer_dtype": "buffers have the type that the model gives them",
+    "data_types.keep_in_fp32_modules": "bf16 and fp16 hold for the whole model",
+    "gradient_allreduce_op": "gradients are averaged",
+    "managed_gradient_accumulation": "the engine divides the loss by the accumulation steps",
+    "graph_harvesting": "DeepSpeed has removed it; training.compile compiles the model",
+    "use_data_before_expert_parallelism": "DeepSpeed's MoE layers are not supported",
     "sequence_parallel_size": "there is no sequence parallelism here",
-    "zero_optimization.offload_optimizer.device": "the host's memory is supported, disks are not",
-    "zero_optimization.offload_param.device": "the host's memory is supported, disks are not",
+    "optimizer.legacy_fusion": "the optimizers are torch's",
+    "optimizer.adam_w_mode": 'give {"type": "Adam", "params": {"adam_w_mode": false}}',
+    "zero_optimization.offload_optimizer.device": _HOST_ONLY,
+    "zero_optimization.offload_param.device": _HOST_ONLY,
+    "zero_optimization.zero_hpz_partition_size": _ONE_GROUP,
+    "zero_optimization.zero_quantized_weights": _QUANTISED,
+    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTISED,
+    "zero_optimization.zero_quantized_gradients": _QUANTISED,
+    "zero_optimization.zeropp_loco_param": _QUANTISED,
+    "zero_optimization.zenflow": "it updates some of the weights later than others; here a step updates them all",
+    "zero_optimization.mics_shard_size": _ONE_GROUP,
+    "zero_optimization.mics_hierarchical_params_gather": _ONE_GROUP,
+    "checkpoint.tag_validation": "DeepSpeed has no such value",
+    "checkpoint.load_universal": _OWN_FORMAT,
+    "checkpoint.use_node_local_storage": "all ranks write into one folder, which every host sees",
 }
 
 # What DeepSpeed 0.19.8 refuses even with a neutral value, or does not know. It does not get them.
@@ -178,9 +238,10 @@ _REMOVED = frozenset(
     graph_harvesting curriculum_learning progressive_layer_drop sequence_parallel_size optimizer.adam_w_mode
     zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather
     zero_optimization.zeropp_loco_param
+    data_efficiency bf16.enable fp16.enable
     """.split()
 )
-KEPT_FROM_DEEPSPEED = _OF_NO_ENGINE | _REMOVED
+KEPT_FROM_DEEPSPEED = _OF_NO_ENGINE | _REMOVED | IGNORED_BY_DEEPSPEED.keys()
 
 # Keys of offload_optimizer and offload_param that have no effect here.
 OFFLOAD_HINTS = frozenset(

@@ -13,7 +13,8 @@ from typing import Any
 import hjson
 import pytest
 import sdp
-from sdp.engine.config.deepspeed_keys import KEPT_FROM_DEEPSPEED
+from sdp.engine.announcement import announce_hints
+from sdp.engine.config.deepspeed_keys import KEPT_FROM_DEEPSPEED, NEUTRAL, WHY_NOT
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.tests.support.models import mlp
@@ -145,6 +146,14 @@ def test_hjson_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none", "pin_memory": True}}},
         {"zero_optimization": True},
         {"checkpoint": {"tag_validation": "WARN"}},
+        {"bf16": {"enable": False}, "fp16": {"enable": False, "fp16_scale_tolerance": 0.25, "fp16_opt_level": "O2"}},
+        {"data_efficiency": {"enabled": True, "seed": 7, "data_routing": {"enabled": True,
+            "random_ltd": {"enabled": True, "total_layer_num": 4}}}},
+        {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": False,
+            "curriculum_learning": {"enabled": True}}}},
+        {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}},
+        {"overlap_comm": True, "max_grad_norm": 1.0, "log": {"steps_per_print": 50}},
+        {"comms_config": {"verbose": False}, "monitor_config": {"enabled": True, "csv_monitor": {"enabled": False}}},
         {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True,
             "number_checkpoints": 4}},
         {"tensorboard": None, "gradient_accumulation_dtype": "fp32", "_comment": "ours", "comment": "too"},
@@ -164,6 +173,42 @@ def test_neutral_and_old_settings_are_accepted(section: dict[str, Any]) -> None:
     assert load_config(config.resolved()).resolved() == config.resolved()
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
+def test_the_log_says_why_a_section_has_no_effect(engine: str, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {
+        "train_batch_size": 4,
+        "offload_optimizer": {"device": "cpu"},
+        "overlap_comm": True,
+        "max_grad_norm": 1.0,
+        "data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}},
+        "sdp": {"engine": engine},
+    }
+    with caplog.at_level("INFO", logger="sdp"):
+        announce_hints(load_config(settings))
+    levels = {record.getMessage().partition(" has no effect: ")[0]: record.levelname for record in caplog.records}
+    assert levels == {
+        "offload_optimizer": "WARNING",
+        "overlap_comm": "WARNING",
+        "max_grad_norm": "WARNING",
+        "data_efficiency": "INFO",
+    }
+    assert "move it there. So far nothing is offloaded" in caplog.text
+    assert "convert_to_random_ltd" in caplog.text
+
+
+def test_every_refused_value_has_a_reason() -> None:
+    assert NEUTRAL.keys() == WHY_NOT.keys()
+    for path in NEUTRAL:
+        *parents, key = path.split(".")
+        raw: Any = {key: "no such value"}
+        for parent in reversed(parents):
+            raw = {parent: raw}
+        with pytest.raises(ConfigError) as caught:
+            load_config(raw)
+        assert str(caught.value).startswith(f"{path}: ")
+        assert WHY_NOT[path] in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
@@ -172,7 +217,12 @@ def test_neutral_and_old_settings_are_accepted(section: dict[str, Any]) -> None:
         ({"sequence_parallel_size": 2}, "sequence_parallel_size: 2 cannot be honoured by this engine: there is no "
                                         "sequence"),
         ({"num-layers": 2}, "num-layers: this is a key of GPT-NeoX"),
-        ({"bf16": {"enable": True}}, "bf16.enable: unknown key, did you mean enabled?"),
+        ({"bf16": {"enable": True}}, "bf16.enable: true cannot be honoured by this engine: the key is called enabled"),
+        (
+            {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True,
+                "curriculum_learning": {"enabled": True}}}, "sdp": {"engine": "deepspeed"}},
+            "data_efficiency.data_sampling.curriculum_learning.enabled: true cannot be honoured",
+        ),
         ({"optimizer": {"type": "Adam", "adam_w_mode": False}}, "optimizer.adam_w_mode: false cannot be honoured"),
         ({"fp16": {"enabled": True, "auto_cast": True}, "sdp": {"engine": "deepspeed"}}, "fp16.auto_cast: true "
                                                                                          "cannot be honoured"),

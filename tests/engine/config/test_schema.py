@@ -66,7 +66,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"gradient_allreduce_op": "sum"},
-        'gradient_allreduce_op: "sum" cannot be honoured by this engine; remove it or set it to "mean"',
+        'gradient_allreduce_op: "sum" cannot be honoured by this engine: gradients are averaged; remove it or',
     ),
     ({"communication_data_type": "fp16"}, 'communication_data_type: "fp16" cannot be honoured'),
     (
