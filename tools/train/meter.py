@@ -15,7 +15,6 @@ import torch
 
 from ...engine.accounting.clock import clock
 from ...engine.accounting.memory import PeakMemory
-from ...engine.backend import PendingUpdate
 from ...engine.batch.mixture import MixtureSampler
 from ...engine.engine import SDPEngine
 from ...launcher.heartbeat import Heartbeat
@@ -50,7 +49,7 @@ class StepMeter:
         self._clock = clock(engine.device, waits=config.wall_clock_breakdown)
         self._is_first = True
         self._seconds: dict[str, float] = {}
-        self._learning_rate = self._exposed = self._started = 0.0
+        self._learning_rate = self._started = 0.0
         sync = config.sdp.sync
         # With local steps, steps of a round send different things.
         self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=1 if sync is None else sync.every)
@@ -61,35 +60,34 @@ class StepMeter:
         self._memory.reset()
         engine.traffic.reset()
         self._learning_rate = engine.get_lr()[0]
-        self._seconds = {f"{part}_seconds": 0.0 for part in PARTS}
-        self._exposed = engine.exposed_reduction_seconds
+        self._seconds = {f"{part}_seconds": 0.0 for part in (*PARTS, "exposed_reduction")}
         self._started = time.perf_counter()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure one of ``PARTS`` of the step. The part has the same name in a profile."""
-        training = self._engine.config.training
+        """Measure one of ``PARTS`` of the step, without the time for which it waits for averages.
+
+        The part has the same name in a profile.
+        """
+        engine, training = self._engine, self._engine.config.training
         # The first step also compiles, allocates and connects.
         seconds = training.start_timeout if self._is_first else training.step_timeout
-        self._beat.at(self._engine.global_steps + 1, name, seconds)
-        started = self._clock()
+        self._beat.at(engine.global_steps + 1, name, seconds)
+        started, waited = self._clock(), engine.exposed_reduction_seconds
         with torch.profiler.record_function(name):
             yield
-        self._seconds[f"{name}_seconds"] += self._clock() - started
+        exposed = engine.exposed_reduction_seconds - waited
+        self._seconds[f"{name}_seconds"] += self._clock() - started - exposed
+        self._seconds["exposed_reduction_seconds"] += exposed
 
     def end(self) -> StepFacts:
         """Finish the step and return its measurements."""
         engine = self._engine
         self._is_first = False
-        exposed = engine.exposed_reduction_seconds - self._exposed
-        seconds = self._seconds | {
-            "backward_seconds": self._seconds["backward_seconds"] - exposed,
-            "exposed_reduction_seconds": exposed,
-        }
         comm = engine.traffic.by_kind()
         if not engine.local_training.has_finished(engine.global_steps):  # not part of a round
             self._sent.append((engine.global_steps, comm))
-        return StepFacts(self._learning_rate, self._memory.read(), comm, seconds)
+        return StepFacts(self._learning_rate, self._memory.read(), comm, self._seconds)
 
     def memory_now(self) -> int:
         """Return the peak of memory since the step began, in bytes."""
@@ -163,7 +161,23 @@ class StepLines:
         if self._times_parts:
             more |= facts.seconds
         gathered = everyones or engine.start_gather((facts.peak_memory_bytes, facts.comm, signal))
-        self._begun.append(_BegunLine(line, more, gathered, engine.local_training.pending))
+        self._begun.append(_BegunLine(line, more, gathered, self._outcome()))
+
+    def _outcome(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the outcome of the step that has just been made.
+
+        It is called when the line is finished, perhaps after later steps.
+        """
+        engine, step = self._engine, self._engine.global_steps
+        if (update := engine.local_training.pending) is None:
+            known = {"loss": engine.get_loss(), "grad_norm": engine.get_global_grad_norm()}
+            known["skipped_steps"] = engine.skipped_steps
+            return lambda: known
+        return lambda: {
+            "loss": update.wait().loss,
+            "grad_norm": update.wait().norm,
+            "skipped_steps": engine.skipped_until(step),
+        }
 
     def finished(self, *, except_newest: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
         """Return lines in the order of their steps, and forget them. Collective.
@@ -175,20 +189,17 @@ class StepLines:
             Each line, and the signal that any rank had received by then, 0 if none.
         """
         while len(self._begun) > except_newest:
-            begun, engine = self._begun.popleft(), self._engine
-            everyones = begun.gathered()
-            update = begun.update.wait() if begun.update is not None else None
+            begun = self._begun.popleft()
+            everyones, outcome = begun.gathered(), begun.outcome()
             busiest = max((comm for _, comm, _ in everyones), key=lambda comm: sum(comm.values()))
             yield (
                 begun.first
                 | {
-                    "loss": update.loss if update is not None else engine.get_loss(),
-                    "grad_norm": update.norm if update is not None else engine.get_global_grad_norm(),
                     "peak_memory_bytes": max(peak for peak, _, _ in everyones),
                     "comm_bytes": sum(busiest.values()),
                     "comm_bytes_by_kind": busiest,
-                    "skipped_steps": engine.skipped_until(begun.first["step"]),
                 }
+                | outcome
                 | begun.more,
                 max(received for _, _, received in everyones),
             )
@@ -198,7 +209,7 @@ class _BegunLine(NamedTuple):
     first: dict[str, Any]
     more: dict[str, Any]
     gathered: Callable[[], list[Any]]
-    update: PendingUpdate | None
+    outcome: Callable[[], dict[str, Any]]
 
 
 def _mean(steps: Sequence[dict[str, int]]) -> dict[str, int]:

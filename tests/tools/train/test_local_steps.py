@@ -1,16 +1,23 @@
-"""``sdp train`` with local steps: outer steps in the metrics, a final average, a resume in the
-middle of a round.
+"""``sdp train`` with local steps: lines of the metrics, a final average, a resume in the middle of a
+round.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from sdp.launcher.heartbeat import Heartbeat
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case, engine_of
+from sdp.tests.support.ranks import RankPool
 from sdp.tests.support.small_runs import read_losses, read_metrics, run_sdp, write_config
 from sdp.tools.cli import main
+from sdp.tools.train.meter import StepMeter
 
 
 def test_local_steps_from_the_start_to_a_resume(config: dict, tmp_path: Path, capsys) -> None:
@@ -45,6 +52,46 @@ def test_local_steps_from_the_start_to_a_resume(config: dict, tmp_path: Path, ca
 
     assert main(["evaluate", str(whole)]) == 0
     assert f"{theirs['after']:.4f}" in "".join(capsys.readouterr())
+
+
+def test_lines_before_local_steps_are_those_of_a_run_without_them(config: dict, tmp_path: Path) -> None:
+    """The run does not know in its first steps that local steps will follow."""
+    config["training"] |= {"evaluate_every": 0, "save_every": 0}
+    lines = []
+    for name, sync in (("usual", None), ("local", {"every": 2, "start_after": 4})):
+        config["sdp"]["sync"] = sync
+        run = run_sdp("train", write_config(config, tmp_path), "--dump-dir", tmp_path / name)
+        assert run.returncode == 0, run.stderr
+        lines.append([(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / name)])
+    usual, local = lines
+    assert local[:4] == usual[:4]
+    assert len(set(local)) == len(local) == len(usual)
+
+
+def _seconds_of_a_step(case: Case, delay: float, log: Path) -> dict[str, float]:
+    """Return the measured seconds of a round's last step, which rank 1 ends ``delay`` seconds late."""
+    engine, rank = engine_of(case), dist.get_rank()
+    meter, facts = StepMeter(engine, Heartbeat(rank, None, log / f"rank-{rank}.log", print)), None
+    for step in range(2):  # the first one connects
+        meter.begin()
+        with meter.part("backward"):
+            engine.backward(engine(models.micro_batch(case.model, step, 0, rank)))
+        dist.barrier()
+        if rank == 1:
+            time.sleep(delay)
+        with meter.part("optimizer"):
+            engine.step()
+        facts = meter.end()
+    assert facts is not None
+    return facts.seconds
+
+
+def test_the_wait_for_an_average_is_not_time_of_another_part(ranks: RankPool, tmp_path: Path) -> None:
+    """Averages of weights are awaited after the optimizer's step, and not in the backward pass."""
+    waiting, _ = ranks.run(_seconds_of_a_step, Case(2, 1, sync='{"every": 1}'), 1.0, tmp_path, world=2)
+    assert 0.8 < waiting["exposed_reduction_seconds"] < 5.0
+    assert waiting["backward_seconds"] > 0
+    assert 0 < waiting["optimizer_seconds"] < 0.8
 
 
 @pytest.mark.parametrize(
