@@ -9,7 +9,10 @@ GRID is a JSON file:
 
 A cell is the base with the settings of its row and of its column. With ``tune``, every cell is
 first trained with each value and one seed. The other seeds have the value with the lowest loss.
-Finished runs are not repeated, so a grid can be stopped and continued.
+With ``"equal_cost": {"reference": "dense", "device": "400TFLOP/s", "links": ["1Gbit/s"]}``, whose
+columns must be lengths of training, rows are also compared at equal operations and seconds.
+Finished runs are not repeated, so a grid can be stopped and continued. OUT/results.json alone is
+enough for that, also on another machine.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +38,7 @@ from ...engine.json_files import JsonError, read_json_file
 from ..shared.arguments import positive_int
 from ..shared.config_checks import check_names
 from ..shared.files import make_folder, write_own
+from .equal_cost import EqualCost, compare, comparison_tables, step_costs
 from .plot import plot_grid
 from .runs import figures_of, prepared_data, result_of, run_all, text_of
 
@@ -54,6 +58,7 @@ class Grid(Section):
         skip: cells that are left out, as pairs of row and column.
         tune: by dotted key, the values that are tried with the first seed.
         seeds: the number of seeds of a cell.
+        equal_cost: at which equal costs rows are compared, if the columns are lengths of training.
     """
 
     title: str
@@ -63,6 +68,7 @@ class Grid(Section):
     skip: list[list[str]] = Field(default=[])
     tune: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default={})
     seeds: Annotated[int, Field(gt=0, le=1000)] = 3
+    equal_cost: EqualCost | None = None
 
     def cells(self) -> list[tuple[str, str]]:
         """The cells that are trained, as pairs of row and column."""
@@ -88,6 +94,13 @@ def read_grid(path: Path) -> Grid:
                 f"{path}: skip: {shorten(json.dumps(cell))} is not a pair of a row and a column of this grid"
             )
     _check_count(grid, path)
+    if (equal := grid.equal_cost) is not None:
+        if equal.reference not in grid.rows:
+            raise ConfigError(f"{path}: equal_cost.reference: {shorten(equal.reference)} is not a row of this grid")
+        try:
+            equal.machines(1)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
     by_name: dict[str, GridRun] = {}
     for run in first_runs(grid):
         where = f"{path}: {shorten(run.row)}, {shorten(run.column)}"
@@ -189,20 +202,35 @@ def figures(grid: Grid, out: Path) -> list[dict[str, Any]]:
     return found
 
 
-def report(grid: Grid, out: Path) -> str:
+def report(grid: Grid, out: Path, data: Path | None = None) -> str:
     """Return the table of everything that is done as Markdown. Also writes it to OUT, with figures
     and a plot.
+
+    ``data``: the corpus of all runs, which the costs of steps need.
     """
     found = figures(grid, out)
     text = (
         f"{grid.title}: held-out loss of the full model, mean ± deviation of {grid.seeds} seeds\n\n{table(grid, found)}"
     )
+    content: dict[str, Any] = {"title": grid.title, "cells": found}
+    if grid.equal_cost is not None:
+        compared = compare(found, _costs(grid, found, data), grid.equal_cost)
+        content["equal_cost"] = [asdict(one) for one in compared]
+        text += f"\n\n{comparison_tables(compared, grid.equal_cost)}"
     text = escape(text)
-    write_own(out / "grid.json", json.dumps({"title": grid.title, "cells": found}, indent=1) + "\n")
+    write_own(out / "grid.json", json.dumps(content, indent=1) + "\n")
     write_own(out / "grid.md", text + "\n")
     if found:
         plot_grid(found, list(grid.columns), out / "grid.png")
     return text
+
+
+def _costs(grid: Grid, found: Sequence[Mapping[str, Any]], data: Path | None) -> dict[str, dict[str, float]]:
+    """Return what a step of each row costs. It does not depend on the length of training."""
+    first = {each["row"]: each["column"] for each in reversed(found)}
+    wanted = grid.equal_cost
+    assert wanted is not None
+    return {row: step_costs(GridRun(grid, row, column, {}, 0).config(data), wanted) for row, column in first.items()}
 
 
 def table(grid: Grid, found: Sequence[Mapping[str, Any]]) -> str:
@@ -256,5 +284,5 @@ def run(args: argparse.Namespace) -> int:
     data = prepared_data(first[0].config(None), out)
     failed = list(run_all(first, out, data, options.jobs))
     failed += run_all(list(later_runs(grid, out)), out, data, options.jobs)
-    print(report(grid, out))
+    print(report(grid, out, data))
     return 1 if failed else 0

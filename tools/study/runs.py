@@ -22,6 +22,7 @@ from ...engine.environment.child import child_environment
 from ...engine.errors import ConfigError, SDPError, escape
 from ..runs.run_files import read_run
 from ..shared.files import refuse_link, write_own
+from .results import RunResult, SavedResults, config_digest, corpus_digest
 
 
 class Run(Protocol):
@@ -40,14 +41,18 @@ class Run(Protocol):
 
 
 def result_of(run: Run, out: Path) -> dict[str, float] | None:
-    """Return the last evaluation of a finished run, or None. Its loss is infinite if it was NaN."""
+    """Return the last evaluation of a finished run, or None. Its loss is infinite if it was NaN.
+
+    A run without a directory is looked up in ``results.json``.
+    """
     with contextlib.suppress(SDPError):
         found = read_run(out / run.name)
         if found.summary is not None and found.evaluations:
             last = found.evaluations[-1]
             numbers = {key: value for key, value in last.items() if isinstance(value, int | float)}
             return {"loss": math.inf, **numbers}
-    return None
+    saved = None if os.path.lexists(out / run.name) else SavedResults.read(out)
+    return saved.runs[run.name].numbers() if saved is not None and run.name in saved.runs else None
 
 
 Train = Callable[[Path, Path], subprocess.CompletedProcess[str]]
@@ -74,10 +79,19 @@ def run_one(run: Run, out: Path, data: Path | None, train: Train = start_trainin
     made = read_own(path)
     if made == config and result_of(run, out) is not None:
         return None
+    if made is None and not os.path.lexists(folder) and _is_saved(run, out, data):
+        return None
     remove_run(folder, made)
     write_own(path, config)
     ended = train(path, folder)
     return None if ended.returncode == 0 else f"{run.name}: {_last_words(ended)}"
+
+
+def _is_saved(run: Run, out: Path, data: Path | None) -> bool:
+    """Whether ``results.json`` has the result of this run with this configuration."""
+    saved = SavedResults.read(out)
+    found = saved.runs.get(run.name) if saved is not None else None
+    return found is not None and found.config == config_digest(run.config(data))
 
 
 def read_own(path: Path) -> str | None:
@@ -109,13 +123,27 @@ def _last_words(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def run_all(wanted: Sequence[Run], out: Path, data: Path | None, jobs: int) -> Iterator[str]:
-    """Run what is not done, ``jobs`` at a time, and yield the last lines of those that failed."""
+    """Run what is not done, ``jobs`` at a time, and yield the last lines of those that failed.
+
+    ``results.json`` in ``out`` gets the result of each run. Runs that it has are not repeated.
+    Raises ConfigError if its runs learned from another corpus.
+    """
+    corpus = corpus_digest(data)
+    saved = SavedResults.read(out)
+    if saved is not None:
+        saved.require_corpus(corpus, out)
+    known = dict(saved.runs) if saved is not None else {}
     with ThreadPoolExecutor(jobs) as pool:
         ended = pool.map(lambda run: run_one(run, out, data), wanted)
         for number, (run, error) in enumerate(zip(wanted, ended, strict=True), 1):
             print(escape(f"{number}/{len(wanted)} {error or run.name}"), file=sys.stderr, flush=True)
             if error is not None:
                 yield error
+            elif result := result_of(run, out):
+                loss = result["loss"] if math.isfinite(result["loss"]) else None
+                digest = config_digest(run.config(data))
+                known[run.name] = RunResult(config=digest, step=int(result["step"]), loss=loss)
+                SavedResults(corpus, known).write(out)
 
 
 def prepared_data(config: Mapping[str, Any], out: Path) -> Path | None:

@@ -1,0 +1,99 @@
+"""``sdp study grid``: rows at equal operations, and at equal seconds over a link."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.engine.errors import ConfigError
+from sdp.tools.study.equal_cost import OPERATIONS, EqualCost, compare, comparison_tables, loss_after, step_costs
+from sdp.tools.study.grid import read_grid
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "model": {"name": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4,
+              "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8},
+    "data": {"sequence_length": 8, "tokenizer": "bytes"},
+    "training": {"steps": 10},
+    "sdp": {"groups": 2, "engine": "vectorized", "check_interval": 0},
+}  # fmt: skip
+WANTED = EqualCost(reference="dense", device="1TFLOP/s", links=["100Mbit/s", "1Gbit/s"])
+
+
+def _costs(**sdp: Any) -> dict[str, float]:
+    return step_costs(CONFIG | {"sdp": CONFIG["sdp"] | sdp}, WANTED)
+
+
+def test_the_cost_of_a_step_is_that_of_the_plan() -> None:
+    dense, half = _costs(), _costs(capacity=0.5, masking="forward")
+    assert half[OPERATIONS] < dense[OPERATIONS]
+    parameters = 2 * 257 * 16 + 16 + 4 * (4 * 16 * 16 + 3 * 16 * 16 + 2 * 16)
+    sent = 4 * parameters  # a ring all-reduce between two ranks sends each gradient once
+    seconds = sent / (100e6 / 8)
+    assert dense["100Mbit/s"] == pytest.approx(seconds, rel=1e-3), "computation hides nothing at this link's speed"
+    assert dense["100Mbit/s"] / dense["1Gbit/s"] == pytest.approx(10, rel=1e-2)
+
+
+def test_a_schedule_of_maskings_costs_the_mean_of_its_phases() -> None:
+    phases = [{"until": 0.2, "masking": "forward"}, {"masking": "backward"}]
+    forward, backward = _costs(capacity=0.5, masking="forward"), _costs(capacity=0.5, masking="backward")
+    scheduled = _costs(capacity=0.5, masking=phases)
+    for measure in scheduled:
+        assert scheduled[measure] == pytest.approx(0.2 * forward[measure] + 0.8 * backward[measure])
+    assert forward[OPERATIONS] < scheduled[OPERATIONS] < backward[OPERATIONS]
+
+
+def test_loss_is_interpolated_over_the_logarithm_of_steps_and_never_extrapolated() -> None:
+    points = [(100, 3.0), (400, 2.0), (1600, 1.8)]
+    assert loss_after(points, 200) == pytest.approx(2.5)
+    assert loss_after(points, 800) == pytest.approx(1.9)
+    assert loss_after(points, 100) == 3.0 and loss_after(points, 1600) == pytest.approx(1.8)
+    assert loss_after(points, 99) is None and loss_after(points, 1601) is None
+    assert loss_after(points[:1], 100) is None, "one length says nothing of others"
+
+
+def test_a_row_with_cheaper_steps_makes_more_of_them() -> None:
+    found = [
+        {"row": row, "column": column, "steps": steps, "mean": loss}
+        for row, losses in {"dense": (3.0, 2.0), "half": (3.2, 2.4)}.items()
+        for column, steps, loss in zip(("short", "long"), (100, 400), losses, strict=True)
+    ]
+    costs = {
+        "dense": {OPERATIONS: 2.0, "100Mbit/s": 2.0, "1Gbit/s": 1.0},
+        "half": {OPERATIONS: 1.0, "100Mbit/s": 0.5, "1Gbit/s": 1.0},
+    }
+    compared = {(one.measure, one.column, one.row): one for one in compare(found, costs, WANTED)}
+    short = compared[OPERATIONS, "short", "half"]
+    assert short.steps == 200 and short.loss == pytest.approx(2.8)
+    assert compared["100Mbit/s", "short", "half"].loss == pytest.approx(2.4)
+    assert compared["100Mbit/s", "long", "half"].loss is None
+    assert compared["1Gbit/s", "long", "half"].loss == pytest.approx(2.4)
+    assert all(one.loss is not None for (_, _, row), one in compared.items() if row == "dense")
+    text = comparison_tables(list(compared.values()), WANTED)
+    assert "| half | 2.8000 (200) | not trained so long (800) |" in text and "seconds over 1Gbit/s" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reference": "dance"}, "equal_cost.reference: dance is not a row"),
+        ({"device": "fast"}, "equal_cost.device fast: expected a number with a unit"),
+        ({"links": ["1Gbit/s", "slow"]}, "equal_cost.links slow: expected a number with a unit"),
+        ({"links": []}, "equal_cost.links: list should have at least 1 item"),
+    ],
+)
+def test_a_wrong_comparison_is_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "grid.json"
+    grid = {"title": "Lengths", "base": CONFIG, "rows": {"dense": {}}, "columns": {"short": {}}}
+    path.write_text(json.dumps(grid | {"equal_cost": WANTED.model_dump() | change}))
+    with pytest.raises(ConfigError) as raised:
+        read_grid(path)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_run_that_diverged_is_not_interpolated_into_a_number() -> None:
+    assert not math.isfinite(loss_after([(100, 3.0), (400, math.inf)], 200) or 0.0)
