@@ -12,7 +12,6 @@ import faulthandler
 import gc
 import importlib.util
 import inspect
-import multiprocessing
 import os
 import pickle
 import signal
@@ -28,18 +27,12 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from .forks.server import fork_context
+
 COLLECTIVE_TIMEOUT = timedelta(seconds=240)  # ranks that share two loaded cores are slow, not stuck
 MOST_THREADS = 300  # gloo's threads outlive process groups that a device mesh still knows; many slow down every case
 START_SECONDS = 300.0  # the server imports torch first, perhaps on busy cores
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed
-# Imported once by the server, so that no rank has to. None of them may start a thread.
-PRELOADED = (
-    "sdp.engine.initialize",
-    "sdp.models.llama",
-    "sdp.models.registry",
-    "sdp.tests.support.cases",
-    "sdp.tests.support.models",
-)
 _VARIABLES: tuple[str, ...] = (
     "RANK",
     "WORLD_SIZE",
@@ -65,8 +58,7 @@ class RankPool:
     """Runs functions on ranks 0 … W - 1, each in its own process with a new gloo group."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOADED))
+        self._context = fork_context()
         self._processes: list[Any] = []
         self._connections: list[Any] = []
 

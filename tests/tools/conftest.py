@@ -5,13 +5,12 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from sdp.data.prepare import prepare
+from sdp.tests.support.small_runs import run_sdp
 
 
 def _fill_once(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], object]) -> Path:
@@ -88,8 +87,7 @@ def trained_run(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     def fill(folder: Path) -> None:
         path = folder / "config.json"
         path.write_text(json.dumps(config))
-        command = [sys.executable, "-P", "-m", "sdp", "train", path, "--fsdp", "2", "--dump-dir", folder / "run"]
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        finished = run_sdp("train", path, "--fsdp", "2", "--dump-dir", folder / "run")
         assert finished.returncode == 0, finished.stderr
 
     # A copy for this worker: commands may write into a run.

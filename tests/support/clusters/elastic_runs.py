@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..forks.command import ForkedCommand, forked_rank
 from ..processes import until
 from ..small_runs import SMALL_LLAMA
 
@@ -25,15 +26,21 @@ class ElasticRun:
     Args:
         config: the configuration's file.
         dump_dir: the directory of the run.
-        more: further words of the command line.
+        *more: further words of the command line.
+        new_interpreters: start the command and its ranks as users do, instead of forking them.
     """
 
-    def __init__(self, config: Path, dump_dir: Path, *more: str):
+    def __init__(self, config: Path, dump_dir: Path, *more: str, new_interpreters: bool = False):
         self.dump_dir = dump_dir
         self._said = dump_dir.with_suffix(".stderr")
-        command = [sys.executable, "-P", "-m", "sdp", "train", str(config), "--dump-dir", str(dump_dir), *more]
-        with self._said.open("w") as said:
-            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+        words = ["train", str(config), "--dump-dir", str(dump_dir), *more]
+        self._are_forked = not new_interpreters
+        self.process: ForkedCommand | subprocess.Popen[bytes]
+        with self._said.open("w") as said, Path(os.devnull).open("w") as null:
+            if new_interpreters:
+                self.process = subprocess.Popen([sys.executable, "-P", "-m", "sdp", *words], stdout=null, stderr=said)
+            else:
+                self.process = ForkedCommand(words, stdout=null, stderr=said)
 
     @property
     def said(self) -> str:
@@ -52,13 +59,16 @@ class ElasticRun:
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-                if int(parent) == self.process.pid:
-                    environment = (folder / "environ").read_bytes().split(b"\0")
-                    group = next(re.fullmatch(rb"SDP_ELASTIC_GROUP=(\d+)", each) for each in sorted(environment)
-                                 if each.startswith(b"SDP_ELASTIC_GROUP="))  # fmt: skip
-                    assert group is not None
-                    found.setdefault(int(group[1]), []).append(int(folder.name))
+                if int(parent) == self.process.pid and (group := self._group_of(folder)) is not None:
+                    found.setdefault(group, []).append(int(folder.name))
         return found
+
+    def _group_of(self, process: Path) -> int | None:
+        """Return the group of a process, of which ``process`` is the folder below /proc."""
+        if self._are_forked:
+            return forked_rank(process)
+        given = re.search(rb"(?:^|\0)SDP_ELASTIC_GROUP=(\d+)\0", (process / "environ").read_bytes())
+        return int(given[1]) if given else None
 
     def wait_for(self, steps: int, groups: int) -> list[dict[str, Any]]:
         """Wait for ``steps`` more lines, the last one with so many groups; return all lines."""

@@ -27,6 +27,7 @@ def start(corpus: Path, tmp_path: Path) -> Iterator[Start]:
         groups: int = 4,
         ranks: int = 1,
         settings: dict[str, Any] | None = None,
+        new_interpreters: bool = False,
         **elastic: float,
     ) -> ElasticRun:
         config = elastic_config(corpus, steps=steps, groups=groups, **elastic)
@@ -35,7 +36,8 @@ def start(corpus: Path, tmp_path: Path) -> Iterator[Start]:
             del config["sdp"]["capacity"]
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config))
-        runs.append(ElasticRun(path, tmp_path / f"run-{len(runs)}", "--nproc", str(groups * ranks), *more))
+        words = ["--nproc", str(groups * ranks), *more]
+        runs.append(ElasticRun(path, tmp_path / f"run-{len(runs)}", *words, new_interpreters=new_interpreters))
         return runs[-1]
 
     yield begin
@@ -139,7 +141,7 @@ def test_a_run_resumes_bit_for_bit(start: Start, tmp_path: Path) -> None:
 
 
 def test_the_run_ends_if_a_unit_has_no_living_holder(start: Start) -> None:
-    run = start(settings={"survive": 0, "profile": [4, 3, 2, 1]}, restarts=0)
+    run = start(settings={"survive": 0, "profile": [4, 3, 2, 1]}, restarts=0, new_interpreters=True)
     run.wait_for(5, groups=4)
     holder = json.loads((run.dump_dir / "placement.json").read_text())["holders"][3][0]
     run.hit(holder, signal.SIGKILL)

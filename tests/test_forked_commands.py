@@ -1,0 +1,126 @@
+"""A command that tests fork is like one that a new interpreter runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.data.prepare import prepare
+from sdp.tests.support.forks.command import ForkedCommand, forked_rank, run_forked
+from sdp.tests.support.processes import alive, until
+from sdp.tests.support.small_runs import read_losses, run_sdp, tiny_config, write_config
+
+NEW, FORKED = "run-with-new-interpreters", "run-with-forks"
+MANY = 100_000  # steps that no run reaches
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(30):
+        (folder / f"{number}.txt").write_text(f"document {number} " * 40)
+    prepare([str(folder / "*.txt")], folder / "shards", tokenizer="bytes", held_out=0.2, workers=1, progress=False)
+    return folder / "shards"
+
+
+def children(pid: int) -> dict[int, list[str]]:
+    """Return the process ids of the children of a process, with the fields of /proc/PID/stat."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found[int(folder.name)] = fields
+    return found
+
+
+def ranks_of(pid: int, kind: str) -> dict[int, int]:
+    """Return the process ids of the ranks, which a command has started, by rank."""
+    if kind == FORKED:
+        numbers = {each: forked_rank(Path(f"/proc/{each}")) for each in children(pid)}
+        return {number: each for each, number in numbers.items() if number is not None}
+    environments = {each: Path(f"/proc/{each}/environ").read_bytes().split(b"\0") for each in children(pid)}
+    return {rank: each for rank in (0, 1) for each in environments if f"RANK={rank}".encode() in environments[each]}
+
+
+def described(pid: int, kind: str, command: int) -> dict[str, Any]:
+    """Return what a process has from its start, in a form that is equal in another run."""
+    folder = Path(f"/proc/{pid}")
+    files = {}
+    for each in (folder / "fd").iterdir():
+        name = str(each.readlink()).replace(kind, "RUN").replace(f".{command}.", ".COMMAND.")
+        files[each.name] = re.sub(r":\[\d+\]$", "", name)  # socket:[1234]
+    status = dict(line.split(":\t") for line in (folder / "status").read_text().splitlines())
+    return {
+        "working directory": str((folder / "cwd").readlink()),
+        "standard files": [files[number] for number in "012"],
+        "open files": Counter(files.values()),
+        "signals": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
+        "leads its process group": os.getpgid(pid) == pid,
+        # The command's are those of NumPy's library for linear algebra, which a fork ends.
+        "threads": int(status["Threads"]) if pid != command else None,
+    }
+
+
+@pytest.fixture
+def runs(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A run of each kind that goes on, with its process."""
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    words = ["train", write_config(tiny_config(corpus, groups=2, steps=MANY), tmp_path), "--dump-dir"]
+    with Path(os.devnull).open("w") as null, (tmp_path / "stderr").open("w") as said:
+        command = [sys.executable, "-P", "-m", "sdp", *map(str, [*words, NEW])]
+        found[NEW] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=null, stderr=said)
+        found[FORKED] = ForkedCommand([*words, FORKED], null, said)
+    yield found
+    for process in found.values():
+        process.kill()
+        process.wait()
+
+
+def test_a_forked_command_and_its_ranks_are_like_started_ones(runs: dict[str, Any], tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+    for kind, process in runs.items():
+        until(lambda kind=kind: (tmp_path / kind / "metrics.jsonl").exists(), seconds=120)
+        ranks = ranks_of(process.pid, kind)
+        assert sorted(ranks) == [0, 1]
+        seen[kind] = [described(pid, kind, process.pid) for pid in (process.pid, ranks[0], ranks[1])]
+    # Through its socket the command asks for ranks. The pipe leads to multiprocessing's tracker.
+    seen[FORKED][0]["open files"] -= Counter(["socket"])
+    for each in seen[FORKED]:
+        each["open files"] -= Counter(["pipe"])
+    assert seen[FORKED] == seen[NEW]
+
+
+def test_ranks_end_with_a_forked_command_that_is_killed(runs: dict[str, Any], tmp_path: Path) -> None:
+    process = runs[FORKED]
+    until(lambda: (tmp_path / FORKED / "metrics.jsonl").exists(), seconds=120)
+    below = list(children(process.pid))
+    assert len(below) == 3  # two ranks, and the process that forks them
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    until(lambda: not any(alive(pid) for pid in below))
+
+
+def test_commands_do_not_see_what_others_have_left(corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The same losses as with new interpreters, before and after a command that fails."""
+    config = write_config(tiny_config(corpus, groups=2, steps=3), tmp_path)
+    words = ["train", config, "--dump-dir"]
+    assert run_sdp(*words, tmp_path / NEW, new_interpreters=True).returncode == 0
+    assert run_forked(*words, tmp_path / "first").returncode == 0
+    monkeypatch.setenv("SDP_ELASTIC_GROUP", "none")
+    refused = run_forked(*words, tmp_path / "first", "--set", "sdp.groups=3")
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    monkeypatch.delenv("SDP_ELASTIC_GROUP")
+    assert run_forked(*words, tmp_path / "second").returncode == 0
+    assert read_losses(tmp_path / "first") == read_losses(tmp_path / "second") == read_losses(tmp_path / NEW)
