@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,9 +11,13 @@ from ...engine.config.schema import Config, SDPSection
 from ...engine.errors import SDPError
 from ...engine.tracing.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS
 from ...engine.tracing.step import StepTrace
+from ..runs.model_inputs import model_and_batch
 from .forecast import forecast
 from .machine import Machine
 from .result import Forecast
+
+# By model, the key of its section that a smaller model lowers.
+SIZE_KEYS = {"llama": "num_hidden_layers", "resnet18": "width"}
 
 
 def alternatives(config: Config, machine: Machine, world: int) -> tuple[list[Forecast], list[str]]:
@@ -107,3 +112,36 @@ def dense_config(config: Config, groups: int, stage: int) -> Config:
     return config.model_copy(
         update={"sdp": SDPSection(groups=groups, units=config.sdp.units), "zero_optimization": zero}
     )
+
+
+def smaller_dense(config: Config, parameters: int) -> Config | None:
+    """Return ``config`` for the largest dense model with at most so many parameters.
+
+    Layers or channels are left out. None if no size is small enough, or the model has no such size.
+    """
+    key = SIZE_KEYS.get(str(config.model.get("name")))
+    if key is None or not isinstance(full := config.model.get(key), int):
+        return None
+
+    def sized(size: int) -> Config:
+        return config.model_copy(update={"model": {**config.model, key: size}})
+
+    def count(size: int) -> int:
+        build, _ = model_and_batch(sized(size))
+        return sum(parameter.numel() for parameter in build().parameters())
+
+    size = largest_size(count, full, parameters)
+    return None if size is None else sized(size)
+
+
+def largest_size(count: Callable[[int], int], full: int, most: float) -> int | None:
+    """Return the largest size up to ``full`` whose ``count`` is at most ``most``. None if there is
+    none.
+
+    ``count`` grows with the size.
+    """
+    low, high = 0, full  # the size is at least low, and at most high
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if count(middle) <= most else (low, middle - 1)
+    return low or None

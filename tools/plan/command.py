@@ -14,13 +14,12 @@ from ...engine.accounting.quantities import format_bytes
 from ...engine.config.load import load_config
 from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
-from ...launcher.cluster.hosts import read_hostfile
 from ..runs.run_config import with_initial_model
 from .alternatives import alternatives
 from .fit import Fit, find_fit
 from .forecast import forecast
-from .machine import Machine, default_world
-from .options import MOST_RANKS, PlanOptions, add_arguments
+from .machine import Machine
+from .options import PlanOptions, add_arguments
 from .page import write_page
 from .result import Forecast
 from .suggested_commands import fit_command, plan_command, train_command
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(options: PlanOptions, config: Config) -> _Result:
-    world, source = _world(options, config)
+    world, source = options.ranks(config)
     machine = options.machine(world)
     name = "SDP" if config.sdp.groups > 1 else "this run"
     fit, commands = None, {}
@@ -99,19 +98,6 @@ def _other_phases(plan: Forecast, config: Config, machine: Machine, world: int) 
         "all frozen copies are sent once."
     )
     return replace(plan, name=f"{plan.name}, {largest}"), phases, note
-
-
-def _world(options: PlanOptions, config: Config) -> tuple[int, str]:
-    """The number of ranks, and where it comes from."""
-    if options.world is not None:
-        return options.world, "--world"
-    if options.hostfile is not None:
-        world, source = sum(len(host.slots) for host in read_hostfile(options.hostfile)), str(options.hostfile)
-    else:
-        world, source = default_world(config)
-    if world > MOST_RANKS:
-        raise ConfigError(f"{world:,} ranks ({source}): too many; the planner takes up to {MOST_RANKS:,}")
-    return world, source
 
 
 def _require_other_file(options: PlanOptions) -> None:

@@ -1,77 +1,54 @@
-"""The options of ``sdp plan``, as they were given and checked."""
+"""The options of ``sdp plan``, as they were given and checked.
+
+Those that describe machines also belong to ``sdp advise``.
+"""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
+from ...engine.config.schema import Config
 from ...engine.errors import ConfigError
 from ...engine.tracing.operators import DEVICES, Device, device_here
 from ...launcher.cluster.hosts import read_hostfile
 from ..shared.arguments import add_config_arguments, require_between_1_and
 from ..shared.quantities import quantity
-from .machine import ACHIEVED, BETWEEN, INSIDE, PEAK_FLOPS, Machine, fill_nodes, split_evenly
+from .machine import ACHIEVED, BETWEEN, INSIDE, PEAK_FLOPS, Machine, default_world, fill_nodes, split_evenly
 
 PER_NODE = 8
 MOST_RANKS = 2**20
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """The options of ``sdp plan``. Quantities stay text, so that suggested commands repeat them.
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """The options that say how many ranks there are, and on which machines.
 
-    ``None`` means that an option was not given.
+    Quantities stay text, so that suggested commands repeat them. ``None`` means that an option was
+    not given.
     """
 
-    config: Path
-    settings: tuple[str, ...] = ()
     world: int | None = None
     hostfile: Path | None = None
     gpus_per_node: int | None = None
     device: Device | None = None
     device_memory: str | None = None
-    fit: bool = False
     peak_flops: str | None = None
     achieved: float | None = None
     intra_node: str | None = None
     inter_node: str | None = None
-    alone: bool = False
-    html: Path | None = None
-    json: bool = False
 
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> PlanOptions:
-        """Take the parsed arguments. Raises :class:`ConfigError` for values that mean nothing."""
-        for option, value in (("--world", args.world), ("--gpus-per-node", args.gpus_per_node)):
+    def check(self) -> None:
+        """Raise :class:`ConfigError` for values that mean nothing."""
+        for option, value in (("--world", self.world), ("--gpus-per-node", self.gpus_per_node)):
             if value is not None:
                 require_between_1_and(MOST_RANKS, option, value)
-        if args.achieved is not None and not 0 < args.achieved <= 1:
-            raise ConfigError(f"--achieved {args.achieved}: expected a fraction above 0, up to 1")
-        if args.hostfile is not None and args.gpus_per_node is not None:
+        if self.achieved is not None and not 0 < self.achieved <= 1:
+            raise ConfigError(f"--achieved {self.achieved}: expected a fraction above 0, up to 1")
+        if self.hostfile is not None and self.gpus_per_node is not None:
             raise ConfigError("--gpus-per-node: --hostfile says how many slots a node has; give one of them")
-        if args.html == "":
-            raise ConfigError('--html "": expected the name of a file, such as plan.html')
-        options = cls(
-            config=args.config,
-            settings=tuple(args.set),
-            world=args.world,
-            hostfile=args.hostfile,
-            gpus_per_node=args.gpus_per_node,
-            device=args.device,
-            device_memory=args.device_memory,
-            fit=args.fit,
-            peak_flops=args.peak_flops,
-            achieved=args.achieved,
-            intra_node=args.intra_node,
-            inter_node=args.inter_node,
-            alone=args.alone,
-            html=None if args.html is None else Path(args.html),
-            json=args.json,
-        )
-        if options.fit and options.memory is None:
-            raise ConfigError("--fit: needs --device-memory, for example 80GB")
-        return options
 
     @property
     def memory(self) -> float | None:
@@ -80,6 +57,21 @@ class PlanOptions:
         Raises :class:`ConfigError` where ``--device-memory`` is not a size.
         """
         return None if self.device_memory is None else quantity(self.device_memory, "B", "--device-memory")
+
+    def ranks(self, config: Config) -> tuple[int, str]:
+        """The number of ranks, and where it comes from.
+
+        Raises :class:`ConfigError` where there are too many.
+        """
+        if self.world is not None:
+            return self.world, "--world"
+        if self.hostfile is not None:
+            world, source = sum(len(host.slots) for host in read_hostfile(self.hostfile)), str(self.hostfile)
+        else:
+            world, source = default_world(config)
+        if world > MOST_RANKS:
+            raise ConfigError(f"{world:,} ranks ({source}): too many; the planner takes up to {MOST_RANKS:,}")
+        return world, source
 
     def machine(self, world: int) -> Machine:
         """The nodes, devices and links that ``world`` ranks run on.
@@ -103,9 +95,60 @@ class PlanOptions:
         )
 
 
+def given_machines(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of :class:`MachineOptions` among the parsed ones."""
+    return {field.name: getattr(args, field.name) for field in fields(MachineOptions)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(MachineOptions):
+    """The options of ``sdp plan``."""
+
+    config: Path
+    settings: tuple[str, ...] = ()
+    fit: bool = False
+    alone: bool = False
+    html: Path | None = None
+    json: bool = False
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> PlanOptions:
+        """Take the parsed arguments. Raises :class:`ConfigError` for values that mean nothing."""
+        if args.html == "":
+            raise ConfigError('--html "": expected the name of a file, such as plan.html')
+        options = cls(
+            config=args.config,
+            settings=tuple(args.set),
+            fit=args.fit,
+            alone=args.alone,
+            html=None if args.html is None else Path(args.html),
+            json=args.json,
+            **given_machines(args),
+        )
+        options.check()
+        if options.fit and options.memory is None:
+            raise ConfigError("--fit: needs --device-memory, for example 80GB")
+        return options
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(parser, "the JSON file of the run")
+    add_machine_arguments(
+        parser, "memory of a device, such as 80GB or 80GiB: say whether the run fits (exit code 2 if not)"
+    )
+    parser.add_argument(
+        "--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan it"
+    )
+    parser.add_argument("--alone", action="store_true", help="leave out DDP, FSDP and HSDP of the dense model")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with a map of the units and bars of memory")
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser, memory: str) -> None:
+    """Declare the arguments of :class:`MachineOptions`. ``memory``: the help of
+    ``--device-memory``.
+    """
     parser.add_argument(
         "--world",
         type=int,
@@ -119,14 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=DEVICES,
         help="trace the operators of this device (default: cuda if torch finds a GPU, else cpu)",
     )
-    parser.add_argument(
-        "--device-memory",
-        metavar="BYTES",
-        help="memory of a device, such as 80GB or 80GiB: say whether the run fits (exit code 2 if not)",
-    )
-    parser.add_argument(
-        "--fit", action="store_true", help="with --device-memory: find the smallest layout that fits, and plan it"
-    )
+    parser.add_argument("--device-memory", metavar="BYTES", help=memory)
     parser.add_argument(
         "--peak-flops", metavar="RATE", help=f"peak rate of a device (default: {PEAK_FLOPS}, an H100 in bfloat16)"
     )
@@ -141,9 +177,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--inter-node", metavar="RATE", help=f"what a rank sends between nodes, likewise (default: {BETWEEN})"
     )
-    parser.add_argument("--alone", action="store_true", help="leave out DDP, FSDP and HSDP of the dense model")
-    parser.add_argument("--html", metavar="FILE", help="also write a page with a map of the units and bars of memory")
-    parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
 
 
 def _or_default(given: str | None, default: str) -> str:

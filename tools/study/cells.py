@@ -16,6 +16,7 @@ from ...engine.config.load import load_config
 from ...engine.errors import ConfigError
 from ...engine.placement.units import find_units
 from ...models.registry import build_model
+from ..plan.alternatives import largest_size
 from ..plan.forecast import forecast
 from ..plan.machine import Machine
 
@@ -191,7 +192,9 @@ def smaller_size(task: str, capacity: float) -> int:
         return sum(parameter.numel() for parameter in built(size).parameters())
 
     held = count(chosen.full) - (1 - capacity) * sum(unit.numel for unit in find_units(built(chosen.full), "auto"))
-    return max(size for size in range(1, chosen.full + 1) if count(size) <= held)
+    size = largest_size(count, chosen.full, held)
+    assert size is not None, f"no {chosen.size} of {task} is small enough"
+    return size
 
 
 def linear(units: int, capacity: float) -> list[int]:
