@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -64,9 +65,41 @@ def start_training(config: Path, folder: Path) -> subprocess.CompletedProcess[st
     # Nobody measures the memory of these runs. Returning freed memory to the system at once would
     # take a third of their time.
     allocator = {name: str(1 << 30) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")}
-    return subprocess.run(
-        command, capture_output=True, text=True, env=child_environment({"OMP_NUM_THREADS": "1", **allocator}, {})
-    )
+    environment = child_environment({"OMP_NUM_THREADS": "1", **allocator}, {})
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        _RUNNING.add(process)
+        try:
+            output, errors = process.communicate()
+        finally:
+            _RUNNING.discard(process)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+_RUNNING: set[subprocess.Popen[str]] = set()
+
+
+@contextlib.contextmanager
+def _runs_end_with_the_study(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """End all runs at SIGTERM, and start no other. The exit code is then 143.
+
+    A terminal sends Ctrl-C to the runs too, but whoever ends the study by its number does not.
+    """
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(_RUNNING):
+            process.terminate()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_one(run: Run, out: Path, data: Path | None, train: Train = start_training) -> str | None:
@@ -133,7 +166,7 @@ def run_all(wanted: Sequence[Run], out: Path, data: Path | None, jobs: int) -> I
     if saved is not None:
         saved.require_corpus(corpus, out)
     known = dict(saved.runs) if saved is not None else {}
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool, _runs_end_with_the_study(pool):
         ended = pool.map(lambda run: run_one(run, out, data), wanted)
         for number, (run, error) in enumerate(zip(wanted, ended, strict=True), 1):
             print(escape(f"{number}/{len(wanted)} {error or run.name}"), file=sys.stderr, flush=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sdp.engine.errors import ConfigError, SDPError
+from sdp.tests.support.processes import until
 from sdp.tools.study import runs
 from sdp.tools.study.grid import figures, first_runs, read_grid
 from sdp.tools.study.results import RESULTS, SavedResults, config_digest, corpus_digest
@@ -134,3 +138,24 @@ def test_digests_know_the_settings_and_the_text_but_not_the_place(tmp_path: Path
     assert corpus_digest(None) is None
     with pytest.raises(ConfigError, match="is not a corpus"):
         corpus_digest(tmp_path / "nowhere")
+
+
+def test_sigterm_ends_the_runs_of_a_study(grid_file: Path, tmp_path: Path) -> None:
+    grid_file.write_text(json.dumps(GRID | {"base": GRID["base"] | {"training": {"steps": 10**6}}}))
+    out = tmp_path / "out"
+    command = [sys.executable, "-P", "-m", "sdp", "study", "grid", str(grid_file), str(out), "--jobs", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as study:
+        lines = [out / name / "metrics.jsonl" for name in ("a-b-seed0", "a-c-seed0")]
+        until(lambda: any(path.exists() and path.stat().st_size for path in lines), 240)
+        study.terminate()
+        assert study.wait(60) == 128 + signal.SIGTERM
+    until(lambda: not _arguments_with(out), 60)
+
+
+def _arguments_with(folder: Path) -> list[bytes]:
+    """The command lines of processes that name ``folder``."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # the process has ended
+            found.append(path.read_bytes())
+    return [line for line in found if bytes(folder) in line]
