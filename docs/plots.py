@@ -82,6 +82,30 @@ def draw_local_steps() -> None:
     save(figure, "local_steps")
 
 
+def draw_instruments() -> None:
+    """Held-out loss by masking, for every way to choose holders and rates; both dense models as
+    lines.
+    """
+    cells = {(cell["row"], cell["column"]): cell for cell in read("instruments")["cells"]}
+    figure, (axes,) = new_figure(8, 4.2, 1)
+    maskings = ("forward", "backward", "forward, then backward")
+    for index, (column, colour) in enumerate(
+        zip(("uniform", "noise", "depth", "depth, rates by holders"), COLOURS, strict=False)
+    ):
+        own = [cells[masking, column] for masking in maskings]
+        places = [place + (index - 1.5) * 0.12 for place in range(len(maskings))]
+        axes.errorbar(
+            places, [cell["mean"] for cell in own], [cell["spread"] for cell in own], color=colour, marker="o",
+            capsize=4, linestyle="none", label=column,
+        )  # fmt: skip
+    for row, style in (("smaller dense, equal memory", "--"), ("dense", ":")):
+        axes.axhline(cells[row, "uniform"]["mean"], color="black", linewidth=1.2, linestyle=style, label=row)
+    axes.set_xticks(range(len(maskings)), maskings)
+    axes.set(ylabel="held-out loss of the full model")
+    axes.legend(frameon=False, fontsize=9)
+    save(figure, "instruments")
+
+
 def draw_memory() -> None:
     """Planned (line) and measured (dot) peak by capacity, a panel for each model."""
     data = read("memory")
@@ -160,6 +184,7 @@ def main() -> None:
     """Draw all plots."""
     draw_bench()
     draw_local_steps()
+    draw_instruments()
     draw_memory()
     draw_profiles("llama", ("dense", "smaller_dense", "uniform", "linear", "depth"))
     draw_profiles("resnet18", ("dense", "smaller_dense", "uniform", "depth"))
