@@ -18,7 +18,7 @@ from .batch.size import BatchSize
 from .checkpoint.client_state import ENCODING, ClientState, read_client_state
 from .checkpoint.directory import check_tag
 from .checkpoint.load import find_together
-from .checkpoint.resume import resume, resume_without_optimizer
+from .checkpoint.resume import check_weights, resume, resume_without_optimizer
 from .checkpoint.save import Saver
 from .checkpoint.settings import describe_rates, describe_settings, settings_to_save, warn_of_other_settings
 from .config.schema import Config
@@ -51,9 +51,7 @@ class SDPEngine(DeepSpeedNames):
         self.before_update: Callable[[], None] = lambda: None  # raises if the step is not to be counted
         self.loader: Any = None
         self.training_dataloader: Any = None  # the third value of sdp.initialize, which ends with the epoch
-        self.global_steps = 0
-        self.micro_steps = 0
-        self.global_samples = 0
+        self.global_steps = self.micro_steps = self.global_samples = 0
         self._losses: list[torch.Tensor] = []  # of the micro-batches since the last step
         self._reduced, self._syncing = False, True
         self._saved = backend.state_to_save()
@@ -300,13 +298,15 @@ class SDPEngine(DeepSpeedNames):
             return str(path), client
         if not load_lr_scheduler_states:
             state = {**state, "scheduler": None}
+        if self.config.sdp.sync is not None:  # what follows drops the state of the present round
+            state = check_weights(path, state, self._saved, ranks)
         self.local_training.follow(state["global_steps"])
         go_on = resume if load_optimizer_states else resume_without_optimizer
-        go_on(path, state, self._backend, self._saved, self.lr_scheduler, self.loader, ranks=ranks)
+        in_round = go_on(path, state, self._backend, self._saved, self.lr_scheduler, self.loader, ranks=ranks)
         self.forget_micro_batches()
         self.spikes.load_state_dict(state.get("spikes") or {})
         self.noise.load_state_dict(state.get("noise") or {})
-        self.local_training.load_state_dict(state.get("sync"))
+        self.local_training.load_state_dict(state.get("sync"), state["global_steps"], in_round=bool(in_round))
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.micro_steps = self.global_steps * self._batch.accumulation
         self._last.start_at(state.get("skipped_steps", 0))

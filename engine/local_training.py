@@ -30,7 +30,7 @@ class LocalTraining:
         self._backend, self._sync = backend, sync
         self._rounds = Rounds(sync) if sync is not None else None
         self.outer_steps = 0
-        self._finished_at = -1
+        self._averaged_at = -1  # the last step after which finish, or a load, left all groups with the anchors
         self.last: OuterFacts | None = None
         self._pending: deque[tuple[int, PendingUpdate]] = deque()
 
@@ -116,7 +116,7 @@ class LocalTraining:
             Whether anything was averaged.
         """
         local = self._backend.local
-        if local is None or self._rounds is None or step == self._finished_at:
+        if local is None or self._rounds is None or step == self._averaged_at:
             return False
         before = self.outer_steps
         if local.travelling is not None:
@@ -126,20 +126,18 @@ class LocalTraining:
                 local.start(fragment)
                 self._arrive()
         if self.outer_steps > before:
-            self._finished_at = step
+            self._averaged_at = step
         return self.outer_steps > before
 
     def has_finished(self, step: int) -> bool:
         """Return whether :meth:`finish` averaged something after ``step``."""
-        return self._finished_at == step
+        return self._averaged_at == step
 
-    def steps_dropped(self, steps: int) -> int:
-        """Return how many inner steps a load drops that starts from the anchors of step
-        ``steps``.
-        """
-        if self._rounds is None:
+    def _steps_alone(self, step: int) -> int:
+        """Return how many of the steps up to ``step`` a load from the anchors would drop."""
+        if self._rounds is None or step == self._averaged_at:
             return 0
-        return max(self._rounds.steps_alone(steps, fragment) for fragment in self._rounds.fragments)
+        return max(self._rounds.steps_alone(step, fragment) for fragment in self._rounds.fragments)
 
     def metrics(self) -> dict[str, Any]:
         """Return what the outer step after the last step did, for metrics.jsonl.
@@ -182,15 +180,21 @@ class LocalTraining:
             return None
         return {
             "outer_steps": self.outer_steps,
-            "steps_alone": self.steps_dropped(steps),
+            "steps_alone": self._steps_alone(steps),
             "travelling": self._backend.local.travelling,
             "fragments": len(self._rounds.fragments) if self._rounds is not None else 1,
         }
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue to count outer steps."""
+    def load_state_dict(self, state: dict[str, Any] | None, steps: int, *, in_round: bool) -> None:
+        """Continue to count outer steps.
+
+        Args:
+            state: the result of :meth:`state_dict`.
+            steps: the steps of the checkpoint.
+            in_round: whether groups go on with weights of their own. If not, they have the anchors.
+        """
         self.outer_steps = (state or {}).get("outer_steps", 0)
-        self._finished_at, self.last = -1, None
+        self._averaged_at, self.last = -1 if in_round else steps, None
         self._pending.clear()
 
     def anchored(self) -> AbstractContextManager[None]:

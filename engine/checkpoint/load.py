@@ -73,6 +73,18 @@ def keys_in(path: Path) -> set[str]:
         return set()
 
 
+def check(path: Path, tensors: Mapping[str, Any], files: Mapping[str, str], *, alone: bool) -> SafeReader:
+    """Return a reader of the checkpoint at ``path``, from which :func:`load` can fill ``tensors``.
+
+    Collective unless ``alone``. Nothing is changed. The arguments and errors are those of
+    :func:`load`.
+    """
+    ranks, reader = Ranks(alone), SafeReader(path)
+    ranks.agree(damaged_file(path, share_of(files, ranks.rank, ranks.count)))
+    ranks.agree(_obstacle(path, reader, tensors))
+    return reader
+
+
 def load(
     path: Path, tensors: dict[str, Any], files: Mapping[str, str], *, alone: bool, names: Collection[str] | None = None
 ) -> None:  # fmt: skip
@@ -91,9 +103,7 @@ def load(
             optimizer.
     """
     ranks = Ranks(alone)
-    ranks.agree(damaged_file(path, share_of(files, ranks.rank, ranks.count)))
-    reader = SafeReader(path)
-    ranks.agree(_obstacle(path, reader, tensors))
+    reader = check(path, tensors, files, alone=alone)
     if names is not None:
         saved = sorted(reader.read_metadata().state_dict_metadata)
         # Each key takes one bit, because there are thousands of keys on thousands of ranks. The

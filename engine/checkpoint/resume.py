@@ -21,11 +21,23 @@ from ..optim import optimizer_state
 from ..optim.param_groups import conflicting_rates, set_rates
 from ..optim.schedules import adapt_state, of_another_kind
 from .averaged import has_groups, keys_of_moments, load_means
-from .load import keys_in, load
+from .load import check, keys_in, load
 from .local_state import LocalState
 from .state import SavedState, set_random_state, weights_of
 
 log = logging.getLogger("sdp")
+
+
+def check_weights(path: Path, state: Mapping[str, Any], own: StateToSave, ranks: Ranks) -> dict[str, Any]:
+    """Check that no file is damaged, and that the weights and buffers fit. Collective.
+
+    Returns:
+        The checkpoint's ``state.json`` without the hashes of files, so that no load checks them
+        again.
+    """
+    weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
+    check(path, weights, state["files"], alone=ranks.alone)
+    return {**state, "files": {}}
 
 
 def resume(
@@ -37,7 +49,7 @@ def resume(
     loader: Any,
     *,
     ranks: Ranks,
-) -> None:
+) -> bool:
     """Load the whole state of a training run from a checkpoint. Collective.
 
     The state is the weights, the optimizer's state, the random numbers, the loss scale, the
@@ -52,6 +64,9 @@ def resume(
         loader: The loader of the training data, or None.
         ranks: The ranks that load together.
 
+    Returns:
+        Whether groups go on with weights of their own, in the middle of a round of local steps.
+
     Raises:
         CheckpointError: On every rank, if the checkpoint is damaged or does not fit this run.
     """
@@ -62,8 +77,9 @@ def resume(
     problem = conflicting_rates(names, rates)
     ranks.agree(f"{path}: {problem}" if problem else None)
     random = _random_numbers(path, state, own, saved, tell=ranks.rank == 0)
+    in_round = False
     if backend.local is not None or has_groups(saved):
-        _load_between_averages(path, state, backend, own, saved, random, ranks)
+        in_round = _load_between_averages(path, state, backend, own, saved, random, ranks)
     else:
         _load_tensors(path, state, backend, own, saved, random, ranks)
     backend.refresh(after_step=False)
@@ -73,6 +89,7 @@ def resume(
     set_rates(backend.optimizer, names, rates)  # torch's schedulers do not set the rates when they are loaded
     if loader is not None and state["loader"] is not None:
         loader.load_state_dict(state["loader"])
+    return in_round
 
 
 def _refuse_what_does_not_fit(path: Path, state: Mapping[str, Any], scheduler: Any, loader: Any) -> None:
@@ -144,8 +161,11 @@ def _load_between_averages(
     saved: set[str],
     random: dict[str, torch.Tensor],
     ranks: Ranks,
-) -> None:
-    """Load a checkpoint if it, or this run, is in the middle of a round of local steps."""
+) -> bool:
+    """Load a checkpoint if it, or this run, is in the middle of a round of local steps.
+
+    Returns whether groups go on with weights of their own.
+    """
     local, layout = backend.local, backend.layout
     if not isinstance(own, SavedState):
         raise CheckpointError(
@@ -169,7 +189,7 @@ def _load_between_averages(
         buffers = weights_of(local.common_part().buffers)
         load(path, mine.model() | buffers | mine.tensors() | random, files, alone=alone)
         mine.finish_load()
-        return
+        return position["steps_alone"] > 0 or position["travelling"] is not None
     if ranks.rank == 0 and has_groups(saved):
         log.warning(
             "%s: was written between two averages under another layout, so each group starts from the anchors with the "
@@ -192,6 +212,7 @@ def _load_between_averages(
         local.reset()
     mine.finish_load()
     backend.zero_grad()
+    return False
 
 
 def _position_in_round(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:

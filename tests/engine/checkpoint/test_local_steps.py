@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sdp
 import torch
+from sdp.engine.errors import CheckpointError
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
@@ -251,3 +252,54 @@ def _partly_frozen(case: Case, folder: str) -> None:
 def test_parameters_that_the_user_froze_are_saved_under_deepspeed(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     case = Case(2, stage=stage, sizes=(2, 1), model="llama", sync='{"every": 4}', optimizer="adamw")
     ranks.run(_partly_frozen, case, str(tmp_path), world=3)
+
+
+def _finished_twice(case: Case, folder: str) -> tuple[bool, bool]:
+    """Save after the last average of a run. Returns whether a resumed run averages again at once,
+    and whether that changes the model.
+    """
+    engine = engine_of(case)
+    _train(engine, case, 0, 5)
+    engine.finish_round()
+    engine.save_checkpoint(folder)
+    resumed = engine_of(case)
+    resumed.load_checkpoint(folder)
+    averaged = resumed.finish_round()
+    ours, theirs = resumed.full_state_dict(), engine.full_state_dict()
+    return averaged, any(not torch.equal(ours[name], weight) for name, weight in (theirs or {}).items())
+
+
+def test_a_finished_run_that_resumes_has_nothing_to_average(ranks: RankPool, tmp_path: Path) -> None:
+    """An outer step without a change would move the anchors by their momentum."""
+    case = Case(2, 1, optimizer="adamw", sync='{"every": 4, "fragments": 2}')
+    assert ranks.run(_finished_twice, case, str(tmp_path), world=2) == [(False, False)] * 2
+    assert json.loads((tmp_path / "step-5" / "state.json").read_text())["sync"]["steps_alone"] == 0
+
+
+def _refused(case: Case, folder: str, tag: str) -> tuple[str, list[str]]:
+    """Return the error of a load after three steps, and the keys of what it changed."""
+    engine = engine_of(case)
+    _train(engine, case, 0, 3)
+    before = _everything(engine)
+    with pytest.raises(CheckpointError) as error:
+        engine.load_checkpoint(folder, tag)
+    after = _everything(engine)
+    changed = [key for key in before if key in after and not torch.equal(after[key], before[key])]
+    return str(error.value), [*changed, *(before.keys() ^ after.keys())]
+
+
+@pytest.mark.parametrize("start_after", [0, 1, 4])
+@pytest.mark.parametrize("what", ["damaged", "other model"])
+def test_a_refusal_changes_nothing_in_a_round(ranks: RankPool, tmp_path: Path, what: str, start_after: int) -> None:
+    """The checkpoint is of step 2, so groups would begin or end to step on their own."""
+    case = Case(2, 1, optimizer="adamw", placement="cyclic", sync='{"every": 2}')
+    ranks.run(_save_midway, replace(case, model="mlp-of-3" if what == "other model" else "mlp"), str(tmp_path), world=2)
+    if what == "damaged":
+        file = next((tmp_path / "step-2").glob("*.distcp"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    target = replace(case, sync=f'{{"every": 2, "start_after": {start_after}}}')
+    for error, changed in ranks.run(_refused, target, str(tmp_path), "step-2", world=2):
+        assert ("damaged" if what == "damaged" else "holds no 'model/layers.3.") in error
+        assert changed == []
