@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,20 +76,22 @@ def _without_activations(traffic: dict[str, int]) -> dict[str, int]:
 
 class Loop:
     """Local steps of the MLP in plain torch: a model, an optimizer and rows for each group, one
-    after the other.
+    after the other. torch's own optimizer steps on the anchors.
     """
 
     def __init__(self, case: Case, rates: list[float]):
-        self.case, self.sync = case, json.loads(case.sync)
+        self.case, self.sync = case, DEFAULTS | json.loads(case.sync)
         config = case.config()
         self.holders: dict[str, list[int]] = config["sdp"]["placement"]
-        self.anchors = {n: p.detach().clone() for n, p in models.build(case.model).named_parameters()}
+        self.anchors = {n: nn.Parameter(p.detach().clone()) for n, p in models.build(case.model).named_parameters()}
         self.groups = [models.build(case.model) for _ in range(case.groups)]
         settings = dict(config["optimizer"]["params"])
         kind = getattr(torch.optim, config["optimizer"]["type"])
         self.optimizers = [kind(group.parameters(), **settings) for group in self.groups]
         self.rates = rates
-        self.momentum = {name: torch.zeros_like(anchor) for name, anchor in self.anchors.items()}
+        outer = self.sync["outer_optimizer"]
+        self.outer = getattr(torch.optim, outer["type"])(self.anchors.values(), **outer["params"])
+        self.travelling: dict[int, list[Change]] = {}  # by the step after which they are applied
         self.clip = config["gradient_clipping"]
 
     def holders_of(self, name: str) -> list[int]:
@@ -100,19 +102,38 @@ class Loop:
     def fragment_of(self, name: str) -> int:
         units = list(self.holders)
         index = next((i for i, unit in enumerate(units) if name.startswith(f"{unit}.")), None)
-        return 0 if index is None else index % self.sync.get("fragments", 1)
+        return 0 if index is None else index % self.sync["fragments"]
 
     def run(self) -> dict[str, torch.Tensor]:
-        every, fragments = self.sync["every"], self.sync.get("fragments", 1)
+        every, fragments, start_after = (self.sync[key] for key in ("every", "fragments", "start_after"))
         for step in range(1, self.case.steps + 1):
             for group in range(self.case.groups):
+                self._backward(group, step)
+            if step <= start_after:
+                self._average_gradients()
+            for group in range(self.case.groups):
                 self._inner_step(group, step)
+            if step <= start_after:
+                for name, anchor in self.anchors.items():
+                    anchor.data.copy_(self._weights(name)[0])
+                continue
+            since = step - start_after
+            for change in self.travelling.pop(since, []):
+                self._apply(change)
             for fragment in range(fragments):
-                if (step + fragment * every // fragments) % every == 0:
-                    self._outer_step(fragment)
-        return self.anchors
+                if (since + fragment * every // fragments) % every == 0:
+                    self.travelling[since + self.sync["overlap"]] = [self._change(n) for n in self._names_in(fragment)]
+            for change in self.travelling.pop(since, []):
+                self._apply(change)
+        return {name: anchor.detach() for name, anchor in self.anchors.items()}
 
-    def _inner_step(self, group: int, step: int) -> None:
+    def _names_in(self, fragment: int) -> list[str]:
+        return [name for name in self.anchors if self.fragment_of(name) == fragment]
+
+    def _weights(self, name: str) -> list[torch.Tensor]:
+        return [dict(self.groups[group].named_parameters())[name].detach() for group in self.holders_of(name)]
+
+    def _backward(self, group: int, step: int) -> None:
         model, optimizer, case = self.groups[group], self.optimizers[group], self.case
         absent = {unit: model.get_submodule(unit) for unit, holders in self.holders.items() if group not in holders}
         for unit in absent:
@@ -124,15 +145,23 @@ class Loop:
                 (
                     model(*batch.values() if isinstance(batch, dict) else batch) / (case.accumulation * case.fsdp)
                 ).backward()
-        parameters = list(model.parameters())
-        parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        if self.clip:
-            nn.utils.clip_grad_norm_(parameters, self.clip)
-        for settings in optimizer.param_groups:
-            settings["lr"] = self.rates[step - 1]
-        optimizer.step()
         for unit, module in absent.items():
             model.set_submodule(unit, module)
+
+    def _average_gradients(self) -> None:
+        """Give all holders the mean of their gradients, as in every step before local steps."""
+        for name in self.anchors:
+            weights = [dict(self.groups[group].named_parameters())[name] for group in self.holders_of(name)]
+            mean = torch.stack([weight.grad for weight in weights if weight.grad is not None]).mean(0)
+            for weight in weights:
+                weight.grad = mean.clone()
+
+    def _inner_step(self, group: int, step: int) -> None:
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.groups[group].parameters(), self.clip)
+        for settings in self.optimizers[group].param_groups:
+            settings["lr"] = self.rates[step - 1]
+        self.optimizers[group].step()
 
     def _stand_in(self, unit: str) -> nn.Module:
         """The identity, or with backward masking a copy of the anchors that is not trained."""
@@ -143,22 +172,39 @@ class Loop:
             parameter.data = self.anchors[f"{unit}.{name}"].clone()
         return block.requires_grad_(False)
 
-    def _outer_step(self, fragment: int) -> None:
-        rate, momentum = (0.7, 0.9) if "outer_optimizer" not in self.sync else (1.0, 0.0)
-        for name, anchor in self.anchors.items():
-            holders = self.holders_of(name)
-            if self.fragment_of(name) != fragment:
-                continue
-            weights = [dict(self.groups[group].named_parameters())[name] for group in holders]
-            with torch.no_grad():
-                change = anchor - sum(weight.detach() for weight in weights) / len(weights)
-                self.momentum[name] = momentum * self.momentum[name] + change
-                step = change + momentum * self.momentum[name] if momentum else change  # Nesterov
-                anchor -= rate * step
-                if len(holders) == 1 and self.sync.get("single_holder") == "skip":
-                    anchor.copy_(weights[0])
-                for weight in weights:
-                    weight.copy_(anchor)
+    def _change(self, name: str) -> Change:
+        weights = self._weights(name)
+        before = [weight.clone() for weight in weights]
+        return Change(name, self.anchors[name].detach() - sum(before) / len(before), before)
+
+    @torch.no_grad()
+    def _apply(self, change: Change) -> None:
+        anchor, weights = self.anchors[change.name], self._weights(change.name)
+        anchor.grad = change.mean
+        self.outer.step()
+        anchor.grad = None
+        if len(weights) == 1 and self.sync["single_holder"] == "skip":
+            anchor.copy_(weights[0])
+            return
+        for weight, before in zip(weights, change.before, strict=True):
+            weight.copy_(anchor + (weight - before))
+
+
+class Change(NamedTuple):
+    """The mean change of a parameter, and the holders' weights when it was sent."""
+
+    name: str
+    mean: torch.Tensor
+    before: list[torch.Tensor]
+
+
+DEFAULTS = {
+    "fragments": 1,
+    "overlap": 0,
+    "start_after": 0,
+    "single_holder": "outer",
+    "outer_optimizer": {"type": "SGD", "params": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},
+}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +214,13 @@ class Loop:
         Case(2, 2, accumulation=2, steps=6, sync='{"every": 4, "fragments": 2}', optimizer="adamw", clip=True),
         Case(4, 1, steps=5, sync='{"every": 2, "single_holder": "skip"}', optimizer="momentum", masking="backward"),
         Case(4, 1, steps=4, sync=f'{{"every": 1, "outer_optimizer": {PLAIN}}}', optimizer="adamw", masking="backward"),
+        Case(4, 1, steps=9, optimizer="momentum", masking="backward",
+             sync='{"every": 4, "fragments": 2, "overlap": 1}'),
+        Case(4, 1, steps=11, sync='{"every": 6, "fragments": 2, "overlap": 2, "single_holder": "skip"}', clip=True,
+             optimizer="adamw"),
+        Case(2, 2, 0, 2, steps=8, sync='{"every": 3, "start_after": 3, "overlap": 1}', optimizer="momentum"),
+        Case(2, 1, steps=6, optimizer="adamw", sync='{"every": 2, "outer_optimizer": {"type": "AdamW", "params": '
+                                                    '{"lr": 0.05, "weight_decay": 0.1}}}'),
     ],
     ids=str,
 )  # fmt: skip
