@@ -1,10 +1,11 @@
-"""The configuration of a run, completed by the model that it starts from."""
+"""The configuration of a run, completed by the model that it starts from, with absolute paths."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from ...engine.backends.deepspeed.zero_checkpoint import is_zero_checkpoint
+from ...engine.config.noise import NoiseProfile
 from ...engine.config.schema import Config
 from ...models.registry import section_from_huggingface
 
@@ -17,3 +18,28 @@ def with_initial_model(config: Config) -> Config:
     if config.training.init_from is None or is_zero_checkpoint(Path(config.training.init_from)):
         return config
     return config.model_copy(update={"model": section_from_huggingface(Path(config.training.init_from), config.model)})
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Make the paths of the configuration absolute.
+
+    Other commands may read config.json from other directories.
+    """
+    paths = {"data": ("path", config.data.path), "training": ("init_from", config.training.init_from)}
+    changed = {
+        section: getattr(config, section).model_copy(update={key: str(Path(path).absolute())})
+        for section, (key, path) in paths.items()
+        if path is not None
+    }
+    if isinstance(profile := config.sdp.profile, NoiseProfile):
+        profile = profile.model_copy(update={"noise": str(Path(profile.noise).absolute())})
+        changed["sdp"] = config.sdp.model_copy(update={"profile": profile})
+    if config.data.sources:
+        sources = [each.model_copy(update={"path": str(Path(each.path).absolute())}) for each in config.data.sources]
+        changed["data"] = config.data.model_copy(update={"sources": sources})
+    tasks = config.training.evaluate_tasks
+    if tasks is not None and tasks.include_path is not None:
+        tasks = tasks.model_copy(update={"include_path": str(Path(tasks.include_path).absolute())})
+        training = changed.get("training", config.training)
+        changed["training"] = training.model_copy(update={"evaluate_tasks": tasks})
+    return config.model_copy(update=changed)

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from ...engine.config.elastic import ElasticSection
-from ...engine.config.load import load_config
 from ...engine.distributed import world
 from ...engine.distributed.mesh import mesh_of
 from ...engine.distributed.world import World
@@ -21,12 +20,13 @@ from ...engine.elastic.session import Session, serve_meeting_store, share_inside
 from ...engine.environment.detect import detect
 from ...engine.environment.elastic import ElasticEnvironment, elastic_environment
 from ...engine.errors import LaunchError
-from ..runs.run_config import with_initial_model
 from . import preflight
-from .changed_settings import keep_holders
 from .elastic import ElasticTrainer
+from .failures import explained
+from .loop.changed_settings import keep_holders
+from .loop.training_run import TrainingRun
 from .options import TrainOptions
-from .rank import build, explained, join_ranks, log_start, set_up_logging, start_heartbeat, with_absolute_paths
+from .startup import build, read_config, start
 
 # gloo's own limit of an operation between groups, in seconds. A loss is noticed long before.
 _LONGEST_OPERATION = 300.0
@@ -42,7 +42,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     Returns:
         The exit code.
     """
-    config = with_absolute_paths(with_initial_model(load_config(options.config, options.overrides)))
+    config = read_config(options)
     found, told = detect(), elastic_environment()
     if found is None or told is None:
         raise LaunchError(
@@ -56,10 +56,7 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     rank, size = told.slot * ranks + found.rank, config.sdp.groups * ranks
     config = keep_holders(config, dump_dir)  # also for a group that returns
     config = preflight.check(config, mesh_of(config, size), dump_dir, resume=options.resume)
-    set_up_logging(rank, dump_dir)
-    log_start(config, size, dump_dir)
-    beat = start_heartbeat(config, options, rank, size, on_stall)
-    join_ranks(config)
+    beat = start(config, options, rank, size, on_stall)
     world.enter(World(rank, size))
     # The trainer checks holders itself, when no group is about to be lost in the middle of a step.
     unchecked = config.model_copy(update={"sdp": config.sdp.model_copy(update={"check_interval": 0})})
@@ -69,10 +66,11 @@ def run(options: TrainOptions, on_stall: Callable[[str], None]) -> int:
     told = replace(told, life=share_inside(told.life or secrets.token_hex(8)))
     client = _find_coordinator(told, found.rank, ranks, share_inside(address), config.sdp.elastic)
     session = Session(client, engine, min(_LONGEST_OPERATION, config.training.step_timeout))
-    trainer = ElasticTrainer(config, engine, corpus, dump_dir, session, baseline=baseline, beat=beat, observers=[])
+    training_run = TrainingRun(config, engine, corpus, dump_dir, baseline=baseline, beat=beat)
+    trainer = ElasticTrainer(training_run, session, resume=options.resume)
     try:
         with explained(config, beat, engine, dump_dir=dump_dir):
-            status = trainer.train(resume=options.resume)
+            status = trainer.train()
     finally:
         trainer.close()
     del store

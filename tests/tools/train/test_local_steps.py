@@ -1,5 +1,5 @@
-"""``sdp train`` with local steps: lines of the metrics, a final average, a resume in the middle of a
-round.
+"""``sdp train`` with local steps: lines of the metrics, a final average, a resume in the middle of
+a round.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sdp.tests.support.cases import Case, engine_of
 from sdp.tests.support.ranks import RankPool
 from sdp.tests.support.small_runs import read_losses, read_metrics, run_sdp, write_config
 from sdp.tools.cli import main
-from sdp.tools.train.meter import StepMeter
+from sdp.tools.train.loop.meter import StepMeter
 
 
 def test_local_steps_from_the_start_to_a_resume(config: dict, tmp_path: Path, capsys) -> None:
@@ -69,7 +69,9 @@ def test_lines_before_local_steps_are_those_of_a_run_without_them(config: dict, 
 
 
 def _seconds_of_a_step(case: Case, delay: float, log: Path) -> dict[str, float]:
-    """Return the measured seconds of a round's last step, which rank 1 ends ``delay`` seconds late."""
+    """Return the measured seconds of a round's last step, which rank 1 ends ``delay`` seconds
+    late.
+    """
     engine, rank = engine_of(case), dist.get_rank()
     meter, facts = StepMeter(engine, Heartbeat(rank, None, log / f"rank-{rank}.log", print)), None
     for step in range(2):  # the first one connects

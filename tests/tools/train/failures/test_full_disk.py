@@ -14,8 +14,8 @@ import pytest
 from sdp.engine.environment.supervision import Supervision
 from sdp.launcher.fatal_errors import report_fatal
 from sdp.tools.shared.files import WriteError
+from sdp.tools.train.failures import explained
 from sdp.tools.train.process.log_file import LogFile
-from sdp.tools.train.rank import explained
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

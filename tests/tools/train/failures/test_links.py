@@ -24,8 +24,8 @@ from sdp.launcher.own_files import open_own_file
 from sdp.tools.runs.dataset import open_corpus
 from sdp.tools.runs.run_files import RunFiles
 from sdp.tools.shared.files import WriteError
-from sdp.tools.train import summary
-from sdp.tools.train.checkpointer import Checkpointer
+from sdp.tools.train.loop import summary
+from sdp.tools.train.loop.checkpointer import Checkpointer
 from sdp.tools.train.observers.monitors import open_monitors
 from sdp.tools.train.observers.profiler import StepProfiler
 from sdp.tools.train.process.log_file import LogFile

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...engine.accounting.clock import clock
-from ...engine.accounting.memory import PeakMemory
-from ...engine.batch.mixture import MixtureSampler
-from ...engine.engine import SDPEngine
-from ...launcher.heartbeat import Heartbeat
+from ....engine.accounting.clock import clock
+from ....engine.accounting.memory import PeakMemory
+from ....engine.batch.mixture import MixtureSampler
+from ....engine.engine import SDPEngine
+from ....launcher.heartbeat import Heartbeat
 from .utilisation import Utilisation
 
 PARTS = ("data", "forward", "backward", "optimizer")

@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from ...engine.batch.loader import evaluation_batches
-from ...engine.distributed.agreement import Ranks
-from ...engine.engine import SDPEngine
-from ...engine.full_model.recalibration import tracks_statistics
-from ...launcher.heartbeat import Heartbeat
-from ..runs.dataset import Corpus
-from ..tasks.harness import LoadedTasks, Scores
-from ..tasks.scoring import FullModel, Scorer
+from ....engine.batch.loader import evaluation_batches
+from ....engine.distributed.agreement import Ranks
+from ....engine.engine import SDPEngine
+from ....engine.full_model.recalibration import tracks_statistics
+from ....launcher.heartbeat import Heartbeat
+from ...runs.dataset import Corpus
+from ...tasks.harness import LoadedTasks, Scores
+from ...tasks.scoring import FullModel, Scorer
 
 
 class Evaluator:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from ...engine.config.noise import NoiseProfile
-from ...engine.config.schema import Config
-from ...engine.engine import SDPEngine
-from ...engine.json_files import read_json_file
-from ..runs.run_files import CONFIG
+from ....engine.config.noise import NoiseProfile
+from ....engine.config.schema import Config
+from ....engine.engine import SDPEngine
+from ....engine.json_files import read_json_file
+from ...runs.run_files import CONFIG
 
 _OPTIMIZER_KEYS = ("lr", "weight_decay", "betas", "momentum", "eps")
 _UNSET = "unset"

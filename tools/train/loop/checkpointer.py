@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ...engine.checkpoint.directory import LATEST, latest, locate
-from ...engine.engine import SDPEngine
-from ...engine.errors import CheckpointError
-from ...launcher.heartbeat import Heartbeat
-from ..shared.files import WriteError
+from ....engine.checkpoint.directory import LATEST, latest, locate
+from ....engine.engine import SDPEngine
+from ....engine.errors import CheckpointError
+from ....launcher.heartbeat import Heartbeat
+from ...shared.files import WriteError
 from .changed_settings import apply_rates, describe_changes, saved_settings
 
 log = logging.getLogger("sdp")

@@ -12,11 +12,11 @@ from statistics import fmean
 
 import torch
 
-from ...engine.config.masking import Masking
-from ...engine.engine import SDPEngine
-from ...engine.model_interface import get_flops_per_token
-from ...engine.placement.placement import Placement
-from ..shared.device_peaks import NOMINAL_TFLOPS
+from ....engine.config.masking import Masking
+from ....engine.engine import SDPEngine
+from ....engine.model_interface import get_flops_per_token
+from ....engine.placement.placement import Placement
+from ...shared.device_peaks import NOMINAL_TFLOPS
 
 
 class Utilisation:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy
 import torch
 
-from ...engine.accounting.memory import state_bytes
-from ...engine.accounting.traffic_plan import data_parallel_traffic
-from ...engine.engine import SDPEngine
-from ..report.render import render
-from ..runs.dataset import Corpus
-from ..runs.plot import plot_loss
-from ..runs.run_files import PLOT, RunFiles, read_run
-from ..shared.files import refuse_link
+from ....engine.accounting.memory import state_bytes
+from ....engine.accounting.traffic_plan import data_parallel_traffic
+from ....engine.engine import SDPEngine
+from ...report.render import render
+from ...runs.dataset import Corpus
+from ...runs.plot import plot_loss
+from ...runs.run_files import PLOT, RunFiles, read_run
+from ...shared.files import refuse_link
 from .meter import StepFacts
 
 WARM_UP_STEPS = 3  # step 1 allocates optimizer state, step 2 is probed, step 3 follows the probe

@@ -1,0 +1,101 @@
+"""Turns failures of the machine into errors of one line.
+
+Where memory ran out, the message says what fills it and which settings need less. The figures are
+those that the placement predicts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ...engine.accounting.quantities import format_bytes
+from ...engine.config.schema import Config
+from ...engine.engine import SDPEngine
+from ...engine.errors import OutOfMemoryError, PeerLostError
+from ...launcher.heartbeat import Heartbeat
+from ..shared.files import NO_ROOM, WriteError
+from ..shared.remedies import remedies
+from .loop.checkpointer import newest_checkpoint
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+# Messages of gloo and NCCL if the process at the other end is gone. Some messages name its address
+# at the start or at the end.
+_ADDRESS = r"\[[0-9a-fA-F.:]+\]:\d+"
+_GONE = re.compile(
+    rf"({_ADDRESS}: )?(Connection (reset|closed) by (remote )?peer|Broken pipe)( {_ADDRESS})?|ncclRemoteError"
+)
+
+
+@contextmanager
+def explained(
+    config: Config, beat: Heartbeat, engine: SDPEngine | None = None, *, dump_dir: Path | None = None
+) -> Iterator[None]:
+    """Turn failures of the machine into errors of one line.
+
+    A failed allocation becomes an OutOfMemoryError that names remedies, a broken connection a
+    PeerLostError, and a full disk a WriteError that names the newest checkpoint.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if _is_out_of_memory(error):
+            raise _out_of_memory(config, str(beat.whereabouts), engine) from None
+        if (gone := _GONE.search(str(error))) is None:
+            raise
+        raise PeerLostError(
+            f"{beat.whereabouts}: another rank is gone ({gone[0]}); its log or its launcher says why"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        problem: Exception = WriteError.of(error.filename or dump_dir, error)
+        raise _with_newest_checkpoint(problem, dump_dir) from None
+    except WriteError as error:
+        raise _with_newest_checkpoint(error, dump_dir) from None
+
+
+def _with_newest_checkpoint(error: Exception, dump_dir: Path | None) -> WriteError:
+    ending = f"; the newest checkpoint: {newest_checkpoint(dump_dir)}" if dump_dir is not None else ""
+    return WriteError(f"{error}{ending}")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Check whether ``error`` is a failed allocation.
+
+    torch raises a class of its own for accelerators, and a RuntimeError for a CPU.
+    """
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+    )
+
+
+def _out_of_memory(config: Config, rank_and_device: str, engine: SDPEngine | None) -> OutOfMemoryError:
+    """Make the error to raise.
+
+    Args:
+        config: the configuration of the run.
+        rank_and_device: the rank and its device, such as "rank 1 on …".
+        engine: the engine, None if memory ran out before the engine was built.
+    """
+    state = ""
+    if engine is not None:
+        planned = engine.predicted_state_bytes()
+        frozen = f"frozen copies {_size(planned.frozen)}, " if planned.frozen else ""
+        state = (
+            f" Of this rank's memory parameters take {_size(planned.parameters)}, {frozen}gradients "
+            f"{_size(planned.gradients)} and the optimizer {_size(planned.optimizer)}; the rest are activations and "
+            "buffers."
+        )
+    return OutOfMemoryError(
+        f"{rank_and_device}: out of memory.{state} To need less: {'; '.join(remedies(config))}."
+        " What each would need: sdp plan"
+    )
+
+
+def _size(nbytes: int) -> str:
+    return format_bytes(nbytes, "GB" if nbytes >= 1e8 else "MB")

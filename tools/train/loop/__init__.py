@@ -1,0 +1,1 @@
+"""What both training loops use: one rank's run, measurements, evaluations, checkpoints, summary."""

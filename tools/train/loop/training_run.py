@@ -1,0 +1,262 @@
+"""One rank's run: its engine, files and observers, and what the training loops do with them.
+
+Everything that only watches a loop is an observer, see ``observers/observer.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ....engine.batch.call import loss_of, to_device
+from ....engine.config.schema import Config
+from ....engine.engine import SDPEngine
+from ....engine.errors import NonFiniteError
+from ....engine.placement.placement import Placement
+from ....launcher.heartbeat import Heartbeat
+from ...runs.dataset import Corpus
+from ...runs.run_files import RunFiles
+from ...tasks.harness import LoadedTasks
+from ..observers.observer import Observer
+from ..observers.probe import MemoryProbe
+from ..process.stop_signals import StopSignals
+from .checkpointer import Checkpointer
+from .evaluator import Evaluator
+from .meter import StepFacts, StepLines, StepMeter
+from .summary import rank_facts, write_summary
+from .utilisation import Utilisation
+
+log = logging.getLogger("sdp")
+
+
+class TrainingRun:
+    """The parts of one rank's run: a step, an evaluation, its begin and its end.
+
+    A training loop decides about their order: ``trainer.Trainer`` or ``elastic.ElasticTrainer``.
+
+    Args:
+        config: the configuration, in the form that is written to config.json.
+        engine: what ``sdp.initialize`` returned.
+        corpus: training and held-out data.
+        dump_dir: the directory of the run's files.
+        baseline: bytes of memory that this process had before the model existed.
+        beat: the heartbeat, which is told what this rank does next.
+        files: the run's files on the rank that writes them, None on other ranks.
+        observers: the observers of the loop on this rank.
+        tasks: the tasks of ``training.evaluate_tasks`` on rank 0, None on other ranks.
+
+    Attributes:
+        steps: the last step of the run.
+        stop_signal: the signal for which all ranks agreed to stop, 0 if none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: SDPEngine,
+        corpus: Corpus,
+        dump_dir: Path,
+        *,
+        baseline: int,
+        beat: Heartbeat,
+        files: RunFiles | None = None,
+        observers: Sequence[Observer] = (),
+        tasks: LoadedTasks | None = None,
+    ):
+        self.config, self.engine, self.corpus, self.dump_dir = config, engine, corpus, dump_dir
+        self.beat, self.files, self.observers = beat, files, list(observers)
+        self._baseline, self._tasks = baseline, tasks
+        self.meter = StepMeter(engine, beat)
+        self.lines = StepLines(engine, Utilisation(engine, config.data.sequence_length), self.meter)
+        self.signals = StopSignals()
+        self.steps = self.stop_signal = 0
+        self._last_facts: StepFacts | None = None
+        self.follow_layout()
+
+    def follow_layout(self) -> None:
+        """Evaluate and save with the engine's present layout, which an elastic run changes."""
+        self.evaluator = Evaluator(self.engine, self.corpus, self.beat, self._tasks)
+        self.checkpoints = Checkpointer(
+            self.engine, self.dump_dir, self.corpus.identity, self.evaluator.recalibrated, self.beat
+        )
+
+    def close(self) -> None:
+        """Close what the observers have open. Called once, also when the run fails."""
+        for observer in self.observers:
+            # A write that failed before fails again here. It was reported then.
+            with contextlib.suppress(OSError):
+                observer.close()
+
+    # -- the start ---------------------------------------------------------------------------------
+
+    def write_start(self, placement: Placement, *, truncate_after: int | None) -> None:
+        """Write the files that describe the run.
+
+        A resume that fails before this leaves the run unchanged.
+
+        Args:
+            placement: which group holds which unit.
+            truncate_after: the step after which lines of an earlier run are removed, None to keep
+                all of them.
+        """
+        if self.files is not None:
+            if truncate_after is not None:
+                self.files.truncate_after(truncate_after)
+            self.files.write_config(self.config)
+            self.files.write_placement(placement)
+
+    def set_last_step(self, start: int) -> None:
+        """Find the last step of a run that goes on from step ``start``."""
+        training = self.config.training
+        tokens_left = (training.tokens or 0) - self.tokens
+        self.steps = training.steps or start + max(0, math.ceil(tokens_left / self._tokens_per_step))
+
+    def announce(self, start: int) -> None:
+        """Say on the rank that writes the files what will be trained from step ``start`` on."""
+        if self.files is None:
+            return
+        engine, config = self.engine, self.config
+        parameters = sum(info.numel for info in engine.layout.parameters.values())
+        log.info(
+            "model: %s, %.2f M parameters; data: %s", config.model["name"], parameters / 1e6, self.corpus.description
+        )
+        kind = "tokens" if config.data.name is None else "images"
+        log.info("training: steps %d to %d, %s %s a step", start + 1, self.steps, f"{self._tokens_per_step:,}", kind)
+        if any(end >= self.steps for end in config.masking_schedule.ends):
+            log.warning("sdp.masking: %s, but the run ends with step %d", config.masking_schedule, self.steps)
+        if engine.world_size > 1:
+            log.info("bytes sent between groups by this rank in a step: %s", engine.traffic_formula())
+            span = "step" if config.sdp.sync is None else f"round of {config.sdp.sync.every} steps"
+            schedule = config.masking_schedule
+            phases = {f"{span} with {schedule.at(first)} masking": first for first in schedule.starts}
+            for what, step in phases.items() if schedule.ends else [(span, None)]:
+                self._announce_traffic(what, step)
+        if not MemoryProbe.works_with(engine):
+            log.info("peak of live tensors: not measured, because the probe cannot see compiled code on a CPU")
+
+    def _announce_traffic(self, what: str, step: int | None) -> None:
+        by_kind = self.engine.planned_traffic(step).by_kind().items()
+        planned = ", ".join(f"{kind.replace('/', ' ')} {sent:,}" for kind, sent in by_kind)
+        more = "; plus activations between tensor-parallel ranks" if self.engine.layout.mesh.tp > 1 else ""
+        log.info("bytes sent by this rank in a %s, planned: %s%s", what, planned, more)
+
+    def tell_start(self, start: int) -> None:
+        """Tell the observers that the run goes from step ``start`` to its last step."""
+        for observer in self.observers:
+            observer.on_start(start, self.steps)
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def step(
+        self,
+        batches: Iterator[Any],
+        *,
+        everyones: Callable[[], list[Any]] | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make one optimizer step, and record its line. Collective.
+
+        Args:
+            batches: the micro-batches of this rank.
+            everyones: returns what all ranks measured, if the ranks have already sent it to each
+                other in the step, see :meth:`StepLines.begin`.
+            more: keys and values that are added to the lines of metrics.jsonl.
+        """
+        self.meter.begin()
+        compute: Callable[[], None] = partial(self._compute, batches)
+        for observer in self.observers:
+            compute = partial(observer.around_step, self.engine.global_steps + 1, compute)
+        try:
+            compute()
+        except NonFiniteError as error:
+            self.record(self.lines.finished(), more)
+            self.checkpoints.settle(block=True)
+            raise NonFiniteError(f"{error}; the last good one: {self.checkpoints.newest()}") from None
+        self._last_facts = self.meter.end()
+        self.lines.begin(self._last_facts, self.meter.elapsed(), self.signals.received, everyones)
+        self.record(self.lines.finished(except_newest=self.engine.local_training.lag), more)
+
+    def _compute(self, batches: Iterator[Any]) -> None:
+        """Forward, backward and update over the micro-batches of one optimizer step."""
+        engine, part = self.engine, self.meter.part
+        for _ in range(engine.gradient_accumulation_steps()):
+            with part("data"):
+                batch = to_device(next(batches), engine.device)
+            with part("forward"):
+                loss = loss_of(engine(batch))
+            with part("backward"):
+                engine.backward(loss)
+            with part("optimizer"):
+                engine.step()
+        if engine.global_steps == self.steps:
+            with part("optimizer"):
+                engine.finish_round()
+
+    def record(self, lines: Iterable[tuple[dict[str, Any], int]], more: Mapping[str, Any] | None = None) -> None:
+        """Show lines of metrics.jsonl to the observers, with the keys of ``more`` added.
+
+        The ranks also agree here to stop, if any of them received a signal.
+        """
+        for line, signal_received in lines:
+            self.stop_signal = self.stop_signal or signal_received
+            for observer in self.observers:
+                observer.on_step({**line, **(more or {})})
+
+    # -- an evaluation -----------------------------------------------------------------------------
+
+    def evaluate(self, *, is_last: bool = False) -> dict[str, Any]:
+        """Return the line of evaluations.jsonl for the present step. Collective."""
+        found = self.evaluator.evaluate(is_last=is_last)
+        return {"step": self.engine.global_steps, "tokens": self.tokens, **found}
+
+    def tell_evaluation(self, line: Mapping[str, Any]) -> None:
+        """Show a line of evaluations.jsonl to the observers."""
+        for observer in self.observers:
+            observer.on_evaluation(line)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def tell_end(self) -> None:
+        """Tell the observers that the loop has ended."""
+        for observer in self.observers:
+            observer.on_end()
+
+    @property
+    def is_stopped_early(self) -> bool:
+        """Whether a signal ended the loop before the last step."""
+        return bool(self.stop_signal) and self.engine.global_steps < self.steps
+
+    def stop_early(self) -> int:
+        """Write a checkpoint after a signal, and return the exit code. Collective."""
+        self.checkpoints.write()
+        log.info(
+            "stopped by %s after step %d, with a checkpoint",
+            signal.Signals(self.stop_signal).name,
+            self.engine.global_steps,
+        )
+        return 128 + self.stop_signal
+
+    def finish(self, seconds: float) -> None:
+        """Write the summary of a run that trained for ``seconds``. Collective."""
+        engine = self.engine
+        self.beat.at(engine.global_steps, "the end", None)
+        peak = next((each.peak for each in self.observers if isinstance(each, MemoryProbe)), None)
+        facts = rank_facts(engine, self._last_facts, self.meter.sent_per_step(), self._baseline, peak)
+        ranks = engine.gather_facts(facts)
+        if self.files is not None:
+            write_summary(self.files, engine, self.corpus, ranks, seconds)
+
+    @property
+    def tokens(self) -> int:
+        """Count the tokens trained on since the start of the run, whatever the batch sizes were."""
+        return self.engine.global_samples * self.config.data.tokens_per_sample
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self.engine.train_batch_size() * self.config.data.tokens_per_sample

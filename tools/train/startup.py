@@ -1,0 +1,103 @@
+"""What every rank of a run does before it trains: its configuration, logs, heartbeat, data and
+engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ...engine.accounting.memory import PeakMemory
+from ...engine.config.load import load_config
+from ...engine.config.schema import Config
+from ...engine.distributed.join import join
+from ...engine.engine import SDPEngine
+from ...engine.environment.supervision import whereabouts_file
+from ...engine.initialize import initialize
+from ...launcher.heartbeat import Heartbeat
+from ...models.registry import build_model
+from ..runs.dataset import Corpus, open_corpus
+from ..runs.run_config import with_absolute_paths, with_initial_model
+from ..shared.files import WriteError, refuse_link
+from .options import TrainOptions
+from .process.log_file import LogFile
+
+log = logging.getLogger("sdp")
+
+
+def read_config(options: TrainOptions) -> Config:
+    """Read the configuration in the form that is written to config.json."""
+    return with_absolute_paths(with_initial_model(load_config(options.config, options.overrides)))
+
+
+def start(
+    config: Config, options: TrainOptions, rank: int, world_size: int, on_stall: Callable[[str], None]
+) -> Heartbeat:
+    """Open the logs, tell the launcher where this rank is, and join the other ranks. Collective.
+
+    Args:
+        config: the configuration, which was checked.
+        options: the arguments of the command line.
+        rank: the number of this rank in the run.
+        world_size: the number of ranks.
+        on_stall: called with a message, from another thread, when the rank makes no progress.
+    """
+    _set_up_logging(rank, options.dump_dir)
+    logs = options.dump_dir / "logs"
+    log.info("%d process(es), %d thread(s) each; logs in %s", world_size, torch.get_num_threads(), logs)
+    if config.env:
+        log.info("environment of every rank: %s", " ".join(f"{name}={value}" for name, value in config.env.items()))
+    # Without a launcher of this package, nothing else would end a stopped rank.
+    guarded = options.above is None and world_size > 1
+    beat = Heartbeat(rank, whereabouts_file(), logs / f"rank-{rank}.log", on_stall, guarded=guarded)
+    training = config.training
+    beat.at(0, "starting", training.start_timeout)
+    if not config.sdp.in_one_process:  # the engines of one process need no process group
+        join(max(training.start_timeout, training.save_timeout, training.step_timeout))
+    return beat
+
+
+def _set_up_logging(rank: int, dump_dir: Path) -> None:
+    """Set up the log files. Rank 0 also logs to the terminal.
+
+    The files of the other ranks have only warnings and errors.
+    """
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    log.propagate = False
+    log.handlers.clear()
+    if rank == 0:
+        terminal = logging.StreamHandler()
+        terminal.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(terminal)
+    refuse_link(dump_dir / "logs")
+    try:
+        (dump_dir / "logs").mkdir(parents=True, exist_ok=True)
+        handler = LogFile(dump_dir / "logs" / f"rank-{rank}.log")
+    except OSError as error:
+        raise WriteError.of(dump_dir / "logs", error) from None
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+
+
+def build(config: Config, dump_dir: Path, beat: Heartbeat) -> tuple[Corpus, SDPEngine, int]:
+    """Prepare the data, and build the model and its engine. Collective.
+
+    Returns:
+        The data, the engine, and the bytes of memory that the process had before the model.
+    """
+    beat.at(0, "preparing data", None)
+    corpus = open_corpus(config, dump_dir)
+    beat.at(0, "building the model", config.training.start_timeout)
+    memory = PeakMemory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    memory.reset()
+    baseline = memory.read()
+    engine, *_ = initialize(
+        model=build_model(config.model, **corpus.facts),
+        training_data=corpus.train,
+        collate_fn=corpus.collate,
+        config=config.without_monitors_of_deepspeed(),
+    )
+    return corpus, engine, baseline
