@@ -14,9 +14,10 @@ import torch
 from torch.utils.data import Dataset
 
 from ..engine.batch.mixture import Source
+from ..engine.batch.positioned_file import PositionedFile
 from ..engine.errors import DataError
 from .index import Index, load_index
-from .shared.files import PositionedFile
+from .shared.files import read_at
 
 MOST_OPEN = 256  # shards; a process often may have no more than 1,024 open files
 
@@ -100,7 +101,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         about = self.index.splits[self.split].shards[shard]
         count, width = min(count, about.tokens - offset), self._dtype.itemsize
         file = self._file(shard)
-        read = file.read(offset * width, count * width)
+        read = read_at(file, offset * width, count * width)
         if len(read) < count * width:
             self.index.check_size(self.directory, about)
             raise DataError(f"{file.path}: was cut off while it was in use, and is whole again; start the run again")

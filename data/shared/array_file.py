@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ...engine.batch.positioned_file import PositionedFile
 from ...engine.errors import DataError
-from .files import PositionedFile, require_regular
+from .files import read_at, require_regular
 
 
 class ArrayFile:
@@ -40,7 +41,7 @@ class ArrayFile:
             self[samples - 1]
 
     def __getitem__(self, item: int) -> np.ndarray:
-        read = self._file.read(self._start + item * self._size, self._size)
+        read = read_at(self._file, self._start + item * self._size, self._size)
         if len(read) < self._size:
             raise DataError(f"{self._path}: is cut off; remove {self._path.parent} to have it made again")
         # The copy can be written to, as torch wants it.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import stat
-import weakref
 from pathlib import Path
 
+from ...engine.batch.positioned_file import PositionedFile
 from ...engine.errors import DataError
 
 INDEX_FILE = "index.json"
@@ -40,33 +39,12 @@ def require_regular(path: Path, remedy: str) -> None:
         raise DataError(f"{path}: is not a regular file but {kind}; {remedy}")
 
 
-class PositionedFile:
-    """A file that is read at any position, also by worker processes that inherit it.
-
-    A memory map of a file that is cut off during the run would end the process by SIGBUS, which
-    names no file. Here the read is short, on every launcher. A removed file can still be read.
-
-    Raises OSError if the file cannot be opened.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        # The flag matters only if somebody puts a FIFO in place of the file.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
-
-    def read(self, position: int, count: int) -> bytes:
-        """Return ``count`` bytes, or fewer if the file ends before. Raises DataError."""
-        parts: list[bytes] = []
-        try:
-            # The kernel returns at most 2 GiB at a time.
-            while count and (part := os.pread(self._descriptor, count, position)):
-                parts.append(part)
-                position, count = position + len(part), count - len(part)
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {error.strerror}") from None
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+def read_at(file: PositionedFile, position: int, count: int) -> bytes:
+    """Return ``count`` bytes of ``file``, or fewer if it ends before. Raises DataError."""
+    try:
+        return file.read(position, count)
+    except OSError as error:
+        raise DataError(f"{file.path}: cannot be read: {error.strerror}") from None
 
 
 def sha256_of(path: Path) -> str:

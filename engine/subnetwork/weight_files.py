@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ..errors import ModelError
+from ..errors import ModelError, shorten
 from ..json_files import read_json_file
 from ..model_interface import get_canonical_name
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 from .initialisation import Filler, ModuleInit
+from .safetensors_file import SafetensorsFile
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-T = TypeVar("T")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
@@ -32,12 +30,12 @@ class WeightFiles:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._handles: dict[str, Any] = {}
-        for file in self._files():
-            handle = self._open(file)
-            self._handles |= dict.fromkeys(handle.keys(), handle)
+        self._files_of: dict[str, SafetensorsFile] = {}
+        for path in self._paths():
+            file = self._open(path)
+            self._files_of |= dict.fromkeys(file.entries, file)
 
-    def _files(self) -> Iterable[Path]:
+    def _paths(self) -> Iterable[Path]:
         if (index := self.directory / INDEX).is_file():
             try:
                 names = set(read_json_file(index)["weight_map"].values())
@@ -60,37 +58,36 @@ class WeightFiles:
             f"{self.directory}: no {WHOLE} and no {INDEX} there; give the directory of a model in Hugging Face's format"
         )
 
-    def _open(self, file: Path) -> Any:
+    def _open(self, file: Path) -> SafetensorsFile:
         # Opening a FIFO would hang. Symbolic links are allowed: Hugging Face's cache consists of
         # them.
         if file.exists() and not file.is_file():
             raise ModelError(f"{file}: is not a regular file; download or export the model again")
         try:
-            return safe_open(file, framework="pt", device="cpu")
+            return SafetensorsFile(file)
         except FileNotFoundError:
             raise ModelError(f"{file}: is missing, though {INDEX} names it; download the model again") from None
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file}: cannot be read ({error}); download or export the model again") from None
+        except OSError as error:
+            raise ModelError(f"{file}: cannot be read ({error.strerror}); download or export the model again") from None
 
     def keys(self) -> list[str]:
-        return list(self._handles)
+        return list(self._files_of)
 
     def obstacle(self, key: str, info: TensorInfo) -> str | None:
         """The reason why the tensor ``key`` cannot be the value of ``info``, or None."""
-        found = self._handles[key].get_slice(key)
-        if list(found.get_shape()) != list(info.full_shape):
-            return f"has shape {tuple(found.get_shape())} there and {tuple(info.full_shape)} here"
-        if info.dtype.is_floating_point and found.get_dtype() not in _FLOATS:
+        found = self._files_of[key].entries[key]
+        if found.shape != tuple(info.full_shape):
+            return f"has shape {found.shape} there and {tuple(info.full_shape)} here"
+        if info.dtype.is_floating_point and found.dtype not in _FLOATS:
             return (
-                f"is {found.get_dtype()} there, which is not a plain floating-point format; training cannot start from "
-                "quantised models"
+                f"is {shorten(found.dtype)} there, which is not a plain floating-point format; training cannot start "
+                "from quantised models"
             )
         return None
 
     def fill(self, out: torch.Tensor, start: int, key: str) -> None:
         """Copy rows [start, start + len(out)) of the tensor ``key`` into ``out``."""
-        handle = self._handles[key]
-        out.copy_(handle.get_slice(key)[start : start + out.shape[0]] if out.dim() else handle.get_tensor(key))
+        out.copy_(self._files_of[key].read_rows(key, start, out.shape[0] if out.dim() else 1))
 
 
 def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:
