@@ -123,7 +123,10 @@ def quote(value: object) -> str:
     if isinstance(value, str):
         left_out = len(value) - MOST_QUOTED
         return repr(value[:MOST_QUOTED]) + (f"… ({left_out:,} more characters)" if left_out > 0 else "")
-    return shorten(repr(value))
+    try:
+        return shorten(repr(value))
+    except ValueError:  # Python does not write whole numbers of more than 4,300 digits
+        return f"a {type(value).__name__} that is too long to write"
 
 
 def format_error(error: BaseException) -> str:

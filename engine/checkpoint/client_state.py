@@ -170,7 +170,7 @@ def _read(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     tensors = _read_tensors(path / CLIENT_TENSORS, state["files"].get(CLIENT_TENSORS))
     try:
         return {key: _decode(value, tensors) for key, value in encoded.items()}
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError, RecursionError) as error:
+    except (LookupError, TypeError, ArithmeticError, ValueError, RuntimeError, RecursionError, MemoryError) as error:
         raise CheckpointError(
             f"{where} is damaged or forged ({shorten(error)}); resume from an older checkpoint"
         ) from None
@@ -191,7 +191,7 @@ def _read_tensors(file: Path, digest: str | None) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{file}: damaged ({shorten(error)}); resume from an older checkpoint") from None
 
 
-def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, list):
         return [_decode(each, tensors) for each in value]
     if not isinstance(value, dict):
@@ -226,21 +226,22 @@ def _decode_device_or_dtype(value: Mapping[str, Any], _: Any) -> Any:
     return dtype
 
 
-def _pairs(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[tuple[Any, Any]]:
+def _pairs(value: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> list[tuple[Any, Any]]:
     return [(_decode(key, tensors), _decode(each, tensors)) for key, each in value["pairs"]]
 
 
-def _attributes(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _attributes(value: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     found = _decode(value["of"], tensors)
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ValueError("a namespace has attributes that are not text")
     return found
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, torch.Tensor]], Any]] = {
-    "tensor": lambda value, tensors: tensors[str(value["index"])].clone(),
+_READERS: dict[str, Callable[[Mapping[str, Any], dict[str, torch.Tensor]], Any]] = {
+    # A save stores each tensor once. A tensor that was used a million times would fill the memory.
+    "tensor": lambda value, tensors: tensors.pop(str(value["index"])).clone(),
     "ndarray": lambda value, tensors: _decode_array(
-        value, tensors[str(value["index"])].numpy().tobytes(), value["shape"]
+        value, tensors.pop(str(value["index"])).numpy().tobytes(), value["shape"]
     ),
     "numpy.scalar": lambda value, tensors: _decode_array(value, bytes.fromhex(value["hex"]), [1])[0],
     "complex": lambda value, tensors: complex(*(float(part) for part in value["parts"])),

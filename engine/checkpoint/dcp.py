@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import CheckpointError
-from .files import file_sizes, open_regular, parse_json_bytes, read_state
+from .files import MOST_BYTES, file_sizes, open_regular, parse_json_bytes, read_state
 from .metadata import METADATA, build_metadata
 from .pickled_metadata import read_pickled_metadata
 
@@ -65,7 +65,9 @@ class SafeReader(FileSystemReader):
             if name not in sizes:
                 raise ValueError("it is missing")
             with open_regular(path / name) as file:
-                content = file.read()
+                content = file.read(MOST_BYTES + 1)
+            if len(content) > MOST_BYTES:
+                raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
             decoded = parse_json_bytes(content) if name == METADATA else read_pickled_metadata(content)
             return build_metadata(decoded, sizes, self.load_id)
         except (OSError, ValueError, RecursionError) as error:

@@ -200,7 +200,7 @@ def open_regular(path: Path) -> BufferedReader:
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    # The flags matter only if somebody replaces the file in between.
+    # The flags matter only if somebody replaces the file in between by a link or a FIFO.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 

@@ -35,6 +35,7 @@ TENSOR_FILES = ".distcp"
 
 _CHUNK = ("offsets", "sizes", "file", "offset", "length")
 _TOO_LARGE = 2**63
+_MOST_DIMS = 64
 
 
 class _ExistingDirectories(FileSystem):
@@ -144,7 +145,8 @@ def _storage_info(key: str, chunk: Mapping[str, Any], file_sizes: Mapping[str, i
 
 
 def _shape(value: Any, what: str) -> torch.Size:
-    if not isinstance(value, (list, tuple)) or not all(map(_is_count, value)) or math.prod(value) >= _TOO_LARGE:
+    is_short = isinstance(value, (list, tuple)) and len(value) <= _MOST_DIMS
+    if not is_short or not all(map(_is_count, value)) or math.prod(value) >= _TOO_LARGE:
         raise ValueError(f"{what} is not a list of sizes")
     return torch.Size(value)
 

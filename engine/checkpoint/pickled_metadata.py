@@ -89,7 +89,7 @@ class _Interpreter:
             self._top(list).extend(values)
         elif opcode in ("SETITEM", "SETITEMS"):
             values = self._since_mark() if opcode == "SETITEMS" else self._take(len(stack) - 2)
-            self._top(dict).update(zip(values[::2], values[1::2], strict=True))
+            self._set_items(values[::2], values[1::2])
         elif opcode == "GLOBAL":
             stack.append(_named(*argument.split(" ", 1)))
         elif opcode == "STACK_GLOBAL":
@@ -102,6 +102,12 @@ class _Interpreter:
             self._build(state)
         else:
             raise ValueError(f"it has the instruction {opcode}, which DCP does not write")
+
+    def _set_items(self, keys: list[Any], values: list[Any]) -> None:
+        # Tuples that hold each other need few bytes, but hashing 60 of them takes 2^60 steps.
+        if any(type(key) not in (str, _Record) for key in keys):
+            raise ValueError("a dictionary has a key that DCP does not write")
+        self._top(dict).update(zip(keys, values, strict=True))
 
     def _build(self, state: Any) -> None:
         record = self._top(_Record)
@@ -129,6 +135,8 @@ class _Interpreter:
 
 
 def _named(module: Any, name: Any) -> Any:
+    if type(module) is not str or type(name) is not str:
+        raise ValueError("it names something by a value that is not text")
     full = f"{module}.{name}"
     if module == "torch" and dtype_named(name) is not None:
         return _Name(full)
@@ -156,9 +164,12 @@ def read_pickled_metadata(content: bytes) -> dict[str, Any]:
         storage_infos = {}
         for index, stored in state["storage_data"].items():
             of = _state(index, _INDEX)
-            storage_infos[of["fqn"], _sizes(of["offset"])] = _state(stored, _STORAGE_INFO)
+            storage_infos[_plain(of["fqn"], str), _sizes(of["offset"])] = _state(stored, _STORAGE_INFO)
         return {
-            "tensors": {key: _tensor(key, value, storage_infos) for key, value in state["state_dict_metadata"].items()}
+            "tensors": {
+                key: _tensor(_plain(key, str), value, storage_infos)
+                for key, value in state["state_dict_metadata"].items()
+            }
         }
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"it is not what DCP writes ({type(error).__name__}: {error})") from None
@@ -176,9 +187,8 @@ def _tensor(key: str, value: Any, storage_infos: dict[Any, dict[str, Any]]) -> d
         if stored.keys() != {"relative_path", "offset", "length"}:
             raise ValueError(f"the location of {key!r} is not described by a path, an offset and a length")
         chunks.append({
-            "offsets": offsets, "sizes": _sizes(at["sizes"]), "file": stored["relative_path"],
-            "offset": stored["offset"],
-            "length": stored["length"],
+            "offsets": offsets, "sizes": _sizes(at["sizes"]), "file": _plain(stored["relative_path"], str),
+            "offset": _plain(stored["offset"], int), "length": _plain(stored["length"], int),
         })  # fmt: skip
     return {"dtype": dtype, "size": _sizes(state["size"]), "chunks": chunks}
 
@@ -191,5 +201,12 @@ def _state(value: Any, name: str) -> Any:
 
 def _sizes(value: Any) -> tuple[Any, ...]:
     if isinstance(value, _Record) and value.name == _SIZE and [type(item) for item in value.arguments] == [tuple]:
-        return value.arguments[0]
+        return tuple(_plain(size, int) for size in value.arguments[0])
     raise ValueError("it has something else where DCP writes a Size")
+
+
+def _plain(value: Any, kind: type) -> Any:
+    """Return ``value``, which must be of this type. A nested one could not be printed or hashed."""
+    if type(value) is not kind:
+        raise ValueError(f"it has something else where DCP writes {'a text' if kind is str else 'a number'}")
+    return value

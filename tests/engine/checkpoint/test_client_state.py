@@ -101,6 +101,7 @@ def test_what_needs_pickle_is_refused_by_name(value: Any) -> None:
         {"~": "ndarray", "dtype": "<f8", "shape": [9], "index": 0},
         {"~": "ndarray", "dtype": "<f8", "shape": [-1], "index": 0}, {"~": "numpy.scalar", "dtype": "<f8", "hex": "00"},
         {"~": "ndarray", "dtype": "<U0", "shape": [2], "index": 0},
+        {"~": "ndarray", "dtype": "<U0", "shape": [10**14], "index": 1}, [{"~": "tensor", "index": 0}],
         {"~": "numpy.scalar", "dtype": "<f8", "hex": ""}, {"~": "tuple"}, {"~": "tuple", "items": 3},
         {"~": "dict", "pairs": [[1]]},
         {"~": "dict", "pairs": [[[], 1]]}, {"~": "Namespace", "of": 1}, {"~": "torch.dtype", "name": "save"},
@@ -110,9 +111,10 @@ def test_what_needs_pickle_is_refused_by_name(value: Any) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_forged_value_is_refused(small: Path, value: dict[str, Any]) -> None:
-    client = ClientState({"tensor": torch.zeros(2)})
+    tensors = {"tensor": torch.zeros(2), "empty": torch.zeros(0)}
+    client = ClientState(tensors)
     engine = engine_of(SOURCE, "reference")
-    engine.save_checkpoint(small, "forged", client_state={"tensor": torch.zeros(2)})
+    engine.save_checkpoint(small, "forged", client_state=tensors)
     state = read_state(small / "forged")
     state["client_state"] = {**client.encoded, "bad": value}
     with pytest.raises(CheckpointError, match="damaged or forged"):

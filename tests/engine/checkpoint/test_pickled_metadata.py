@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import pathlib
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -86,42 +87,92 @@ def slots(name: str, value: str) -> bytes:
     return b"(N}" + text(name) + text(value) + b"st"
 
 
+def made(module: str, name: str, state: bytes) -> bytes:
+    """An object that is made empty, and then gets its state."""
+    return named(module, name) + b")\x81" + state + b"b"
+
+
+def dictionary(*pairs: tuple[bytes, bytes]) -> bytes:
+    return b"}" + b"".join(key + value + b"s" for key, value in pairs)
+
+
+def size_of(values: bytes) -> bytes:
+    return named("torch", "Size") + values + b"\x85R"
+
+
 DCP = "torch.distributed.checkpoint.metadata"
+# A tuple that holds the same tuple twice, 60 times. To hash or to print it takes 2^60 steps.
+NESTED = b")" + b"".join(b"\x94h" + bytes([level]) + b"\x86" for level in range(60))
 
 
-FORGED = {
-    "slots of a path class": named("pathlib", "PosixPath") + slots("_str", "/planted") + b"b.",
-    "slots of DCP's class": named(DCP, "Metadata") + slots("planted", "yes") + b"b.",
-    "slots of an object": named(DCP, "Metadata") + b")\x81" + slots("planted", "yes") + b"b.",
-    "slots of a function": named("torch.serialization", "_get_layout") + slots("planted", "yes") + b"b.",
-    "dict of a class": named(DCP, "Metadata") + b"}" + text("planted") + text("yes") + b"sb.",
-    "slots of a called path": named("pathlib", "PosixPath") + text("x") + b"\x85R" + slots("_str", "/planted") + b"b.",
-    "method of a path": b"".join(
-        [
-            named("pathlib", "PosixPath.touch"),
-            named("pathlib", "PosixPath"),
-            text("planted"),
-            b"\x85R\x85R.",
-        ]
+def metadata_with(fqn: bytes, offset: bytes) -> bytes:
+    stored = made("torch.distributed.checkpoint.filesystem", "_StorageInfo", b"}")
+    index = made(DCP, "MetadataIndex", dictionary((text("fqn"), fqn), (text("offset"), offset)))
+    return made(DCP, "Metadata", dictionary((text("storage_data"), dictionary((index, stored))))) + b"."
+
+
+# What is refused, and the part of the reader that refuses it.
+CHANGES, NOT_WRITTEN = "it changes something", "which DCP does not write"
+FORGED: dict[str, tuple[bytes, str]] = {
+    "slots of a path class": (named("pathlib", "PosixPath") + slots("_str", "/planted") + b"b.", CHANGES),
+    "slots of DCP's class": (named(DCP, "Metadata") + slots("planted", "yes") + b"b.", CHANGES),
+    "slots of an object": (made(DCP, "Metadata", slots("planted", "yes")) + b".", "Metadata to a tuple"),
+    "slots of a function": (
+        named("torch.serialization", "_get_layout") + slots("planted", "yes") + b"b.", CHANGES,
     ),
-    "system": named("os", "system") + text("touch planted") + b"\x85R.",
-    "old system": b"cos\nsystem\n" + text("touch planted") + b"\x85R.",
-    "call of what was called": named("torch", "Size") + b")R" + b")R.",
-    "inst": b"(" + text("touch planted") + b"ios\nsystem\n.",
-    "obj": b"(" + named("os", "system") + text("touch planted") + b"o.",
-    "new with arguments": named("pathlib", "PosixPath") + text("x") + b"\x85" + b"}\x92.",
-    "persistent": text("x") + b"Q.",
-    "no metadata": b"N.",
-    "empty": b"",
-    "endless": b"(" * 1000,
-}
+    "dict of a class": (named(DCP, "Metadata") + dictionary((text("planted"), text("yes"))) + b"b.", CHANGES),
+    "slots of a called path": (
+        named("pathlib", "PosixPath") + text("x") + b"\x85R" + slots("_str", "/planted") + b"b.",
+        "it sets the state of pathlib.PosixPath,",
+    ),
+    "a state that is set twice": (
+        made(DCP, "Metadata", b"}") + b"}b.", f"it sets the state of {DCP}.Metadata, {NOT_WRITTEN}",
+    ),
+    "method of a path": (
+        named("pathlib", "PosixPath.touch") + named("pathlib", "PosixPath") + text("planted") + b"\x85R\x85R.",
+        "it names pathlib.PosixPath.touch, which no checkpoint",
+    ),
+    "system": (named("os", "system") + text("touch planted") + b"\x85R.", "it names os.system, which no checkpoint"),
+    "old system": (b"cos\nsystem\n" + text("touch planted") + b"\x85R.", "it names os.system, which no checkpoint"),
+    "a function of torch": (named("torch", "load") + b".", "it names torch.load, which no checkpoint"),
+    "call of what was called": (named("torch", "Size") + b")R" + b")R.", "it calls torch.Size in a way"),
+    "call of a class": (named(DCP, "Metadata") + b")R.", f"it calls {DCP}.Metadata in a way"),
+    "an empty object of a function": (named("torch", "Size") + b")\x81.", "it calls torch.Size in a way"),
+    "call with a list": (named("torch", "Size") + b"]R.", "it calls torch.Size in a way"),
+    "call of a number": (b"K\x01)R.", "it calls something in a way"),
+    "inst": (b"(" + text("touch planted") + b"ios\nsystem\n.", "it has the instruction INST"),
+    "obj": (b"(" + named(DCP, "Metadata") + b"o.", "it has the instruction OBJ"),
+    "new with arguments": (
+        named("pathlib", "PosixPath") + text("x") + b"\x85" + b"}\x92.", "it has the instruction NEWOBJ_EX",
+    ),
+    "persistent": (text("x") + b"Q.", "it has the instruction BINPERSID"),
+    "no metadata": (b"N.", "it has something else where DCP writes a Metadata"),
+    "a record without a state": (named(DCP, "Metadata") + b")\x81.", "something else where DCP writes a Metadata"),
+    "empty": (b"", "exhausted"),
+    "endless": (b"(" * 1000, "exhausted"),
+    "takes too much": (b"K\x01\x86.", "it takes more values than there are"),
+    "a nested key": (dictionary((NESTED, b"N")) + b".", "a dictionary has a key that DCP does not write"),
+    "a nested name": (NESTED + text("x") + b"\x93.", "it names something by a value that is not text"),
+    "a nested tensor's name": (
+        metadata_with(NESTED, size_of(b")")), "it has something else where DCP writes a text",
+    ),
+    "a nested offset": (metadata_with(text("a"), size_of(NESTED)), "it has something else where DCP writes a number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_each_guard_of_the_reader_says_what_it_refuses(how: str) -> None:
+    """One guard alone must be enough: no case waits for a later one."""
+    content, message = FORGED[how]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_pickled_metadata(b"\x80\x04" + content)
 
 
 @pytest.mark.parametrize("how", FORGED)
 def test_a_forged_pickle_changes_nothing(pickled: tuple[Path, Any], how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = pickled[0]
     monkeypatch.chdir(folder)
-    (folder / "step-1" / ".metadata").write_bytes(b"\x80\x04" + FORGED[how])
+    (folder / "step-1" / ".metadata").write_bytes(b"\x80\x04" + FORGED[how][0])
     reseal(folder / "step-1")
     try:
         assert "step-1/.metadata: damaged or forged" in refusal_of_load(folder)
@@ -137,6 +188,14 @@ def _change_place(metadata: Any, key: str, value: Any) -> None:
     setattr(next(iter(metadata.storage_data.values())), key, value)
 
 
+def nested() -> Any:
+    """A tuple that holds the same tuple twice, 60 times."""
+    value: Any = ()
+    for _ in range(60):
+        value = (value, value)
+    return value
+
+
 FORGED_CONTENT: dict[str, Callable[[Any], Any]] = {
     "path outside": lambda metadata: _change_place(metadata, "relative_path", "../outside.distcp"),
     "absolute path": lambda metadata: _change_place(metadata, "relative_path", "/etc/passwd"),
@@ -144,6 +203,9 @@ FORGED_CONTENT: dict[str, Callable[[Any], Any]] = {
     "lost place": lambda metadata: metadata.storage_data.pop(next(iter(metadata.storage_data))),
     "transform": lambda metadata: _change_place(metadata, "transform_descriptors", ["zstd"]),
     "text as size": lambda metadata: setattr(next(iter(metadata.state_dict_metadata.values())), "size", "12"),
+    "nested path": lambda metadata: _change_place(metadata, "relative_path", nested()),
+    "nested offset": lambda metadata: _change_place(metadata, "offset", nested()),
+    "nested length": lambda metadata: _change_place(metadata, "length", nested()),
     "no tensors": lambda metadata: setattr(metadata, "state_dict_metadata", None),
 }
 
