@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from sdp.launcher.heartbeat import Heartbeat
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of
+from sdp.tests.support.processes import until
 from sdp.tests.support.ranks import RankPool
 from sdp.tests.support.small_runs import read_losses, read_metrics, run_sdp, write_config
 from sdp.tools.cli import main
@@ -94,6 +98,29 @@ def test_the_wait_for_an_average_is_not_time_of_another_part(ranks: RankPool, tm
     assert 0.8 < waiting["exposed_reduction_seconds"] < 5.0
     assert waiting["backward_seconds"] > 0
     assert 0 < waiting["optimizer_seconds"] < 0.8
+
+
+def test_sigterm_in_the_middle_of_a_round_loses_nothing(config: dict, tmp_path: Path) -> None:
+    """The round is longer than the run, so the run is always stopped inside it."""
+    config["sdp"]["sync"] = {"every": 90, "fragments": 6, "overlap": 2, "compression": "int8"}
+    config["training"] |= {"steps": 60, "evaluate_every": 0, "save_every": 0}
+    config["scheduler"]["params"]["total_num_steps"] = 60
+    path, stopped, whole = write_config(config, tmp_path), tmp_path / "stopped", tmp_path / "whole"
+    command = [sys.executable, "-P", "-m", "sdp", "train", str(path), "--dump-dir", str(stopped)]
+    metrics = stopped / "metrics.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 3, seconds=120)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 143
+    lines = read_metrics(stopped)
+    assert 3 <= len(lines) < 60
+    state = json.loads((stopped / f"checkpoints/step-{len(lines)}/state.json").read_text())
+    assert state["sync"]["steps_alone"] > 0
+    for run in (run_sdp("train", path, "--dump-dir", stopped, "--resume"), run_sdp("train", path, "--dump-dir", whole)):
+        assert run.returncode == 0, run.stderr
+    assert read_losses(stopped) == read_losses(whole)
+    ours, theirs = (json.loads((run / "summary.json").read_text())["held_out"] for run in (stopped, whole))
+    assert ours["after"] == theirs["after"]
 
 
 @pytest.mark.parametrize(
