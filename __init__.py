@@ -56,13 +56,18 @@ _HOMES = {
 }
 # Names of DeepSpeed: the file of engine/, and the name there.
 _DEEPSPEED_NAMES = {
-    "DeepSpeedConfig": ("config", "Config"),
+    "DeepSpeedConfig": ("deepspeed_api.constants", "DeepSpeedConfig"),
     "DeepSpeedConfigError": ("errors", "ConfigError"),
     "DeepSpeedEngine": ("engine", "SDPEngine"),
     "OnDevice": ("deepspeed_api.utils", "OnDevice"),
     "get_accelerator": ("deepspeed_api.accelerator", "get_accelerator"),
     "log_dist": ("deepspeed_api.utils", "log_dist"),
     "logger": ("deepspeed_api.utils", "logger"),
+    "version": ("deepspeed_api.versions", "version"),
+    "__git_hash__": ("deepspeed_api.versions", "git_hash"),
+    "__git_branch__": ("deepspeed_api.versions", "git_branch"),
+    "ADAM_OPTIMIZER": ("deepspeed_api.constants", "ADAM_OPTIMIZER"),
+    "LAMB_OPTIMIZER": ("deepspeed_api.constants", "LAMB_OPTIMIZER"),
 }
 __all__ = ["DeepSpeedEngine", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 _deepspeed.install(__name__)

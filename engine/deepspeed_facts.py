@@ -5,6 +5,7 @@ here.
 from __future__ import annotations
 
 import csv
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 
 from .config.schema import Config, MonitorSection
+from .errors import ConfigError
 
 Fact = Callable[[Config], Any]
 
 
 def _offload(config: Config, key: str) -> Any:
-    return (config.deepspeed.get("zero_optimization") or {}).get(key)
+    section = getattr(config.zero_optimization, key)
+    return section if section is not None and section.device != "none" else None
 
 
 def _is_scale_dynamic(config: Config) -> bool:
@@ -35,11 +38,13 @@ FACTS_OF_CONFIG: dict[str, Fact] = {
     "gradient_predivide_factor": lambda config: 1.0,
     "initial_dynamic_scale": lambda config: 2**config.fp16.initial_scale_power,
     "loss_scale": lambda config: config.fp16.loss_scale if config.fp16.enabled else 1.0,
+    "managed_gradient_accumulation": lambda config: True,
     "optimizer_name": lambda config: config.optimizer.type.lower() if config.optimizer is not None else None,
     "optimizer_params": lambda config: dict(config.optimizer.params) if config.optimizer is not None else None,
     "postscale_gradients": lambda config: True,
     "scheduler_name": lambda config: config.scheduler.type if config.scheduler is not None else None,
     "scheduler_params": lambda config: dict(config.scheduler.params) if config.scheduler is not None else None,
+    "torch_autocast_enabled": lambda config: config.torch_autocast.enabled,
     "zero_allow_untested_optimizer": lambda config: True,
     "zero_cpu_offload": lambda config: _offload(config, "offload_optimizer") is not None,
     "zero_gather_16bit_weights_on_model_save": lambda config: True,
@@ -53,7 +58,8 @@ FACTS_OF_CONFIG: dict[str, Fact] = {
 
 # Parts of DeepSpeed that are not used here, so these methods return False.
 FACTS_THAT_ARE_FALSE = frozenset(
-    "amp_enabled autotuning_enabled autotuning_profile_model_info checkpoint_tag_validation_enabled "
+    "amp_enabled bf16_master_weights_and_gradients bf16_optimizer_states fp16_master_weights_and_gradients "
+    "autotuning_enabled autotuning_profile_model_info checkpoint_tag_validation_enabled "
     "checkpoint_tag_validation_fail curriculum_enabled_legacy curriculum_learning_enabled data_efficiency_enabled "
     "data_sampling_enabled dump_state dynamic_loss_scale_args eigenvalue_enabled flops_profiler_enabled is_compiled "
     "is_deepcompile_active is_deepcompile_enabled is_sanity_checks_enabled load_universal_checkpoint "
@@ -62,6 +68,69 @@ FACTS_THAT_ARE_FALSE = frozenset(
     "zero_nvme_offload_optimizer zero_quantized_gradients zero_quantized_weights "
     "zero_quantized_nontrainable_weights".split()
 )
+
+
+# Names of DeepSpeed's engine that this project does not offer, with the reason.
+METHODS_OUT_OF_SCOPE = {
+    "set_batch_fn": "pipelines are not supported; call engine(batch)",
+    "set_dataloader": "pipelines are not supported; call engine(batch)",
+    "train_batch": "pipelines are not supported; call engine(batch), engine.backward(loss) and engine.step()",
+    "eval_batch": "pipelines are not supported; call engine.evaluate(batches)",
+    "reset_activation_shape": "pipelines are not supported",
+    "register_comm_hook": "gradients are averaged among holders, so a hook of torch's DDP does not apply",
+    "random_ltd_initialize": "DeepSpeed's random layer-wise token dropping is not supported",
+    "set_custom_curriculum_learning_schedule": "DeepSpeed's curricula are not supported; order the data set itself",
+    "offload_states": "states stay where they are; give zero_optimization.offload_optimizer in the configuration",
+    "reload_states": "states stay where they are; give zero_optimization.offload_optimizer in the configuration",
+    "load_moe_state_dict": "DeepSpeed's MoE layers are not supported",
+    "get_sequence_parallel_group": "there is no sequence parallelism here",
+    "curriculum_learning_config": "DeepSpeed's curricula are not supported; order the data set itself",
+    "data_efficiency_config": "DeepSpeed's data pipeline is not supported; order the data set itself",
+    "data_sampling_config": "DeepSpeed's data pipeline is not supported; order the data set itself",
+    "random_ltd_config": "DeepSpeed's random layer-wise token dropping is not supported",
+    "allreduce_gradients": "backward() averages the gradients at the accumulation boundary",
+    "load_module_state_dict": "groups hold parts of the model; give the weights to sdp.initialize, or use "
+    "load_checkpoint",
+    "float": "the configuration chooses the model's type, with bf16 or fp16",
+    "double": "the configuration chooses the model's type, with bf16 or fp16",
+    "compile": "give training.compile in the configuration",
+}
+ATTRIBUTES_OUT_OF_SCOPE = {
+    "random_ltd_scheduler": "DeepSpeed's random layer-wise token dropping is not supported",
+    "curriculum_scheduler_legacy": "DeepSpeed's curricula are not supported; order the data set itself",
+    "compression_scheduler": "DeepSpeed's compression is not supported",
+    "quantizer": "DeepSpeed's compression is not supported",
+    "eigenvalue": "DeepSpeed's compression is not supported",
+    "progressive_layer_drop": "DeepSpeed's progressive layer drop is not supported",
+    "grid": "pipelines are not supported; engine.layout.mesh has the layout",
+    "checkpoint_engine": "engine.save_checkpoint writes checkpoints of this project's format",
+    "timers": "wall_clock_breakdown in the configuration prints the times of a step",
+    "expert_parallel_group": "DeepSpeed's MoE layers are not supported",
+    "expert_data_parallel_group": "DeepSpeed's MoE layers are not supported",
+    "seq_parallel_group": "there is no sequence parallelism here",
+    "has_moe_layers": "DeepSpeed's MoE layers are not supported",
+}
+
+
+class OutOfScopeError(ConfigError, AttributeError):
+    """A part of DeepSpeed is not offered here. ``hasattr`` is False for such an attribute."""
+
+
+class ThroughputTimer:
+    """The part of DeepSpeed's ``engine.tput_timer`` that scripts use."""
+
+    def __init__(self) -> None:
+        self.epoch_count = 0
+        self.global_samples = 0
+        self._start = time.perf_counter()
+
+    def update_epoch_count(self) -> None:
+        """Count one epoch more."""
+        self.epoch_count += 1
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples of all ranks per second since the engine was made."""
+        return self.global_samples / (time.perf_counter() - self._start)
 
 
 class DeepSpeedMonitor:

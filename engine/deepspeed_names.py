@@ -3,67 +3,28 @@
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any, NoReturn, Self
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from .backend import Backend
 from .batch.size import BatchSize
+from .batch.training_data import make_plain_loader
 from .config.schema import Config
-from .deepspeed_facts import FACTS_OF_CONFIG, FACTS_THAT_ARE_FALSE, DeepSpeedMonitor
+from .deepspeed_facts import (
+    ATTRIBUTES_OUT_OF_SCOPE,
+    FACTS_OF_CONFIG,
+    FACTS_THAT_ARE_FALSE,
+    METHODS_OUT_OF_SCOPE,
+    DeepSpeedMonitor,
+    OutOfScopeError,
+    ThroughputTimer,
+)
 from .engine_facts import EngineFacts
 from .errors import ConfigError
-
-# Names of DeepSpeed's engine that this project does not offer, with the reason.
-METHODS_OUT_OF_SCOPE = {
-    "train_batch": "pipelines are not supported; call engine(batch), engine.backward(loss) and engine.step()",
-    "eval_batch": "pipelines are not supported; call engine.evaluate(batches)",
-    "reset_activation_shape": "pipelines are not supported",
-    "register_comm_hook": "gradients are averaged among holders, so a hook of torch's DDP does not apply",
-    "random_ltd_initialize": "DeepSpeed's random layer-wise token dropping is not supported",
-    "set_custom_curriculum_learning_schedule": "DeepSpeed's curricula are not supported; order the data set itself",
-    "offload_states": "states stay where they are; give zero_optimization.offload_optimizer in the configuration",
-    "reload_states": "states stay where they are; give zero_optimization.offload_optimizer in the configuration",
-    "load_moe_state_dict": "DeepSpeed's MoE layers are not supported",
-    "allreduce_gradients": "backward() averages the gradients at the accumulation boundary",
-    "load_module_state_dict": "groups hold parts of the model; give the weights to sdp.initialize, or use "
-    "load_checkpoint",
-    "float": "the configuration chooses the model's type, with bf16 or fp16",
-    "double": "the configuration chooses the model's type, with bf16 or fp16",
-    "compile": "give training.compile in the configuration",
-}
-ATTRIBUTES_OUT_OF_SCOPE = {
-    "random_ltd_scheduler": "DeepSpeed's random layer-wise token dropping is not supported",
-    "curriculum_scheduler_legacy": "DeepSpeed's curricula are not supported; order the data set itself",
-    "compression_scheduler": "DeepSpeed's compression is not supported",
-    "quantizer": "DeepSpeed's compression is not supported",
-    "eigenvalue": "DeepSpeed's compression is not supported",
-    "progressive_layer_drop": "DeepSpeed's progressive layer drop is not supported",
-    "has_moe_layers": "DeepSpeed's MoE layers are not supported",
-}
-
-
-class OutOfScopeError(ConfigError, AttributeError):
-    """A part of DeepSpeed is not offered here. ``hasattr`` is False for such an attribute."""
-
-
-class ThroughputTimer:
-    """The part of DeepSpeed's ``engine.tput_timer`` that scripts use."""
-
-    def __init__(self) -> None:
-        self.epoch_count = 0
-        self.global_samples = 0
-        self._start = time.perf_counter()
-
-    def update_epoch_count(self) -> None:
-        """Count one epoch more."""
-        self.epoch_count += 1
-
-    def avg_samples_per_sec(self) -> float:
-        """Samples of all ranks per second since the engine was made."""
-        return self.global_samples / (time.perf_counter() - self._start)
 
 
 def _refuse_call(name: str, *_: Any, **__: Any) -> NoReturn:
@@ -178,12 +139,53 @@ class DeepSpeedNames(EngineFacts):
         """Whether the last call of ``step`` updated the weights."""
         return self.global_steps > 0 and self.micro_steps % self._batch.accumulation == 0 and not self.was_step_skipped
 
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
+        data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:  # fmt: skip
+        """Make a loader of this rank's micro-batches, as ``initialize`` does for ``training_data``.
+
+        A checkpoint does not store its position.
+
+        Args:
+            dataset: A map-style data set.
+            batch_size: Samples of a batch; by default, those of a micro-batch.
+            route: "train" shuffles; "eval" and "predict" do not.
+            pin_memory: Whether batches go to page-locked memory, if the device is a GPU.
+            data_sampler: Chooses this rank's samples. By default the data ranks share them.
+            collate_fn: As for a DataLoader.
+            num_local_io_workers: As ``num_workers``, whose default is ``data.num_workers``.
+        """
+        here, mesh, data = self.data_ranks_here, self.layout.mesh, self.config.data
+        return make_plain_loader(
+            dataset, batch_size or self._batch.micro * here, mesh.data_rank(self.global_rank), mesh.data_ranks // here,
+            seed=self.config.training.seed, shuffle=route == "train", sampler=data_sampler, collate_fn=collate_fn,
+            num_workers=data.num_workers if num_local_io_workers is None else num_local_io_workers,
+            pin_memory=pin_memory and self.device.type == "cuda",
+        )  # fmt: skip
+
+    def set_data_post_process_func(self, post_process_func: Any) -> None:
+        """Do nothing: DeepSpeed calls the function only with a curriculum, which is refused."""
+
     # -- ranks -------------------------------------------------------------------------------------
+
+    mpu = None  # sdp.initialize accepts no other value
+    pipeline_parallelism = is_pipe_parallel = False
+    sequence_parallel_size = 1
 
     @property
     def dp_world_size(self) -> int:
         """The number of ranks that read different data."""
         return self.layout.mesh.data_ranks
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group of the ranks that read different data. None in one process, refused with tensor
+        parallelism.
+        """
+        if self.layout.mesh.tp > 1:
+            raise OutOfScopeError("engine.data_parallel_group: with tensor parallelism, use engine.layout.mesh")
+        return dist.group.WORLD if dist.is_initialized() else None
 
     @property
     def mp_world_size(self) -> int:

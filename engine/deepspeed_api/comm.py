@@ -15,6 +15,7 @@ from torch.distributed import P2POp, ProcessGroup, ReduceOp
 
 from ..distributed.join import init_distributed
 from ..environment.detect import detect
+from .namespace import attributes
 
 __all__ = ["P2POp", "ProcessGroup", "ReduceOp", "init_distributed"]
 __path__: list[str] = []
@@ -51,12 +52,16 @@ scatter = _without_options(dist.scatter)
 send = _without_options(dist.send)
 
 
+_BACKENDS = "DeepSpeed's communication backends are not supported; the functions of sdp.comm use torch.distributed"
+_find = attributes(__name__, dict.fromkeys(("TorchBackend", "CCLBackend"), _BACKENDS))
+
+
 def __getattr__(name: str) -> Any:
     """Return another function of torch.distributed, such as those that a script uses to send
     objects.
     """
     if name.startswith("_") or not hasattr(dist, name):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _find(name)
     found = getattr(dist, name)
     return _without_options(found) if callable(found) else found
 

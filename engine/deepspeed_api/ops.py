@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..optim.own_optimizers import Lion
-from .namespace import refusing
+from .namespace import attributes, refusing
 
 __path__: list[str] = []
 
@@ -119,3 +119,5 @@ DeepSpeedTransformerLayer = refusing(
     "ops.DeepSpeedTransformerLayer", "DeepSpeed's transformer kernels are not supported"
 )
 adam = adagrad = lamb = lion = sys.modules[__name__]  # deepspeed.ops.adam and others
+
+__getattr__ = attributes(__name__)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import logging as _logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,10 +12,24 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..accounting.quantities import format_bytes
+from ..distributed.join import init_distributed
+from .leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
+from .namespace import attributes
 
+__all__ = [
+    "get_z3_leaf_modules", "init_distributed", "set_z3_leaf_module", "set_z3_leaf_modules", "unset_z3_leaf_modules",
+    "z3_leaf_module", "z3_leaf_parameter",
+]  # fmt: skip
 __path__: list[str] = []
 
-logger = logging.getLogger("sdp")
+logger = _logging.getLogger("sdp")
 
 
 class RepeatingLoader:
@@ -36,7 +51,7 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = _logging.INFO) -> None:
     """Log ``message`` on these ranks. None or -1 means all ranks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
@@ -101,3 +116,41 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """The whole gradient of a parameter of ``engine.module``. Collective inside the group."""
     grad = param.grad
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Return ``item`` with its tensors on ``device``.
+
+    Args:
+        item: A tensor, or lists, tuples and dictionaries of tensors.
+        device: The device.
+        criterion_func: Tensors for which it is true are moved in place.
+    """
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device).data
+        return item
+    if isinstance(item, list | tuple):
+        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    return item.to(device)
+
+
+logging = sys.modules[__name__]  # deepspeed.utils.logging, which has the logger
+_WHOLE = "shards of the optimizer are not handed out; use engine.full_state_dict() or engine.full_model()"
+_OWN = "the engine does this itself"
+__getattr__ = attributes(
+    __name__,
+    dict.fromkeys(
+        "safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_optimizer_state safe_set_full_grad "
+        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param "
+        "safe_set_local_grad safe_set_local_optimizer_state tensor_fragment fragment_address get_full_hp_param "
+        "get_full_hp_grad set_full_hp_param get_hp_fragment_mapping link_hp_params PartitionedTensor".split(),
+        _WHOLE,
+    )
+    | dict.fromkeys("clip_grad_norm_ clip_gradients get_global_norm get_grad_norm CheckOverflow".split(), _OWN)
+    | {
+        "DeepSpeedDataLoader": "engine.deepspeed_io makes a loader, and so does training_data of sdp.initialize",
+        "ensure_directory_exists": "use pathlib.Path.mkdir",
+    },
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum, IntEnum, StrEnum
 from types import TracebackType
 from typing import Any
 
@@ -13,9 +14,59 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..initialize import differs_between_groups
-from .namespace import refusing
+from .namespace import attributes, refusing
 
 __path__: list[str] = []
+
+
+class ZeroParamStatus(Enum):
+    """Where the values of a parameter are that DeepSpeed's own engine shards.
+
+    A member equals DeepSpeed's member of the same name.
+    """
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+    def __eq__(self, other: object) -> bool:
+        return type(other).__name__ == "ZeroParamStatus" and getattr(other, "name", None) == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+class ZeroStageEnum(IntEnum):
+    """DeepSpeed's names of the stages of ZeRO."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(StrEnum):
+    """DeepSpeed's names of the places that state can be offloaded to."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """DeepSpeed's names of the parts of the state."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether DeepSpeed's own engine shards the parameter at stage 3."""
+    return hasattr(parameter, "ds_id")
 
 
 class Init:
@@ -112,3 +163,5 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 TiledLinear = refusing("zero.TiledLinear", "DeepSpeed's tiled layers are not supported")
 MiCS_Init = refusing("zero.MiCS_Init", "MiCS is not supported; sdp.groups and fsdp arrange the ranks")
+
+__getattr__ = attributes(__name__)

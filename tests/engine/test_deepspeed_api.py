@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import subprocess
 import sys
+import textwrap
 from typing import Any
 
 import pytest
@@ -16,6 +19,35 @@ from sdp.tests.support.models import mlp
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
+# Names that public scripts import from DeepSpeed, by module. Many of them are out of scope.
+IMPORTED = {
+    "checkpoint": "UNIVERSAL_CHECKPOINT_INFO PADDED_VOCAB_SIZE DeepSpeedCheckpoint",
+    "checkpoint.constants": "OPTIMIZER_STATE_DICT PARAM_SHAPES DS_VERSION",
+    "checkpoint.utils": "clone_tensors_for_torch_save",
+    "comm": "TorchBackend",
+    "compile.passes": "zero3_compile",
+    "constants": "TORCH_DISTRIBUTED_DEFAULT_PORT",
+    "env_report": "main",
+    "io": "FastFileWriter",
+    "launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME main",
+    "ops.op_builder": "AsyncIOBuilder CPUAdamBuilder UtilsBuilder",
+    "ops.op_builder.builder": "OpBuilder",
+    "runtime.config": "DeepSpeedConfig ADAM_OPTIMIZER ONEBIT_ADAM_OPTIMIZER TORCH_ADAM_PARAM",
+    "runtime.constants": "ROUTE_TRAIN ROUTE_EVAL",
+    "runtime.dataloader": "RepeatingLoader DeepSpeedDataLoader",
+    "runtime.engine": "DeepSpeedEngine",
+    "runtime.fp16.loss_scaler": "LossScaler",
+    "runtime.lr_schedules": "VALID_LR_SCHEDULES WarmupLR",
+    "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF",
+    "runtime.utils": "move_to_device see_memory_usage PartitionedTensor",
+    "runtime.zero": "Init GatheredParameters",
+    "runtime.zero.config": "ZeroStageEnum DeepSpeedZeroConfig",
+    "runtime.zero.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum",
+    "runtime.zero.partition_parameters": "ZeroParamStatus is_zero_param",
+    "runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3",
+    "utils": "logger groups set_z3_leaf_modules safe_get_full_fp32_param safe_get_full_optimizer_state",
+    "utils.timer": "SynchronizedWallClockTimer ThroughputTimer",
+}
 CONFIG: dict[str, Any] = {"train_batch_size": 2, "sdp": {"engine": "reference", "groups": 2, "capacity": 0.5}}
 
 
@@ -28,8 +60,6 @@ def test_importing_the_package_does_not_import_torch() -> None:
 
 
 def test_every_module_can_be_imported_and_is_the_same_by_all_its_names() -> None:
-    import importlib.util
-
     for name, file in MODULES.items():
         if name.endswith(".lightning") and importlib.util.find_spec("lightning") is None:
             continue  # tests/engine/integrations/test_lightning.py covers it where lightning is installed
@@ -44,12 +74,11 @@ def test_every_module_can_be_imported_and_is_the_same_by_all_its_names() -> None
 
 
 def test_what_is_out_of_scope_can_be_imported_and_says_so_when_it_is_used() -> None:
-    import importlib
-
     for name in OUT_OF_SCOPE:
         module = importlib.import_module(f"sdp.{name}")
-        with pytest.raises(sdp.ConfigError, match=f"^sdp.{name}.Thing: ") as caught:
+        with pytest.raises(sdp.ConfigError, match=r"^sdp\.[\w.]+\.Thing: ") as caught:
             module.Thing(1)
+        assert OUT_OF_SCOPE[name] in str(caught.value)
         assert "\n" not in str(caught.value)
         assert not isinstance(1, module.Thing)
     for name in NAMES_OUT_OF_SCOPE:
@@ -68,6 +97,99 @@ def test_names_of_the_package() -> None:
     assert sdp.Branch.__module__ == "sdp.engine.model_interface"
     assert sdp.__version__.count(".") == 2
     assert sdp.logger is sdp.utils.logger is logging.getLogger("sdp")
+
+
+def test_modules_that_no_statement_has_imported_are_found() -> None:
+    """In a process of its own, because an import sets the attribute of the parent module."""
+    code = """
+        import sdp as deepspeed, logging
+        assert deepspeed.utils.logging.logger is logging.getLogger("sdp")
+        assert deepspeed.version == deepspeed.git_version_info.version == deepspeed.__version__
+        assert deepspeed.runtime.config.LAMB_OPTIMIZER == "lamb"
+        assert deepspeed.runtime.zero.partition_parameters.ZeroParamStatus.NOT_AVAILABLE.value == 2
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_names_that_public_scripts_import() -> None:
+    """They are of the packages of DeepSpeed below ``sdp`` in the list, by module."""
+    for module, names in IMPORTED.items():
+        for name in names.split():
+            getattr(importlib.import_module(f"sdp.{module}"), name)
+    assert sdp.runtime.engine.DeepSpeedEngine is sdp.SDPEngine
+    with pytest.raises(sdp.ConfigError, match="sdp compiles no kernels"):
+        sdp.ops.op_builder.CPUAdamBuilder().load()
+    with pytest.raises(sdp.ConfigError, match="sdp launch starts ranks"):
+        sdp.launcher.runner.fetch_hostfile("hosts")
+    with pytest.raises(AttributeError):
+        sdp.utils.no_such_name  # noqa: B018
+
+
+def test_constants_are_deepspeeds() -> None:
+    pytest.importorskip("deepspeed")
+    for name in ("constants", "runtime.config", "runtime.constants", "checkpoint.constants", "launcher.constants"):
+        ours, theirs = importlib.import_module(f"sdp.{name}"), importlib.import_module(f"deepspeed.{name}")
+        common = [key for key in vars(ours) if key.isupper() and key in vars(theirs)]
+        assert common
+        assert {key: vars(ours)[key] for key in common} == {key: vars(theirs)[key] for key in common}
+    theirs = importlib.import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
+    assert theirs.NOT_AVAILABLE == sdp.zero.ZeroParamStatus.NOT_AVAILABLE != theirs.AVAILABLE
+    offload = importlib.import_module("deepspeed.runtime.zero.offload_config")
+    for kind in ("OffloadDeviceEnum", "OffloadStateTypeEnum"):
+        ours = getattr(sdp.runtime.zero.offload_config, kind)
+        assert {each.name: each.value for each in ours} == {e.name: str(e.value) for e in getattr(offload, kind)}
+
+
+def test_a_configuration_by_deepspeeds_class() -> None:
+    config = sdp.DeepSpeedConfig({"train_batch_size": 4, "fp16": {"enabled": True}})
+    assert isinstance(config, sdp.Config)
+    assert (config.train_batch_size, config.precision) == (4, "float16")
+    with pytest.raises(sdp.ConfigError, match="unknown key"):
+        sdp.runtime.config.DeepSpeedConfig({"train_batch_sise": 4})
+
+
+def test_leaf_modules_are_marked_as_deepspeeds_engine_reads_it() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU()))
+    assert sdp.utils.set_z3_leaf_modules(model, [nn.Linear, "ReLU"]) == [model[0], model[1][0]]
+    assert sdp.utils.get_z3_leaf_modules(model) == [model[0], model[1][0]]
+    with pytest.raises(ValueError, match="no module of the classes Conv2d"):
+        sdp.utils.set_z3_leaf_modules(model, [nn.Conv2d])
+    read = pytest.importorskip("deepspeed.utils").z3_leaf_module
+    assert [read(module) for module in model.modules()] == [False, True, False, True]
+    sdp.utils.unset_z3_leaf_modules(model, ["torch.nn.modules.linear.Linear"])
+    assert not read(model[0])
+
+
+def test_tensors_of_a_checkpoint_of_the_script_are_copied() -> None:
+    whole = torch.arange(10.0)
+    saved = sdp.checkpoint.utils.clone_tensors_for_torch_save({"a": [whole[:2]], "b": (whole[2:3], 7)})
+    assert saved["a"][0].tolist() == [0, 1] and saved["a"][0].untyped_storage().nbytes() == 8
+    assert saved["b"][1] == 7
+    moved = sdp.runtime.utils.move_to_device({"x": [torch.zeros(1)]}, "meta")
+    assert moved["x"][0].is_meta
+
+
+def test_a_generator_of_a_script_does_not_change_the_others() -> None:
+    sdp.checkpointing.model_parallel_cuda_manual_seed(3)
+    tracker = sdp.checkpointing.get_cuda_rng_tracker()
+    with tracker.fork():
+        first = torch.rand(3)
+    plain = torch.rand(3)
+    with tracker.fork():
+        second = torch.rand(3)
+    torch.manual_seed(3 + 2718)
+    assert torch.equal(torch.rand(3), first) and torch.equal(torch.rand(3), second)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(3), plain)
+    with pytest.raises(ValueError, match="no generator 'other'"), tracker.fork("other"):
+        pass
+    with pytest.raises(ValueError, match="exists already"):
+        tracker.add("model-parallel-rng", 1)
+
+
+def test_versions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    sdp.env_report.main()
+    assert capsys.readouterr().out.startswith(f"sdp {sdp.__version__}, torch {torch.__version__}, Python ")
 
 
 def test_zero_init_keeps_what_is_computed_and_loaded_inside_it() -> None:

@@ -14,6 +14,7 @@ from sdp.engine.deepspeed_facts import FACTS_OF_CONFIG, FACTS_THAT_ARE_FALSE
 from sdp.engine.deepspeed_names import ATTRIBUTES_OUT_OF_SCOPE, METHODS_OUT_OF_SCOPE
 from sdp.tests.support.models import mlp
 from torch import nn
+from torch.utils.data import TensorDataset
 
 # The names that 34 public scripts use on DeepSpeed's engine, by script. They were counted in the
 # syntax trees.
@@ -93,6 +94,40 @@ def test_the_methods_about_the_configuration_have_deepspeeds_names() -> None:
     assert (engine.dp_world_size, engine.mp_world_size, engine.get_data_parallel_rank()) == (1, 1, 0)
     for name in (*FACTS_OF_CONFIG, *FACTS_THAT_ARE_FALSE):
         getattr(engine, name)()
+
+
+def test_names_of_pipelines_and_of_the_ranks_of_one_job() -> None:
+    engine = _engine()
+    assert engine.mpu is None and engine.data_parallel_group is None
+    assert not engine.is_pipe_parallel and not engine.pipeline_parallelism
+    engine.set_data_post_process_func(lambda batch, state: batch)
+    with pytest.raises(sdp.ConfigError, match=r"^engine\.set_batch_fn: pipelines are not supported"):
+        engine.set_batch_fn(lambda batch: batch)
+    assert engine.managed_gradient_accumulation() and not engine.torch_autocast_enabled()
+
+
+def test_offload_is_a_fact_of_every_engine() -> None:
+    config = {
+        "train_batch_size": 4,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}},
+        "sdp": {"engine": "fsdp2"},
+    }
+    loaded = sdp.load_config(config)
+    assert FACTS_OF_CONFIG["zero_cpu_offload"](loaded) is True
+    assert FACTS_OF_CONFIG["zero_offload_optimizer"](loaded).device == "cpu"
+    assert FACTS_OF_CONFIG["zero_offload_param"](loaded) is None
+
+
+def test_a_loader_of_the_script_has_this_ranks_batches() -> None:
+    engine = _engine(groups=2, capacity=0.5)
+    rows = TensorDataset(torch.arange(8.0))
+    for route in ("train", "eval"):
+        batches = [batch for (batch,) in engine.deepspeed_io(rows, route=route)]
+        assert [len(batch) for batch in batches] == [4, 4]
+        assert sorted(torch.cat(batches).tolist()) == rows.tensors[0].tolist()
+        assert (torch.cat(batches).tolist() == rows.tensors[0].tolist()) is (route == "eval")
+    (batch,) = next(iter(engine.deepspeed_io(rows, batch_size=2, data_sampler=[5, 1, 3])))
+    assert batch.tolist() == [5, 1]
 
 
 def test_a_script_says_where_a_step_ends() -> None:

@@ -1,0 +1,34 @@
+"""``sdp.git_version_info`` and ``sdp.env_report``: versions of this package and of what it uses."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Any
+
+import torch
+
+from .namespace import PACKAGE, attributes
+
+__path__: list[str] = []
+
+version: str = sys.modules[PACKAGE].__version__
+git_hash = git_branch = "unknown"
+# DeepSpeed's compiled operators, of which there are none.
+installed_ops: dict[str, bool] = {}
+compatible_ops: dict[str, bool] = {}
+torch_info: dict[str, Any] = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": True,
+    "cuda_version": torch.version.cuda or "0.0",
+}
+
+
+def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
+    """Print the versions, and the device."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{PACKAGE} {version}, torch {torch.__version__}, Python {platform.python_version()}, {device}")
+
+
+cli_main = main
+__getattr__ = attributes(__name__)
