@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from sdp.tests.support.ranks import RankPool
@@ -12,6 +13,31 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # as a shell has it for its background jobs, and for what those start
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The files that take longest, by processor seconds (docs/log.md). They come first: a file's tests
+# stay in one of the processes that run tests, and others would wait for one that began late.
+LONGEST_FILES = (
+    "engine/subnetwork/test_compile.py",
+    "tools/train/failures/test_failures.py",
+    "spec/test_equality.py",
+    "engine/checkpoint/test_local_steps.py",
+    "engine/backends/deepspeed/test_masking_schedule.py",
+    "engine/checkpoint/test_layouts.py",
+    "tools/bench/test_side_by_side.py",
+    "tools/train/elastic/test_losses.py",
+    "tools/gpu_check/test_share.py",
+    "engine/backends/deepspeed/test_checkpoint.py",
+    "engine/backends/deepspeed/test_equality.py",
+    "engine/subnetwork/test_neurons_native.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of the longest files first. Others keep their order."""
+    place = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST_FILES)}
+    missing = [str(path) for path in place if not path.is_file()]
+    assert not missing, f"LONGEST_FILES in {__file__}: {missing}"
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture(scope="session")

@@ -45,28 +45,32 @@ def _everything(engine: Any) -> dict[str, torch.Tensor]:
     return {f"{key} {i}": part.detach().clone() for key, of in parts.items() for i, part in enumerate(of)}
 
 
-def _resumed_equals_undisturbed(case: Case, folder: str, saved_after: int, kind: str) -> list[str]:
-    """Return the keys of tensors that differ after a resume, and check the losses."""
+def _resumed_equals_undisturbed(case: Case, folder: str, saved_after: list[int], kind: str) -> list[str]:
+    """Return the keys of tensors that differ after a resume, and check the losses.
+
+    One run saves after each number of steps in ``saved_after``, and goes on from each of them.
+    """
     reference = kind == "reference"
-    undisturbed = engine_of(case, kind)
-    _train(undisturbed, case, 0, saved_after, reference=reference)
-    undisturbed.save_checkpoint(folder)
-    losses = _train(undisturbed, case, saved_after, LAST, reference=reference)
-    resumed = engine_of(case, kind)
-    resumed.load_checkpoint(folder)
-    assert _train(resumed, case, saved_after, LAST, reference=reference) == losses
-    ours, theirs = _everything(resumed), _everything(undisturbed)
-    assert ours.keys() == theirs.keys()
-    assert resumed.local_training.outer_steps == undisturbed.local_training.outer_steps
-    return [key for key in ours if not torch.equal(ours[key], theirs[key])]
+    undisturbed, losses = engine_of(case, kind), []
+    for step in range(LAST):
+        if step in saved_after:
+            undisturbed.save_checkpoint(folder, tag=f"after-{step}")
+        losses += _train(undisturbed, case, step, step + 1, reference=reference)
+    theirs, differing = _everything(undisturbed), []
+    for steps in saved_after:
+        resumed = engine_of(case, kind)
+        resumed.load_checkpoint(folder, tag=f"after-{steps}")
+        assert _train(resumed, case, steps, LAST, reference=reference) == losses[steps:]
+        ours = _everything(resumed)
+        assert ours.keys() == theirs.keys()
+        assert resumed.local_training.outer_steps == undisturbed.local_training.outer_steps
+        differing += [f"after {steps} steps: {key}" for key in ours if not torch.equal(ours[key], theirs[key])]
+    return differing
 
 
-@pytest.mark.parametrize("saved_after", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_resume_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path, case: Case, saved_after: int) -> None:
-    for differing in ranks.run(
-        _resumed_equals_undisturbed, case, str(tmp_path), saved_after, "fsdp2", world=case.world
-    ):
+def test_a_resume_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    for differing in ranks.run(_resumed_equals_undisturbed, case, str(tmp_path), [2, 3, 4], "fsdp2", world=case.world):
         assert differing == []
 
 
@@ -94,7 +98,7 @@ def test_a_resume_under_deepspeed_goes_on_bit_for_bit(
     ranks: RankPool, tmp_path: Path, case: Case, saved_after: int
 ) -> None:
     for differing in ranks.run(
-        _resumed_equals_undisturbed, case, str(tmp_path), saved_after, "deepspeed", world=case.world
+        _resumed_equals_undisturbed, case, str(tmp_path), [saved_after], "deepspeed", world=case.world
     ):
         assert differing == []
 
@@ -103,7 +107,7 @@ def test_a_resume_under_deepspeed_goes_on_bit_for_bit(
     "case", [CASES[1], Case(2, 1, neurons=2, optimizer="adamw", model="even-llama", sync='{"every": 3}')], ids=str
 )
 def test_a_resume_of_the_reference_goes_on_bit_for_bit(tmp_path: Path, case: Case) -> None:
-    assert _resumed_equals_undisturbed(case, str(tmp_path), 4, "reference") == []
+    assert _resumed_equals_undisturbed(case, str(tmp_path), [4], "reference") == []
 
 
 def _save_midway(case: Case, folder: str) -> tuple[Any, Any]:

@@ -5,8 +5,6 @@ anything starts.
 import io
 import json
 import math
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 from sdp.engine.config.load import load_config
 from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.errors import SDPError
+from sdp.tests.support.small_runs import run_sdp
 from sdp.tools.cli import main
 from sdp.tools.train import preflight
 
@@ -41,18 +40,13 @@ def write(config: dict, tmp_path: Path) -> str:
     return str(path)
 
 
-def sdp(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-P", "-m", "sdp", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
 def lines(dump_dir: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (dump_dir / name).read_text().splitlines()]
 
 
 def test_two_processes_on_digits_and_the_reference_with_a_resume(config, tmp_path, capsys):
     path = write(config, tmp_path)
-    finished = sdp("train", path, "--dump-dir", tmp_path / "run")
+    finished = run_sdp("train", path, "--dump-dir", tmp_path / "run")
     assert finished.returncode == 0, finished.stderr
     assert "digits (1,437 images to train on, 360 held out, 10 classes, 8 × 8 pixels" in finished.stderr
     metrics = lines(tmp_path / "run", "metrics.jsonl")
