@@ -170,7 +170,7 @@ class LocalTraining:
             return "gradients are averaged in every step"
         start = f"after the first {sync.start_after} steps, " if sync.start_after else ""
         parts = f", a fragment of {sync.fragments} every {sync.every // sync.fragments}" if sync.fragments > 1 else ""
-        late = f", applied {sync.overlap} steps later" if sync.overlap else ""
+        late = f", applied {sync.overlap} step{'s' * (sync.overlap > 1)} later" if sync.overlap else ""
         small = f", sent as {sync.compression}" if sync.compression != "none" else ""
         return f"{start}groups step on their own and average their weights every {sync.every} steps{parts}{late}{small}"
 

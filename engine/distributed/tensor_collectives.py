@@ -12,6 +12,7 @@ N rows of logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,10 @@ from ..errors import ModelError
 from .traffic import Kind, Traffic
 
 SEQUENCE = 1  # the dimension of tokens in (B, S, …)
+
+# torch 2.13 has new names for two collectives, and warns users of the old ones.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class TensorRanks:
         dim %= part.dim()
         parts = part.new_empty((self.size, *part.shape))
         if self._sends("all_gather", parts):
-            dist.all_gather_into_tensor(parts.view(-1), part.contiguous().view(-1), group=self.group)
+            all_gather_single(parts.view(-1), part.contiguous().view(-1), group=self.group)
         else:
             parts.zero_()
         return parts.movedim(0, dim).flatten(dim, dim + 1)
@@ -66,7 +71,7 @@ class TensorRanks:
         parts = whole.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         part = parts.new_empty(parts.shape[1:])
         if self._sends("reduce_scatter", parts):
-            dist.reduce_scatter_tensor(part.view(-1), parts.view(-1), group=self.group)
+            reduce_scatter_single(part.view(-1), parts.view(-1), group=self.group)
         else:
             part.zero_()
         return part

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from ..distributed.tensor_collectives import all_gather_single
 from ..distributed.traffic import Traffic
 from .gradients import AllReduce
 
@@ -86,7 +87,7 @@ class GatheredExchange:
         for all_of, part in ((self._integers, mine), (self._scales, own_scales)):
             if part.numel():
                 traffic.record("between groups", "all_gather", all_of.nbytes, self._ranks)
-                work = dist.all_gather_into_tensor(all_of.view(-1), part, group=group, async_op=True)
+                work = all_gather_single(all_of.view(-1), part, group=group, async_op=True)
                 self._works.append((work, part))  # the part must live until it is sent
 
     def wait(self) -> list[torch.Tensor]:

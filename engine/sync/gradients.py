@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..distributed.mesh import Holders
-from ..distributed.tensor_collectives import TensorRanks
+from ..distributed.tensor_collectives import TensorRanks, all_gather_single
 from ..distributed.tensors import local_tensor
 from ..distributed.traffic import Scope, Traffic
 from ..placement.buckets import Bucket
@@ -250,7 +250,7 @@ class GradientSync:
         mine = torch.cat([gradient.reshape(-1) for gradient in gradients])
         shares = mine.new_empty((self._tensor_ranks.size, mine.numel()))
         self._traffic.record("inside groups", "all_gather", shares.nbytes, self._tensor_ranks.size)
-        dist.all_gather_into_tensor(shares.view(-1), mine, group=self._tensor_ranks.group)
+        all_gather_single(shares.view(-1), mine, group=self._tensor_ranks.group)
         total = mine.copy_(shares[0])
         for share in shares[1:]:
             total += share

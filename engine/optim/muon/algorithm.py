@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...distributed.tensor_collectives import TensorRanks
+from ...distributed.tensor_collectives import TensorRanks, all_gather_single
 from ...distributed.tensors import local_tensor
 from ...distributed.traffic import Traffic
 
@@ -182,7 +181,7 @@ class Muon(Optimizer):
         whole = shard.new_empty((ranks * len(padded), columns))
         self._traffic.record("inside groups", "all_gather", whole.nbytes, ranks)
         self.gathers += 1
-        work = dist.all_gather_into_tensor(whole, padded, group=communicator, async_op=True)
+        work = all_gather_single(whole, padded, group=communicator, async_op=True)
 
         def finish() -> Tensor:
             if work is not None:
