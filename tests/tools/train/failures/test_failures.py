@@ -23,7 +23,7 @@ import pytest
 from sdp.data.prepare import prepare
 from sdp.launcher.heartbeat import Whereabouts
 from sdp.tests.support.processes import alive, until
-from sdp.tests.support.small_runs import SMALL_LLAMA
+from sdp.tests.support.small_runs import SMALL_LLAMA, run_sdp
 from sdp.tools.cli import main
 
 STEPS, SAVE_EVERY, RANKS = 8, 2, 2
@@ -126,9 +126,16 @@ def losses(dump_dir: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     dump_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    code, err = Job(config, dump_dir).end()
-    assert code == 0, err
+    ended = run_sdp("train", config, "--dump-dir", dump_dir)
+    assert ended.returncode == 0, ended.stderr
     return losses(dump_dir)
+
+
+def check_resume(config: Path, dump_dir: Path, undisturbed: list[float]) -> None:
+    """A resume gives the losses of the undisturbed run."""
+    ended = run_sdp("train", config, "--dump-dir", dump_dir, "--resume")
+    assert ended.returncode == 0, ended.stderr
+    assert losses(dump_dir) == undisturbed
 
 
 def check_death(job: Job, rank: int, pids: list[int]) -> str:
@@ -164,9 +171,7 @@ def test_a_killed_rank_ends_the_run_and_a_resume_loses_nothing(
     if moment == "start":
         return
     assert f"({moment})" in error
-    code, err = Job(config, tmp_path / "run", "--resume").end()
-    assert code == 0, err
-    assert losses(tmp_path / "run") == undisturbed
+    check_resume(config, tmp_path / "run", undisturbed)
 
 
 @pytest.mark.slow
@@ -212,8 +217,7 @@ def test_a_signal_leaves_a_checkpoint(
     assert 2 <= done < STEPS
     assert (tmp_path / "run" / "checkpoints" / f"step-{done}" / "state.json").is_file()
     if number == signal.SIGTERM:
-        assert Job(config, tmp_path / "run", "--resume").end()[0] == 0
-        assert losses(tmp_path / "run") == undisturbed
+        check_resume(config, tmp_path / "run", undisturbed)
 
 
 def test_a_signal_to_one_rank_stops_the_run_with_a_checkpoint(config: Path, tmp_path: Path) -> None:
@@ -277,7 +281,8 @@ def test_a_changed_learning_rate_applies_from_the_first_step_of_a_resume(
 
 
 def test_no_room_for_a_checkpoint_does_not_end_the_run(config: Path, tmp_path: Path, undisturbed: list[float]) -> None:
-    assert Job(config, tmp_path / "run", "--set", "training.steps=2", "--set", "training.async_save=true").end()[0] == 0
+    settings = ["--set", "training.steps=2", "training.async_save=true"]
+    assert run_sdp("train", config, "--dump-dir", tmp_path / "run", *settings).returncode == 0
     code, err = Job(config, tmp_path / "run", "--resume", "--set", "training.async_save=true", file_bytes=200_000).end()
     assert code == 0, err
     assert err.count("WARNING") == 3
