@@ -19,6 +19,7 @@ PRELOADED = (
     "sdp.tools.train.command",
     "sdp.tools.train.rank",
     "torch._dynamo",
+    "torch._inductor.compile_fx",  # DeepSpeed compiles a function when it is imported
 )
 
 
