@@ -45,7 +45,7 @@ def refuse_with_elastic(config: Any) -> None:
             sdp.masking if isinstance(sdp.masking, str) else "a schedule",
             'use "forward"',
         ),
-        "sdp.sync": (sdp.sync is not None, "local steps", "remove the section"),
+        "sdp.sync": (sdp.sync is not None, "a section of local steps", "remove it"),
         "sdp.group_sizes": (sdp.group_sizes is not None, sdp.group_sizes, "remove it"),
         "data.sources": (config.data.sources is not None, "a mixture", "read one data set"),
         "data.path": (config.data.path is None, "null", "prepare the data with sdp prepare"),

@@ -17,6 +17,7 @@ from .elastic import refuse_with_elastic
 from .noise import refuse_to_measure
 from .schema import Config
 from .section import parse_section
+from .sync import refuse_with_sync
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), arguments: Any = None) -> Config:
@@ -192,8 +193,6 @@ def _refuse_precision(config: Config) -> None:
             f'{key}: true is not available with sdp.engine "vectorized", which does not scale the loss; use bf16, or '
             '"fsdp2"'
         )
-    if config.sdp.sync is not None and config.scales_loss:
-        raise ConfigError(f"{key}: float16 is not available together with sdp.sync; use bf16")
     if config.fp16.enabled and config.bf16.enabled:
         raise ConfigError(
             "fp16.enabled: true together with bf16.enabled; a model computes in one of them, leave one out"
@@ -238,7 +237,7 @@ def _refuse_unavailable(config: Config) -> None:
     _refuse_group_sizes(config)
     _refuse_precision(config)
     _refuse_offload(config)
-    _refuse_sync(config)
+    refuse_with_sync(config)
     refuse_with_elastic(config)
     if config.training.noise_scale_interval:
         others = {"sdp.sync": sdp.sync is not None, "sdp.elastic": sdp.elastic.enabled}
@@ -296,24 +295,4 @@ def _refuse_lr_scale(config: Config) -> None:
         raise ConfigError(
             f'sdp.lr_scale: {json.dumps(sdp.lr_scale)} is not available with optimizer.type "{optimizer.type}", whose '
             'steps are those of whole matrices; use "none", or AdamW'
-        )
-
-
-def _refuse_sync(config: Config) -> None:
-    """Raise ConfigError for what local steps cannot be combined with."""
-    sdp = config.sdp
-    if sdp.sync is None:
-        return
-    if sdp.engine == "vectorized":
-        raise ConfigError('sdp.sync: local steps are not available with sdp.engine "vectorized"; use "reference"')
-    if sdp.lr_scale != "none":
-        raise ConfigError(
-            f"sdp.lr_scale: {json.dumps(sdp.lr_scale)} has no meaning with sdp.sync, where the noise of a local step "
-            "does not "
-            'depend on the holders; use "none"'
-        )
-    if sdp.in_one_process and config.activation_checkpointing.mode != "none":
-        raise ConfigError(
-            f'activation_checkpointing.mode: "{config.activation_checkpointing.mode}" is not available with sdp.sync '
-            f'and sdp.engine "{sdp.engine}"; use "none"'
         )

@@ -228,15 +228,6 @@ class Config(Section):
     training: TrainingSection = TrainingSection()
     env: dict[VariableName, VariableValue] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _spikes_are_common(self) -> Self:
-        if self.sdp.sync is not None and self.training.on_spike != "none":
-            raise ValueError(
-                f'training.on_spike "{self.training.on_spike}" needs an average in every step; remove it, or remove '
-                "sdp.sync"
-            )
-        return self
-
     _hints: tuple[str, ...] = PrivateAttr(default=())
     _autos: tuple[str, ...] = PrivateAttr(default=())
     _deepspeed: dict[str, Any] = PrivateAttr(default_factory=dict)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from ..errors import ConfigError
 from .section import Beta, NonNegative, NonNegativeInt, Section
 
 Steps = Annotated[int, Field(gt=0, le=2**24)]
@@ -102,3 +104,30 @@ class SyncSection(Section):
                 "arrived before the next one starts"
             )
         return self
+
+
+def refuse_with_sync(config: Any) -> None:
+    """Raise ConfigError for what a Config with local steps cannot be combined with."""
+    sdp, spikes, recomputation = config.sdp, config.training.on_spike, config.activation_checkpointing.mode
+    if sdp.sync is None:
+        return
+    if sdp.engine == "vectorized":
+        raise ConfigError('sdp.sync: local steps are not available with sdp.engine "vectorized"; use "reference"')
+    if config.scales_loss:
+        key = "fp16.enabled" if config.fp16.enabled else "torch_autocast.enabled"
+        raise ConfigError(f"{key}: float16 is not available together with sdp.sync; use bf16")
+    if spikes != "none":
+        raise ConfigError(
+            f'training.on_spike: "{spikes}" is not available together with sdp.sync, because it needs an average in '
+            'every step; use "none"'
+        )
+    if sdp.lr_scale != "none":
+        raise ConfigError(
+            f"sdp.lr_scale: {json.dumps(sdp.lr_scale)} has no meaning with sdp.sync, where the noise of a local step "
+            'does not depend on the holders; use "none"'
+        )
+    if sdp.in_one_process and recomputation != "none":
+        raise ConfigError(
+            f'activation_checkpointing.mode: "{recomputation}" is not available with sdp.sync and sdp.engine '
+            f'"{sdp.engine}"; use "none"'
+        )

@@ -123,16 +123,30 @@ def test_sigterm_in_the_middle_of_a_round_loses_nothing(config: dict, tmp_path: 
     assert ours["after"] == theirs["after"]
 
 
+LOCAL = {"every": 4}
+
+
 @pytest.mark.parametrize(
-    ("sync", "message"),
+    ("sync", "others", "message"),
     [
-        ({"every": 4, "fragments": 3}, "every 4 is not divisible by fragments 3"),
-        ({"every": 4, "fragments": 2, "overlap": 2}, "overlap 2 must be less than every / fragments = 2"),
-        ({"fragments": 2}, "sdp.sync.every: this key is required"),
+        ({"every": 4, "fragments": 3}, {}, "sdp.sync: every 4 is not divisible by fragments 3"),
+        ({"every": 4, "fragments": 2, "overlap": 2}, {}, "sdp.sync: overlap 2 must be less than every / fragments = 2"),
+        ({"fragments": 2}, {}, "sdp.sync.every: this key is required"),
+        (LOCAL, {"training": {"on_spike": "skip"}}, 'training.on_spike: "skip" is not available together with'),
+        (LOCAL, {"fp16": {"enabled": True}}, "fp16.enabled: float16 is not available together with sdp.sync"),
+        (LOCAL, {"sdp": {"engine": "vectorized"}}, 'sdp.sync: local steps are not available with sdp.engine "vec'),
+        (LOCAL, {"sdp": {"elastic": {"enabled": True}}}, "sdp.sync: a section of local steps is not available in"),
+        (LOCAL, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 'device: "cpu" is not available'),
     ],
 )
-def test_mistakes_are_one_line(config: dict, tmp_path: Path, sync: dict, message: str, capsys) -> None:
+def test_mistakes_are_one_line(
+    config: dict, tmp_path: Path, sync: dict, others: dict, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     config["sdp"]["sync"] = sync
+    config["csv_monitor"] = {"enabled": False}  # elastic groups refuse it first
+    for section, keys in others.items():
+        config[section] = config.get(section, {}) | keys
     assert main(["config", str(write_config(config, tmp_path))]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+    assert ": :" not in error
