@@ -278,8 +278,9 @@ def _check_splits(documents: dict[str, int], held_out: float) -> None:
     for split, count in documents.items():
         if not count:
             raise DataError(
-                f"the split {split!r} is empty: {total:,} document(s) with {held_out:g} held out leave it none;"
-                f" give more documents (a .txt file is one) or {'raise' if split == 'held_out' else 'lower'} --held-out"
+                f"the split {split!r} is empty: {total:,} document(s) with {held_out:g} held out leave it none, and "
+                "equal documents share a split; give more different documents (a .txt file is one) or "
+                f"{'raise' if split == 'held_out' else 'lower'} --held-out"
             )
 
 

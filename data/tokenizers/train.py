@@ -85,5 +85,8 @@ def _explain(message: str, vocab_size: int) -> str:
             f"a SentencePiece vocabulary of {vocab_size:,} is too small: this corpus needs more than {found[1]} tokens"
         )
     if "sentences_.empty()" in message:
-        return "the corpus is empty, or all of it is held out: no text to train a SentencePiece tokenizer on"
+        return (
+            "the corpus is empty, or all of it is held out (equal documents share a split): no text to train a "
+            "SentencePiece tokenizer on; give more different documents"
+        )
     return f"SentencePiece could not be trained with {vocab_size:,} tokens: {message}"

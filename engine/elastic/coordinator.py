@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..errors import LaunchError
+from ..errors import LaunchError, shorten
 from .membership import Membership
 from .messages import Channel, Message, ProtocolError
 
@@ -68,10 +68,10 @@ class Coordinator:
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listening = socket.create_server((host, port), family=family, backlog=256)
-        except (OSError, UnicodeError) as error:  # a name that no host can have raises UnicodeError
+        except (OSError, TypeError, OverflowError) as error:  # TypeError: no host can have this name
             reason = getattr(error, "strerror", None) or error
             raise LaunchError(
-                f"the coordinator cannot listen on {host}:{port} ({reason}); name another address"
+                f"the coordinator cannot listen on {shorten(host)}:{port} ({shorten(reason, 80)}); name another address"
             ) from None
         self._listening.setblocking(False)
         self.host, self.port = self._listening.getsockname()[:2]

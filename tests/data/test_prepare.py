@@ -188,6 +188,9 @@ def test_empty_split_says_what_to_do(tmp_path):
         quiet([path], tmp_path / "out", held_out=1e-9)
     with pytest.raises(DataError, match=r"the split 'train' is empty.* lower --held-out"):
         quiet([path], tmp_path / "out", held_out=1 - 1e-9)
+    path = write_json_lines(tmp_path / "same.jsonl", TEXTS[:1] * 40)
+    with pytest.raises(DataError, match=r"40 document.* equal documents share a split; give more different documents"):
+        quiet([path], tmp_path / "out", held_out=0.5)
     assert not (tmp_path / "out").exists()
 
 

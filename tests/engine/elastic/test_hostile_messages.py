@@ -84,10 +84,17 @@ def test_json_that_is_no_message_ends_the_connection(text: str, monkeypatch: pyt
         server.feed(client.seal({}))
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "x" * 300, "a..b", "::ffff:192.0.2.1"])
+@pytest.mark.parametrize("host", ["192.0.2.1", "x" * 300, "a..b", "::ffff:192.0.2.1", "ö" * 300, "ö..b", "\udcff"])
 def test_an_address_that_cannot_be_listened_on_is_one_line(host: str) -> None:
-    with pytest.raises(LaunchError, match=r"the coordinator cannot listen on .*; name another address"):
+    with pytest.raises(LaunchError, match=r"the coordinator cannot listen on .*; name another address") as caught:
         Coordinator(1, 1, b"x" * 16, print, host=host)
+    assert len(str(caught.value)) < 450 and "\udcff" not in str(caught.value)
+
+
+@pytest.mark.parametrize("port", [-1, 1 << 16, 10**30])
+def test_a_port_that_is_none_is_one_line(port: int) -> None:
+    with pytest.raises(LaunchError, match=r"the coordinator cannot listen on 127\.0\.0\.1:.*; name another address"):
+        Coordinator(1, 1, b"x" * 16, print, port=port)
 
 
 @pytest.mark.parametrize("slot", ["²", "-1", "x", "", "9" * 5000])

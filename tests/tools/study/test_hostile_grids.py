@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from sdp.engine.errors import ConfigError, SDPError
 from sdp.tools.cli import main
+from sdp.tools.shared.files import WriteError
 from sdp.tools.study.grid import GridRun, first_runs, read_grid, report
-from sdp.tools.study.runs import figures_of, prepared_data, run_one
+from sdp.tools.study.runs import figures_of, prepared_data, read_own, remove_run, run_one
 
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -110,6 +111,21 @@ def test_a_link_in_the_folder_of_a_study_is_not_followed(name: str, tmp_path: Pa
     with pytest.raises(SDPError, match=r"symbolic link|did not make it"):
         run_one(run, tmp_path, None, refuse)
     assert (victim / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_each_check_for_a_link_is_enough(tmp_path: Path, is_dangling: bool) -> None:
+    victim = tmp_path / "victim"
+    if not is_dangling:
+        victim.mkdir()
+        (victim / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(victim)
+    (tmp_path / "link.json").symlink_to(victim / "file")
+    with pytest.raises(ConfigError, match="exists, and this study did not make it"):
+        remove_run(tmp_path / "link", "{}")
+    with pytest.raises(WriteError, match="symbolic link"):
+        read_own(tmp_path / "link.json")
+    assert is_dangling or (victim / "file").read_text() == "mine"
 
 
 def test_a_held_out_loss_that_is_nan_is_infinite_in_the_table(tmp_path: Path) -> None:

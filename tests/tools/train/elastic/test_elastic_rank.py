@@ -1,0 +1,50 @@
+"""A rank of an elastic run refuses what its launcher told it before it waits for anybody."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sdp.engine.errors import LaunchError
+from sdp.tests.support.clusters.elastic_runs import elastic_config
+from sdp.tools.train.elastic_rank import run
+from sdp.tools.train.options import TrainOptions
+
+
+def start(folder: Path, corpus: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(elastic_config(corpus, steps=1, groups=4)))
+    run(TrainOptions(config=path, overrides=(), dump_dir=folder / "run"), print)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The variables of a rank that is the only one of its group."""
+    for name, value in {
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1", "SDP_ELASTIC_COORDINATOR": "127.0.0.1:1", "SDP_ELASTIC_TOKEN": "x" * 16,
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("slot", [4, 9_999_999])
+def test_a_group_that_the_run_does_not_have_is_one_line(
+    told: pytest.MonkeyPatch, tmp_path: Path, corpus: Path, slot: int
+) -> None:
+    told.setenv("SDP_ELASTIC_GROUP", str(slot))
+    with pytest.raises(LaunchError, match=rf"SDP_ELASTIC_GROUP={slot}: the run has 4 groups, numbered from 0"):
+        start(tmp_path, corpus)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "SDP_ELASTIC_GROUP"])
+def test_a_rank_whose_launcher_is_unknown_is_one_line(
+    told: pytest.MonkeyPatch, tmp_path: Path, corpus: Path, missing: str
+) -> None:
+    told.setenv("SDP_ELASTIC_GROUP", "0")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if missing == "RANK" else (missing,):
+        told.delenv(name)
+    with pytest.raises(LaunchError, match=r"needs RANK and WORLD_SIZE|start the run with sdp train|is not set"):
+        start(tmp_path, corpus)
