@@ -67,12 +67,18 @@ CASES = [
     Case(4, 1, 0, 1, clip=True, optimizer="adamw", placement="full"),
     Case(4, 1, 0, 3, clip=True, optimizer="sgd", placement="full", model="llama"),
     Case(2, 2, 3, 1, clip=False, optimizer="sgd", placement="full"),
-    *(Case(1, 4, stage, 3, clip=True, optimizer="adamw", placement="full") for stage in range(4)),
-    *(Case(1, 4, stage, 1, clip=False, optimizer="sgd", placement="full", model="llama-tied") for stage in range(4)),
+    *(Case(1, 4, stage, 3, clip=True, optimizer="adamw", placement="full") for stage in (0, 3)),
+    *(Case(1, 4, stage, 1, clip=False, optimizer="sgd", placement="full", model="llama-tied") for stage in (1, 2)),
+]
+REPEATED = [
+    *(Case(1, 4, stage, 3, clip=True, optimizer="adamw", placement="full") for stage in (1, 2)),
+    *(Case(1, 4, stage, 1, clip=False, optimizer="sgd", placement="full", model="llama-tied") for stage in (0, 3)),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full_table) for case in REPEATED)], ids=str
+)
 def test_capacity_1_equals_ddp(ranks: RankPool, case: Case) -> None:
     weights, norms, _ = ddp(ranks, Case(4, 1, 0, case.accumulation, case.clip, case.optimizer, "full", case.model))
     ours = native(ranks, case)[0]
