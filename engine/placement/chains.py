@@ -44,6 +44,11 @@ def find_blocks(model: nn.Module) -> set[str]:
         elif _has_two_matrices(model.get_submodule(longest[0])):
             found = {*found, *longest}
     if len(found) < 2:
+        if alone := [name for name, module in model.named_modules() if _is_alone(model, name, module)]:
+            raise ModelError(
+                f'sdp.units: "auto" finds one block, {alone[-1]}; if the model applies it several times, as ALBERT '
+                "does, its layers have the same weights and no group can leave one out; use sdp.groups 1"
+            )
         raise ModelError(
             'sdp.units: "auto" finds no ModuleList or Sequential with two or more blocks of one class in a row; '
             'name the residual blocks by patterns, for example ["encoder.layers.*"]'
@@ -132,6 +137,12 @@ def _longest_run(model: nn.Module) -> list[str]:
 
 def _is_residual(module: nn.Module) -> bool:
     return _has_layers(module) and _has_two_matrices(module) and any(map(_is_norm, module.modules()))
+
+
+def _is_alone(model: nn.Module, name: str, module: nn.Module) -> bool:
+    """Whether the module is a residual block without a neighbour in its container."""
+    container = model.get_submodule(name.rpartition(".")[0])
+    return isinstance(container, _CONTAINERS) and len(container) == 1 and _is_residual(module)
 
 
 def _has_layers(module: nn.Module) -> bool:

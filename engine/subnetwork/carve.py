@@ -10,16 +10,17 @@ import copy
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from ..errors import ModelError
 from ..placement.placement import Placement
 from ..placement.units import Unit
+from .structure import ASKS_FOR_WEIGHTS, NO_WEIGHTS, Structure, read_structure
 
 
 def _cannot_skip(reasons: Iterable[str]) -> ModelError:
@@ -62,10 +63,10 @@ class PassThrough(nn.Module):
     """Replaces a block that is not held: only its skip connection is left.
 
     It returns its input in the structure that the block would return. Other inputs that the block
-    would return unchanged, such as the position bias of T5, are returned, too. To learn the
-    structure it keeps the block's skeleton on the meta device, which takes no memory and is not
-    part of the module tree. The skeleton also runs the block as a guest when the full model is
-    evaluated.
+    would return unchanged, such as the position bias of T5, are returned, too. Attention weights
+    that nobody has asked for are None. To learn the structure it keeps the block's skeleton on the
+    meta device, which takes no memory and is not part of the module tree. The skeleton also runs
+    the block as a guest when the full model is evaluated.
 
     Attributes are those of the block, including children and parameters. They have shapes and
     dtypes but no values.
@@ -75,7 +76,7 @@ class PassThrough(nn.Module):
         super().__init__()
         self.name = name
         self._hidden = (block.to(device="meta"),)  # in a tuple, so that it does not become a child module
-        self._structure: _Structure | None = None
+        self._structure: Structure | None = None
         self._refusals: list[str] | None = None  # None: raise at once
         self.training = block.training
 
@@ -113,15 +114,17 @@ class PassThrough(nn.Module):
         hidden = hidden_state(self.name, signature, args, kwargs)
         if self._structure is None:
             output, inputs = self._try(signature, args, kwargs)
-            learned = _read_structure(output, hidden, inputs)
+            learned = read_structure(output, hidden, inputs, signature)
             if isinstance(learned, str):
                 return self._refuse(f"{self.name}: {learned}", output, hidden)
             self._structure = learned
-        spec, position, others = self._structure
+        spec, position, others, has_weights = self._structure
         leaves: list[Any] = [None] * spec.num_leaves
         leaves[position] = hidden
-        if others:
+        if others or has_weights:
             given = _named_inputs(signature, args, kwargs)
+            if has_weights and given.get(ASKS_FOR_WEIGHTS):
+                raise ModelError(f"{self.name}: {ASKS_FOR_WEIGHTS}: {NO_WEIGHTS}; leave it off")
             for other, name in others.items():
                 leaves[other] = given.get(name)
         return tree_unflatten(leaves, spec)
@@ -169,39 +172,6 @@ def _named_inputs(signature: inspect.Signature, args: tuple[Any, ...], kwargs: d
         if parameter.kind is parameter.VAR_KEYWORD:
             named |= named.pop(parameter.name, {})
     return named
-
-
-def _read_structure(output: Any, hidden: torch.Tensor, inputs: Mapping[str, Any]) -> _Structure | str:
-    """Read from a block's ``output`` how a stand-in returns its input.
-
-    Returns the reason if no stand-in can.
-    """
-    leaves, spec = tree_flatten(output)
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    if not tensors:
-        return "returns no tensor"
-    position = tensors[0]
-    if leaves[position].shape != hidden.shape:
-        return f"returns {tuple(leaves[position].shape)} from {tuple(hidden.shape)}"
-    others: dict[int, str] = {}
-    for index, leaf in enumerate(leaves):
-        if index != position and leaf is not None:
-            name = next((name for name, value in inputs.items() if value is leaf and index in tensors), None)
-            if name is None:
-                return "returns more than its hidden state"
-            others[index] = name
-    return _Structure(spec, position, others)
-
-
-class _Structure(NamedTuple):
-    """What a block returns: a tree, the leaf that is its hidden state, and leaves that are inputs.
-
-    ``others`` has the name of the input by the index of the leaf. Further leaves are None.
-    """
-
-    spec: TreeSpec
-    position: int
-    others: dict[int, str]
 
 
 class _CopiesAreZeros(TorchFunctionMode):

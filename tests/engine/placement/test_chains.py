@@ -104,5 +104,7 @@ def test_blocks_without_a_norm() -> None:
 
 
 def test_too_few_blocks() -> None:
-    with pytest.raises(ModelError, match='"auto" finds no'):
+    with pytest.raises(ModelError, match='"auto" finds one block, only'):
         names(nn.ModuleDict({"only": nn.ModuleList([models.Block()])}))
+    with pytest.raises(ModelError, match='"auto" finds no ModuleList'):
+        names(nn.Sequential(nn.Linear(2, 2)))

@@ -22,7 +22,8 @@ from sdp.tests.support.foreign import foreign_models
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 
-KINDS = ["llama", "gpt2", "bert", "vit", "t5", "whisper", "swin", "resnet", "torchvision-resnet"]
+EAGER = ["gptj", "gpt-neo", "bloom", "falcon"]
+KINDS = ["llama", "gpt2", "bert", "vit", "t5", "whisper", "swin", "resnet", "torchvision-resnet", *EAGER]
 RATE = 0.1
 
 
@@ -48,7 +49,7 @@ class Skip(nn.Module):
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.kind == "t5":  # forward(hidden, mask, bias, encoder's states, encoder's mask, cross bias)
             return hidden, args[1], args[4]
-        return (hidden, None) if self.kind == "swin" else hidden
+        return (hidden, None) if self.kind in ("swin", *EAGER) else hidden
 
 
 def train_by_hand(kind: str, holders: dict[str, tuple[int, ...]], masking: str) -> dict[str, torch.Tensor]:
@@ -97,6 +98,32 @@ def test_a_step_equals_that_of_masked_models(kind: str, masking: str) -> None:
         torch.testing.assert_close(trained[name], expected, rtol=1e-5, atol=1e-7, msg=name)
         changed |= {unit for unit in holders if name.startswith(f"{unit}.") and not torch.equal(start[name], expected)}
     assert changed == set(holders)
+
+
+@pytest.mark.parametrize("kind", EAGER)
+def test_attention_weights_of_a_skipped_block_are_refused(kind: str) -> None:
+    def ask(engine: sdp.SDPEngine) -> None:
+        engine(foreign_models.make_batch(kind, 0) | {"output_attentions": True})
+
+    message = "output_attentions: a skipped block has no attention weights to return"
+    engine = sdp.initialize(model=foreign_models.build(kind), config=config(masking="forward"))[0]
+    with pytest.raises(ModelError, match=message):
+        ask(engine)
+    engine = sdp.initialize(model=foreign_models.build(kind), config=config(masking="forward"))[0]
+    engine(foreign_models.make_batch(kind, 0))
+    with pytest.raises(ModelError, match=message) as caught:
+        ask(engine)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_block_that_is_applied_several_times_is_named() -> None:
+    hf: Any = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
+    model = hf.AlbertForMaskedLM(hf.AlbertConfig(vocab_size=8, embedding_size=8, **sizes))
+    with pytest.raises(
+        ModelError, match=r"finds one block, albert\.encoder\..*albert_layers\.0; if the model applies it"
+    ):
+        find_units(model, "auto")
 
 
 def warnings_of(model: nn.Module, **section: Any) -> list[str]:

@@ -59,6 +59,21 @@ class TorchvisionResNet(nn.Module):
         return F.cross_entropy(self.fc(hidden.mean((2, 3))), labels)
 
 
+def _eager_model(hf: Any, kind: str) -> nn.Module:
+    """A model whose blocks return attention weights without being asked for them."""
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    gpt = {"n_embd": 8, "n_layer": 3, "n_head": 2}
+    name, sizes = {
+        "gptj": ("GPTJ", gpt | quiet | {"rotary_dim": 4}),
+        "gpt-neo": ("GPTNeo", {"hidden_size": 8, "num_layers": 3, "num_heads": 2, "attention_types": [[["global"], 3]],
+            "resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 16}),
+        "bloom": ("Bloom", {"hidden_size": 8, "n_layer": 3, "n_head": 2}),
+        "falcon": ("Falcon", {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}),
+    }[kind]  # fmt: skip
+    settings = {"vocab_size": WORDS, "attn_implementation": "eager", "use_cache": False} | _TOKENS | sizes
+    return getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**settings))
+
+
 def build(kind: str) -> nn.Module:
     """Build the model ``kind`` without dropout, with seed 0. Chains have two or three blocks."""
     hf: Any = importlib.import_module("transformers")
@@ -75,6 +90,8 @@ def build(kind: str) -> nn.Module:
             return hf.GPT2LMHeadModel(
                 hf.GPT2Config(vocab_size=WORDS, n_embd=8, n_layer=3, n_head=2, **quiet, **_TOKENS)
             )
+        case "gptj" | "gpt-neo" | "bloom" | "falcon":
+            return _eager_model(hf, kind)
         case "bert":
             return hf.BertForMaskedLM(hf.BertConfig(vocab_size=WORDS, max_position_embeddings=16, **layers, **_DRY))
         case "vit":
