@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +23,15 @@ CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "sdp": {"groups":
     [
         ({"distributed_port": 1}, "distributed_port 1 cannot be honoured"),
         ({"dist_init_required": False}, "sdp.init_dis"),
+        ({"model": None}, "sdp.initialize: model is missing"),
+        ({"config": None}, "config is missing; give a path to a JSON file or a dict"),
+        ({"args": SimpleNamespace(deepspeed_config="ds.json")}, "config and --deepspeed_config are both given"),
+        ({"mpu": object()}, "mpu cannot be honoured"),
     ],
 )
 def test_refuses_what_it_cannot_honour(argument: dict[str, Any], match: str) -> None:
     with pytest.raises(sdp.ConfigError, match=match):
-        sdp.initialize(model=torch.nn.Linear(2, 2), config=CONFIG, **argument)
+        sdp.initialize(**{"model": torch.nn.Linear(2, 2), "config": CONFIG, **argument})
 
 
 def test_earlier_names_of_errors_stay() -> None:

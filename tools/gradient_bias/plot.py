@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..shared.plots import COLOURS, DPI, SIZE_INCHES, dress, matplotlib_classes
+from ..shared.plots import COLOURS, SIZE_INCHES, dress, new_figure, save_figure
 
 
 def plot_bias(
@@ -29,9 +29,7 @@ def plot_bias(
     Raises:
         ConfigError: matplotlib is missing.
     """
-    figure_class, canvas = matplotlib_classes()
-    figure = figure_class(figsize=(SIZE_INCHES[0], 4.6), dpi=DPI, layout="constrained")
-    canvas(figure)
+    figure = new_figure((SIZE_INCHES[0], 4.6))
     left, right = figure.subplots(1, 2)
     for index, (colour, (name, points)) in enumerate(zip(COLOURS, by_batches.items(), strict=False)):
         bias, floor = overall[name]
@@ -60,5 +58,4 @@ def plot_bias(
     for axes in (left, right):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, format="png")
-    return path
+    return save_figure(figure, path)

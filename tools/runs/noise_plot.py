@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from ...engine.errors import ConfigError
-from ..shared.plots import COLOURS, DPI, matplotlib_classes
+from ..shared.plots import COLOURS, new_figure, save_figure
 from .run_files import Run
 
 _SIZE_INCHES = (10.0, 8.75)
@@ -30,9 +30,7 @@ def plot_noise(runs: Sequence[Run], path: Path) -> Path:
             f"{', '.join(str(run.path) for run in runs)}: no step has measured noise; set "
             "training.noise_scale_interval in a run"
         )
-    figure_class, canvas = matplotlib_classes()
-    figure = figure_class(figsize=_SIZE_INCHES, dpi=DPI, layout="constrained")
-    canvas(figure)
+    figure = new_figure(_SIZE_INCHES)
     above, below = figure.subplots(2, 1)
     for index, run in enumerate(measured):
         colour = COLOURS[index % len(COLOURS)]
@@ -47,12 +45,7 @@ def plot_noise(runs: Sequence[Run], path: Path) -> Path:
     below.tick_params(axis="x", labelrotation=90)
     if len(measured) > 1:
         figure.legend(*below.get_legend_handles_labels(), frameon=False, fontsize=10, loc="outside lower center")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise ConfigError(f"{path}: the plot cannot be written ({error.strerror})") from None
-    return path
+    return save_figure(figure, path)
 
 
 def mean_traces(run: Run) -> dict[str, float]:

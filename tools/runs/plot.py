@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...engine.errors import ConfigError
-from ..shared.plots import COLOURS, DPI, SIZE_INCHES, dress, matplotlib_classes
+from ..shared.plots import COLOURS, dress, new_figure, save_figure
 from .phases import phases_of
 from .run_files import Run
 
@@ -39,21 +38,14 @@ def plot_loss(runs: Sequence[Run], path: Path) -> Path:
     the full model and of every group's subnetwork. Losses are in nats per token. Raises ConfigError
     if matplotlib is missing or ``path`` cannot be written.
     """
-    figure_class, canvas = matplotlib_classes()
-    figure = figure_class(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
-    canvas(figure)
+    figure = new_figure()
     axes = figure.add_subplot()
     scale, unit = _token_unit(runs)
     for run, colours in zip(runs, _palette(len(runs)), strict=False):
         _draw(axes, run, colours, scale)
     dress(axes, "Loss by run" if len(runs) > 1 else f"Loss of {runs[0].name}", unit)
     _legend(axes, runs)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise ConfigError(f"{path}: the plot cannot be written ({error.strerror})") from None
-    return path
+    return save_figure(figure, path)
 
 
 def _palette(runs: int) -> Iterator[_Colours]:

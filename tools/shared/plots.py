@@ -19,13 +19,9 @@ def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, path: Path)
     """Draw bars into the PNG ``path``.
 
     There is a panel for each key, with a bar for each name. All panels have the same names. Raises
-    ConfigError if matplotlib is missing.
+    ConfigError if matplotlib is missing or ``path`` cannot be written.
     """
-    figure_class, canvas = matplotlib_classes()
-    figure = figure_class(
-        figsize=(SIZE_INCHES[0], 1.6 + 0.34 * len(next(iter(panels.values())))), dpi=DPI, layout="constrained"
-    )
-    canvas(figure)
+    figure = new_figure((SIZE_INCHES[0], 1.6 + 0.34 * len(next(iter(panels.values())))))
     for axes, (label, values) in zip(
         figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True
     ):
@@ -38,7 +34,7 @@ def plot_bars(panels: Mapping[str, Mapping[str, float]], title: str, path: Path)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].invert_yaxis()  # the first name is on top; the panels share this axis
     figure.suptitle(title, fontsize=13, fontweight="bold")
-    figure.savefig(path, format="png")
+    save_figure(figure, path)
 
 
 def plot_lines(
@@ -54,11 +50,9 @@ def plot_lines(
         path: the file to write.
 
     Raises:
-        ConfigError: matplotlib is missing.
+        ConfigError: matplotlib is missing, or ``path`` cannot be written.
     """
-    figure_class, canvas = matplotlib_classes()
-    figure = figure_class(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
-    canvas(figure)
+    figure = new_figure()
     axes = figure.add_subplot()
     looks = itertools.product("osD^", COLOURS)
     for (name, points), (marker, colour) in zip(lines.items(), looks, strict=False):
@@ -73,11 +67,11 @@ def plot_lines(
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_minor_formatter("{x:,.0f}")
     figure.legend(frameon=False, fontsize=10, loc="outside right center")
-    figure.savefig(path, format="png")
+    save_figure(figure, path)
 
 
-def matplotlib_classes() -> tuple[Any, Any]:
-    """Import the classes for figures and canvases.
+def new_figure(size: tuple[float, float] = SIZE_INCHES) -> Any:
+    """Return an empty figure of ``size`` in inches. Raises ConfigError if matplotlib is missing.
 
     The import is here because it takes most of a second, and a run without plots does not need it.
     pyplot is not used, because it has global state.
@@ -87,7 +81,19 @@ def matplotlib_classes() -> tuple[Any, Any]:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("a plot needs the package matplotlib; pip install matplotlib") from None
-    return Figure, FigureCanvasAgg
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write ``figure`` to the PNG ``path`` and return it. Raises ConfigError if that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise ConfigError(f"{path}: the plot cannot be written ({error.strerror})") from None
+    return path
 
 
 def dress(axes: Any, title: str, unit: str) -> None:

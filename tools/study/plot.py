@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..shared.plots import COLOURS, DPI, SIZE_INCHES, dress, matplotlib_classes
+from ..shared.plots import COLOURS, SIZE_INCHES, dress, new_figure, save_figure
 
 
 def plot_sweep(figures: Mapping[str, Sequence[Mapping[str, Any]]], measure: str, path: Path) -> Path:
@@ -17,9 +17,7 @@ def plot_sweep(figures: Mapping[str, Sequence[Mapping[str, Any]]], measure: str,
     for each profile and the standard deviation over the seeds. A row of ``figures`` has capacity,
     profile, mean and spread. The spread is None if there was one seed.
     """
-    figure_class, canvas = matplotlib_classes()
-    figure = figure_class(figsize=(SIZE_INCHES[0], 5.0), dpi=DPI, layout="constrained")
-    canvas(figure)
+    figure = new_figure((SIZE_INCHES[0], 5.0))
     panels = figure.subplots(1, len(figures), sharey=True, squeeze=False)[0]
     for axes, (title, rows) in zip(panels, figures.items(), strict=True):
         for colour, profile in zip(itertools.cycle(COLOURS), dict.fromkeys(row["profile"] for row in rows)):
@@ -36,8 +34,7 @@ def plot_sweep(figures: Mapping[str, Sequence[Mapping[str, Any]]], measure: str,
         axes.set_ylabel("")
     panels[0].set_ylabel(f"{measure} of the full model, held out", fontsize=12)
     panels[-1].legend(frameon=False, fontsize=11)
-    figure.savefig(path, format="png")
-    return path
+    return save_figure(figure, path)
 
 
 def plot_grid(figures: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) -> Path:
@@ -45,9 +42,7 @@ def plot_grid(figures: Sequence[Mapping[str, Any]], columns: Sequence[str], path
 
     There is a line for each row of the table. A figure has row, column, mean and spread.
     """
-    figure_class, canvas = matplotlib_classes()
-    figure = figure_class(figsize=(SIZE_INCHES[0], 5.0), dpi=DPI, layout="constrained")
-    canvas(figure)
+    figure = new_figure((SIZE_INCHES[0], 5.0))
     axes = figure.subplots()
     for colour, row in zip(itertools.cycle(COLOURS), dict.fromkeys(each["row"] for each in figures)):
         own = [each for each in figures if each["row"] == row]
@@ -59,5 +54,4 @@ def plot_grid(figures: Sequence[Mapping[str, Any]], columns: Sequence[str], path
     dress(axes, "held-out loss of the full model", "")
     axes.set_xticks(range(len(columns)), columns)
     axes.legend(frameon=False, fontsize=11)
-    figure.savefig(path, format="png")
-    return path
+    return save_figure(figure, path)

@@ -32,7 +32,7 @@ from ...subnetwork.materialise import cut, give_values, take_values_of_rank_0
 from .backend import DeepSpeedBackend
 from .checks import check_partitions, refuse_small_sub_groups
 from .optimizer import unstepped
-from .partitions import Bundle
+from .partitions import Bundle, bundles_of
 from .private import check_engine, forget_process_groups, let_groups_differ, load, require_float16, set_verbosity
 from .process_groups import ProcessGroups
 
@@ -230,34 +230,6 @@ def _build(
             f'sdp.engine "deepspeed": DeepSpeed refuses its configuration ({reason}); change what it names'
         ) from error
     return engine, scheduler
-
-
-def bundles_of(layout: Layout, param_groups: Sequence[Mapping[str, Any]]) -> list[Bundle]:
-    """Return the parameters that DeepSpeed partitions together, in one order on all ranks.
-
-    With several SDP groups, each of the user's parameter groups is split by unit. With one SDP
-    group, the user's parameter groups stay as they are.
-    """
-    collected: dict[tuple[str, int], list[str]] = {}
-    for options, group in enumerate(param_groups):
-        for canonical in group["params"]:
-            for info in layout.wholes[canonical]:
-                if info.trainable:
-                    unit = info.unit if layout.mesh.sdp > 1 else ""
-                    collected.setdefault((unit, options), []).append(info.name)
-    infos = layout.parameters
-    bundles = [
-        Bundle(
-            infos[names[0]].unit,
-            options,
-            infos[names[0]].holders,
-            tuple(names),
-            tuple(infos[name].numel for name in names),
-        )
-        for (_, options), names in collected.items()
-    ]
-    order = {info.unit: index for index, info in reversed(list(enumerate(infos.values())))}
-    return sorted(bundles, key=lambda bundle: order[bundle.unit]) if layout.mesh.sdp > 1 else bundles
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

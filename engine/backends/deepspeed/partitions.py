@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ...distributed.mesh import Holders, Mesh
 from ...distributed.traffic import Traffic, passes_on
 from ...placement.buckets import Refresh
+from ...placement.layout import Layout
 from ...sync.weights import WeightRefresh
 
 ALIGNMENT = 2  # ZeRO 1 and 2 pad a group to this many times the ranks
@@ -36,6 +37,34 @@ class Bundle:
     holders: Holders
     names: tuple[str, ...]
     numels: tuple[int, ...]
+
+
+def bundles_of(layout: Layout, param_groups: Sequence[Mapping[str, Any]]) -> list[Bundle]:
+    """Return the parameters that DeepSpeed partitions together, in one order on all ranks.
+
+    With several SDP groups, each of the user's parameter groups is split by unit. With one SDP
+    group, the user's parameter groups stay as they are.
+    """
+    collected: dict[tuple[str, int], list[str]] = {}
+    for options, group in enumerate(param_groups):
+        for canonical in group["params"]:
+            for info in layout.wholes[canonical]:
+                if info.trainable:
+                    unit = info.unit if layout.mesh.sdp > 1 else ""
+                    collected.setdefault((unit, options), []).append(info.name)
+    infos = layout.parameters
+    bundles = [
+        Bundle(
+            infos[names[0]].unit,
+            options,
+            infos[names[0]].holders,
+            tuple(names),
+            tuple(infos[name].numel for name in names),
+        )
+        for (_, options), names in collected.items()
+    ]
+    order = {info.unit: index for index, info in reversed(list(enumerate(infos.values())))}
+    return sorted(bundles, key=lambda bundle: order[bundle.unit]) if layout.mesh.sdp > 1 else bundles
 
 
 @dataclass(frozen=True)
