@@ -192,8 +192,9 @@ def _load_between_averages(
         return position["steps_alone"] > 0 or position["travelling"] is not None
     if ranks.rank == 0 and has_groups(saved):
         log.warning(
-            "%s: was written between two averages under another layout, so each group starts from the anchors with the "
-            "mean of the holders' moments; this drops %d inner steps", path, position["steps_alone"],
+            "%s: was written between two averages, under another layout or other settings of sdp.sync, so each group "
+            "starts from the anchors with the mean of the holders' moments; this drops %d inner steps",
+            path, position["steps_alone"],
         )  # fmt: skip
     weights = {key: of for key, of in own.tensors(to_load=True).items() if key.startswith("model/")}
     load(path, weights | random, files, alone=alone)

@@ -1,10 +1,11 @@
-"""A local step does not wait for what other groups send in the same step, and users see no warning
-of torch.
+"""A local step does not wait for what other groups send in the same step. Users see no warning of
+torch, and one of a load that drops steps.
 """
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -81,3 +82,18 @@ def _train_strictly(case: Case) -> None:
                                   Case(1, tp=2, placement="full", model="even-llama")], ids=str)  # fmt: skip
 def test_no_function_is_called_that_torch_deprecates(ranks: RankPool, case: Case) -> None:
     ranks.run(_train_strictly, case, world=2)
+
+
+def test_a_load_says_how_many_steps_it_drops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run without local steps cannot go on in the middle of a round."""
+    case = Case(2, 1, sync='{"every": 4}')
+    engine = engine_of(case, "reference")
+    for step in range(3):
+        one_step(engine, case, step, data_rank=None)
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    engine_of(case, "reference").load_checkpoint(tmp_path)
+    assert "drops" not in caplog.text
+    engine_of(replace(case, sync=""), "reference").load_checkpoint(tmp_path)
+    assert "under another layout or other settings of sdp.sync" in caplog.text
+    assert "drops 3 inner steps" in caplog.text
