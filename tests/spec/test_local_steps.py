@@ -42,6 +42,9 @@ COVER = [
          placement="cyclic", optimizer="momentum"),
     Case(2, 2, 2, 2, checkpointing="full", steps=4, sync='{"every": 2}', placement="balanced", optimizer="momentum"),
 ]  # fmt: skip
+BATCH_NORM = Case(
+    2, 1, steps=5, sync='{"every": 4, "fragments": 2, "overlap": 1}', model="resnet-meta", masking="backward"
+)
 COMPRESSED = [
     Case(4, 1, steps=4, sync='{"every": 2, "compression": "int8"}', optimizer="adamw"),
     Case(2, 2, 3, steps=4, sync='{"every": 2, "compression": "bf16"}', model="llama-meta"),
@@ -49,7 +52,7 @@ COMPRESSED = [
 ]
 
 
-@pytest.mark.parametrize("case", COVER, ids=str)
+@pytest.mark.parametrize("case", [*COVER, BATCH_NORM], ids=str)
 def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
     assert_same_run(native(ranks, case), reference(replace(case, checkpointing="none")), case)
 
