@@ -175,7 +175,6 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed's ZeRO 3 formats all parameters, and prints none
     gc.collect()
     gc.freeze()  # otherwise each collection after a job takes 0.1 s
     connection.send_bytes(b"ready")
