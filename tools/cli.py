@@ -172,6 +172,7 @@ _COMMANDS = {
     "prepare": _tool_command("prepare", "turn text into token shards"),
     "config": _tool_command("config", "print a configuration with all defaults, or the schema"),
     "plan": _tool_command("plan.command", "what a run will need, compute and send, before anything is started"),
+    "advise": _tool_command("advise.command", "which way to train is expected to be best on given machines, and why"),
     "bench": _tool_command(
         "bench.command", "compare ways to train a model side by side, or one rank with a hand-written loop"
     ),

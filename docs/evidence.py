@@ -1,0 +1,97 @@
+"""Write tools/advise/evidence.json, which ``sdp advise`` reads, from the figures in docs/data/.
+
+Run ``python docs/evidence.py`` after a change of the figures. It needs nothing of this package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+TARGET = DOCS.parent / "tools" / "advise" / "evidence.json"
+
+# Every grid trains the same model: 8 blocks of width 32 with byte tokens.
+PARAMETERS = 115_264
+SETTING = {"parameters": PARAMETERS, "groups": 8, "tokens_of_group": 128}
+_TOKENS_OF_STEP = 1024
+
+# By page, the cells that are evidence: their row, and the method of sdp advise.
+METHODS = {"dense": "dense", "dense (DDP, DiLoCo)": "dense", "smaller dense, equal memory": "smaller dense",
+           "forward": "forward", "SDP forward": "forward", "backward": "backward", "SDP backward": "backward",
+           "forward, then backward": "forward, then backward"}  # fmt: skip
+INSTRUMENTS = "depth, rates by holders"
+
+
+def read(name: str) -> Any:
+    """Return the figures in docs/data/``name``.json."""
+    return json.loads((DOCS / "data" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def gap(method: str, every: int, capacity: float, cell: Mapping[str, Any], dense: Mapping[str, Any], page: str) -> Any:
+    """The difference of two cells, with its deviation."""
+    spread = math.hypot(cell["spread"], dense["spread"]) if cell is not dense else 0.0
+    return {
+        "method": method,
+        "every": every,
+        "capacity": capacity,
+        "gap": round(cell["mean"] - dense["mean"], 4),
+        "spread": round(spread, 4),
+        "seeds": cell["seeds"],
+        "source": f"docs/results/{page}.md",
+    }
+
+
+def of_instruments() -> Iterator[Any]:
+    """SDP at its best, and both dense models, with averages in every step."""
+    cells = {(cell["row"], cell["column"]): cell for cell in read("instruments")["cells"]}
+    dense = cells["dense", "uniform"]
+    for (row, column), cell in cells.items():
+        if column == ("uniform" if "dense" in row else INSTRUMENTS):
+            yield gap(METHODS[row], 1, 1.0 if row == "dense" else 0.5, cell, dense, "instruments")
+
+
+def of_local_steps() -> Iterator[Any]:
+    """Local steps, against the dense model that averages in every step."""
+    cells = {(cell["row"], cell["column"]): cell for cell in read("local_steps_loss")["local_steps"]["cells"]}
+    dense = cells["dense (DDP, DiLoCo)", "every step"]
+    for (row, column), cell in cells.items():
+        if column != "every step":
+            capacity = 1.0 if row.startswith("dense") else 0.5
+            yield gap(METHODS[row], int(column.removeprefix("H = ")), capacity, cell, dense, "local_steps")
+
+
+def of_profiles() -> Iterator[Any]:
+    """Other capacities, under forward masking with the profile "depth"."""
+    for row in read("profiles")["llama_block"]:
+        if row["capacity"] != 0.5:
+            dense = dict(zip(("mean", "spread"), row["dense"], strict=True))
+            for method, key in (("smaller dense", "smaller_dense"), ("forward", "depth")):
+                cell = dict(zip(("mean", "spread"), row[key], strict=True)) | {"seeds": 3}
+                yield gap(method, 1, row["capacity"], cell, dense, "profiles")
+
+
+def per_doubling() -> tuple[float, list[float]]:
+    """How much the dense model's loss falls when its steps double, and the lengths in tokens per
+    parameter.
+    """
+    cells = sorted(
+        (cell for cell in read("lengths")["cells"] if cell["row"] == "dense"), key=lambda cell: cell["steps"]
+    )
+    first, last = cells[0], cells[-1]
+    lengths = [round(cell["steps"] * _TOKENS_OF_STEP / PARAMETERS, 1) for cell in (first, last)]
+    return round((first["mean"] - last["mean"]) / math.log2(last["steps"] / first["steps"]), 4), lengths
+
+
+def evidence() -> dict[str, Any]:
+    """Return the content of the file."""
+    fall, lengths = per_doubling()
+    gaps = [*of_instruments(), *of_local_steps(), *of_profiles()]
+    return {"setting": SETTING | {"tokens_per_parameter": lengths}, "per_doubling": fall, "gaps": gaps}
+
+
+if __name__ == "__main__":
+    TARGET.write_text(json.dumps(evidence(), indent=1) + "\n", encoding="utf-8")

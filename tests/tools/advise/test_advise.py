@@ -1,0 +1,175 @@
+"""``sdp advise``: every way is planned, and the answer follows from plans and measured losses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sdp.engine.config.load import load_config
+from sdp.tools.advise.candidates import Candidate, candidates, with_groups
+from sdp.tools.advise.evidence import FILE, Evidence, Gap, Setting
+from sdp.tools.advise.verdict import decide, extrapolations
+from sdp.tools.cli import main
+from sdp.tools.plan.machine import Machine
+
+ROOT = Path(__file__).parents[3]
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+              "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8},
+    "data": {"sequence_length": 8, "tokenizer": "bytes"},
+    "training": {"steps": 100},
+    "sdp": {"groups": 2, "capacity": 0.5},
+}  # fmt: skip
+NAMES = [
+    "DDP", "FSDP (ZeRO-3)", "smaller dense", "DiLoCo", "smaller dense, DiLoCo", "SDP, forward, then backward",
+    "SDP, backward", "SDP, forward", "SDP, backward, local steps", "SDP, forward, local steps",
+]  # fmt: skip
+
+
+def _machine(between: float) -> Machine:
+    """Two nodes of one slow device each."""
+    return Machine((1, 1), 1e12, 1.0, between, between)
+
+
+def _evidence(**gaps: float) -> Evidence:
+    """Evidence with a gap for each method in every step, 0.1 nats more with local steps."""
+    found = {"dense": 0.0, "smaller_dense": 0.1, "forward": 0.3, "backward": 0.2, "forward,_then_backward": 0.15} | gaps
+    entries = [
+        Gap(method=method.replace("_", " "), every=every, capacity=capacity, gap=gap + more, spread=0.0, seeds=3,
+            source="page")
+        for method, gap in found.items()
+        for every, more in ((1, 0.0), (32, 0.1))
+        for capacity in ((1.0,) if method == "dense" else (0.25, 0.5))
+    ]  # fmt: skip
+    setting = Setting(parameters=50_000, groups=2, tokens_of_group=16, tokens_per_parameter=(0.01, 0.1))
+    return Evidence(setting=setting, per_doubling=0.2, gaps=entries)
+
+
+@pytest.fixture(scope="module")
+def fast() -> list[Candidate]:
+    found, _ = candidates(load_config(CONFIG), _machine(1e15), 2)
+    return found
+
+
+@pytest.fixture(scope="module")
+def slow() -> list[Candidate]:
+    found, _ = candidates(load_config(CONFIG), _machine(1e5), 2)
+    return found
+
+
+def test_all_ways_are_planned_in_the_order_of_simplicity(fast: list[Candidate]) -> None:
+    assert [one.name for one in fast] == NAMES
+    by_name = {one.name: one for one in fast}
+    assert by_name["smaller dense"].parameters < by_name["DDP"].parameters == by_name["SDP, forward"].parameters
+    assert by_name["SDP, forward"].peak < by_name["SDP, backward"].peak < by_name["DDP"].peak
+    assert by_name["SDP, forward, then backward"].peak == by_name["SDP, backward"].peak
+    seconds = [by_name[f"SDP, {masking}"].seconds for masking in ("forward", "backward")]
+    assert by_name["SDP, forward, then backward"].seconds == pytest.approx(sum(seconds) / 2)
+
+
+def test_the_smaller_model_is_the_largest_that_a_group_could_hold(fast: list[Candidate]) -> None:
+    by_name = {one.name: one for one in fast}
+    layout = by_name["SDP, forward"].plans[0][1].layout
+    most = max(sum(info.numel for info in layout.held(group)) for group in range(2))
+    layer = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+    assert by_name["smaller dense"].parameters <= most < by_name["smaller dense"].parameters + layer
+
+
+def test_on_a_fast_link_the_answer_is_the_dense_model(fast: list[Candidate]) -> None:
+    verdict = decide(fast, None, _evidence(smaller_dense=0.5, forward=0.9))
+    assert verdict.best is not None and verdict.best.name == "DDP"
+    assert "So the answer is not SDP." in verdict.reasons
+
+
+def test_on_a_slow_link_fewer_bytes_win_if_they_cost_little(slow: list[Candidate]) -> None:
+    verdict = decide(slow, None, _evidence(smaller_dense=2.0, forward=0.01))
+    assert verdict.best is not None and verdict.best.name == "SDP, forward, local steps"
+    assert not any("not SDP" in reason for reason in verdict.reasons)
+    best = next(one for one in verdict.estimates if one.candidate is verdict.best)
+    assert best.at_equal_time == pytest.approx(0.11 - 0.2 * math.log2(best.steps)) and best.steps > 32
+
+
+def test_what_does_not_fit_is_not_advised(fast: list[Candidate]) -> None:
+    by_name = {one.name: one for one in fast}
+    memory = by_name["SDP, forward"].peak
+    verdict = decide(fast, memory, _evidence(smaller_dense=0.5))
+    assert verdict.best is by_name["SDP, forward"] and "The dense model does not fit" in verdict.reasons[0]
+    verdict = decide(fast, 1.0, _evidence())
+    assert verdict.best is None and "Nothing that was planned fits" in verdict.reasons[0]
+
+
+def test_what_cannot_be_told_apart_goes_to_the_simplest(fast: list[Candidate]) -> None:
+    sure = _evidence(forward=-0.4)
+    unsure = sure.model_copy(update={"gaps": [gap.model_copy(update={"spread": 1.0}) for gap in sure.gaps]})
+    certain, open_ = decide(fast, None, sure).best, decide(fast, None, unsure)
+    assert certain is not None and certain.name.startswith("SDP, forward")
+    assert open_.best is not None and open_.best.name == "DDP"
+    assert any("Not told apart" in reason for reason in open_.reasons)
+
+
+def test_local_steps_are_no_evidence_for_averages_in_every_step(fast: list[Candidate]) -> None:
+    evidence = _evidence()
+    only_local = evidence.model_copy(update={"gaps": [gap for gap in evidence.gaps if gap.every > 1]})
+    by_name = {one.name: one for one in fast}
+    assert only_local.nearest(by_name["SDP, forward"]) is None
+    near = evidence.nearest(by_name["SDP, forward"])
+    assert near is not None and near.capacity == 0.5
+
+
+def test_a_run_unlike_the_measured_ones_is_called_an_extrapolation(fast: list[Candidate]) -> None:
+    evidence = _evidence()
+    verdict = decide(fast, None, evidence)
+    parameters = verdict.reference.parameters
+    alike = extrapolations(verdict, evidence, 2, 16, 0.05 * parameters)
+    assert alike == []
+    far = extrapolations(verdict, evidence, 64, 4096, 20.0 * parameters)
+    assert [line.partition(":")[0] for line in far] == ["groups", "tokens of a group in a step", "tokens per parameter"]
+
+
+def test_a_dense_configuration_gets_groups_and_is_told_so() -> None:
+    dense = load_config(CONFIG | {"sdp": {}})
+    config, note = with_groups(dense, _machine(1e9), 2)
+    assert config.sdp.groups == 2 and config.sdp.capacity == 0.5 and note is not None and "dense" in note
+    assert with_groups(load_config(CONFIG), _machine(1e9), 2)[1] is None
+
+
+def test_the_command_prints_a_table_and_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "my.json"
+    path.write_text(json.dumps(CONFIG))
+    assert main(["advise", str(path), "--gpus-per-node", "1", "--inter-node", "1mbit"]) == 0
+    text = capsys.readouterr().out
+    assert "Expected to be best: " in text and "This extrapolates." in text
+    lines = text.splitlines()[3:13]
+    assert all(line[2:].startswith(f"{name}  ") for line, name in zip(lines, NAMES, strict=True))
+    assert main(["advise", str(path), "--json", "--device-memory", "1kB"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["best"] is None and not any(one["fits"] for one in report["candidates"])
+
+
+def test_noise_of_a_run_without_noise_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, run = tmp_path / "my.json", tmp_path / "run"
+    path.write_text(json.dumps(CONFIG))
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(CONFIG))
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert main(["advise", str(path), "--noise", str(run)]) == 2
+    assert "has no noise scale" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "noise_scale": 400.0}\n')
+    assert main(["advise", str(path), "--noise", str(run)]) == 0
+    assert "A step has 4 (2 of each group), far below it: noise dominates." in capsys.readouterr().out
+
+
+def test_the_evidence_is_that_of_the_result_pages() -> None:
+    spec = importlib.util.spec_from_file_location("evidence", ROOT / "docs" / "evidence.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert json.loads(FILE.read_text()) == module.evidence(), "run python docs/evidence.py"
+    for gap in Evidence.read().gaps:
+        assert (ROOT / gap.source).is_file()

@@ -1,0 +1,1 @@
+"""``sdp advise``: which way to train a model is expected to be best on given machines."""

@@ -1,0 +1,120 @@
+"""The measured losses that advice rests on: how far each way to train is from the dense model.
+
+``evidence.json`` is made by ``python docs/evidence.py`` from the figures of the result pages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from ...engine.json_files import read_json_file
+from .candidates import Candidate
+
+FILE = Path(__file__).parent / "evidence.json"
+
+
+class Gap(BaseModel):
+    """The held-out loss of one method, less that of the dense model after as many steps.
+
+    Attributes:
+        method: what was trained.
+        every: steps between two averages.
+        capacity: the part of the model that a group held.
+        gap: the mean difference, in nats.
+        spread: its sample deviation.
+        seeds: number of seeds.
+        source: the page with the figures.
+    """
+
+    method: str
+    every: int
+    capacity: float
+    gap: float
+    spread: float
+    seeds: int
+    source: str
+
+
+class Setting(BaseModel):
+    """Where the losses were measured.
+
+    Attributes:
+        parameters: of the full model.
+        groups: number of groups.
+        tokens_of_group: tokens of one group in a step.
+        tokens_per_parameter: the shortest and the longest training.
+    """
+
+    parameters: int
+    groups: int
+    tokens_of_group: int
+    tokens_per_parameter: tuple[float, float]
+
+
+class Evidence(BaseModel):
+    """The content of ``evidence.json``.
+
+    Attributes:
+        setting: where the losses were measured.
+        per_doubling: by how much the dense model's loss falls when its steps double, in nats.
+        gaps: the differences from the dense model.
+    """
+
+    setting: Setting
+    per_doubling: float
+    gaps: list[Gap]
+
+    @classmethod
+    def read(cls) -> Evidence:
+        """Read the file of this package."""
+        return cls.model_validate(read_json_file(FILE))
+
+    def nearest(self, candidate: Candidate) -> Gap | None:
+        """The gap that was measured at the nearest capacity and number of local steps.
+
+        None if nothing like the candidate was measured. Every step and local steps are different
+        things: one is no evidence for the other.
+        """
+        alike = [
+            gap for gap in self.gaps if gap.method == candidate.method and (gap.every == 1) == (candidate.every == 1)
+        ]
+
+        def distance(gap: Gap) -> tuple[float, float]:
+            capacity = 0.0 if candidate.method == "dense" else abs(math.log(gap.capacity / candidate.capacity))
+            return abs(math.log(gap.every / candidate.every)), capacity
+
+        return min(alike, key=distance, default=None)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a candidate is expected to learn.
+
+    Attributes:
+        candidate: the way to train.
+        gap: the measured gap that is used, or None.
+        steps: how many steps it makes while the reference makes one.
+        per_doubling: see :class:`Evidence`.
+    """
+
+    candidate: Candidate
+    gap: Gap | None
+    steps: float
+    per_doubling: float
+
+    @cached_property
+    def at_equal_steps(self) -> float | None:
+        """The loss less that of the dense model after as many steps."""
+        return None if self.gap is None else self.gap.gap
+
+    @cached_property
+    def at_equal_time(self) -> float | None:
+        """The loss less that of the reference after as many seconds."""
+        if self.gap is None:
+            return None
+        return self.gap.gap - self.per_doubling * math.log2(self.steps)
