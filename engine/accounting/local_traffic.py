@@ -63,6 +63,17 @@ class LocalTraffic:
         fragments = self._rounds.fragments
         return [one for fragment in fragments for one in (*self.changes(fragment), *self.copies(fragment))]
 
+    def in_busiest_step(self) -> float:
+        """Return the bytes that this rank sends between groups in the step in which it sends most.
+
+        With overlap, frozen copies are refreshed in another step than changes are sent.
+        """
+        steps: list[list[Collective]] = []
+        for fragment in self._rounds.fragments:
+            changes, copies = self.changes(fragment), self.copies(fragment)
+            steps += [changes, copies] if self._sync.overlap else [changes + copies]
+        return max(sum(one.sent for one in step) for step in steps)
+
     def training(self, *, local: bool) -> list[Collective]:
         """Return what a step without an outer step sends.
 

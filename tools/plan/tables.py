@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from ...engine.accounting.local_traffic import LocalTraffic
 from ...engine.accounting.quantities import format_bytes, format_rate
 from ..shared.quantities import quantity
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
@@ -123,8 +124,16 @@ def _list_averages(plan: Forecast) -> str:
         Row(f"  {kind.replace('_', '-')} of {ranks} ranks, {link}", bytes_row("", [nbytes], decimal=True).cells)
         for (kind, ranks, link), nbytes in sent.items()
     ]
+    if not rows:
+        return ""
     head = Row(f"averages of weights, sent by rank {plan.slowest.rank} in a round of {plan.slowest.every} steps")
-    return Table([""], [head, *rows]).text() + "\n" if rows else ""
+    sync, config = plan.config.sdp.sync, plan.config
+    if sync is not None and sync.fragments > 1:
+        settings = {"stage": config.zero_optimization.stage, "accumulation": plan.batch.accumulation}
+        local = LocalTraffic(plan.layout, plan.slowest.rank, sync, compute_bytes=config.compute_bytes, **settings)
+        busiest = bytes_row("", [local.in_busiest_step()], decimal=True)
+        rows.append(Row("  of these, in the busiest step", busiest.cells))
+    return Table([""], [head, *rows]).text() + "\n"
 
 
 def assumptions(plan: Forecast, others: Sequence[Forecast]) -> list[str]:

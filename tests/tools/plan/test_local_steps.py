@@ -6,6 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from sdp.engine.accounting.local_traffic import LocalTraffic
+from sdp.engine.config.load import load_config
+from sdp.engine.config.sync import SyncSection
+from sdp.engine.distributed.mesh import Mesh
+from sdp.engine.placement.layout import Layout
+from sdp.tests.support import models
+from sdp.tests.support.cases import Case
 from sdp.tools.cli import main
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart_local.json"
@@ -48,6 +55,21 @@ def test_the_table_says_what_a_round_is(capsys: pytest.CaptureFixture[str]) -> N
     assert "averages of weights, sent by rank 0 in a round of 16 steps" in printed
     assert "anchors and outer state" in printed
     assert "The first 16 steps average gradients in every step" in printed
+    assert "in the busiest step" not in printed, "there is only one average in a round"
+    assert main(["plan", str(QUICKSTART), "--set", *SMALL, "sdp.sync.fragments=4"]) == 0
+    assert "of these, in the busiest step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("masking", ["forward", "backward"])
+def test_the_busiest_step_of_a_round_is_the_one_that_sends_most(overlap: int, masking: str) -> None:
+    sync = SyncSection(every=8, fragments=4, overlap=overlap)
+    layout = Layout.of(models.build("llama-tied"), load_config(Case(2, 1, masking=masking).config()), Mesh(2, 1))
+    for rank in range(2):
+        plan = LocalTraffic(layout, rank, sync, stage=0, accumulation=1, compute_bytes=4)
+        steps = [plan.of_step(step).by_kind() for step in range(17, 25)]
+        sent = [sum(nbytes for kind, nbytes in of.items() if kind.startswith("between")) for of in steps]
+        assert plan.in_busiest_step() == max(sent) > min(sent)
 
 
 def test_fit_counts_anchors_and_outer_state(capsys: pytest.CaptureFixture[str]) -> None:
