@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -118,6 +118,6 @@ def _entry(key: str, value: Any, begin: int, size: int) -> Entry:
     return Entry(dtype, tuple(shape), begin + start, begin + end)
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     is_short = isinstance(value, list) and len(value) <= _MOST_DIMS
     return is_short and all(type(each) is int and 0 <= each < 2**62 for each in value)
