@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ...engine.errors import MOST_MESSAGE, shorten
 from ..runs.noise_plot import plot_noise
 from ..runs.plot import plot_loss
 from ..runs.run_files import read_run
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     markdown = options.style == "markdown"
     print(render_markdown(runs) if markdown else render(runs))
     if options.plot is not None:
-        print(f"plot of all runs: {options.plot}")
+        print(f"plot of all runs: {shorten(options.plot, MOST_MESSAGE)}")
     if options.noise_plot is not None:
-        print(f"plot of the gradient noise: {options.noise_plot}")
+        print(f"plot of the gradient noise: {shorten(options.noise_plot, MOST_MESSAGE)}")
     return 0

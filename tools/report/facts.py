@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
+from ...engine.errors import MOST_MESSAGE, shorten
 from ...engine.placement.placement import Placement
 from ..runs.phases import describe_phases, phases_of
 from ..runs.run_files import Run
@@ -116,7 +117,10 @@ def facts_of_all(runs: Sequence[Run]) -> list[Facts]:
     If two directories have the same name, the runs are named by their paths.
     """
     names = [run.name for run in runs]
-    return [replace(facts_of(run), name=run.name if names.count(run.name) == 1 else str(run.path)) for run in runs]
+    return [
+        replace(facts_of(run), name=run.name if names.count(run.name) == 1 else shorten(run.path, MOST_MESSAGE))
+        for run in runs
+    ]
 
 
 def facts_of(run: Run) -> Facts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from ...engine.errors import MOST_MESSAGE, shorten
 from ..runs.run_files import PLOT, Run
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
 from .facts import Baseline, Facts, facts_of_all, find_baseline
@@ -195,7 +196,7 @@ def _notes(runs: Sequence[Run]) -> str:
 def _files(runs: Sequence[Run]) -> str:
     lines = []
     for run in runs:
-        lines.append(f"files  {run.path}")
+        lines.append(f"files  {shorten(run.path, MOST_MESSAGE)}")
         if (run.path / PLOT).is_file():
             lines.append(f"plot   {run.path / PLOT}")
     return "\n".join(lines)

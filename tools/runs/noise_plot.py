@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from ...engine.errors import ConfigError
-from ..shared.plots import COLOURS, new_figure, save_figure
+from ..shared.plots import COLOURS, new_figure, plain, save_figure
 from .run_files import Run
 
 _SIZE_INCHES = (10.0, 8.75)
@@ -36,9 +36,11 @@ def plot_noise(runs: Sequence[Run], path: Path) -> Path:
         colour = COLOURS[index % len(COLOURS)]
         points = [(line["tokens"], line["noise_scale"]) for line in run.metrics if line.get("noise_scale")]
         if points:
-            above.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3, label=run.name)
+            above.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3, label=plain(run.name))
         traces = mean_traces(run)
-        below.plot(list(traces), list(traces.values()), color=colour, marker="o", linestyle="none", label=run.name)
+        below.plot(
+            list(traces), list(traces.values()), color=colour, marker="o", linestyle="none", label=plain(run.name)
+        )
     _dress(above, "Gradient noise scale tr Σ / ‖G‖², running mean", "samples")
     above.set_xlabel("tokens", fontsize=11)
     _dress(below, "tr Σ by unit, of one sample's gradient", "mean over the measured steps")

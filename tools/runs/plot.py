@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..shared.plots import COLOURS, dress, new_figure, save_figure
+from ..shared.plots import COLOURS, dress, new_figure, plain, save_figure
 from .phases import phases_of
 from .run_files import Run
 
@@ -43,7 +43,7 @@ def plot_loss(runs: Sequence[Run], path: Path) -> Path:
     scale, unit = _token_unit(runs)
     for run, colours in zip(runs, _palette(len(runs)), strict=False):
         _draw(axes, run, colours, scale)
-    dress(axes, "Loss by run" if len(runs) > 1 else f"Loss of {runs[0].name}", unit)
+    dress(axes, "Loss by run" if len(runs) > 1 else f"Loss of {plain(runs[0].name)}", unit)
     _legend(axes, runs)
     return save_figure(figure, path)
 
@@ -122,7 +122,7 @@ def _legend(axes: Any, runs: Sequence[Run]) -> None:
     entries = []
     if not single:
         for run, colours in zip(runs, _palette(len(runs)), strict=False):
-            entries.append(Line2D([], [], color=colours.training, linewidth=5, label=run.name + _ending(run)))
+            entries.append(Line2D([], [], color=colours.training, linewidth=5, label=plain(run.name) + _ending(run)))
     if any(run.metrics for run in runs):
         entries.append(Line2D([], [], color=kinds.training, label="training loss, smoothed", **_SMOOTHED))
     if any(run.evaluations for run in runs):

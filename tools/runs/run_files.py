@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
 import math
@@ -29,6 +30,7 @@ log = logging.getLogger("sdp")
 LOCK = ".lock"
 CONFIG, PLACEMENT, SUMMARY = "config.json", "placement.json", "summary.json"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+MOST_LINE_BYTES = 16 << 20  # of these two, far more than a run writes
 DIRECTORIES = ("checkpoints", "csv", "logs", "plots", "profile", "tensorboard", "wandb")
 PLOT = "plots/loss.png"
 
@@ -146,8 +148,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The directory's own name."""
-        return self.path.resolve().name
+        """The directory's own name, as printable text."""
+        return shorten(self.path.resolve().name)
 
 
 def read_run(dump_dir: Path) -> Run:
@@ -225,24 +227,35 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         return []
+    objects: list[dict[str, Any]] = []
+    damage: DataError | None = None
     try:
-        lines = path.read_bytes().splitlines()
+        with path.open("rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(MOST_LINE_BYTES + 1)
+                if line and damage is not None:  # the damaged line was not the last one
+                    raise damage
+                if not line:
+                    break
+                try:
+                    objects.append(_parse_line(line))
+                except ValueError as error:
+                    damage = DataError(f"{path}:{number}: not a line of a run ({error}); remove it")
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    objects = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = parse_json(line.decode())
-            if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
-                raise ValueError("an object with a step is expected")
-            if (wrong := find_wrong_field(Line, entry)) is not None:
-                raise ValueError(wrong)
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise DataError(f"{path}:{number}: not a line of a run ({error}); remove it") from None
-        objects.append(entry)
     return objects
+
+
+def _parse_line(line: bytes) -> dict[str, Any]:
+    """Return a line of a JSONL file as an object. Raises ValueError."""
+    if len(line) > MOST_LINE_BYTES:
+        raise ValueError(f"it is longer than {MOST_LINE_BYTES >> 20} MiB")
+    entry = parse_json(line.decode())
+    if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+        raise ValueError("an object with a step is expected")
+    if (wrong := find_wrong_field(Line, entry)) is not None:
+        raise ValueError(wrong)
+    return entry
 
 
 def _finite(value: Any) -> Any:

@@ -86,6 +86,14 @@ def new_figure(size: tuple[float, float] = SIZE_INCHES) -> Any:
     return figure
 
 
+def plain(text: str) -> str:
+    """Return a text of the user for a figure.
+
+    matplotlib takes what is between two ``$`` for a formula.
+    """
+    return text.replace("$", r"\$")
+
+
 def save_figure(figure: Any, path: Path) -> Path:
     """Write ``figure`` to the PNG ``path`` and return it. Raises ConfigError if that fails."""
     try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..shared.plots import COLOURS, SIZE_INCHES, dress, new_figure, save_figure
+from ..shared.plots import COLOURS, SIZE_INCHES, dress, new_figure, plain, save_figure
 
 
 def plot_sweep(figures: Mapping[str, Sequence[Mapping[str, Any]]], measure: str, path: Path) -> Path:
@@ -48,10 +48,10 @@ def plot_grid(figures: Sequence[Mapping[str, Any]], columns: Sequence[str], path
         own = [each for each in figures if each["row"] == row]
         axes.errorbar(
             [columns.index(each["column"]) for each in own], [each["mean"] for each in own],
-            [each["spread"] or 0.0 for each in own], color=colour, label=row, capsize=4, marker="o",
+            [each["spread"] or 0.0 for each in own], color=colour, label=plain(row), capsize=4, marker="o",
             linestyle="--" if "dense" in row else "-",
         )  # fmt: skip
     dress(axes, "held-out loss of the full model", "")
-    axes.set_xticks(range(len(columns)), columns)
+    axes.set_xticks(range(len(columns)), [plain(column) for column in columns])
     axes.legend(frameon=False, fontsize=11)
     return save_figure(figure, path)

@@ -173,3 +173,19 @@ def test_losses_that_were_nan_leave_their_cells_empty(half: Run, tmp_path: Path)
     assert "full model, after" not in table and "mean of subnetworks, after" not in table
     assert as_json([run])["runs"][0]["subnetworks_after"] is None
     assert plot_loss([run], tmp_path / "loss.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "name", ["x$\\foo$", "a$b", "$", "e\x1b[31mred", "two\nlines", "su\udcffr", "r\u202etl"], ids=ascii
+)
+def test_the_name_of_a_run_is_plain_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
+    """It is no formula in a plot, and cannot change a terminal."""
+    for path in (tmp_path / name, tmp_path / "other"):
+        make_run(path, holders=2)
+    words = [str(tmp_path / name), str(tmp_path / "other")]
+    for runs in (words[:1], words):
+        assert main(["report", *runs, "--plot", str(tmp_path / "plot.png")]) == 0
+        printed = capsys.readouterr().out
+        assert name.encode("unicode_escape").decode().replace("\\\\", "\\") in printed
+        assert not set(printed) & {"\x1b", "\udcff", "\u202e"}
+    assert (tmp_path / "plot.png").is_file()

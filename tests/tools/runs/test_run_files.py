@@ -110,6 +110,16 @@ def test_a_cut_last_line_is_left_out(tmp_path: Path, tail: str):
     assert run.summary is None
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl"])
+def test_a_line_without_end_is_not_read_whole(tmp_path: Path, name: str):
+    """A sparse file of some gigabytes would take all memory."""
+    make_run(tmp_path)
+    with (tmp_path / name).open("ab") as file:
+        file.truncate(file.tell() + (1 << 40))
+    with pytest.raises(DataError, match=rf"{name}:\d+: not a line of a run \(it is longer than 16 MiB\); remove it"):
+        read_run(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
