@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+import torch
 from sdp.engine.errors import ModelError
 from sdp.tests.support.cases import Case, assert_same_run, reference, train
 from sdp.tests.support.deepspeed_runs import offload_settings, run_under_deepspeed
+from sdp.tests.support.foreign.plain_torch import train_plainly
 from sdp.tests.support.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -23,8 +25,13 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, r
     ],
     ids=str,
 )
-def test_deepspeed_equals_the_reference(ranks: RankPool, case: Case) -> None:
-    assert_same_run(run_under_deepspeed(ranks, case), reference(case), case)
+def test_deepspeed_equals_the_reference_and_plain_torch(ranks: RankPool, case: Case) -> None:
+    ours = run_under_deepspeed(ranks, case)
+    assert_same_run(ours, reference(case), case)
+    after = ours[0].after
+    assert after is not None
+    for name, expected in train_plainly(case, ours[0].rates).items():
+        torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def _refusal(case: Case, offload: bool) -> str:
