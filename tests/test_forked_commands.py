@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +73,30 @@ def described(pid: int, kind: str, command: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def runs(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A run of each kind that goes on, with its process."""
+def start(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Start a run of a kind that goes on, and return its process."""
     monkeypatch.chdir(tmp_path)
-    found: dict[str, Any] = {}
     words = ["train", write_config(tiny_config(corpus, groups=2, steps=MANY), tmp_path), "--dump-dir"]
+    started: list[Any] = []
     with Path(os.devnull).open("w") as null, (tmp_path / "stderr").open("w") as said:
-        command = [sys.executable, "-P", "-m", "sdp", *map(str, [*words, NEW])]
-        found[NEW] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=null, stderr=said)
-        found[FORKED] = ForkedCommand([*words, FORKED], null, said)
-    yield found
-    for process in found.values():
+
+        def begin(kind: str) -> Any:
+            if kind == FORKED:
+                started.append(ForkedCommand([*words, kind], null, said))
+            else:
+                command = [sys.executable, "-P", "-m", "sdp", *map(str, [*words, kind])]
+                started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=null, stderr=said))
+            return started[-1]
+
+        yield begin
+    for process in started:
         process.kill()
         process.wait()
 
 
-def test_a_forked_command_and_its_ranks_are_like_started_ones(runs: dict[str, Any], tmp_path: Path) -> None:
+def test_a_forked_command_and_its_ranks_are_like_started_ones(start: Callable[[str], Any], tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
-    for kind, process in runs.items():
+    for kind, process in {kind: start(kind) for kind in (NEW, FORKED)}.items():
         until(lambda kind=kind: (tmp_path / kind / "metrics.jsonl").exists(), seconds=120)
         ranks = ranks_of(process.pid, kind)
         assert sorted(ranks) == [0, 1]
@@ -102,8 +108,8 @@ def test_a_forked_command_and_its_ranks_are_like_started_ones(runs: dict[str, An
     assert seen[FORKED] == seen[NEW]
 
 
-def test_ranks_end_with_a_forked_command_that_is_killed(runs: dict[str, Any], tmp_path: Path) -> None:
-    process = runs[FORKED]
+def test_ranks_end_with_a_forked_command_that_is_killed(start: Callable[[str], Any], tmp_path: Path) -> None:
+    process = start(FORKED)
     until(lambda: (tmp_path / FORKED / "metrics.jsonl").exists(), seconds=120)
     below = list(children(process.pid))
     assert len(below) == 3  # two ranks, and the process that forks them
