@@ -27,11 +27,13 @@ from torch import nn
 
 PLAIN = '{"type": "SGD", "params": {"lr": 1.0}}'
 COVER = [
-    Case(2, 1, steps=6, sync='{"every": 3}'),
+    Case(2, 1, 0, 2, steps=6, sync='{"every": 3}'),
+    Case(2, 1, 0, 2, steps=3, sync='{"every": 1}', masking="backward", model="llama-meta"),
     Case(2, 2, 1, 3, steps=4, sync='{"every": 2, "fragments": 2}', clip=True, model="llama-tied-meta"),
     Case(2, 2, 3, optimizer="adamw", steps=4, sync='{"every": 2}', masking="backward", model="llama-meta"),
     Case(4, 1, optimizer="adamw", steps=5, sync='{"every": 1, "single_holder": "skip"}', placement="random", clip=True),
-    Case(2, 2, 0, 2, steps=6, sync='{"every": 4, "fragments": 2, "overlap": 1}', masking="backward"),
+    Case(2, 2, 0, 2, steps=6, sync='{"every": 4, "fragments": 2, "overlap": 1}', masking="backward",
+         optimizer="adamw"),
     Case(2, 1, steps=5, sync='{"every": 2, "start_after": 2}', optimizer="adamw", model="llama-tied"),
     Case(2, 2, 2, neurons=2, steps=4, sync='{"every": 2, "fragments": 2}', model="even-llama-tied-meta", clip=True),
     Case(2, 2, 3, neurons=2, steps=4, sync='{"every": 3, "single_holder": "skip"}', model="wide-llama-tied-meta", tp=2,
@@ -213,7 +215,8 @@ DEFAULTS = {
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, 1, steps=6, sync='{"every": 3}'),
+        Case(2, 1, 0, 2, steps=6, sync='{"every": 3}'),
+    Case(2, 1, 0, 2, steps=3, sync='{"every": 1}', masking="backward", model="llama-meta"),
         Case(2, 2, accumulation=2, steps=6, sync='{"every": 4, "fragments": 2}', optimizer="adamw", clip=True),
         Case(4, 1, steps=5, sync='{"every": 2, "single_holder": "skip"}', optimizer="momentum", masking="backward"),
         Case(4, 1, steps=4, sync=f'{{"every": 1, "outer_optimizer": {PLAIN}}}', optimizer="adamw", masking="backward"),

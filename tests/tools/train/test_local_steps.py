@@ -150,3 +150,10 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert ": :" not in error
+
+
+def test_one_group_is_allowed_and_told_that_nothing_is_exchanged(config: dict, tmp_path: Path) -> None:
+    config["sdp"] |= {"groups": 1, "capacity": 1.0, "sync": {"every": 2}}
+    ended = run_sdp("train", write_config(config, tmp_path), "--dump-dir", tmp_path / "run")
+    assert ended.returncode == 0, ended.stderr
+    assert "sdp.sync: there is one group, so nothing is exchanged; the outer optimizer still steps" in ended.stderr
