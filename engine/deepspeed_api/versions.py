@@ -13,6 +13,7 @@ from .namespace import PACKAGE, attributes
 __path__: list[str] = []
 
 version: str = sys.modules[PACKAGE].__version__
+version_major, version_minor, version_patch = (int(part) for part in version.split(".")[:3])
 git_hash = git_branch = "unknown"
 # DeepSpeed's compiled operators, of which there are none.
 installed_ops: dict[str, bool] = {}

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from sdp.tests.deepspeed_compat.unit_tests import FILES, VERDICTS
+from sdp.tests.deepspeed_compat.unit_tests import FILES, VERDICTS, find_reason
 
 
 def test_the_page_has_the_counts_of_the_list() -> None:
@@ -21,3 +21,17 @@ def test_the_page_has_the_counts_of_the_list() -> None:
     for verdict, count in counts.items():
         assert f"| {verdict} | {count} |" in rows
     assert f"{len(verdicts)} tests" in page
+
+
+def test_the_reason_is_that_of_the_error_not_of_a_line_of_the_sources() -> None:
+    """multiprocessing, which hands on the error of a rank, has a line that raises TimeoutError."""
+    text = """RuntimeError: AssertionError:
+        if not self.ready():
+            raise TimeoutError
+        else:
+>           raise self._value
+E           RuntimeError: AssertionError: 4 is not 5
+
+pool.py:774: RuntimeError"""
+    assert find_reason(text) == "differs: RuntimeError: AssertionError: 4 is not 5"
+    assert find_reason("E   RuntimeError: NotOffered: deepspeed.x.Y").startswith("uses an internal of DeepSpeed")

@@ -37,6 +37,7 @@ FILES = (
 # By a pattern of the error, why a test does not pass. The first one that matches counts.
 REASONS = {
     r"NotOffered: (deepspeed\.[\w.]+)": "uses an internal of DeepSpeed",
+    r"neither the engine nor the model": "uses an internal of DeepSpeed",
     r"OutOfScopeError|is not supported|are not supported": "uses a part of DeepSpeed that is out of scope",
     r"ConfigError|ModelError|SDPError": "is refused in one line",
     r"Timeout|timed out|hang": "did not finish in time",
@@ -136,7 +137,7 @@ sys.meta_path.insert(0, Finder())
 def __getattr__(name):
     if name.startswith("pytest_"):
         raise AttributeError(name)
-    if name.startswith("__") and name != "__version__":
+    if name.startswith("__") and not name.startswith(("__version", "__git")):
         raise AttributeError(name)
     if hasattr(sdp, name) and not isinstance(getattr(sdp, name), types.ModuleType):
         return getattr(sdp, name)
@@ -241,15 +242,17 @@ def _read(report: Path) -> str:
         elif problem[0] == "skipped":
             result = "skipped: " + problem[1].splitlines()[0][:160]
         else:
-            result = "failed: " + _find_reason(problem[1])
+            result = "failed: " + find_reason(problem[1])
     return result
 
 
-def _find_reason(text: str) -> str:
-    """Return the reason of a failure, and the line of the error that shows it."""
-    errors = [
-        line.strip() for line in text.splitlines() if re.search(r"\w*(Error|NotOffered|Exception|Timeout)\b", line)
-    ]
+def find_reason(text: str) -> str:
+    """Return the reason of a failure, and the line of the error that shows it.
+
+    pytest marks the lines of errors with an E. The lines of sources around them name other errors.
+    """
+    marked = [line.strip() for line in text.splitlines() if re.match(r"E\s", line)] or text.splitlines()
+    errors = [line.strip() for line in marked if re.search(r"\w*(Error|NotOffered|Exception|Timeout)\b", line)]
     for pattern, reason in REASONS.items():
         for line in errors:
             if re.search(pattern, line):
