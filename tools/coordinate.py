@@ -6,8 +6,10 @@ import argparse
 import signal
 import sys
 import time
+from dataclasses import dataclass
 
 from ..engine.config.load import load_config
+from ..engine.config.schema import Config
 from ..engine.elastic.coordinator import Coordinator
 from ..engine.environment.elastic import read_token, split_address
 from ..engine.errors import ConfigError, PeerLostError, escape, shorten
@@ -15,6 +17,36 @@ from ..launcher.signals import caught_signals
 from .shared.arguments import add_config_arguments, positive_int
 
 _LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class CoordinateOptions:
+    """The options of ``sdp coordinate``.
+
+    Attributes:
+        config: the run's configuration.
+        host, port: where to listen.
+        ranks: ranks of each group.
+    """
+
+    config: Config
+    host: str
+    port: int
+    ranks: int
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> CoordinateOptions:
+        """Take the parsed arguments.
+
+        Raises ConfigError if the address is not HOST:PORT, or if the run is not elastic.
+        """
+        config = load_config(args.config, args.set)
+        if not config.sdp.elastic.enabled:
+            raise ConfigError("sdp.elastic.enabled: is false, and only an elastic run needs a coordinator; set it true")
+        address = split_address(args.bind)
+        if address is None:
+            raise ConfigError(f"--bind {shorten(args.bind)}: expected HOST:PORT")
+        return cls(config, *address, args.ranks)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,24 +66,20 @@ def run(args: argparse.Namespace) -> int:
         LaunchError: there is no token, or the address cannot be listened on.
         PeerLostError: the run cannot go on.
     """
-    config = load_config(args.config, args.set)
-    if not config.sdp.elastic.enabled:
-        raise ConfigError("sdp.elastic.enabled: is false, and only an elastic run needs a coordinator; set it true")
-    address = split_address(args.bind)
-    if address is None:
-        raise ConfigError(f"--bind {shorten(args.bind)}: expected HOST:PORT")
+    options = CoordinateOptions.from_args(args)
+    sdp = options.config.sdp
     coordinator = Coordinator(
-        config.sdp.groups,
-        args.ranks,
+        sdp.groups,
+        options.ranks,
         read_token(),
         _say,
-        host=address[0],
-        port=address[1],
-        heartbeat_seconds=config.sdp.elastic.heartbeat_seconds,
-        wait_seconds=config.sdp.elastic.wait_seconds,
+        host=options.host,
+        port=options.port,
+        heartbeat_seconds=sdp.elastic.heartbeat_seconds,
+        wait_seconds=sdp.elastic.wait_seconds,
     )
     coordinator.start()
-    _say(f"coordinating {config.sdp.groups} groups on {coordinator.address}")
+    _say(f"coordinating {sdp.groups} groups on {coordinator.address}")
     membership = coordinator.membership
     with caught_signals() as received:
         while not received and not membership.is_finished and membership.failure is None:
