@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shorten
 from .section import PositiveInt, Section
 
 Masking = Literal["forward", "backward"]
@@ -72,8 +72,9 @@ class MaskingSchedule:
         for index in range(1, len(ends) - 1):
             if ends[index] <= ends[index - 1]:
                 raise ConfigError(
-                    f"sdp.masking.{index}.until: step {ends[index]} does not come after step {ends[index - 1]}, where "
-                    "the phase before it ends; phases are in the order of the run"
+                    f"sdp.masking.{index}.until: step {shorten(ends[index], 20)} does not come after step "
+                    f"{shorten(ends[index - 1], 20)}, where the phase before it ends; phases are in the order of "
+                    "the run"
                 )
         return cls(tuple(phase.masking for phase in setting), ends[:-1])
 
@@ -104,8 +105,8 @@ def _end_of(index: int, phase: MaskingPhase, count: int, steps: int | None) -> i
     if index == count - 1:
         if until is not None:
             raise ConfigError(
-                f"{where}: {json.dumps(until)} ends the last phase, after which no masking is given; remove it, or "
-                "add a phase"
+                f"{where}: {shorten(json.dumps(until), 20)} ends the last phase, after which no masking is given; "
+                "remove it, or add a phase"
             )
         return 0
     if until is None:
@@ -122,12 +123,12 @@ def _end_of(index: int, phase: MaskingPhase, count: int, steps: int | None) -> i
         fraction, until = until, round(until * steps)
         if not 0 < until < steps:
             raise ConfigError(
-                f"{where}: {fraction:g} of training.steps {steps} is step {until}, which leaves a phase without a "
-                "step; choose another fraction"
+                f"{where}: {fraction:g} of training.steps {shorten(steps, 20)} is step {shorten(until, 20)}, which "
+                "leaves a phase without a step; choose another fraction"
             )
     if steps is not None and until >= steps:
         raise ConfigError(
-            f"{where}: step {until} is not before the last step, training.steps {steps}, so the next phase would "
-            "never begin; choose an earlier step"
+            f"{where}: step {shorten(until, 20)} is not before the last step, training.steps {shorten(steps, 20)}, so "
+            "the next phase would never begin; choose an earlier step"
         )
     return until

@@ -83,6 +83,25 @@ def test_what_cannot_be_a_schedule_is_one_line(masking: Any, steps: int | None, 
 
 
 @pytest.mark.parametrize(
+    ("masking", "steps"),
+    [
+        ([{"until": 1e300, "masking": "forward"}, BACKWARD], 100),
+        ([{"until": 10**305, "masking": "forward"}, BACKWARD], 10**304),
+        ([{"until": 10**300, "masking": "forward"}], 100),
+        (
+            [{"until": 10**300, "masking": "forward"}, {"until": 9, "masking": "backward"}, {"masking": "forward"}],
+            10**305,
+        ),
+    ],
+    ids=["float", "steps", "last phase", "order"],
+)
+def test_a_message_repeats_the_first_digits_of_a_number(masking: Any, steps: int) -> None:
+    with pytest.raises(ConfigError, match=r"^sdp\.masking\.\d\.until: ") as error:
+        _load(masking, steps)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
     ("section", "message"),
     [
         ({"sync": {"every": 4}}, "sdp.masking: a schedule is not available in this version together with sdp.sync"),
