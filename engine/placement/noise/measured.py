@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,9 @@ MOST_TRACE = 1e150  # a larger one, or NaN, is damaged; sums and quotients of sm
 def measured_traces(source: str, names: Sequence[str], *, preconditioned: bool) -> list[float]:
     """Return tr Σ of each unit, the mean over the measured steps of a run.
 
+    Preconditioned noise is the mean of each unit's share in the sum over all units. In the first
+    steps 1 ÷ v is larger by orders of magnitude, so the plain mean would be that of these steps.
+
     Args:
         source: the run's directory, or its metrics.jsonl.
         names: the names of the units.
@@ -31,13 +33,10 @@ def measured_traces(source: str, names: Sequence[str], *, preconditioned: bool) 
     path = Path(source)
     path = path / METRICS if path.is_dir() else path
     key = "preconditioned_trace" if preconditioned else "trace"
-    traces: defaultdict[str, list[float]] = defaultdict(list)
-    for units in _measured_steps(path):
-        for name, noise in units.items():
-            value = noise.get(key) if isinstance(noise, dict) else None
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MOST_TRACE:
-                traces[name].append(max(0.0, float(value)))  # below 0 by rounding alone
-    missing = [name for name in names if name not in traces]
+    steps = [_traces_of_step(units, names, key) for units in _measured_steps(path)]
+    if preconditioned:
+        steps = [_shares(traces) for traces in steps if len(traces) == len(names)]
+    missing = [name for name in names if not any(name in traces for traces in steps)]
     if missing:
         remedy = "measure it where every unit has at least 2 holders, for example with sdp.capacity 1"
         if preconditioned:
@@ -46,7 +45,25 @@ def measured_traces(source: str, names: Sequence[str], *, preconditioned: bool) 
             f"sdp.profile.noise: {shorten(path)} has no {key} of {missing[0]!r} ({len(missing)} of {len(names)} "
             f"units); {remedy}"
         )
-    return [math.fsum(traces[name]) / len(traces[name]) for name in names]
+    found = [[traces[name] for traces in steps if name in traces] for name in names]
+    return [math.fsum(values) / len(values) for values in found]
+
+
+def _traces_of_step(units: dict[str, Any], names: Sequence[str], key: str) -> dict[str, float]:
+    """Return the usable values ``key`` of the named units in one measured step."""
+    traces: dict[str, float] = {}
+    for name in names:
+        noise = units.get(name)
+        value = noise.get(key) if isinstance(noise, dict) else None
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MOST_TRACE:
+            traces[name] = max(0.0, float(value))  # below 0 by rounding alone
+    return traces
+
+
+def _shares(traces: dict[str, float]) -> dict[str, float]:
+    """Divide by the sum, if it is not 0."""
+    total = math.fsum(traces.values()) or 1.0
+    return {name: trace / total for name, trace in traces.items()}
 
 
 def _measured_steps(path: Path) -> list[dict[str, Any]]:

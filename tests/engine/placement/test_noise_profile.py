@@ -109,10 +109,22 @@ def metrics(tmp_path: Path) -> Path:
 def test_traces_are_means_over_the_measured_steps(metrics: Path) -> None:
     names = ["layers.0", "layers.1", "layers.2"]
     assert measured_traces(str(metrics), names, preconditioned=False) == [1.0, 6.0, 1.0]
-    assert measured_traces(str(metrics.parent), names, preconditioned=True) == [9.0, 9.0, 1.0]
+    shares = measured_traces(str(metrics.parent), names, preconditioned=True)
+    assert shares == pytest.approx([9 / 19, 9 / 19, 1 / 19])
     with metrics.open("a") as file:
         file.write('{"step": 4, "noi')  # a kill cut this line off
     assert measured_traces(str(metrics), names, preconditioned=False) == [1.0, 6.0, 1.0]
+
+
+def test_every_step_counts_equally_for_preconditioned_noise(tmp_path: Path) -> None:
+    """The first steps divide by moments v that are far too small, and would hide all others."""
+    first = {"layers.0": (1.0, 1e10), "layers.1": (1.0, 3e10)}
+    later = {"layers.0": (1.0, 9.0), "layers.1": (1.0, 1.0)}
+    path = write(tmp_path / "a.jsonl", first, later, {"layers.0": (1.0, 5.0)}, later)
+    found = measured_traces(str(path), ["layers.0", "layers.1"], preconditioned=True)
+    assert found == pytest.approx([(0.25 + 0.9 + 0.9) / 3, (0.75 + 0.1 + 0.1) / 3])
+    nothing = write(tmp_path / "b.jsonl", {"layers.0": (0.0, 0.0), "layers.1": (0.0, 0.0)})
+    assert measured_traces(str(nothing), ["layers.0", "layers.1"], preconditioned=True) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("policy", ["cyclic", "balanced", "random"])
