@@ -23,6 +23,7 @@ from ..placement.layout import Layout
 from ..placement.units import SHARED
 
 ADAM_LIKE, SGD_LIKE = 0.5, 1.0
+DECOUPLED = ("AdamW", "Lion", "Adafactor", "Muon")  # classes of torch and DeepSpeed that have no flag for it
 
 
 def exponent_of(setting: str | float, optimizer: Optimizer) -> float:
@@ -115,4 +116,4 @@ def is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         return False
     of_optimizer = getattr(optimizer, "decoupled", getattr(optimizer, "adam_w_mode", None))
     known = group.get("decoupled_weight_decay", of_optimizer)
-    return bool(known) if known is not None else type(optimizer).__name__ in ("AdamW", "Lion")
+    return bool(known) if known is not None else type(optimizer).__name__ in DECOUPLED

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
-from sdp.engine.optim.rate_scale import HolderScale
+from sdp.engine.optim.rate_scale import HolderScale, ScaledRates
 from sdp.tests.support.cases import Case, assert_same_run, engine_of, native, one_step, reference, train
 from sdp.tests.support.ranks import RankPool
 
@@ -73,6 +73,32 @@ def test_the_reference_equals_an_optimizer_with_a_rate_for_each_unit(optimizer: 
 
 def _rate_of_step(case: Case, step: int) -> float:
     return reference(case).rates[step]
+
+
+@pytest.mark.parametrize(
+    ("make", "is_scaled"),
+    [
+        (torch.optim.AdamW, False),
+        (torch.optim.Adafactor, False),
+        (torch.optim.Muon, False),
+        (lambda *of, **more: torch.optim.RAdam(*of, **more, decoupled_weight_decay=True), False),
+        (torch.optim.RAdam, True),
+        (torch.optim.SGD, True),
+        (torch.optim.Adam, True),
+    ],
+)
+def test_decoupled_decay_of_an_optimizer_of_the_user_is_not_scaled(make: Any, *, is_scaled: bool) -> None:
+    """Without a gradient, only the decay moves the weights."""
+
+    def weights(factor: float) -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.full((2, 2), 2.0))
+        optimizer = make([parameter], lr=0.1, weight_decay=0.5)
+        ScaledRates(optimizer, lambda *_: factor)
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        return parameter.detach()
+
+    assert bool((weights(3.0) - weights(1.0)).abs().max() > 0.1) == is_scaled
 
 
 def test_rates_of_schedules_and_logs_are_not_scaled() -> None:
