@@ -4,6 +4,7 @@ one rate per unit.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
 from sdp.engine.optim.rate_scale import HolderScale, ScaledRates
 from sdp.tests.support.cases import Case, assert_same_run, engine_of, native, one_step, reference, train
+from sdp.tests.support.checkpoints import assert_equal_runs, resumed
 from sdp.tests.support.ranks import RankPool
 
 SCALED = [
@@ -39,6 +41,19 @@ def test_native_equals_reference(ranks: RankPool, case: Case) -> None:
 )
 def test_deepspeed_equals_reference(ranks: RankPool, case: Case) -> None:
     assert_same_run(ranks.run(train, case, "deepspeed", world=case.world), reference(case), case)
+
+
+@pytest.mark.parametrize(
+    ("case", "engine"),
+    [
+        (Case(2, 2, 3, lr_scale="auto", optimizer="adamw"), "fsdp2"),
+        (Case(2, 1, 0, neurons=2, lr_scale="0.7", optimizer="momentum", model="even-llama"), "fsdp2"),
+        (Case(2, 2, 1, lr_scale="auto", optimizer="adamw"), "deepspeed"),
+    ],
+    ids=str,
+)
+def test_a_resume_equals_the_undisturbed_run(ranks: RankPool, case: Case, engine: str, tmp_path: Path) -> None:
+    assert_equal_runs(ranks.run(resumed, case, str(tmp_path), engine, world=case.world))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

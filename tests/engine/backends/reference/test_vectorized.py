@@ -39,6 +39,8 @@ CASES = [
         masking="backward",
     ),
     Case(4, 1, model="llama", steps=4, placement="cyclic", masking=SCHEDULE),
+    Case(4, 1, model="llama", optimizer="adamw", lr_scale="0.5"),
+    Case(2, 1, model="even-llama", neurons=2, lr_scale="auto"),
 ]
 
 
