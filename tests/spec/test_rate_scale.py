@@ -132,6 +132,12 @@ def test_the_mean_number_of_holders_is_weighted_by_parameters() -> None:
     assert scale.of("shared", layout.everyone) == 1.0
 
 
+@pytest.mark.parametrize(("placement", "is_said"), [("full", True), ("mixed", False)])
+def test_it_says_where_it_has_no_effect(placement: Any, caplog: pytest.LogCaptureFixture, *, is_said: bool) -> None:
+    engine_of(Case(2, 1, placement=placement, lr_scale="auto"), "reference")
+    assert ("sdp.lr_scale auto has no effect: every unit has 2 holders" in caplog.text) == is_said
+
+
 def test_it_is_refused_with_local_steps() -> None:
     with pytest.raises(ConfigError, match=r"sdp\.lr_scale.*no meaning with sdp\.sync"):
         load_config({"train_batch_size": 4, "sdp": {"groups": 2, "lr_scale": "auto", "sync": {"every": 2}}})

@@ -215,6 +215,15 @@ def test_a_resumed_run_keeps_the_running_means(tmp_path: Path) -> None:
     assert engine_of(case, "reference").load_checkpoint(tmp_path)[0] is not None  # nothing is measured there
 
 
+@pytest.mark.parametrize(("interval", "is_said"), [(5, False), (6, True)])
+def test_an_interval_that_no_step_reaches_is_said(
+    interval: int, caplog: pytest.LogCaptureFixture, *, is_said: bool
+) -> None:
+    engine_of(Case(4, 1), "reference", training={"noise_scale_interval": interval, "steps": 5})
+    said = f"training.noise_scale_interval {interval} has no effect: the run ends with step 5"
+    assert (said in caplog.text) == is_said
+
+
 def test_nothing_is_measured_by_default() -> None:
     engine = engine_of(Case(4, 1), "reference")
     one_step(engine, Case(4, 1), 0, data_rank=None)
