@@ -216,7 +216,6 @@ DEFAULTS = {
     "case",
     [
         Case(2, 1, 0, 2, steps=6, sync='{"every": 3}'),
-    Case(2, 1, 0, 2, steps=3, sync='{"every": 1}', masking="backward", model="llama-meta"),
         Case(2, 2, accumulation=2, steps=6, sync='{"every": 4, "fragments": 2}', optimizer="adamw", clip=True),
         Case(4, 1, steps=5, sync='{"every": 2, "single_holder": "skip"}', optimizer="momentum", masking="backward"),
         Case(4, 1, steps=4, sync=f'{{"every": 1, "outer_optimizer": {PLAIN}}}', optimizer="adamw", masking="backward"),

@@ -86,10 +86,20 @@ class ElasticRun:
         os.kill(until(lambda: self.ranks().get(group))[0], number)
 
     def lose(self, *groups: int, of: int) -> None:
-        """Kill groups ``of`` so many, and wait until they are back."""
+        """Kill groups ``of`` so many, and wait until they are back.
+
+        A forked group may be back after a few steps, so the lines without it are not waited for
+        while they are the last ones.
+        """
+        before = len(self.lines())
         for group in groups:
             self.hit(group, signal.SIGKILL)
-        self.wait_for(3, groups=of - len(groups))
+
+        def went_on() -> bool:
+            assert self.process.poll() is None, self.said
+            return any(line["groups"] == of - len(groups) for line in self.lines()[before:])
+
+        until(went_on, seconds=SECONDS, pause=0.05)
         self.wait_for(5, groups=of)
 
     def end(self) -> int:
