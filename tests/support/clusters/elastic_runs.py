@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class ElasticRun:
             lines = self.lines()
             return lines if len(lines) >= goal and lines[-1]["groups"] == groups else None
 
-        return until(reached, seconds=SECONDS, pause=0.05)
+        return self._until(reached)
 
     def hit(self, group: int, number: int) -> None:
         """Send a signal to the first process of a group."""
@@ -99,8 +100,14 @@ class ElasticRun:
             assert self.process.poll() is None, self.said
             return any(line["groups"] == of - len(groups) for line in self.lines()[before:])
 
-        until(went_on, seconds=SECONDS, pause=0.05)
+        self._until(went_on)
         self.wait_for(5, groups=of)
+
+    def _until(self, condition: Callable[[], Any]) -> Any:
+        try:
+            return until(condition, seconds=SECONDS, pause=0.05)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the run says:\n{self.said}") from None
 
     def end(self) -> int:
         """Wait for the end of the run, and return its exit code."""
