@@ -15,6 +15,13 @@ from .section import PositiveInt, Section
 Masking = Literal["forward", "backward"]
 
 
+def _refuse_whole_run(value: Any) -> Any:
+    """Refuse 1.0, which is the whole run as a fraction and the first step as a number."""
+    if isinstance(value, float) and value == 1.0:
+        raise ValueError("1.0 is no part of the run; give a fraction below 1, or 1 for the first step")
+    return value
+
+
 class MaskingPhase(Section):
     """One phase of a masking schedule.
 
@@ -23,7 +30,9 @@ class MaskingPhase(Section):
     """
 
     masking: Masking
-    until: PositiveInt | Annotated[float, Field(gt=0, lt=1)] | None = None
+    until: Annotated[PositiveInt | Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_refuse_whole_run)] = (
+        None
+    )
 
 
 def _take_single_phase(value: Any) -> Any:
