@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from .backend import Backend
 from .batch.size import BatchSize
 from .config.schema import Config
 from .distributed import world
-from .distributed.agreement import agree_on_rates, gather_json, start_gather_json
+from .distributed.agreement import agree_on_rates, gather_json, start_max
 from .distributed.hosts import machine_id
 from .distributed.traffic import Traffic
 from .environment.detect import detect
@@ -126,9 +126,10 @@ class EngineFacts:
         """All ranks' ``facts`` (small JSON), in rank order. Tuples become lists. Collective."""
         return gather_json(facts) if self.world_size > 1 else [facts]
 
-    def start_gather(self, facts: Any) -> Callable[[], list[Any]]:
-        """Start :meth:`gather_facts` of at most 767 bytes. Returns a function that waits for it."""
-        return start_gather_json(facts) if self.world_size > 1 else lambda: [facts]
+    def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Start to find the maximum of each value over all ranks. Returns a function that waits.
+        The message has 8 bytes for each value. :attr:`traffic` does not count it. Collective."""
+        return start_max(values) if self.world_size > 1 else lambda: list(values)
 
     def check_holders(self) -> None:
         """Compare weights and optimizer state bit by bit between holders. Collective.

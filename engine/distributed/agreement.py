@@ -22,8 +22,6 @@ from . import world
 
 T = TypeVar("T")
 
-ROW_BYTES = 768  # of what a rank says of itself in a step
-
 _REMEDY = "start all ranks with the same configuration, model and data"
 
 
@@ -134,34 +132,26 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(texts.cpu(), sizes, strict=True)]
 
 
-def start_gather_json(value: Any) -> Callable[[], list[Any]]:
-    """Start to gather every rank's ``value`` in one message of ``ROW_BYTES``.
+def start_max(values: Sequence[int]) -> Callable[[], list[int]]:
+    """Start to find the element-wise maximum of ``values`` over all ranks. Collective.
 
     Args:
-        value: a value that JSON can hold in less than ``ROW_BYTES``.
+        values: integers of 64 bits, as many on every rank.
 
     Returns:
-        A function that waits for the values, and returns them in rank order. Tuples arrive as
-        lists.
-
-    Raises:
-        ValueError: ``value`` is too long.
+        A function that waits for the maxima.
     """
-    text = json.dumps(value).encode()
-    if len(text) > ROW_BYTES:
-        raise ValueError(f"{len(text)} bytes of JSON do not fit into a row of {ROW_BYTES}")
     if not dist.is_initialized():
-        return lambda: [json.loads(text)]
-    row = torch.frombuffer(bytearray(text.ljust(ROW_BYTES)), dtype=torch.uint8).to(_device_of(None))
-    rows = row.new_empty((dist.get_world_size(world.group()), ROW_BYTES))
-    work = dist.all_gather(list(rows.unbind()), row, group=world.group(), async_op=True)
+        return lambda: list(values)
+    row = torch.tensor(values, dtype=torch.int64, device=_device_of(world.group()))
+    work = dist.all_reduce(row, op=dist.ReduceOp.MAX, group=world.group(), async_op=True)
     assert work is not None
 
-    def values() -> list[Any]:
+    def maxima() -> list[int]:
         work.wait()
-        return [json.loads(row.numpy().tobytes()) for row in rows.cpu()]
+        return row.tolist()
 
-    return values
+    return maxima
 
 
 def check_equal(facts: Mapping[str, Any], device: torch.device) -> None:

@@ -16,6 +16,7 @@ from ...engine.elastic.session import Session, UnitsLostError
 from ...engine.errors import PeerLostError
 from ..runs.run_files import read_run
 from .elastic_files import ElasticFiles
+from .loop.meter import row
 from .loop.training_run import TrainingRun
 
 log = logging.getLogger("sdp")
@@ -42,7 +43,7 @@ class ElasticTrainer:
         self._phase, self._newcomers = EVALUATE, False
         self._batches: Iterator[Any] = iter(())
         self._committed: Any = None  # the loader's state after the last committed step
-        self._everyones: list[Any] = []  # what the ranks told with their votes in the last step
+        self._most: list[int] = []  # of what the ranks told with their votes in the last step
         self._is_resumed = False
         self._is_start = False  # whether the run begins, and its files are not open yet
         self._engine.before_update = self._vote
@@ -96,7 +97,7 @@ class ElasticTrainer:
         step, interval = engine.global_steps, run.config.sdp.check_interval
         if self._phase <= CHECK:
             if interval and step and step % interval == 0:
-                engine.check_holders()
+                self._session.protect(engine.check_holders)
             self._phase = EVALUATE
         training, is_last = run.config.training, step == run.steps
         if self._phase <= EVALUATE:
@@ -107,17 +108,19 @@ class ElasticTrainer:
         if self._phase <= SAVE:
             due = training.save_every and step and (is_last or step % training.save_every == 0)
             if due and not engine.was_step_skipped and not run.stop_signal:
-                run.checkpoints.save()
+                self._session.protect(run.checkpoints.save)
             self._phase = STEP
 
     def _step(self) -> None:
         """Make a step. Inside it, the engine calls :meth:`_vote`."""
         assembly = self._assembly
-        self._run.step(
-            self._batches,
-            everyones=lambda: self._everyones,
-            more={"groups": len(assembly.members), "generation": assembly.number},
-        )
+        self._session.look()
+        with self._session.deferred():
+            self._run.step(
+                self._batches,
+                most=lambda: self._most,
+                more={"groups": len(assembly.members), "generation": assembly.number},
+            )
         self._committed = self._engine.loader.state_dict()
         self._phase = CHECK
 
@@ -126,13 +129,13 @@ class ElasticTrainer:
         reductions.
         """
         run = self._run
-        facts = (run.meter.memory_now(), self._engine.traffic.by_kind(), run.signals.received)
-        decision = self._session.vote(facts)
-        self._everyones, self._newcomers = list(decision.facts), decision.newcomers
+        decision = self._session.vote(row(run.signals.received, run.meter.memory_now(), self._engine.traffic.by_kind()))
+        self._most = [max(column) for column in zip(*decision.facts, strict=True)]
+        self._newcomers = decision.newcomers
 
     def _evaluate(self, *, is_last: bool) -> None:
         run = self._run
-        line = run.evaluate(is_last=is_last)
+        line = self._session.protect(lambda: run.evaluate(is_last=is_last), defers=True)
         if run.files is None or any(each["step"] == line["step"] for each in read_run(run.dump_dir).evaluations):
             return  # another group was lost after it had been written
         run.tell_evaluation({**line, "groups": len(self._assembly.members)})
@@ -187,8 +190,8 @@ class ElasticTrainer:
         run.tell_end()
         status = 0
         if run.is_stopped_early:
-            status = self._repeat(run.stop_early)
+            status = self._repeat(lambda: self._session.protect(run.stop_early))
         else:
-            self._repeat(lambda: run.finish(seconds))
+            self._repeat(lambda: self._session.protect(lambda: run.finish(seconds)))
         self._repeat(self._session.finish)
         return status

@@ -37,7 +37,9 @@ def test_local_steps_from_the_start_to_a_resume(config: dict, tmp_path: Path, ca
     assert averaged == [3, 6, 8], "every three steps, and at the end"
     assert [line["outer_step"] for line in lines if "outer_step" in line] == [1, 2, 3]
     assert all(line["drift"] > 0 and line["outer_grad_norm"] > 0 for line in lines if "outer_step" in line)
-    assert all(line["comm_bytes"] < 1024 for line in lines if "outer_step" not in line)
+    alone = [line for line in lines if "outer_step" not in line]
+    assert all(0 < line["comm_bytes_by_kind"]["control/all_reduce"] < 1024 for line in lines)
+    assert all(line["comm_bytes"] == line["comm_bytes_by_kind"]["control/all_reduce"] for line in alone)
     summary = json.loads((whole / "summary.json").read_text())
     for rank in summary["ranks"]:
         assert rank["comm_bytes_per_step"] == rank["comm_bytes_planned"]

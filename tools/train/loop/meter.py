@@ -6,21 +6,37 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from ....engine.accounting.clock import clock
 from ....engine.accounting.memory import PeakMemory
 from ....engine.batch.mixture import MixtureSampler
+from ....engine.distributed.traffic import Kind, Scope, Traffic
 from ....engine.engine import SDPEngine
 from ....launcher.heartbeat import Heartbeat
 from .utilisation import Utilisation
 
 PARTS = ("data", "forward", "backward", "optimizer")
+
+_KINDS = [f"{scope}/{kind}" for scope in get_args(Scope) for kind in get_args(Kind)]
+# What the ranks tell each other after a step, see row().
+_ROW_BYTES = 8 * (3 + len(_KINDS))
+
+
+def row(signal: int, peak: int, comm: Mapping[str, int]) -> list[int]:
+    """Return what a rank tells the others after a step. They need the most of each number.
+
+    Args:
+        signal: the signal that this rank has received, 0 if none.
+        peak: the peak of memory, in bytes.
+        comm: the bytes sent, by "scope/kind".
+    """
+    return [signal, peak, sum(comm.values()), *(comm.get(kind, 0) for kind in _KINDS)]
 
 
 @dataclass
@@ -53,6 +69,8 @@ class StepMeter:
         sync = config.sdp.sync
         # With local steps, steps of a round send different things.
         self._sent: deque[tuple[int, dict[str, int]]] = deque(maxlen=1 if sync is None else sync.every)
+        # In an elastic run the ranks tell each other with their votes.
+        self._sends_rows = not config.sdp.elastic.enabled
 
     def begin(self) -> None:
         """Start to measure a step."""
@@ -84,7 +102,7 @@ class StepMeter:
         """Finish the step and return its measurements."""
         engine = self._engine
         self._is_first = False
-        comm = engine.traffic.by_kind()
+        comm = self._with_rows(engine.traffic)
         if not engine.local_training.has_finished(engine.global_steps):  # not part of a round
             self._sent.append((engine.global_steps, comm))
         return StepFacts(self._learning_rate, self._memory.read(), comm, self._seconds)
@@ -99,9 +117,24 @@ class StepMeter:
         With local steps both are means over the last round.
         """
         if not self._sent:
-            return {}, self._engine.planned_traffic().by_kind()
-        planned = [self._engine.planned_traffic(step).by_kind() for step, _ in self._sent]
+            return {}, self.planned()
+        planned = [self.planned(step) for step, _ in self._sent]
         return _mean([comm for _, comm in self._sent]), _mean(planned)
+
+    def planned(self, step: int | None = None) -> dict[str, int]:
+        """Return the bytes that this rank plans to send in ``step``, by kind.
+
+        None is every step, or with local steps a round.
+        """
+        sync = self._engine.config.sdp.sync
+        steps = 1 if step is not None or sync is None else sync.every
+        return self._with_rows(self._engine.planned_traffic(step), steps)
+
+    def _with_rows(self, traffic: Traffic, steps: int = 1) -> dict[str, int]:
+        """Return ``traffic`` by kind, after counting the messages of :class:`StepLines` in it."""
+        if self._sends_rows:
+            traffic.record("control", "all_reduce", steps * _ROW_BYTES, self._engine.world_size)
+        return traffic.by_kind()
 
     def elapsed(self) -> float:
         """Return the seconds since the step began."""
@@ -120,17 +153,15 @@ class StepLines:
         self._times_parts = meter.times_parts
         self._begun: deque[_BegunLine] = deque()
 
-    def begin(
-        self, facts: StepFacts, elapsed: float, signal: int, everyones: Callable[[], list[Any]] | None = None
-    ) -> None:
+    def begin(self, facts: StepFacts, elapsed: float, signal: int, most: Callable[[], list[int]] | None = None) -> None:
         """Begin the line of the step that has just been made. Collective.
 
         Args:
             facts: the measurements of this rank.
             elapsed: seconds of the step.
             signal: the signal that this rank has received, 0 if none.
-            everyones: returns the peak of memory, the bytes sent and the signal of each rank, if
-                they are known already. Then nothing is sent.
+            most: returns the most of all ranks for each number of :func:`row`, if they are known
+                already. Then nothing is sent.
         """
         engine, training = self._engine, self._engine.config.training
         tokens = engine.config.data.tokens_per_sample
@@ -160,8 +191,8 @@ class StepLines:
             more["loss_scale"] = engine.get_loss_scale()
         if self._times_parts:
             more |= facts.seconds
-        gathered = everyones or engine.start_gather((facts.peak_memory_bytes, facts.comm, signal))
-        self._begun.append(_BegunLine(line, more, gathered, self._outcome()))
+        most = most or engine.start_max(row(signal, facts.peak_memory_bytes, facts.comm))
+        self._begun.append(_BegunLine(line, more, most, self._outcome()))
 
     def _outcome(self) -> Callable[[], dict[str, Any]]:
         """Return a function that returns the outcome of the step that has just been made.
@@ -190,25 +221,24 @@ class StepLines:
         """
         while len(self._begun) > except_newest:
             begun = self._begun.popleft()
-            everyones, outcome = begun.gathered(), begun.outcome()
-            busiest = max((comm for _, comm, _ in everyones), key=lambda comm: sum(comm.values()))
+            (signal, peak, sent, *by_kind), outcome = begun.most(), begun.outcome()
             yield (
                 begun.first
                 | {
-                    "peak_memory_bytes": max(peak for peak, _, _ in everyones),
-                    "comm_bytes": sum(busiest.values()),
-                    "comm_bytes_by_kind": busiest,
+                    "peak_memory_bytes": peak,
+                    "comm_bytes": sent,
+                    "comm_bytes_by_kind": {kind: most for kind, most in zip(_KINDS, by_kind, strict=True) if most},
                 }
                 | outcome
                 | begun.more,
-                max(received for _, _, received in everyones),
+                signal,
             )
 
 
 class _BegunLine(NamedTuple):
     first: dict[str, Any]
     more: dict[str, Any]
-    gathered: Callable[[], list[Any]]
+    most: Callable[[], list[int]]
     outcome: Callable[[], dict[str, Any]]
 
 

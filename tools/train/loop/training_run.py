@@ -141,7 +141,7 @@ class TrainingRun:
             log.info("peak of live tensors: not measured, because the probe cannot see compiled code on a CPU")
 
     def _announce_traffic(self, what: str, step: int | None) -> None:
-        by_kind = self.engine.planned_traffic(step).by_kind().items()
+        by_kind = self.meter.planned(step).items()
         planned = ", ".join(f"{kind.replace('/', ' ')} {sent:,}" for kind, sent in by_kind)
         more = "; plus activations between tensor-parallel ranks" if self.engine.layout.mesh.tp > 1 else ""
         log.info("bytes sent by this rank in a %s, planned: %s%s", what, planned, more)
@@ -157,14 +157,14 @@ class TrainingRun:
         self,
         batches: Iterator[Any],
         *,
-        everyones: Callable[[], list[Any]] | None = None,
+        most: Callable[[], list[int]] | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
         """Make one optimizer step, and record its line. Collective.
 
         Args:
             batches: the micro-batches of this rank.
-            everyones: returns what all ranks measured, if the ranks have already sent it to each
+            most: returns the most of what all ranks measured, if the ranks have already told each
                 other in the step, see :meth:`StepLines.begin`.
             more: keys and values that are added to the lines of metrics.jsonl.
         """
@@ -179,7 +179,7 @@ class TrainingRun:
             self.checkpoints.settle(block=True)
             raise NonFiniteError(f"{error}; the last good one: {self.checkpoints.newest()}") from None
         self._last_facts = self.meter.end()
-        self.lines.begin(self._last_facts, self.meter.elapsed(), self.signals.received, everyones)
+        self.lines.begin(self._last_facts, self.meter.elapsed(), self.signals.received, most)
         self.record(self.lines.finished(except_newest=self.engine.local_training.lag), more)
 
     def _compute(self, batches: Iterator[Any]) -> None:
