@@ -25,6 +25,7 @@ from .local_steps import LocalSteps as LocalSteps
 from .local_steps import LocalUpdate as LocalUpdate
 from .local_steps import PendingUpdate as PendingUpdate
 from .local_steps import Spot as Spot
+from .optim.rate_scale import HolderScale
 from .placement.layout import Layout
 from .placement.tensor_info import Shard
 from .sync.noise import NoiseMeter
@@ -197,6 +198,7 @@ class Backend(Protocol):
 
     optimizer: Optimizer
     noise: NoiseMeter | None  # measures the gradient noise, if that is asked for
+    rate_scale: HolderScale | None  # multiplies the rates of units, with sdp.lr_scale
 
     def attach(self, optimizer: Optimizer, config: Config) -> None:
         """Take the optimizer of this process's parameters. Called once, before training."""

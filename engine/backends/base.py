@@ -47,15 +47,17 @@ class TorchOptimizerBackend:
     parameters: dict[str, nn.Parameter]
     optimizer: Optimizer
     noise: NoiseMeter | None = None
+    rate_scale: HolderScale | None = None
     _config: Config
     _scaler: LossScaler | None = None
 
     def attach(self, optimizer: Optimizer, config: Config) -> None:
         self.optimizer, self._config = optimizer, config
         self._scaler = LossScaler.of(config)
-        exponent = exponent_of(config.sdp.lr_scale, self.basic_optimizer)
+        exponent = exponent_of(config.sdp.lr_scale, is_sgd=isinstance(self.basic_optimizer, torch.optim.SGD))
         if exponent and self.layout.units:
-            self.scale_rates(HolderScale(self.layout, exponent))
+            self.rate_scale = HolderScale(self.layout.placement, exponent)
+            self.scale_rates(self.rate_scale)
         if config.training.noise_scale_interval:
             self.noise = self.make_noise()
 

@@ -19,38 +19,62 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..distributed.mesh import Holders
-from ..placement.layout import Layout
+from ..placement.placement import Placement
 from ..placement.units import SHARED
 
 ADAM_LIKE, SGD_LIKE = 0.5, 1.0
 DECOUPLED = ("AdamW", "Lion", "Adafactor", "Muon")  # classes of torch and DeepSpeed that have no flag for it
 
 
-def exponent_of(setting: str | float, optimizer: Optimizer) -> float:
+def exponent_of(setting: str | float, *, is_sgd: bool) -> float:
     """Return p for a value of ``sdp.lr_scale``. "auto" is 1 for SGD and 0.5 for Adam-like
     optimizers.
     """
     if setting == "none":
         return 0.0
     if setting == "auto":
-        return SGD_LIKE if isinstance(optimizer, torch.optim.SGD) else ADAM_LIKE
+        return SGD_LIKE if is_sgd else ADAM_LIKE
     return float(setting)
 
 
 class HolderScale:
-    """The factor of a unit's rate, by its holders."""
+    """The factor of a unit's rate, by its holders.
 
-    def __init__(self, layout: Layout, exponent: float):
-        units, holders = layout.units, layout.placement.holders
-        weights = [unit.numel for unit in units]
-        total = sum(weights)
-        pairs = zip(holders, weights, strict=True)
-        self.mean = sum(len(of) * weight for of, weight in pairs) / total if total else 1.0
+    Args:
+        placement: the holders of the units, and their numbers of parameters.
+        exponent: p.
+    """
+
+    def __init__(self, placement: Placement, exponent: float):
+        total = sum(placement.costs)
+        pairs = zip(placement.holders, placement.costs, strict=True)
+        self.mean = sum(len(holders) * cost for holders, cost in pairs) / total if total else 1.0
+        self._counts = sorted({len(holders) for holders in placement.holders})
         self._exponent = exponent
 
     def of(self, unit: str, holders: Holders) -> float:
         """Return the factor for a unit with these holders. It is 1 for the shared part."""
-        return 1.0 if unit == SHARED else (len(holders) / self.mean) ** self._exponent
+        return 1.0 if unit == SHARED else self._with(len(holders))
+
+    def describe(self) -> str:
+        """Say by what the rates are multiplied: "0.82 (2 holders) to 1.15 (4 holders)"."""
+        ends = dict.fromkeys((self._counts[0], self._counts[-1]))
+        return " to ".join(f"{self._with(k):.2f} ({k} holder{'s' * (k > 1)})" for k in ends)
+
+    def _with(self, count: int) -> float:
+        return (count / self.mean) ** self._exponent
+
+
+def describe_rates(setting: str | float, optimizer: str, placement: Placement) -> str | None:
+    """Say by what the rates are multiplied, or return None if they are not scaled.
+
+    Args:
+        setting: ``sdp.lr_scale``.
+        optimizer: ``optimizer.type``.
+        placement: the planned holders.
+    """
+    exponent = exponent_of(setting, is_sgd=optimizer.lower() == "sgd")
+    return HolderScale(placement, exponent).describe() if exponent and placement.units else None
 
 
 class ScaledRates:

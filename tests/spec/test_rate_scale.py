@@ -67,7 +67,7 @@ def test_the_reference_equals_an_optimizer_with_a_rate_for_each_unit(optimizer: 
         engine_of(case, "reference"),
         engine_of(Case(4, 1, optimizer=optimizer, lr_scale="auto"), "reference"),
     )
-    factors = HolderScale(usual.layout, 1.0 if optimizer == "sgd" else 0.5)
+    factors = HolderScale(usual.layout.placement, 1.0 if optimizer == "sgd" else 0.5)
     infos = usual.layout.parameters
     assert len({factors.of(info.unit, info.holders) for info in infos.values()}) > 3
     for step in range(2):
@@ -126,7 +126,7 @@ def test_rates_of_schedules_and_logs_are_not_scaled() -> None:
 
 def test_the_mean_number_of_holders_is_weighted_by_parameters() -> None:
     layout = engine_of(Case(4, 1, model="llama-tied-meta"), "reference").layout
-    scale = HolderScale(layout, 1.0)
+    scale = HolderScale(layout.placement, 1.0)
     numels = [unit.numel for unit in layout.units]
     total = sum(
         scale.of(unit.name, of) * n for unit, of, n in zip(layout.units, layout.placement.holders, numels, strict=True)
@@ -139,6 +139,16 @@ def test_the_mean_number_of_holders_is_weighted_by_parameters() -> None:
 def test_it_says_where_it_has_no_effect(placement: Any, caplog: pytest.LogCaptureFixture, *, is_said: bool) -> None:
     engine_of(Case(2, 1, placement=placement, lr_scale="auto"), "reference")
     assert ("sdp.lr_scale auto has no effect: every unit has 2 holders" in caplog.text) == is_said
+
+
+def test_it_says_by_what_the_rates_are_multiplied(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "sdp"):
+        engine = engine_of(Case(2, 1, placement="mixed", lr_scale="1.0"), "reference")
+    placement = engine.layout.placement
+    mean = sum(len(of) * cost for of, cost in zip(placement.holders, placement.costs, strict=True)) / sum(
+        placement.costs
+    )
+    assert f"multiplies those of units by {1 / mean:.2f} (1 holder) to {2 / mean:.2f} (2 holders)" in caplog.text
 
 
 def test_it_is_refused_with_local_steps() -> None:
@@ -176,10 +186,10 @@ def _rates_after_a_loss(case: Case) -> tuple[dict[str, float], dict[str, float],
     living = living_layout(engine.layout, alive)
     assert not lost_units(engine.layout, alive)
     if backend.rank in alive:
-        reconnect(backend, living, replace(backend.communicators, mesh=living.mesh, rank=alive.index(backend.rank)))
+        reconnect(backend, {living.masking: living}, replace(backend.communicators, mesh=living.mesh, rank=alive.index(backend.rank)))
     seen.clear()
     engine.optimizer.step()  # nothing is exchanged in it
-    scale = HolderScale(living, 0.5)
+    scale = HolderScale(living.placement, 0.5)
     infos = living.parameters
     of_living = {name: rate * scale.of(infos[name].unit, infos[name].holders) for name in before}
     return before, dict(seen), of_living

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...engine.accounting.local_traffic import LocalTraffic
 from ...engine.accounting.quantities import format_bytes, format_rate
+from ...engine.optim.rate_scale import describe_rates
 from ..shared.quantities import quantity
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
 from .machine import LINKS, PEAK_FLOPS, Machine
@@ -142,6 +143,7 @@ def assumptions(plan: Forecast, others: Sequence[Forecast]) -> list[str]:
         *_about_speed(plan),
         *_about_memory(plan),
         *_about_groups(plan),
+        *_about_rates(plan),
         *_about_local_steps(plan),
         *_about_losses(plan),
         *_about_ddp(plan, others),
@@ -175,6 +177,14 @@ def _about_memory(plan: Forecast) -> list[str]:
     if plan.config.training.compile:
         notes.append("Blocks are traced as if they were not compiled; compiled blocks need less.")
     return notes
+
+
+def _about_rates(plan: Forecast) -> list[str]:
+    optimizer, setting = plan.config.optimizer, plan.config.sdp.lr_scale
+    rates = describe_rates(setting, optimizer.type if optimizer else "", plan.layout.placement)
+    if rates is None:
+        return []
+    return [f"sdp.lr_scale {setting} multiplies the learning rates of units by {rates}. It needs no memory or time."]
 
 
 def _about_groups(plan: Forecast) -> list[str]:

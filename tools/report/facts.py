@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ...engine.errors import MOST_MESSAGE, shorten
+from ...engine.optim.rate_scale import describe_rates
 from ...engine.placement.placement import Placement
 from ..runs.phases import describe_phases, phases_of
 from ..runs.run_files import Run
@@ -70,6 +71,7 @@ class Facts:
     rollbacks: int | None = None
     groups_alive: str | None = None  # of an elastic run
     noise_scale: float | None = None  # in samples, at the last measured step
+    rates: str | None = None  # the factors of the units' learning rates, with sdp.lr_scale
     masking: str | None = None  # the steps of each phase, with a schedule of maskings
     phase_seconds: dict[str, float] = field(default_factory=dict)  # of a step with each masking of a schedule
     tasks: dict[str, float | None] = field(default_factory=dict)  # "task, measure" → the newest score
@@ -163,6 +165,7 @@ def facts_of(run: Run) -> Facts:
         spikes_skipped=last.get("spikes_skipped"),
         rollbacks=last.get("rollbacks"),
         groups_alive=describe_groups(run.metrics),
+        rates=_rates(run),
         masking=describe_phases(phases_of(run.metrics)),
         phase_seconds=_phase_seconds(settled),
         noise_scale=next((line["noise_scale"] for line in reversed(run.metrics) if line.get("noise_scale")), None),
@@ -208,6 +211,11 @@ def _capacity(run: Run) -> float | None:
     if placement is None or not sum(placement.costs):
         return None
     return fmean(placement.held_fraction(group) for group in range(placement.groups))
+
+
+def _rates(run: Run) -> str | None:
+    placement, setting = _placement(run), _section(run, "sdp").get("lr_scale", "none")
+    return describe_rates(setting, _section(run, "optimizer").get("type", ""), placement) if placement else None
 
 
 def _tasks(run: Run) -> dict[str, float | None]:

@@ -7,7 +7,7 @@ checked, and unknown keys are allowed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -57,6 +57,11 @@ class _NamedModel(_Shape):
 
 class _Groups(_Shape):
     groups: Count = 1
+    lr_scale: Literal["none", "auto"] | Annotated[float, Field(ge=0, le=4)] = "none"
+
+
+class _Optimizer(_Shape):
+    type: str = ""
 
 
 class _Data(_Shape):
@@ -73,6 +78,7 @@ class RunConfig(_Shape):
     model: _Model | None = None
     sdp: _Groups | None = None
     data: _Data | None = None
+    optimizer: _Optimizer | None = None
     training: _Training | None = None
 
 

@@ -256,3 +256,20 @@ def test_seventy_billion_parameters_on_512_devices(capsys: pytest.CaptureFixture
     assert 8 * (held - 128256 * 8192) * tokens / 8 < rank["flops"] < 1.5 * 8 * held * tokens / 8
     assert list(report["alternatives"]) == ["DDP", "FSDP (ZeRO-3)"]
     assert report["alternatives"]["DDP"]["ranks"][0]["peak"] > 80e9
+
+
+def test_a_plan_names_the_factors_of_rates_by_holders(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The factors change neither memory nor time, and a plan says so."""
+    placement = {f"layers.{block}": [0] if block else [0, 1] for block in range(4)}
+    usual = CONFIG | {"sdp": {"groups": 2, "placement": placement}}
+    scaled = CONFIG | {"sdp": {"groups": 2, "placement": placement, "lr_scale": 1.0}}
+    plans = []
+    for which in (usual, scaled):
+        config.write_text(json.dumps(which))
+        plans.append(planned(capsys, config, "--world", 2))
+    assert plans[1] == plans[0]
+    assert main(["plan", str(config), "--world", "2"]) == 0
+    assert (
+        "sdp.lr_scale 1.0 multiplies the learning rates of units by 0.80 (1 holder) to 1.60 (2 holders)."
+        in capsys.readouterr().out
+    )

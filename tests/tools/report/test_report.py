@@ -51,6 +51,19 @@ def test_one_run_is_compared_with_the_prediction(half: Run):
     assert f"files  {half.path}" in table
 
 
+def test_rates_scaled_by_holders_are_named(tmp_path: Path):
+    """Two units of 3,000 parameters with one and four holders: the mean is 2.5."""
+    run = make_run(tmp_path / "scaled", holders=2)
+    run.config["sdp"]["lr_scale"] = "auto"
+    run.config["optimizer"] = {"type": "AdamW"}
+    run.placement.update(units=["a", "b"], holders=[[1], [0, 1, 2, 3]], costs=[3000, 3000], flops=[])
+    assert row(render([run]), "factors of the units' learning rates") == ["0.63 (1 holder) to 1.26 (4 holders)"]
+    run.config["optimizer"] = {"type": "SGD"}
+    assert row(render([run]), "factors of the units' learning rates") == ["0.40 (1 holder) to 1.60 (4 holders)"]
+    run.config["sdp"]["lr_scale"] = "none"
+    assert "learning rates" not in render([run])
+
+
 def test_a_dense_run_is_the_measured_baseline_and_the_last_column(half: Run, dense: Run):
     table = render([dense, half])
     assert table.splitlines()[0].split() == ["half", "dense"]
