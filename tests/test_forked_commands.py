@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 from sdp.data.prepare import prepare
-from sdp.tests.support.forks.command import ForkedCommand, forked_rank, run_forked
+from sdp.tests.support.forks.command import ForkedCommand, Nursery, forked_rank, run_forked
+from sdp.tests.support.forks.server import fork_context
 from sdp.tests.support.processes import alive, until
 from sdp.tests.support.small_runs import read_losses, run_sdp, tiny_config, write_config
 
@@ -130,6 +132,30 @@ def test_ranks_end_with_a_forked_command_that_is_killed(start: Callable[[str], A
     process.kill()
     assert process.wait() == -signal.SIGKILL
     until(lambda: not any(alive(pid) for pid in below))
+
+
+def _start_ranks_with(numbers: range) -> None:
+    """Start a rank for each of the free ``numbers``, which inherits a file under that number."""
+    nursery = Nursery()
+    with Path(os.devnull).open("w") as null:
+        for number in numbers:
+            handle = fcntl.fcntl(null.fileno(), fcntl.F_DUPFD, number)  # the next free number
+            rank = nursery.start(
+                [sys.executable, "-P", "-m", "sdp", "version"],
+                env=dict(os.environ) | {"RANK": "0"}, stdin=subprocess.DEVNULL, stdout=null, stderr=null,
+                process_group=0, pass_fds=[handle],
+            )  # fmt: skip
+            os.close(handle)
+            assert rank.wait() == 0
+
+
+def test_a_forked_rank_inherits_a_file_under_any_number() -> None:
+    """A launcher passes a listening socket, whose number depends on what else it has open."""
+    launcher = fork_context().Process(target=_start_ranks_with, args=(range(3, 40),))
+    launcher.start()
+    launcher.join(120)
+    launcher.kill()
+    assert launcher.exitcode == 0
 
 
 def test_commands_do_not_see_what_others_have_left(corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:

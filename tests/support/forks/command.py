@@ -37,6 +37,7 @@ from .server import fork_context
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _MOST_BYTES = 1 << 20  # of the request for a rank: its words and its environment
+_LONGEST_START = 120.0  # seconds, of a rank on a loaded machine
 _HIGH = 200  # files of a request are moved to descriptors from here on, so that none is in the way
 
 
@@ -114,8 +115,7 @@ def _run_command(words: list[str], environ: dict[str, str], folder: str, output:
     """Be the command. The server has forked this process."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the server ends with the test session
     os.chdir(folder)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    nursery = _Nursery()
+    nursery = Nursery()
     null = os.open(os.devnull, os.O_RDONLY)
     _become(words, environ, {0: null, 1: output.descriptor, 2: errors.descriptor}, keep=nursery.use())
     stand_in = SimpleNamespace(Popen=nursery.start, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
@@ -153,7 +153,7 @@ def _become(words: list[str], environ: Mapping[str, str], files: dict[int, int],
         tune_allocator()
 
 
-class _Nursery:
+class Nursery:
     """A process that forks the ranks of one command.
 
     The command may have threads when it starts a rank, and a process with threads cannot fork
@@ -165,6 +165,8 @@ class _Nursery:
         self._mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._mine, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_BYTES)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._mine.settimeout(_LONGEST_START)
         command = os.getpid()
         if os.fork() == 0:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -227,7 +229,8 @@ def _run_rank(
     _prctl(_PR_SET_NAME, f"sdp-rank {number}".encode())
     while os.getppid() != command:
         time.sleep(0.0005)
-    answer = os.dup(answers.fileno())
+    # A descriptor below could be one of the files that the rank gets.
+    answer = fcntl.fcntl(answers.fileno(), fcntl.F_DUPFD, _HIGH)
     _become(words, environ, {0: os.open(os.devnull, os.O_RDONLY), **files}, keep=answer)
     with socket.socket(fileno=answer) as pipe:
         pipe.send(str(os.getpid()).encode())

@@ -110,14 +110,9 @@ def test_two_groups_are_killed_at_once(start: Start) -> None:
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_inside_a_sharded_group_is_killed(start: Start, stage: int) -> None:
-    """Its group ends with it. The others keep their FSDP2 state.
-
-    In a whole suite, forked ranks of a returning group waited for each other for ever, twice. So
-    these are new interpreters, as users have them.
-    """
+    """Its group ends with it. The others keep their FSDP2 state."""
     run = start(
-        "--set", f"zero_optimization.stage={stage}", groups=3, ranks=2, settings={"capacity": 0.7}, restarts=3,
-        new_interpreters=True,
+        "--set", f"zero_optimization.stage={stage}", groups=3, ranks=2, settings={"capacity": 0.7}, restarts=3
     )  # fmt: skip
     run.wait_for(5, groups=3)
     run.lose(2, of=3)
