@@ -65,15 +65,15 @@ class HolderScale:
         return (count / self.mean) ** self._exponent
 
 
-def describe_rates(setting: str | float, optimizer: str, placement: Placement) -> str | None:
+def describe_rates(setting: str | float, optimizer: str | None, placement: Placement) -> str | None:
     """Say by what the rates are multiplied, or return None if they are not scaled.
 
     Args:
         setting: ``sdp.lr_scale``.
-        optimizer: ``optimizer.type``.
+        optimizer: ``optimizer.type``. None: the configuration names none.
         placement: the planned holders.
     """
-    exponent = exponent_of(setting, is_sgd=optimizer.lower() == "sgd")
+    exponent = exponent_of(setting, is_sgd=(optimizer or "").lower() == "sgd")
     return HolderScale(placement, exponent).describe() if exponent and placement.units else None
 
 

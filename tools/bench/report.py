@@ -77,6 +77,7 @@ class Report:
                 **{key: value for key, value in facts.items() if key != "losses"},
                 "layers": plan.config.model.get("num_hidden_layers"),
                 "capacity": plan.config.sdp.capacity if is_sdp(name) else 1.0,
+                "rates": plan.forecast.rates,
                 "overlaps": plan.config.sdp.sync is None or plan.config.sdp.sync.overlap > 0,
                 "planned_peak_bytes": plan.peak,
                 "seconds": {"median": median, "least": min(seconds), "most": max(seconds), "rounds": seconds},
@@ -295,6 +296,8 @@ def _aims(race: Mapping[str, Any]) -> list[str]:
                     said.append(f"{what} {ratio:.3f} {of}")
                 else:
                     said.append(_aim(what, ratio, f"{of}, aim at most {OVERLAP}", ratio <= OVERLAP))
+        if row["rates"] is not None:
+            said.append(f"learning rates of units multiplied by {row['rates']}")
         lines.append(f"- {name}: {'; '.join(said)}")
     return lines
 

@@ -11,6 +11,7 @@ from ...engine.accounting.traffic_plan import Collective
 from ...engine.batch.size import BatchSize
 from ...engine.config.schema import Config
 from ...engine.distributed.mesh import Mesh
+from ...engine.optim.rate_scale import describe_rates
 from ...engine.placement.layout import Layout
 from ...engine.placement.policies import warnings_of
 from ...engine.tracing.ledger import KINDS
@@ -138,6 +139,12 @@ class Forecast:
         """By kind of link, the bytes of a step of the rank that sends the most over it."""
         everyones = [rank.sent(self.machine) for rank in self.ranks]
         return {link: max(sent[link] for sent in everyones) for link in LINKS}
+
+    @property
+    def rates(self) -> str | None:
+        """By what ``sdp.lr_scale`` multiplies the rates of units. None if it does not."""
+        optimizer = self.config.optimizer
+        return describe_rates(self.config.sdp.lr_scale, optimizer.type if optimizer else None, self.layout.placement)
 
     @property
     def warnings(self) -> list[str]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from ...engine.accounting.local_traffic import LocalTraffic
 from ...engine.accounting.quantities import format_bytes, format_rate
-from ...engine.optim.rate_scale import describe_rates
 from ..shared.quantities import quantity
 from ..shared.table import Row, Table, bytes_row, plain_row, text_row
 from .machine import LINKS, PEAK_FLOPS, Machine
@@ -180,11 +179,10 @@ def _about_memory(plan: Forecast) -> list[str]:
 
 
 def _about_rates(plan: Forecast) -> list[str]:
-    optimizer, setting = plan.config.optimizer, plan.config.sdp.lr_scale
-    rates = describe_rates(setting, optimizer.type if optimizer else "", plan.layout.placement)
-    if rates is None:
+    if plan.rates is None:
         return []
-    return [f"sdp.lr_scale {setting} multiplies the learning rates of units by {rates}. It needs no memory or time."]
+    setting = plan.config.sdp.lr_scale
+    return [f"sdp.lr_scale {setting} multiplies the learning rates of units by {plan.rates}. It needs no memory."]
 
 
 def _about_groups(plan: Forecast) -> list[str]:

@@ -239,7 +239,7 @@ def test_what_sdp_must_reach_over_a_link_is_judged_beside_the_plan() -> None:
     backward is two thirds of computing.
     """
     ours = "sdp-block-forward-0.5"
-    plans = plan_methods(["ddp", ours], load_config(CONFIG), 4)
+    plans = plan_methods(["ddp", ours], load_config(CONFIG | {"sdp": CONFIG["sdp"] | {"lr_scale": "auto"}}), 4)
     worst = max(plans[ours].forecast.groups, key=lambda group: group.trace.flops)
     seconds = worst.trace.flops / plans["ddp"].flops  # of computing, where DDP computes for a second
     link = sum(one.sent for one in plans[ours].forecast.ranks[0].collectives if one.scope == "between groups") / seconds
@@ -259,6 +259,9 @@ def test_what_sdp_must_reach_over_a_link_is_judged_beside_the_plan() -> None:
     assert "exposed communication 0.750 of that without overlap (0.333 planned), aim at most 0.6: NOT reached" in text
     assert f"speed over DDP's {2 / row['planned_speed_over_ddp']:.3f} of planned, aim at least 0.9" in text
     assert "| 0.500 (25%) |" in text
+    assert f"learning rates of units multiplied by {plans[ours].forecast.rates}" in text
+    assert plans[ours].forecast.rates == "0.71 (1 holder) to 1.41 (4 holders)", "√(1 ÷ 2) and √(4 ÷ 2)"
+    assert row["rates"] is not None is report.rows(report.races[0])["ddp"]["rates"]
     for name, judged in ((f"{ours}-local4", False), (f"{ours}-local4-o1", True)):
         local = {"ddp": turns["ddp"], name: turns[ours]}
         of_local = Report(
